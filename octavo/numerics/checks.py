@@ -1,0 +1,14 @@
+"""Checks at the boundary: every message names the field, the value and what is allowed."""
+
+from collections.abc import Collection
+from typing import Any
+
+
+def check_choice(field: str, value: Any, choices: Collection[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"{field}={value!r}: choose one of {', '.join(choices)}")
+
+
+def check_positive_int(field: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{field}={value!r}: a whole number of at least 1")

@@ -1,0 +1,169 @@
+"""The FP8 matrix product.
+
+Everything is an "NT" product: both operands are contiguous along the contracted dimension K, because that is what the
+tensor cores take.
+
+    y_MN = Σ_k a_MK · b_NK        accumulated in FP32, scaled, then rounded once to `out_dtype`
+
+`gemm_nt` obeys the GPU's rules so that what runs in emulation also runs on the device: K and N are multiples of 16 and
+the operands are contiguous. `padded_gemm_nt` takes any size, adds the zeros and takes them off again.
+
+Leading dimensions are batches and broadcast. `batch` names the batch shape of the result: where it has fewer or
+smaller dimensions than the broadcast one, the product is summed over them in FP32. That is what the gradient of a
+broadcast operand is, and a kernel folds such a dimension into K instead of summing at the end; so does this.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from octavo.numerics.formats import E4M3, Format
+from octavo.numerics.quantize import Quantized, expand_scale, quantize
+
+ALIGNMENT = 16
+
+
+def gemm_nt(
+    a: Quantized,
+    b: Quantized,
+    *,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.float32,
+    batch: Sequence[int] | None = None,
+) -> Tensor:
+    """`a[..., M, K] · b[..., N, K]ᵀ + bias`, refusing what the GPU refuses."""
+    check_gemm_rules(a.data, b.data)
+    full = torch.broadcast_shapes(a.data.shape[:-2], b.data.shape[:-2])
+    batch = full if batch is None else torch.Size(batch)
+    a_hp, b_hp = a.data.float(), b.data.float()
+    # Scales that are constant along K multiply the result, as the GPU does it; others multiply the operands.
+    outer = _constant_along_k(a) and _constant_along_k(b) and batch == full
+    if not outer:
+        a_hp = a_hp * expand_scale(a.scale.float(), a_hp.shape)
+        b_hp = b_hp * expand_scale(b.scale.float(), b_hp.shape)
+    if batch != full:
+        a_hp, b_hp = _fold_into_k(a_hp, b_hp, full, batch)
+    y = a_hp @ b_hp.mT
+    if outer:
+        y = y * (_as_column(a.scale, y.shape[-2]) * _as_column(b.scale, y.shape[-1]).mT)
+    if bias is not None:
+        y = y + bias.float()
+    return y.reshape(*batch, *y.shape[-2:]).to(out_dtype)
+
+
+def padded_gemm_nt(
+    a: Quantized,
+    b: Quantized,
+    *,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.float32,
+    batch: Sequence[int] | None = None,
+) -> Tensor:
+    """`gemm_nt` for any size: zeros are added along K and N, and taken off the result."""
+    n = b.data.shape[-2]
+    pad_n = -n % ALIGNMENT
+    if bias is not None and pad_n:
+        bias = torch.nn.functional.pad(bias, (0, pad_n))
+    y = gemm_nt(_pad(a, 0), _pad(b, pad_n), bias=bias, out_dtype=out_dtype, batch=batch)
+    return y[..., :n].contiguous() if pad_n else y
+
+
+def check_gemm_rules(a: Tensor, b: Tensor) -> None:
+    """Raise where a GPU's FP8 GEMM would: alignment, layout, inner dimensions."""
+    if a.dim() < 2 or b.dim() < 2 or a.shape[-1] != b.shape[-1]:
+        raise ValueError(f"gemm_nt takes [..., M, K] and [..., N, K]; got {tuple(a.shape)} and {tuple(b.shape)}")
+    k, n = b.shape[-1], b.shape[-2]
+    if k % ALIGNMENT or n % ALIGNMENT:
+        raise ValueError(f"gemm_nt needs K and N in multiples of {ALIGNMENT}; got K={k}, N={n} (padded_gemm_nt pads)")
+    if not a.is_contiguous() or not b.is_contiguous():
+        raise ValueError("gemm_nt needs operands contiguous along K; call .contiguous() on the transposed one")
+
+
+def fp8_matmul(
+    a: Tensor,
+    b: Tensor,
+    *,
+    format: Format | str = E4M3,
+    granularity: str = "tensor",
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """`a[..., M, K] @ b[..., K, N]` with both operands quantised to `format`; returns `a`'s dtype."""
+    if a.dim() < 2 or b.dim() < 2 or a.shape[-1] != b.shape[-2]:
+        raise ValueError(f"fp8_matmul takes [..., M, K] and [..., K, N]; got {tuple(a.shape)} and {tuple(b.shape)}")
+    a_q = quantize(a, format=format, granularity=granularity)
+    b_q = quantize(b.mT, format=format, granularity=granularity)
+    return padded_gemm_nt(a_q, b_q, out_dtype=out_dtype or a.dtype)
+
+
+def fp8_linear(
+    x: Tensor,
+    w: Tensor,
+    scale_x: Tensor | float,
+    scale_w: Tensor | float,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """`(x · wᵀ) × scale_x × scale_w + bias` for `x[..., K]`, `w[N, K]` and *dequantising* scales.
+
+    FP8 tensors are taken as they are; others are first quantised to E4M3 with their scale.
+    """
+    x_q, w_q = _as_quantized(x, scale_x), _as_quantized(w, scale_w)
+    rows = Quantized(x_q.data.reshape(-1, x.shape[-1]), _flatten_rows(x_q.scale))
+    default = torch.float32 if x.element_size() == 1 else x.dtype
+    y = padded_gemm_nt(rows, w_q, bias=bias, out_dtype=out_dtype or default)
+    return y.reshape(*x.shape[:-1], w.shape[0])
+
+
+def _as_quantized(x: Tensor, scale: Tensor | float) -> Quantized:
+    if x.element_size() == 1:
+        return Quantized(x.contiguous(), torch.as_tensor(scale, dtype=torch.float32, device=x.device))
+    return quantize(x, scale=scale)
+
+
+def _flatten_rows(scale: Tensor) -> Tensor:
+    return scale if scale.dim() < 2 else scale.reshape(-1, scale.shape[-1])
+
+
+def _constant_along_k(q: Quantized) -> bool:
+    """One scale for the tensor or one for each row. (128 rows to a scale with one block along K is neither.)"""
+    scale = q.scale
+    return scale.dim() == 0 or (scale.dim() >= 2 and scale.shape[-1] == 1 and scale.shape[-2] == q.data.shape[-2])
+
+
+def _as_column(scale: Tensor, rows: int) -> Tensor:
+    return scale.float() if scale.dim() else scale.float().expand(rows, 1)
+
+
+def _fold_into_k(a: Tensor, b: Tensor, full: torch.Size, batch: torch.Size) -> tuple[Tensor, Tensor]:
+    """Move the batch dimensions to be summed over next to K and merge them with it.
+
+    `full` is the broadcast batch shape, `batch` the result's (aligned at the right, as in broadcasting).
+    """
+    target = (1,) * (len(full) - len(batch)) + tuple(batch)
+    summed = [i for i, (f, t) in enumerate(zip(full, target, strict=True)) if f != t]
+    kept = [i for i in range(len(full)) if i not in summed]
+    count = math.prod(full[i] for i in summed)
+
+    def fold(x: Tensor) -> Tensor:
+        x = x.reshape((1,) * (len(full) + 2 - x.dim()) + tuple(x.shape))
+        x = x.expand(*(full[i] if i in summed else x.shape[i] for i in range(len(full))), *x.shape[-2:])
+        x = x.permute(*kept, len(full), *summed, len(full) + 1)
+        return x.reshape(*x.shape[: len(kept) + 1], count * x.shape[-1])
+
+    return fold(a), fold(b)
+
+
+def _pad(q: Quantized, pad_rows: int) -> Quantized:
+    pad_k = -q.data.shape[-1] % ALIGNMENT
+    if not pad_rows and not pad_k:
+        return q
+    scale = q.scale
+    if pad_rows and scale.dim() >= 2 and scale.shape[-2] == q.data.shape[-2]:
+        ones = torch.ones(*scale.shape[:-2], pad_rows, scale.shape[-1], device=scale.device)
+        scale = torch.cat([scale.float(), ones], dim=-2)
+    # Zero has the same bits in every FP8 format; padding float8 directly is not implemented on all devices.
+    data = torch.nn.functional.pad(q.data.view(torch.uint8), (0, pad_k, 0, pad_rows)).view(q.data.dtype)
+    return Quantized(data, scale)

@@ -1,0 +1,86 @@
+"""Quantising one operand of a product: what a layer does to x, w and g, in the layouts the GEMMs want.
+
+A product contracts each operand along two different dimensions: x_MK along K in forward and along M for the weight's
+gradient. `layout` names what is wanted of an operand `[..., R, C]`:
+
+    rows      `[..., R, C]`, scales along C
+    columns   `[..., C, R]`, transposed, scales along R
+    both      rows, then columns
+
+Per tensor and per 128×128 block the two layouts hold the same FP8 values. Per row, per 1×128 and per 1×32 they do not:
+each is quantised from the high-precision values, never one from the other.
+
+While recording, the operand's row (see `scaling.py`) learns the amax, whether everything was finite, and the share of
+elements that saturated (the clamp changed them) or underflowed (became zero without having been it).
+"""
+
+import torch
+from torch import Tensor
+
+from octavo.numerics.amax import finite_amax, percentile_amax
+from octavo.numerics.config import OperandRecipe
+from octavo.numerics.formats import Format
+from octavo.numerics.quantize import Quantized, compute_scale, expand_scale, quantize, scale_from_amax
+from octavo.numerics.scaling import CALLS, SATURATED, SCALE, UNDERFLOW, record_use
+
+LAYOUTS = ("rows", "columns", "both")
+
+
+def quantize_operand(
+    x: Tensor, row: Tensor, recipe: OperandRecipe, *, record: bool = True, layout: str = "rows"
+) -> list[Quantized]:
+    """Quantise `x[..., R, C]` by its recipe into the wanted layouts."""
+    top, finite = finite_amax(x)
+    amax = top if recipe.percentile is None else percentile_amax(x, recipe.percentile)
+    scale = scale_from_amax(amax, recipe.format, recipe.margin)
+    if recipe.delayed:
+        scale = torch.where(row[SCALE] > 0, row[SCALE], scale)
+    if recipe.granularity == "tensor":
+        rows = _quantize(x, recipe, scale)
+        found = [rows, Quantized(rows.data.mT.contiguous(), rows.scale)] if layout != "rows" else [rows]
+        found = found[1:] if layout == "columns" else found
+    else:
+        views = {"rows": [x], "columns": [x.mT], "both": [x, x.mT]}[layout]
+        found = [_quantize(view, recipe, _current_scale(view, recipe)) for view in views]
+    if record:
+        record_use(row, amax, ~finite)
+        _record_losses(row, x if layout != "columns" else x.mT, found[0], recipe.format, top)
+        row[SCALE] = torch.where(amax > 0, scale, row[SCALE])
+    return found
+
+
+def _quantize(x: Tensor, recipe: OperandRecipe, scale: Tensor) -> Quantized:
+    return quantize(
+        x,
+        format=recipe.format,
+        granularity=recipe.granularity,
+        rounding=recipe.rounding,
+        scale=scale,
+        block=recipe.block,
+    )
+
+
+def _current_scale(x: Tensor, recipe: OperandRecipe) -> Tensor:
+    return compute_scale(
+        x,
+        format=recipe.format,
+        granularity=recipe.granularity,
+        margin=recipe.margin,
+        block=recipe.block,
+        mx_rule=recipe.mx_rule,
+    )
+
+
+def _record_losses(row: Tensor, x: Tensor, q: Quantized, format: Format, top: Tensor) -> None:
+    size = max(x.numel(), 1)
+    limit = q.scale.float() * format.saturation_threshold
+    if x.device.type != "cpu" or bool(top > limit.amin()):  # on the CPU, looking first saves a pass
+        row[SATURATED] += (x.abs() > expand_scale(limit, x.shape)).sum() / size
+    row[UNDERFLOW] += (torch.count_nonzero(x) - _count_non_zero_fp8(q.data, format)) / size
+    row[CALLS] += 1
+
+
+def _count_non_zero_fp8(data: Tensor, format: Format) -> Tensor:
+    bits = data.view(torch.uint8)
+    # Shifting the sign out makes −0 count as zero; in the fnuz formats that pattern is NaN.
+    return torch.count_nonzero(bits if "FNUZ" in format.name else bits << 1)

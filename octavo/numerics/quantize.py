@@ -1,0 +1,177 @@
+"""Quantising and dequantising: what an FP8 tensor means.
+
+    value = data × scale                                            (dequantising)
+    scale = amax / FP8_MAX × margin                                 (the *dequantising* factor, FP32)
+    data  = round(x × (1 / scale))                                  (one correctly rounded reciprocal, then multiply)
+
+`scale` belongs to a group of elements, by granularity, over the last two dimensions `[..., R, C]`:
+
+| granularity | one scale for                                | shape of `scale`                |
+| ----------- | -------------------------------------------- | ------------------------------- |
+| tensor      | everything                                   | `[]`                            |
+| channel     | a row                                        | `[..., R, 1]`                   |
+| block       | `1×128` elements, or `128×128` (`block=`)    | `[..., ⌈R/rows⌉, ⌈C/columns⌉]`  |
+| mx          | `1×32` elements; a power of two in E8M0      | `[..., R, ⌈C/32⌉]`              |
+
+Edge blocks are smaller; nothing needs to divide. C is the contracted dimension of the product that follows.
+
+What happens to unusual input:
+- all zero: scale 1, data 0;
+- tiny: the scale never falls below 2^-126, so its reciprocal is finite; what is too small for that rounds to 0;
+- huge: the largest finite magnitude maps to the format's largest value; nothing overflows;
+- NaN and infinities: NaN in `data` at their place, in every format; the scale comes from the finite elements.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo.numerics.amax import block_amax, tensor_amax
+from octavo.numerics.checks import check_choice
+from octavo.numerics.formats import E4M3, E8M0_DTYPE, Format, get_format
+from octavo.numerics.rounding import ROUNDINGS, round_nearest, round_stochastic
+
+GRANULARITIES = ("tensor", "channel", "block", "mx")
+MX_RULES = ("up", "floor")
+BLOCK = 128
+BLOCKS = ((1, BLOCK), (BLOCK, BLOCK))
+MX_BLOCK = 32
+SMALLEST_SCALE = 2.0**-126  # the smallest normal FP32: its reciprocal is finite and exact
+
+
+class Quantized(NamedTuple):
+    """An FP8 tensor: `value = data × scale`. A plain pair, so that it unpacks and travels anywhere."""
+
+    data: Tensor
+    scale: Tensor
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        return dequantize(self.data, self.scale, dtype)
+
+
+def quantize(
+    x: Tensor,
+    *,
+    format: Format | str = E4M3,
+    granularity: str = "tensor",
+    rounding: str = "nearest",
+    scale: Tensor | float | None = None,
+    generator: torch.Generator | None = None,
+    block: tuple[int, int] = (1, BLOCK),
+    mx_rule: str = "up",
+) -> Quantized:
+    """Quantise a floating-point tensor. Without `scale`, it is computed from `x` (see `compute_scale`)."""
+    format = get_format(format)
+    check_choice("rounding", rounding, ROUNDINGS)
+    if scale is None:
+        scale = compute_scale(x, format=format, granularity=granularity, block=block, mx_rule=mx_rule)
+    else:
+        check_choice("granularity", granularity, GRANULARITIES)
+        _check_floating(x)
+        scale = torch.as_tensor(scale, device=x.device)
+        scale = scale if scale.dtype == E8M0_DTYPE else scale.float()
+    scaled = x.detach().float() * expand_scale(reciprocal(scale), x.shape)
+    if rounding == "stochastic":
+        data = round_stochastic(scaled, format, generator)
+    else:
+        data = round_nearest(scaled, format)
+    return Quantized(data.contiguous(), scale)
+
+
+def quantize_stochastic(
+    x: Tensor, *, format: Format | str = E4M3, granularity: str = "tensor", generator: torch.Generator | None = None
+) -> Quantized:
+    """`quantize` with stochastic rounding: unbiased, on the FP8 grid, reproducible from `generator`."""
+    return quantize(x, format=format, granularity=granularity, rounding="stochastic", generator=generator)
+
+
+def dequantize(data: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """`data × scale`, computed in FP32 and rounded once to `dtype`."""
+    return (data.float() * expand_scale(scale.float(), data.shape)).to(dtype)
+
+
+def compute_scale(
+    x: Tensor,
+    *,
+    format: Format | str = E4M3,
+    granularity: str = "tensor",
+    margin: float = 1.0,
+    percentile: float | None = None,
+    block: tuple[int, int] = (1, BLOCK),
+    mx_rule: str = "up",
+) -> Tensor:
+    """The dequantising scale of `x`: FP32, or E8M0 for `mx`. `margin` is a factor of headroom above the amax."""
+    format = get_format(format)
+    check_choice("granularity", granularity, GRANULARITIES)
+    check_choice("mx_rule", mx_rule, MX_RULES)
+    if block not in BLOCKS:
+        raise ValueError(f"block={block!r}: choose one of {', '.join(map(str, BLOCKS))}")
+    _check_floating(x)
+    x = x.float() if x.dtype == torch.float64 else x
+    if granularity == "tensor":
+        return scale_from_amax(tensor_amax(x, percentile), format, margin)
+    if x.dim() == 0:
+        raise ValueError(f"granularity={granularity!r}: a 0-d tensor has no rows; use granularity='tensor'")
+    rows = x.unsqueeze(0) if x.dim() == 1 else x
+    shape = {"channel": (1, max(rows.shape[-1], 1)), "block": block, "mx": (1, MX_BLOCK)}[granularity]
+    amax = block_amax(rows, shape)
+    amax = amax.squeeze(0) if x.dim() == 1 else amax
+    return mx_scale(amax, format, mx_rule) if granularity == "mx" else scale_from_amax(amax, format, margin)
+
+
+def scale_from_amax(amax: Tensor, format: Format, margin: float = 1.0) -> Tensor:
+    """`amax / FP8_MAX × margin` in FP32; 1 where amax is 0, never below `SMALLEST_SCALE`."""
+    scale = (amax.float() / format.max * margin).clamp(min=SMALLEST_SCALE)
+    return torch.where(amax > 0, scale, 1.0)
+
+
+def mx_scale(amax: Tensor, format: Format, rule: str = "up") -> Tensor:
+    """A power of two in E8M0 per block.
+
+    `up` rounds `amax / FP8_MAX` up to a power of two, so that nothing saturates. `floor` is the rule of the OCP MX
+    specification, `2^(⌊log2 amax⌋ − ⌊log2 FP8_MAX⌋)`: it clips block maxima whose mantissa exceeds the format's.
+    """
+    if rule == "up":
+        bits = (amax / format.max).view(torch.int32)
+        exponent = (bits >> 23) + (bits & 0x7FFFFF != 0)
+    else:
+        top = torch.tensor(format.max, device=amax.device).view(torch.int32) >> 23
+        exponent = (amax.view(torch.int32) >> 23) - top + 127
+    exponent = torch.where(amax > 0, exponent.clamp(0, 254), 127)
+    return exponent.to(torch.uint8).view(E8M0_DTYPE)
+
+
+def reciprocal(scale: Tensor) -> Tensor:
+    """The quantising multiplier, `1 / scale`, correctly rounded in FP32 (`torch.reciprocal` need not be)."""
+    return torch.ones((), dtype=torch.float32, device=scale.device) / scale.float()
+
+
+def expand_scale(scale: Tensor, shape: torch.Size) -> Tensor:
+    """Spread per-group scales so that they broadcast against data of `shape`.
+
+    The block is read off the shapes: where two readings are possible (one block covers the row), they agree.
+    """
+    if scale.dim() == 0:
+        return scale
+    if len(shape) == 1:
+        return _spread(scale, -1, shape[-1])
+    return _spread(_spread(scale, -2, shape[-2]), -1, shape[-1])
+
+
+def _spread(scale: Tensor, dim: int, size: int) -> Tensor:
+    groups = scale.shape[dim]
+    if groups in (1, size):
+        return scale
+    block = next((b for b in (MX_BLOCK, BLOCK) if -(-size // b) == groups), None)
+    if block is None:
+        raise ValueError(
+            f"scale of shape {tuple(scale.shape)} does not fit {size} elements in dimension {dim}: "
+            f"expected 1, {size}, {-(-size // MX_BLOCK)} (blocks of {MX_BLOCK}) or {-(-size // BLOCK)} (of {BLOCK})"
+        )
+    return scale.repeat_interleave(block, dim).narrow(dim, 0, size)
+
+
+def _check_floating(x: Tensor) -> None:
+    if not x.is_floating_point() or x.element_size() == 1:
+        raise TypeError(f"x has dtype {x.dtype}: quantize takes float16, bfloat16, float32 or float64")

@@ -1,0 +1,244 @@
+"""Delayed scaling: quantise with a scale from earlier steps, so that one pass over the tensor is enough.
+
+Each named tensor has a *row* of FP32 numbers on its device; quantising reads the scale from it and writes what it saw:
+
+    SCALE       dequantising factor in force; 0 until the first non-zero use
+    AMAX        largest magnitude seen in this step (the maximum over its micro-batches)
+    SEEN        uses in this step
+    NON_FINITE  uses in this step that met NaN or infinity
+    SATURATED, UNDERFLOW, CALLS   sums since the last `statistics()`: fractions of elements, and uses
+    LAST_AMAX   the newest entry of the history
+
+The rules:
+- The first non-zero use takes the tensor's own amax, and its scale stays in force for the rest of the step. So
+  recomputing a forward under activation checkpointing meets the very same scale.
+- A history rolls once per optimiser step, only where the tensor was used, and only if *everything* was finite in that
+  step; all of it is decided on the device, without a host synchronisation. Asking twice rolls once.
+- After rolling, `scale = history amax × margin / FP8_MAX` every `interval` steps.
+
+Two words for two things: a row's SCALE *dequantises* (value = data × scale); `get_scale` returns the *quantising*
+multiplier FP8_MAX / (amax × margin). `margin` is a factor here (an exponent in `FP8TrainingConfig`).
+"""
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from octavo.numerics.amax import tensor_amax
+from octavo.numerics.checks import check_choice, check_positive_int
+from octavo.numerics.config import ALGORITHMS, FP8TrainingConfig
+from octavo.numerics.formats import E4M3, Format, get_format
+from octavo.numerics.quantize import SMALLEST_SCALE, reciprocal
+
+SCALE, AMAX, SEEN, NON_FINITE, SATURATED, UNDERFLOW, CALLS, LAST_AMAX = range(8)
+ROW = 8
+EMA_DECAY = 0.9
+_PER_ROW = ("_history", "_amax", "_ema", "_steps")
+
+
+class FP8ScalingManager:
+    """Scales and amax histories of any number of named tensors.
+
+    By hand, one call a step: `update_amax(name, amax)`, then `get_scale(name)`. With micro-batches:
+    `record(name, amax)` as often as needed and `step()` once. Layers pass their `row` to the quantise operation, which
+    does the recording; `follow_optimizers()` makes every `optimizer.step()` call `step()`.
+    """
+
+    def __init__(
+        self,
+        history_len: int = 1024,
+        margin: float = 2.0,
+        *,
+        format: Format | str = E4M3,
+        algorithm: str = "max",
+        interval: int = 1,
+        percentile: float | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        check_positive_int("history_len", history_len)
+        check_positive_int("interval", interval)
+        check_choice("algorithm", algorithm, ALGORITHMS)
+        if not margin > 0:
+            raise ValueError(f"margin={margin!r}: a factor above 0 (2.0 leaves room for values to double)")
+        self.history_len = history_len
+        self.margin = margin
+        self.format = get_format(format)
+        self.algorithm = algorithm
+        self.interval = interval
+        self.percentile = percentile
+        self.device = torch.device(device)
+        self.rows: list[Tensor] = []
+        self._index: dict[str, int] = {}
+        self._maximum: list[float] = []  # FP8_MAX and margin of each row
+        self._margin: list[float] = []
+        # Each row's history, the amax its scale was made from, its running mean and its age; grown in `_arrange`.
+        self._history = torch.zeros(0, history_len)
+        self._amax = torch.zeros(0)
+        self._ema = torch.zeros(0)
+        self._steps = torch.zeros(0, dtype=torch.int64)
+
+    @classmethod
+    def from_config(cls, config: FP8TrainingConfig, device: torch.device | str = "cpu") -> "FP8ScalingManager":
+        return cls(
+            config.amax_history_len,
+            1.0,  # operands bring their own
+            algorithm=config.amax_compute_algo,
+            interval=config.amax_update_interval,
+            percentile=config.percentile,
+            device=device,
+        )
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._index)
+
+    def register(
+        self, name: str, format: Format | str | None = None, margin: float | None = None, row: Tensor | None = None
+    ) -> Tensor:
+        """The row of `name`, made on first asking. `row`: use this tensor (of `ROW` zeros) for it."""
+        if name not in self._index:
+            self._index[name] = len(self.rows)
+            self._maximum.append((self.format if format is None else get_format(format)).max)
+            self._margin.append(self.margin if margin is None else margin)
+            self.rows.append(torch.zeros(ROW, device=self.device) if row is None else row)
+        return self.rows[self._index[name]]
+
+    def record(self, name: str, amax: Tensor | float) -> None:
+        """Note an amax seen in this step; `step()` takes the maximum of them into the history."""
+        row = self.register(name)
+        amax = torch.as_tensor(amax, dtype=torch.float32, device=row.device)
+        if amax.dim():
+            raise ValueError(f"amax of {name!r} has shape {tuple(amax.shape)}: one number (observe() takes a tensor)")
+        finite = amax.isfinite()
+        record_use(row, torch.where(finite, amax.abs(), 0.0), ~finite)
+
+    def observe(self, name: str, x: Tensor) -> None:
+        """`record` the amax of a tensor: its maximum, or the manager's `percentile`."""
+        row = self.register(name)
+        record_use(row, tensor_amax(x, self.percentile).to(row.device), ~x.isfinite().all())
+
+    def update_amax(self, name: str, amax: Tensor | float) -> None:
+        """One step's amax: `record`, and roll this tensor's history."""
+        self.record(name, amax)
+        self._roll([self._index[name]])
+
+    def get_scale(self, name: str) -> Tensor:
+        """The quantising multiplier FP8_MAX / (amax × margin), 0-d; 1 before any update."""
+        if name not in self._index:
+            return torch.ones((), device=self.device)
+        self._arrange()
+        i = self._index[name]
+        scale, amax = self.rows[i][SCALE], self._amax[i]
+        # From the amax while there is one: 448 / (1 × 2) is 224, the reciprocal of its reciprocal need not be.
+        multiplier = torch.where(amax > 0, self._maximum[i] / (amax * self._margin[i]), reciprocal(scale))
+        return torch.where(scale > 0, multiplier, 1.0)
+
+    def step(self) -> None:
+        """Roll every history: call once per optimiser step. A second call without new uses changes nothing."""
+        if self.rows:
+            self._roll(range(len(self.rows)))
+
+    def follow_optimizers(self) -> None:
+        """Call `step()` after every `optimizer.step()`, for as long as this manager lives."""
+        alive = weakref.ref(self)
+
+        def after_step(*_: object) -> None:
+            manager = alive()
+            if manager is not None:
+                manager.step()
+
+        handle = register_optimizer_step_post_hook(after_step)
+        weakref.finalize(self, handle.remove)
+
+    @torch.no_grad()
+    def _roll(self, indices: "range | list[int]") -> None:
+        self._arrange()
+        index = torch.as_tensor(list(indices), device=self.device)
+        rows = torch.stack([self.rows[i] for i in indices])
+        rolls = (rows[:, SEEN] > 0) & (rows[:, NON_FINITE].sum() == 0)
+        amax = rows[:, AMAX]
+
+        history = self._history[index]
+        rolled = torch.cat([amax[:, None], history[:, :-1]], dim=1)
+        history = torch.where(rolls[:, None], rolled, history)
+        first = self._steps[index] == 0
+        ema = torch.where(first, amax, EMA_DECAY * self._ema[index] + (1 - EMA_DECAY) * amax)
+        ema = torch.where(rolls, ema, self._ema[index])
+        steps = self._steps[index] + rolls
+
+        read = {"max": history.amax(dim=1), "most_recent": history[:, 0], "ema": ema}[self.algorithm]
+        maximum = torch.tensor([self._maximum[i] for i in indices], device=self.device)
+        margin = torch.tensor([self._margin[i] for i in indices], device=self.device)
+        scale = torch.where(read > 0, (read / maximum * margin).clamp(min=SMALLEST_SCALE), 0.0)
+        due = rolls & ((steps % self.interval == 0) | first)
+        rows[:, SCALE] = torch.where(due, scale, rows[:, SCALE])
+        self._amax[index] = torch.where(due, read, self._amax[index])
+        rows[:, LAST_AMAX] = torch.where(rolls, amax, rows[:, LAST_AMAX])
+        rows[:, [AMAX, SEEN, NON_FINITE]] = 0.0
+
+        self._history[index], self._ema[index], self._steps[index] = history, ema, steps
+        torch._foreach_copy_([self.rows[i] for i in indices], list(rows.unbind()))
+
+    def _arrange(self) -> None:
+        """Grow the history to all rows, and bring it to their device."""
+        if self.rows and self.rows[0].device != self.device:
+            self.device = self.rows[0].device
+        missing = len(self.rows) - len(self._steps)
+        if missing or self._steps.device != self.device:
+            for name in _PER_ROW:
+                old = getattr(self, name).to(self.device)
+                setattr(self, name, torch.cat([old, old.new_zeros(missing, *old.shape[1:])]))
+
+    def statistics(self, *, reset: bool = True) -> dict[str, dict[str, float]]:
+        """What was seen since the last reset: per name scale, amax, saturated and underflow. Synchronises."""
+        if not self.rows:
+            return {}
+        rows = torch.stack(self.rows)
+        if reset:
+            for row in self.rows:
+                row[SATURATED : CALLS + 1] = 0.0
+        found = {}
+        for name, row in zip(self._index, rows.tolist(), strict=True):
+            if row[CALLS]:
+                found[name] = {
+                    "scale": row[SCALE],
+                    "amax": row[AMAX] if row[SEEN] else row[LAST_AMAX],
+                    "saturated": row[SATURATED] / row[CALLS],
+                    "underflow": row[UNDERFLOW] / row[CALLS],
+                }
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        self._arrange()
+        rows = torch.stack(self.rows) if self.rows else torch.zeros(0, ROW)
+        return {
+            "names": self.names,
+            "maximum": list(self._maximum),
+            "margin": list(self._margin),
+            "rows": rows.cpu().clone(),
+            **{name: getattr(self, name).cpu().clone() for name in _PER_ROW},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a saved state; rows keep their identity, since layers hold on to them."""
+        saved_len = state["_history"].shape[1]
+        if saved_len != self.history_len:
+            raise ValueError(f"history_len={self.history_len}: the saved scaling state has {saved_len}; use that")
+        for i, name in enumerate(state["names"]):
+            self.register(name).copy_(state["rows"][i])
+            self._maximum[self._index[name]] = state["maximum"][i]
+            self._margin[self._index[name]] = state["margin"][i]
+        self._arrange()
+        index = torch.tensor([self._index[name] for name in state["names"]], dtype=torch.int64, device=self.device)
+        for name in _PER_ROW:
+            getattr(self, name)[index] = state[name].to(self.device)
+
+
+def record_use(row: Tensor, amax: Tensor, non_finite: Tensor) -> None:
+    """Write one use of a tensor into its row."""
+    row[AMAX] = torch.maximum(row[AMAX], amax)
+    row[SEEN] += 1
+    row[NON_FINITE] += non_finite
