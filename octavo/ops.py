@@ -1,6 +1,6 @@
 """The operations that layers call, and the one place that chooses how they run.
 
-`torch.ops.octavo.quantize` and `torch.ops.octavo.gemm_nt` are opaque to `torch.compile` and to autograd: a layer's
+`torch.ops.octavo.quantize`, `quantize_both` and `gemm_nt` are opaque to `torch.compile` and to autograd: a layer's
 backward is written out in `octavo/nn`. Each runs the specification in `octavo/numerics`, on every device; kernels,
 where there are any, take its place on CUDA.
 """
@@ -16,7 +16,8 @@ from octavo.numerics.operand import quantize_operand
 from octavo.numerics.quantize import MX_BLOCK
 
 _LIBRARY = torch.library.Library("octavo", "DEF")
-_LIBRARY.define("quantize(Tensor x, Tensor(a!) row, str recipe, bool record, str layout) -> Tensor[]")
+_LIBRARY.define("quantize(Tensor x, Tensor(a!) row, str recipe, bool record, bool transpose) -> (Tensor, Tensor)")
+_LIBRARY.define("quantize_both(Tensor x, Tensor(a!) row, str recipe, bool record) -> (Tensor, Tensor, Tensor, Tensor)")
 _LIBRARY.define(
     "gemm_nt(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias, ScalarType out_dtype, SymInt[] batch) "
     "-> Tensor"
@@ -25,8 +26,10 @@ _LIBRARY.define(
 
 def quantize(x: Tensor, row: Tensor, recipe: OperandRecipe, *, record: bool, layout: str) -> list[Quantized]:
     """Quantise an operand by its recipe; see `numerics.operand.quantize_operand`."""
-    parts = torch.ops.octavo.quantize(x, row, recipe.encode(), record, layout)
-    return [Quantized(parts[i], parts[i + 1]) for i in range(0, len(parts), 2)]
+    if layout == "both":
+        data, scale, data_t, scale_t = torch.ops.octavo.quantize_both(x, row, recipe.encode(), record)
+        return [Quantized(data, scale), Quantized(data_t, scale_t)]
+    return [Quantized(*torch.ops.octavo.quantize(x, row, recipe.encode(), record, layout == "columns"))]
 
 
 def gemm_nt(
@@ -36,28 +39,33 @@ def gemm_nt(
     return torch.ops.octavo.gemm_nt(a.data, a.scale, b.data, b.scale, bias, out_dtype, batch)
 
 
-def _quantize_spec(x: Tensor, row: Tensor, recipe: str, record: bool, layout: str) -> list[Tensor]:
-    found = quantize_operand(x, row, OperandRecipe.decode(recipe), record=record, layout=layout)
-    if len(found) == 2 and found[0].scale is found[1].scale:
-        # Per tensor, both layouts share one scale; an operator may not return the same tensor twice.
-        found[1] = found[1]._replace(scale=found[1].scale.clone())
-    return [tensor for q in found for tensor in q]
+def _quantize_spec(x: Tensor, row: Tensor, recipe: str, record: bool, transpose: bool) -> tuple[Tensor, Tensor]:
+    layout = "columns" if transpose else "rows"
+    data, scale = quantize_operand(x, row, OperandRecipe.decode(recipe), record=record, layout=layout)[0]
+    return data, scale
 
 
-def _quantize_fake(x: Tensor, row: Tensor, recipe: str, record: bool, layout: str) -> list[Tensor]:
+def _quantize_both_spec(x: Tensor, row: Tensor, recipe: str, record: bool) -> tuple[Tensor, ...]:
+    rows, columns = quantize_operand(x, row, OperandRecipe.decode(recipe), record=record, layout="both")
+    # Per tensor, both layouts share one scale; an operator may not return the same tensor twice.
+    return *rows, columns.data, columns.scale.clone() if columns.scale is rows.scale else columns.scale
+
+
+def _quantize_fake(x: Tensor, row: Tensor, recipe: str, record: bool, transpose: bool) -> tuple[Tensor, Tensor]:
     operand = OperandRecipe.decode(recipe)
-    *batch, r, c = x.shape
-    found = []
-    for rows, columns in {"rows": [(r, c)], "columns": [(c, r)], "both": [(r, c), (c, r)]}[layout]:
-        scale_shape = {
-            "tensor": [],
-            "channel": [*batch, rows, 1],
-            "block": [*batch, -(-rows // operand.block[0]), -(-columns // operand.block[1])],
-            "mx": [*batch, rows, -(-columns // MX_BLOCK)],
-        }[operand.granularity]
-        found.append(x.new_empty([*batch, rows, columns], dtype=operand.format.dtype))
-        found.append(x.new_empty(scale_shape, dtype=E8M0_DTYPE if operand.granularity == "mx" else torch.float32))
-    return found
+    *batch, r, c = x.mT.shape if transpose else x.shape
+    scale_shape = {
+        "tensor": [],
+        "channel": [*batch, r, 1],
+        "block": [*batch, -(-r // operand.block[0]), -(-c // operand.block[1])],
+        "mx": [*batch, r, -(-c // MX_BLOCK)],
+    }[operand.granularity]
+    scale_dtype = E8M0_DTYPE if operand.granularity == "mx" else torch.float32
+    return x.new_empty([*batch, r, c], dtype=operand.format.dtype), x.new_empty(scale_shape, dtype=scale_dtype)
+
+
+def _quantize_both_fake(x: Tensor, row: Tensor, recipe: str, record: bool) -> tuple[Tensor, ...]:
+    return *_quantize_fake(x, row, recipe, record, False), *_quantize_fake(x, row, recipe, record, True)
 
 
 def _gemm_nt_spec(
@@ -84,7 +92,10 @@ def _gemm_nt_fake(
     return a.new_empty([*batch, a.shape[-2], b.shape[-2]], dtype=out_dtype)
 
 
-_LIBRARY.impl("quantize", _quantize_spec, "CompositeExplicitAutograd")
-_LIBRARY.impl("gemm_nt", _gemm_nt_spec, "CompositeExplicitAutograd")
-torch.library.register_fake("octavo::quantize", _quantize_fake, lib=_LIBRARY)
-torch.library.register_fake("octavo::gemm_nt", _gemm_nt_fake, lib=_LIBRARY)
+for _name, _spec, _fake in (
+    ("quantize", _quantize_spec, _quantize_fake),
+    ("quantize_both", _quantize_both_spec, _quantize_both_fake),
+    ("gemm_nt", _gemm_nt_spec, _gemm_nt_fake),
+):
+    _LIBRARY.impl(_name, _spec, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"octavo::{_name}", _fake, lib=_LIBRARY)

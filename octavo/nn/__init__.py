@@ -1,0 +1,1 @@
+"""Layers and the autocast: FP8 where models multiply."""

@@ -72,6 +72,7 @@ class FP8ScalingManager:
         self.device = torch.device(device)
         self.rows: list[Tensor] = []
         self._index: dict[str, int] = {}
+        self._follows = False
         self._maximum: list[float] = []  # FP8_MAX and margin of each row
         self._margin: list[float] = []
         # Each row's history, the amax its scale was made from, its running mean and its age; grown in `_arrange`.
@@ -98,12 +99,15 @@ class FP8ScalingManager:
     def register(
         self, name: str, format: Format | str | None = None, margin: float | None = None, row: Tensor | None = None
     ) -> Tensor:
-        """The row of `name`, made on first asking. `row`: use this tensor (of `ROW` zeros) for it."""
+        """The row of `name`, made on first asking. `row`: keep it in this tensor of length `ROW` from now on."""
         if name not in self._index:
             self._index[name] = len(self.rows)
             self._maximum.append((self.format if format is None else get_format(format)).max)
             self._margin.append(self.margin if margin is None else margin)
             self.rows.append(torch.zeros(ROW, device=self.device) if row is None else row)
+        elif row is not None and row is not self.rows[self._index[name]]:
+            row.copy_(self.rows[self._index[name]])
+            self.rows[self._index[name]] = row
         return self.rows[self._index[name]]
 
     def record(self, name: str, amax: Tensor | float) -> None:
@@ -141,8 +145,16 @@ class FP8ScalingManager:
         if self.rows:
             self._roll(range(len(self.rows)))
 
+    def to(self, device: torch.device | str) -> None:
+        """Move everything; rows keep their identity, since layers hold on to them."""
+        self.device = torch.device(device)
+        for row in self.rows:
+            if row.device != self.device:
+                row.data = row.data.to(self.device)
+
     def follow_optimizers(self) -> None:
         """Call `step()` after every `optimizer.step()`, for as long as this manager lives."""
+        self._follows = True
         alive = weakref.ref(self)
 
         def after_step(*_: object) -> None:
@@ -152,6 +164,11 @@ class FP8ScalingManager:
 
         handle = register_optimizer_step_post_hook(after_step)
         weakref.finalize(self, handle.remove)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self._follows:  # a copy, as of a whole model, follows by itself
+            self.follow_optimizers()
 
     @torch.no_grad()
     def _roll(self, indices: "range | list[int]") -> None:

@@ -1,0 +1,123 @@
+"""The torch functions the autocast takes over, each in terms of one `multiply`.
+
+`multiply(op, a, b, bias=..., b_is_nk=...)` is `a @ b + bias` (`a @ bᵀ`) in FP8, or a string: the reason why not. Every
+function here has the signature of the torch function it stands for, after `multiply`, and returns a tensor or such a
+reason. `FUNCTIONS` maps each spelling to it.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from octavo.nn.attention import fp8_attention
+from octavo.nn.einsum import einsum
+
+Multiply = Callable[..., "Tensor | str"]
+OUT = "out= names the result's memory"
+
+
+def _matmul(multiply: Multiply, input: Tensor, other: Tensor, *, out: Tensor | None = None) -> Tensor | str:
+    return OUT if out is not None else multiply("matmul", input, other)
+
+
+def _rmatmul(multiply: Multiply, input: Tensor, other: Tensor) -> Tensor | str:
+    return multiply("matmul", other, input)
+
+
+def _mm(multiply: Multiply, input: Tensor, mat2: Tensor, *, out: Tensor | None = None) -> Tensor | str:
+    return OUT if out is not None else multiply("mm", input, mat2)
+
+
+def _bmm(multiply: Multiply, input: Tensor, mat2: Tensor, *, out: Tensor | None = None) -> Tensor | str:
+    return OUT if out is not None else multiply("bmm", input, mat2)
+
+
+def _addmm(
+    multiply: Multiply,
+    input: Tensor,
+    mat1: Tensor,
+    mat2: Tensor,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+    out: Tensor | None = None,
+) -> Tensor | str:
+    return OUT if out is not None else _add(input, multiply("addmm", mat1, mat2), beta, alpha)
+
+
+def _baddbmm(
+    multiply: Multiply,
+    input: Tensor,
+    batch1: Tensor,
+    batch2: Tensor,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+    out: Tensor | None = None,
+) -> Tensor | str:
+    return OUT if out is not None else _add(input, multiply("baddbmm", batch1, batch2), beta, alpha)
+
+
+def _add(input: Tensor, product: Tensor | str, beta: float, alpha: float) -> Tensor | str:
+    if isinstance(product, str):
+        return product
+    product = product if alpha == 1 else product * alpha
+    # With beta = 0 the input is not read at all: not even a NaN in it counts.
+    return product if beta == 0 else product + (beta * input).to(product.dtype)
+
+
+def _linear(multiply: Multiply, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | str:
+    if input.dim() == 1:
+        row = multiply("linear", input.unsqueeze(0), weight, bias=bias, b_is_nk=True)
+        return row if isinstance(row, str) else row.squeeze(0)
+    return multiply("linear", input, weight, bias=bias, b_is_nk=True)
+
+
+def _einsum(multiply: Multiply, *args: Any) -> Tensor | str:
+    if not isinstance(args[0], str):
+        return "einsum in sublist format"
+    operands = args[1:]
+    if len(operands) == 1 and isinstance(operands[0], list | tuple):
+        operands = tuple(operands[0])
+    return einsum(partial(multiply, "einsum"), args[0], list(operands))
+
+
+def _attention(multiply: Multiply, *args: Any, **kwargs: Any) -> Tensor | str:
+    return fp8_attention(partial(multiply, "attention"), *args, **kwargs)
+
+
+def _not_taken(reason: str) -> Callable[..., str]:
+    return lambda *_, **__: reason
+
+
+_VECTOR = "a matrix-vector product gains nothing from FP8"
+_IN_PLACE = "in place: write it as addmm or baddbmm"
+_UNWRITTEN = "not covered: write it as matmul or einsum"
+_CONVOLUTION = "convolutions stay in high precision"
+
+FUNCTIONS: dict[Callable[..., Any], Callable[..., "Tensor | str"]] = {
+    torch.matmul: _matmul,
+    Tensor.matmul: _matmul,
+    Tensor.__matmul__: _matmul,
+    Tensor.__rmatmul__: _rmatmul,
+    torch.mm: _mm,
+    Tensor.mm: _mm,
+    torch.bmm: _bmm,
+    Tensor.bmm: _bmm,
+    torch.addmm: _addmm,
+    Tensor.addmm: _addmm,
+    torch.baddbmm: _baddbmm,
+    Tensor.baddbmm: _baddbmm,
+    torch.einsum: _einsum,
+    F.linear: _linear,
+    F.scaled_dot_product_attention: _attention,
+    **dict.fromkeys((torch.mv, Tensor.mv, torch.addmv, Tensor.addmv), _not_taken(_VECTOR)),
+    **dict.fromkeys((Tensor.addmm_, Tensor.baddbmm_, Tensor.addbmm_), _not_taken(_IN_PLACE)),
+    **dict.fromkeys((torch.addbmm, Tensor.addbmm, torch.tensordot, F.bilinear), _not_taken(_UNWRITTEN)),
+    **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), _not_taken(_CONVOLUTION)),
+    F.multi_head_attention_forward: _not_taken("nn.MultiheadAttention computes inside one call"),
+}

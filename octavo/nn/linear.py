@@ -1,0 +1,112 @@
+"""`nn.Linear` in FP8: y = x · wᵀ + b, dx = g · w, dw = gᵀ · x, each one FP8 product.
+
+The weight stays the high-precision Parameter it was (`weight_master` is another name for it), so optimisers,
+checkpoints and state-dict keys do not notice. Scaling state lives in three rows of a `FP8ScalingManager`, beside the
+module: not in its state dict, not touched by `.to(dtype)`.
+"""
+
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from octavo.nn.product import Product, fp8_product
+from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
+from octavo.support import check_fp8_support
+
+
+class FP8Linear(nn.Linear):
+    """A linear layer that multiplies in FP8, forward and backward. Any leading dimensions, any sizes."""
+
+    config: FP8TrainingConfig
+    scaling: FP8ScalingManager
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        config: FP8TrainingConfig | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        scaling: FP8ScalingManager | None = None,
+        name: str = "linear",
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+        self._enable_fp8(config or FP8TrainingConfig(), scaling, name)
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        config: FP8TrainingConfig | None = None,
+        *,
+        scaling: FP8ScalingManager | None = None,
+        name: str = "linear",
+    ) -> Self:
+        """A new layer with the very same Parameters."""
+        new = cls.__new__(cls)
+        nn.Module.__init__(new)
+        new.in_features, new.out_features = linear.in_features, linear.out_features
+        new.weight, new.bias = linear.weight, linear.bias
+        new.train(linear.training)
+        new._enable_fp8(config or FP8TrainingConfig(), scaling, name)
+        return new
+
+    def _enable_fp8(self, config: FP8TrainingConfig, scaling: FP8ScalingManager | None, name: str) -> None:
+        """What makes a linear an FP8 one. `scaling`: share this manager (it already follows optimisers)."""
+        if config.emulate is False:
+            support = check_fp8_support(self.weight.device)
+            if not support:
+                raise RuntimeError(f"emulate=False: {support}")
+        if scaling is None:
+            scaling = FP8ScalingManager.from_config(config, self._scaling_device)
+            if config.scaling == "delayed":
+                scaling.follow_optimizers()
+        self.config = config
+        self.scaling = scaling
+        self.recipe = config.recipe
+        self.row_x, self.row_w, self.row_g = (
+            scaling.register(f"{name}.{operand}", recipe.format, recipe.margin)
+            for operand, recipe in (("x", self.recipe.x), ("w", self.recipe.w), ("g", self.recipe.g))
+        )
+
+    def _disable_fp8(self) -> None:
+        """Take away what `_enable_fp8` added."""
+        for name in ("config", "scaling", "recipe", "row_x", "row_w", "row_g"):
+            del self.__dict__[name]
+
+    @property
+    def weight_master(self) -> Tensor:
+        """The high-precision weight that the optimiser updates."""
+        return self.weight
+
+    @property
+    def _scaling_device(self) -> torch.device:
+        return torch.device("cpu") if self.weight.device.type == "meta" else self.weight.device
+
+    def forward(self, input: Tensor) -> Tensor:
+        if input.numel() == 0:
+            return nn.functional.linear(input, self.weight, self.bias)  # nothing to quantise; keeps the graph
+        autocast = torch.is_autocast_enabled(input.device.type)
+        product = Product(
+            a=self.recipe.x,
+            b=self.recipe.w,
+            g=self.recipe.g,
+            out_dtype=torch.get_autocast_dtype(input.device.type) if autocast else input.dtype,
+            b_is_nk=True,
+            record=torch.is_grad_enabled(),
+        )
+        rows = (self.row_x, self.row_w, self.row_g)
+        if input.dim() == 1:
+            return fp8_product(input.unsqueeze(0), self.weight, self.bias, product, rows).squeeze(0)
+        return fp8_product(input, self.weight, self.bias, product, rows)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        self.scaling.to(self._scaling_device)
+        return self
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, fp8={self.recipe}, scaling={self.config.scaling}"

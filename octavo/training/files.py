@@ -1,0 +1,53 @@
+"""Writing files so that a crash, a kill or a full disk never leaves half of one in the place of a good one.
+
+A file is written under another name, forced to the disk, then renamed: the rename is atomic, so a reader finds either
+the old content or the new. The folder is forced to the disk too, because that is where the new name lives.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from octavo.training.errors import RunError
+
+
+@contextmanager
+def disk_errors(path: Path, hint: str = "free some space or choose another --out") -> Iterator[None]:
+    """Turn what the operating system says about a failed write (a full disk, a lost permission) into one clear line."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(f"cannot write {path}: {error.strerror or error}; {hint}") from error
+
+
+def write_durable(path: Path, content: bytes) -> None:
+    """Write a file and wait until it is on the disk. Not atomic by itself: see `replace_file`."""
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def replace_file(path: Path, content: bytes | str) -> None:
+    """Give a file new content atomically."""
+    temporary = path.with_name(path.name + ".tmp")
+    with disk_errors(path):
+        write_durable(temporary, content.encode() if isinstance(content, str) else content)
+        temporary.replace(path)
+        sync_folder(path.parent)
+
+
+def write_json(path: Path, value: Any) -> None:
+    replace_file(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")

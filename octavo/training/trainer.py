@@ -1,0 +1,205 @@
+"""`FP8Trainer`: the training step around a model and an optimiser that already exist.
+
+Each `training_step(batch)` is one micro-batch: forward in FP8, backward, and on every
+`gradient_accumulation_steps`-th call the gradients are clipped and applied. Gradients of several micro-batches are
+summed in FP32 buffers, whatever the dtype of the Parameters, which exist only while they accumulate.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.convert import convert_to_fp8
+from octavo.nn.autocast import fp8_autocast
+from octavo.nn.linear import FP8Linear
+from octavo.nn.report import Report
+from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
+from octavo.support import check_fp8_support
+from octavo.training.files import disk_errors
+
+logger = logging.getLogger("octavo")
+
+
+class FP8Trainer:
+    """Trains `model` with `optimizer` in FP8.
+
+    With `convert_model_to_fp8`, the linears are converted in place; a model without any (raw parameters and `@`) runs
+    under the autocast instead. Without it, the model is trained as it is, including an FP8 one converted before.
+    Batches: a dict for models that return an object or dict with `loss`; a tuple for models that return a loss, or
+    `(..., loss)`. With `loss_fn`, a tuple is `(*inputs, target)` and the loss is `loss_fn(model(*inputs), target)`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        fp8_config: FP8TrainingConfig | None = None,
+        convert_model_to_fp8: bool = True,
+        *,
+        gradient_accumulation_steps: int = 1,
+        max_grad_norm: float | None = None,
+        loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    ) -> None:
+        if gradient_accumulation_steps < 1:
+            raise ValueError(f"gradient_accumulation_steps={gradient_accumulation_steps!r}: at least 1")
+        self.model = model
+        self.optimizer = optimizer
+        self.fp8_config = fp8_config or FP8TrainingConfig()
+        self.gradient_accumulation_steps = gradient_accumulation_steps
+        self.max_grad_norm = max_grad_norm
+        self.loss_fn = loss_fn
+        self.micro_step = 0
+        self.step = 0
+        self.skipped_steps = 0
+        self.grad_norm: Tensor | None = None
+        self._accumulated: dict[str, Tensor] = {}
+        self._context: Any = nullcontext()
+        self.scaling: FP8ScalingManager | None = None
+        self.report: Report | None = None
+        self._set_up_fp8(convert_model_to_fp8)
+
+    def _set_up_fp8(self, convert: bool) -> None:
+        converted = [m for m in self.model.modules() if isinstance(m, FP8Linear)]
+        if converted:
+            self.scaling = converted[0].scaling
+        elif convert and any(isinstance(m, nn.Linear) for m in self.model.modules()):
+            report = convert_to_fp8(self.model, self.fp8_config)
+            self.report, self.scaling = report, report.scaling
+            logger.info("%s", report.summary())
+        elif convert:
+            self._context = fp8_autocast(self.fp8_config, model=self.model)
+            self.report, self.scaling = self._context.report, self._context.scaling
+            logger.info("no nn.Linear in %s: its products run under fp8_autocast", type(self.model).__name__)
+        if self.scaling is None:
+            logger.info("training %s as it is: convert_model_to_fp8=False", type(self.model).__name__)
+        else:
+            device = next(self.model.parameters()).device
+            support = check_fp8_support(device)
+            logger.info("FP8 training enabled with format: %s", self.fp8_config.fp8_format.lower())
+            logger.info("%s", support if support else f"FP8 is emulated on {device}: {support.reason}")
+
+    def training_step(self, batch: Mapping[str, Any] | tuple[Any, ...] | list[Any]) -> Tensor:
+        """One micro-batch: forward, backward and, when due, the optimiser's step. Returns its loss."""
+        self.model.train()
+        with self._context:
+            loss = self._loss(batch)
+        (loss / self.gradient_accumulation_steps).backward()
+        self.micro_step += 1
+        last = self.micro_step % self.gradient_accumulation_steps == 0
+        if self.gradient_accumulation_steps > 1:
+            self._accumulate(last)
+        if last:
+            self._apply_gradients()
+        return loss.detach()
+
+    def _loss(self, batch: Mapping[str, Any] | tuple[Any, ...] | list[Any]) -> Tensor:
+        device = next(self.model.parameters()).device
+        if isinstance(batch, Mapping):
+            output = self.model(**{name: _to(value, device) for name, value in batch.items()})
+        elif self.loss_fn is not None:
+            *inputs, target = (_to(value, device) for value in batch)
+            return self.loss_fn(self.model(*inputs), target)
+        else:
+            output = self.model(*(_to(value, device) for value in batch))
+        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        if loss is None and isinstance(output, tuple | list):
+            loss = next((x for x in reversed(output) if isinstance(x, Tensor) and x.dim() == 0), None)
+        if loss is None and isinstance(output, Tensor) and output.dim() == 0:
+            loss = output
+        if not isinstance(loss, Tensor):
+            raise TypeError(
+                f"{type(self.model).__name__} returned {type(output).__name__} without a loss: return an object with "
+                ".loss, a scalar tensor or (..., loss), or pass loss_fn to FP8Trainer"
+            )
+        return loss
+
+    def _accumulate(self, last: bool) -> None:
+        """Move this micro-batch's gradients into the FP32 sums; hand the sums over with the last one."""
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is not None:
+                grad = parameter.grad.float()
+                self._accumulated[name] = self._accumulated[name].add_(grad) if name in self._accumulated else grad
+                parameter.grad = None
+            if last and name in self._accumulated:
+                parameter.grad = self._accumulated.pop(name).to(parameter.dtype)
+
+    def _apply_gradients(self) -> None:
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        limit = float("inf") if self.max_grad_norm is None else self.max_grad_norm
+        self.grad_norm = torch.nn.utils.clip_grad_norm_(parameters, limit)
+        if bool(self.grad_norm.isfinite()):  # the one host synchronisation of a step
+            self.optimizer.step()
+            self.step += 1
+        else:
+            self.skipped_steps += 1
+            logger.warning("gradient norm is %s: step skipped (%d so far)", self.grad_norm.item(), self.skipped_steps)
+            if self.scaling is not None:
+                self.scaling.step()  # forget this step's amax values
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def save_model(self, path: str | Path) -> Path:
+        """Write the weights: safetensors, or what `torch.save` writes if the name ends in `.pt` or `.pth`.
+
+        A folder gets a `model.safetensors`. The file appears under its name only when it is complete.
+        """
+        path = _model_file(Path(path))
+        temporary = path.with_name(path.name + ".tmp")
+        with disk_errors(path, "check the path and the space left"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.suffix in (".pt", ".pth"):
+                torch.save(self.model.state_dict(), temporary)
+            else:
+                from safetensors.torch import save_model
+
+                save_model(self.model, str(temporary))
+            temporary.replace(path)
+        logger.info("saved %s", path)
+        return path
+
+    def load_model(self, path: str | Path) -> None:
+        """Read weights that `save_model` wrote, into the model's own Parameters."""
+        path = _model_file(Path(path))
+        if not path.exists():
+            raise FileNotFoundError(f"{path}: no such model file")
+        if path.suffix in (".pt", ".pth"):
+            self.model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+        else:
+            from safetensors.torch import load_model
+
+            load_model(self.model, str(path))
+        logger.info("loaded %s", path)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that training depends on, also in the middle of an accumulation."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scaling": self.scaling.state_dict() if self.scaling is not None else None,
+            "accumulated": dict(self._accumulated),
+            "counters": {"micro_step": self.micro_step, "step": self.step, "skipped_steps": self.skipped_steps},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        if (state["scaling"] is None) != (self.scaling is None):
+            raise ValueError("the saved state and this trainer disagree on FP8: build both with the same conversion")
+        if self.scaling is not None:
+            self.scaling.load_state_dict(state["scaling"])
+        device = next(self.model.parameters()).device
+        self._accumulated = {name: value.clone().to(device) for name, value in state["accumulated"].items()}
+        for name, value in state["counters"].items():
+            setattr(self, name, value)
+
+
+def _model_file(path: Path) -> Path:
+    return path if path.suffix in (".pt", ".pth", ".safetensors") else path / "model.safetensors"
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    return value.to(device) if isinstance(value, Tensor) else value
