@@ -2,46 +2,39 @@
 
 Activation checkpointing runs a region again during backward, when the autocast is no longer active: the products would
 come back in high precision. So the first product of a region, in forward, attaches itself to the region's
-recomputation. torch offers no hook for that; these are the two places where it keeps the function:
+recomputation. torch offers no hook for that, but both kinds of region keep the function where the Python stack leads:
 
-- not reentrant: the pack hook of the region's saved tensors closes over a frame with `recompute_fn`;
-- reentrant: `CheckpointFunction.forward` is on the Python stack, and its `ctx` holds `run_function`.
+- not reentrant: `checkpoint` holds a suspended generator `gen`, and that a frame with `recompute_fn`;
+- reentrant: `CheckpointFunction.forward` holds a `ctx` with `run_function`.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch.utils import checkpoint
 
-_PACK_HOOK = "_checkpoint_hook.__init__.<locals>.pack_hook"
+_FILE = checkpoint.CheckpointFunction.forward.__code__.co_filename
 _ATTACHED = "octavo_attached"
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def attach_to_recomputation(owner: object, wrap: Wrap) -> None:
-    """If inside a checkpointed region, have its recomputation run as `wrap(function)`; once per region and owner."""
-    holder, attribute = _region()
-    if holder is None or getattr(holder, _ATTACHED, None) is owner:
-        return
-    setattr(holder, attribute, wrap(getattr(holder, attribute)))
-    setattr(holder, _ATTACHED, owner)
+    """Have every checkpointed region around the caller recompute as `wrap(function)`; once per region and owner."""
+    for holder, attribute in _regions():
+        if getattr(holder, _ATTACHED, None) is not owner:
+            setattr(holder, attribute, wrap(getattr(holder, attribute)))
+            setattr(holder, _ATTACHED, owner)
 
 
-def _region() -> tuple[Any, str]:
-    """The object that holds the innermost region's function, and under which name."""
-    if torch.is_grad_enabled():
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        if hooks and hooks[0].__qualname__ == _PACK_HOOK:
-            cells = dict(zip(hooks[0].__code__.co_freevars, hooks[0].__closure__ or (), strict=True))
-            return cells["frame"].cell_contents, "recompute_fn"
-        return None, ""
-    frame: Any = sys._getframe()
-    code = checkpoint.CheckpointFunction.forward.__code__
+def _regions() -> Iterator[tuple[Any, str]]:
+    """What holds the function of each region in forward, and under which name; innermost first."""
+    frame: Any = sys._getframe(2)
     while frame is not None:
-        if frame.f_code is code:
-            return frame.f_locals["ctx"], "run_function"
+        if frame.f_code.co_filename == _FILE:
+            if frame.f_code.co_name == "checkpoint" and "gen" in frame.f_locals:
+                yield frame.f_locals["gen"].gi_frame.f_locals["new_frame"], "recompute_fn"
+            elif frame.f_code.co_name == "forward":
+                yield frame.f_locals["ctx"], "run_function"
         frame = frame.f_back
-    return None, ""
