@@ -1,8 +1,8 @@
 """The operations that layers call, and the one place that chooses how they run.
 
 `torch.ops.octavo.quantize`, `quantize_both` and `gemm_nt` are opaque to `torch.compile` and to autograd: a layer's
-backward is written out in `octavo/nn`. Each runs the specification in `octavo/numerics`, on every device; kernels,
-where there are any, take its place on CUDA.
+backward is written out in `octavo/nn`. Each runs the specification in `octavo/numerics` on every device; on a GPU with
+FP8 tensor cores the kernels in `octavo/kernels` take its place where they can.
 """
 
 from collections.abc import Sequence
@@ -10,17 +10,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from octavo.kernels import gemm as kernels
 from octavo.numerics import OperandRecipe, Quantized, padded_gemm_nt
 from octavo.numerics.formats import E8M0_DTYPE
 from octavo.numerics.operand import quantize_operand
 from octavo.numerics.quantize import MX_BLOCK
+from octavo.support import has_fp8_tensor_cores
 
 _LIBRARY = torch.library.Library("octavo", "DEF")
 _LIBRARY.define("quantize(Tensor x, Tensor(a!) row, str recipe, bool record, bool transpose) -> (Tensor, Tensor)")
 _LIBRARY.define("quantize_both(Tensor x, Tensor(a!) row, str recipe, bool record) -> (Tensor, Tensor, Tensor, Tensor)")
 _LIBRARY.define(
-    "gemm_nt(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias, ScalarType out_dtype, SymInt[] batch) "
-    "-> Tensor"
+    "gemm_nt(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias, ScalarType out_dtype, SymInt[] batch, "
+    "bool fast, bool emulate) -> Tensor"
 )
 
 
@@ -33,10 +35,20 @@ def quantize(x: Tensor, row: Tensor, recipe: OperandRecipe, *, record: bool, lay
 
 
 def gemm_nt(
-    a: Quantized, b: Quantized, *, bias: Tensor | None = None, out_dtype: torch.dtype, batch: Sequence[int]
+    a: Quantized,
+    b: Quantized,
+    *,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype,
+    batch: Sequence[int],
+    fast: bool = False,
+    emulate: bool = False,
 ) -> Tensor:
-    """`a[..., M, K] · b[..., N, K]ᵀ + bias`, any size, summed down to the batch shape; see `numerics.gemm`."""
-    return torch.ops.octavo.gemm_nt(a.data, a.scale, b.data, b.scale, bias, out_dtype, batch)
+    """`a[..., M, K] · b[..., N, K]ᵀ + bias`, any size, summed down to the batch shape; see `numerics.gemm`.
+
+    `fast` allows tensor cores their fast accumulation; `emulate` keeps to the specification on any device.
+    """
+    return torch.ops.octavo.gemm_nt(a.data, a.scale, b.data, b.scale, bias, out_dtype, batch, fast, emulate)
 
 
 def _quantize_spec(x: Tensor, row: Tensor, recipe: str, record: bool, transpose: bool) -> tuple[Tensor, Tensor]:
@@ -76,8 +88,27 @@ def _gemm_nt_spec(
     bias: Tensor | None,
     out_dtype: torch.dtype,
     batch: list[int],
+    fast: bool,
+    emulate: bool,
 ) -> Tensor:
     return padded_gemm_nt(Quantized(a, a_scale), Quantized(b, b_scale), bias=bias, out_dtype=out_dtype, batch=batch)
+
+
+def _gemm_nt_cuda(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    batch: list[int],
+    fast: bool,
+    emulate: bool,
+) -> Tensor:
+    a_q, b_q = Quantized(a, a_scale), Quantized(b, b_scale)
+    if emulate or not has_fp8_tensor_cores(a.device) or not kernels.can_multiply(a_q, b_q):
+        return padded_gemm_nt(a_q, b_q, bias=bias, out_dtype=out_dtype, batch=batch)
+    return kernels.gemm_nt(a_q, b_q, bias=bias, out_dtype=out_dtype, batch=torch.Size(batch), fast=fast)
 
 
 def _gemm_nt_fake(
@@ -88,6 +119,8 @@ def _gemm_nt_fake(
     bias: Tensor | None,
     out_dtype: torch.dtype,
     batch: list[int],
+    fast: bool,
+    emulate: bool,
 ) -> Tensor:
     return a.new_empty([*batch, a.shape[-2], b.shape[-2]], dtype=out_dtype)
 
@@ -99,3 +132,4 @@ for _name, _spec, _fake in (
 ):
     _LIBRARY.impl(_name, _spec, "CompositeExplicitAutograd")
     torch.library.register_fake(f"octavo::{_name}", _fake, lib=_LIBRARY)
+_LIBRARY.impl("gemm_nt", _gemm_nt_cuda, "CUDA")

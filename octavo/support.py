@@ -1,8 +1,11 @@
 """Can this device run FP8 matrix products?"""
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
+
+from octavo.numerics import FP8TrainingConfig
 
 MINIMUM_CAPABILITY = (8, 9)  # Ada; Hopper is 9.0, Blackwell 10.0 and 12.0
 MI300_ARCHITECTURES = ("gfx94",)
@@ -27,6 +30,25 @@ class FP8Support:
         if self.supported:
             return f"FP8 supported on {self.device}: {self.reason}"
         return f"FP8 not supported on this GPU: {self.reason}. Instead: {INSTEAD}"
+
+
+@cache
+def has_fp8_tensor_cores(device: torch.device) -> bool:
+    """`check_fp8_support` as a fact that does not change: asked for every product."""
+    return bool(check_fp8_support(device))
+
+
+def require_tensor_cores(device: torch.device | str | None, config: FP8TrainingConfig) -> None:
+    """Raise where `config.emulate=False` cannot be kept: no such device, or a recipe that no kernel computes yet."""
+    if config.emulate is not False:
+        return
+    support = check_fp8_support(device)
+    if not support:
+        raise RuntimeError(f"emulate=False: {support}")
+    if config.granularity in ("block", "mx"):
+        raise RuntimeError(f"emulate=False: granularity={config.granularity!r} has no kernel yet; leave emulate unset")
+    if config.fp8_format == "E5M2":
+        raise RuntimeError("emulate=False: fp8_format='E5M2' has no kernel yet (cuBLASLt refuses E5M2 by E5M2)")
 
 
 def check_fp8_support(device: torch.device | str | int | None = None) -> FP8Support:

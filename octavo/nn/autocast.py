@@ -31,7 +31,7 @@ from octavo.nn.product import Product, fp8_product
 from octavo.nn.report import FP8, Entry, Report
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 from octavo.numerics.scaling import ROW
-from octavo.support import check_fp8_support
+from octavo.support import require_tensor_cores
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LIBRARY_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
@@ -138,6 +138,7 @@ class FP8Autocast(TorchFunctionMode):
             a_is_weight=a_is_weight,
             b_is_weight=b_is_weight,
             record=torch.is_grad_enabled(),
+            emulate=self.config.emulate is True,
         )
         return fp8_product(a, b, bias, product, rows)
 
@@ -271,10 +272,8 @@ def fp8_autocast(
     weights, and `config.skip` applies to them. `enabled=False` makes a region of high precision inside another context.
     """
     config = config or FP8TrainingConfig()
-    if enabled and config.emulate is False:
-        support = check_fp8_support()
-        if not support:
-            raise RuntimeError(f"emulate=False: {support}")
+    if enabled:
+        require_tensor_cores(None, config)
     return FP8Autocast(config, enabled=enabled, model=model)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from octavo.nn.product import Product, fp8_product
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
-from octavo.support import check_fp8_support
+from octavo.support import require_tensor_cores
 
 
 class FP8Linear(nn.Linear):
@@ -56,10 +56,7 @@ class FP8Linear(nn.Linear):
 
     def _enable_fp8(self, config: FP8TrainingConfig, scaling: FP8ScalingManager | None, name: str) -> None:
         """What makes a linear an FP8 one. `scaling`: share this manager (it already follows optimisers)."""
-        if config.emulate is False:
-            support = check_fp8_support(self.weight.device)
-            if not support:
-                raise RuntimeError(f"emulate=False: {support}")
+        require_tensor_cores(self.weight.device, config)
         if scaling is None:
             scaling = FP8ScalingManager.from_config(config, self._scaling_device)
             if config.scaling == "delayed":
@@ -97,6 +94,7 @@ class FP8Linear(nn.Linear):
             out_dtype=torch.get_autocast_dtype(input.device.type) if autocast else input.dtype,
             b_is_nk=True,
             record=torch.is_grad_enabled(),
+            emulate=self.config.emulate is True,
         )
         rows = (self.row_x, self.row_w, self.row_g)
         if input.dim() == 1:

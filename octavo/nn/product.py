@@ -9,6 +9,7 @@ Shapes: M rows of the left operand, K contracted, N columns of the right one; le
 All three are NT products (both operands contiguous along the contracted dimension), so each operand is wanted in two
 layouts. Kept for backward: the FP8 copy of an activation, never its high-precision value; a weight itself, quantised
 anew, because it is in memory anyway. `b_is_nk` says that b arrives as `[N, K]`, as the weight of a linear does.
+Forward may use the tensor cores' fast accumulation; gradients, which cancel more, add up in FP32.
 """
 
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ class Product:
     a_is_weight: bool = False
     b_is_weight: bool = True
     record: bool = True  # learn scales and statistics from this use
+    emulate: bool = False  # by the specification even where there are kernels
 
 
 def fp8_product(
@@ -70,7 +72,9 @@ class _FP8Product(torch.autograd.Function):
         b_nk, b_kn = (b_q[0], b_q[-1]) if product.b_is_nk else (b_q[-1], b_q[0])
         # y = a · b
         batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-        y = ops.gemm_nt(a_q[0], b_nk, bias=bias, out_dtype=product.out_dtype, batch=batch)
+        y = ops.gemm_nt(
+            a_q[0], b_nk, bias=bias, out_dtype=product.out_dtype, batch=batch, fast=True, emulate=product.emulate
+        )
 
         saved_a = tuple(a_q[1]) if keep_a else (a, None) if b_needs_grad else (None, None)
         saved_b = tuple(b_kn) if keep_b else (b, None) if a_needs_grad else (None, None)
@@ -99,14 +103,14 @@ class _FP8Product(torch.autograd.Function):
             if b_scale is None:
                 b_kn = ops.quantize(b_data, row_b, product.b, record=False, layout=ctx.b_backward)[0]
             # da = g · bᵀ
-            da = ops.gemm_nt(g_q[0], b_kn, out_dtype=a_dtype, batch=a_shape[:-2])
+            da = ops.gemm_nt(g_q[0], b_kn, out_dtype=a_dtype, batch=a_shape[:-2], emulate=product.emulate)
         if b_needs_grad:
             a_km = Quantized(a_data, a_scale)
             if a_scale is None:
                 a_km = ops.quantize(a_data, row_a, product.a, record=False, layout="columns")[0]
             # db = aᵀ · g, in the layout b came in
             left, right = (g_q[-1], a_km) if product.b_is_nk else (a_km, g_q[-1])
-            db = ops.gemm_nt(left, right, out_dtype=b_dtype, batch=b_shape[:-2])
+            db = ops.gemm_nt(left, right, out_dtype=b_dtype, batch=b_shape[:-2], emulate=product.emulate)
         if bias_needs_grad:
             dbias = g.float().flatten(0, -2).sum(dim=0).to(bias_dtype)
         return da, db, dbias, None, None, None, None

@@ -39,12 +39,12 @@ def gemm_nt(
     batch = full if batch is None else torch.Size(batch)
     a_hp, b_hp = a.data.float(), b.data.float()
     # Scales that are constant along K multiply the result, as the GPU does it; others multiply the operands.
-    outer = _constant_along_k(a) and _constant_along_k(b) and batch == full
+    outer = constant_along_k(a) and constant_along_k(b) and batch == full
     if not outer:
         a_hp = a_hp * expand_scale(a.scale.float(), a_hp.shape)
         b_hp = b_hp * expand_scale(b.scale.float(), b_hp.shape)
     if batch != full:
-        a_hp, b_hp = _fold_into_k(a_hp, b_hp, full, batch)
+        a_hp, b_hp = fold_into_k(a_hp, b_hp, full, batch)
     y = a_hp @ b_hp.mT
     if outer:
         y = y * (_as_column(a.scale, y.shape[-2]) * _as_column(b.scale, y.shape[-1]).mT)
@@ -66,7 +66,7 @@ def padded_gemm_nt(
     pad_n = -n % ALIGNMENT
     if bias is not None and pad_n:
         bias = torch.nn.functional.pad(bias, (0, pad_n))
-    y = gemm_nt(_pad(a, 0), _pad(b, pad_n), bias=bias, out_dtype=out_dtype, batch=batch)
+    y = gemm_nt(pad_operand(a, 0), pad_operand(b, pad_n), bias=bias, out_dtype=out_dtype, batch=batch)
     return y[..., :n].contiguous() if pad_n else y
 
 
@@ -127,7 +127,7 @@ def _flatten_rows(scale: Tensor) -> Tensor:
     return scale if scale.dim() < 2 else scale.reshape(-1, scale.shape[-1])
 
 
-def _constant_along_k(q: Quantized) -> bool:
+def constant_along_k(q: Quantized) -> bool:
     """One scale for the tensor or one for each row. (128 rows to a scale with one block along K is neither.)"""
     scale = q.scale
     return scale.dim() == 0 or (scale.dim() >= 2 and scale.shape[-1] == 1 and scale.shape[-2] == q.data.shape[-2])
@@ -137,7 +137,7 @@ def _as_column(scale: Tensor, rows: int) -> Tensor:
     return scale.float() if scale.dim() else scale.float().expand(rows, 1)
 
 
-def _fold_into_k(a: Tensor, b: Tensor, full: torch.Size, batch: torch.Size) -> tuple[Tensor, Tensor]:
+def fold_into_k(a: Tensor, b: Tensor, full: torch.Size, batch: torch.Size) -> tuple[Tensor, Tensor]:
     """Move the batch dimensions to be summed over next to K and merge them with it.
 
     `full` is the broadcast batch shape, `batch` the result's (aligned at the right, as in broadcasting).
@@ -156,7 +156,8 @@ def _fold_into_k(a: Tensor, b: Tensor, full: torch.Size, batch: torch.Size) -> t
     return fold(a), fold(b)
 
 
-def _pad(q: Quantized, pad_rows: int) -> Quantized:
+def pad_operand(q: Quantized, pad_rows: int) -> Quantized:
+    """Zeros along K up to the alignment, and `pad_rows` rows of them."""
     pad_k = -q.data.shape[-1] % ALIGNMENT
     if not pad_rows and not pad_k:
         return q

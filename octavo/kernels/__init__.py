@@ -1,0 +1,1 @@
+"""Faster ways to compute what `octavo/numerics` specifies, on GPUs with FP8 tensor cores."""

@@ -1,0 +1,139 @@
+"""Layers and autocast on the GPU: tensor cores against float64, each recipe, eager, compiled, checkpointed."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from bounds import assert_product_close, cosine
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import octavo
+from octavo import FP8Linear, FP8TrainingConfig, convert_to_fp8, fp8_autocast
+from octavo.models.bdh import BDH, BDHConfig
+
+RECIPES = ("delayed", "current", "channel", "block", "mx")
+
+
+def test_support():
+    assert octavo.check_fp8_support(), str(octavo.check_fp8_support())
+
+
+@pytest.mark.parametrize("emulate", [None, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("sizes", [(5, 20, 30), (257, 300, 129), (1024, 1024, 512), (1, 16, 16)])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_linear(recipe, sizes, dtype, emulate):
+    m, k, n = sizes
+    config = FP8TrainingConfig.from_recipe(recipe, emulate=emulate)
+    layer = FP8Linear(k, n, config=config, device="cuda", dtype=dtype)
+    x = torch.randn(2, m, k, device="cuda", dtype=dtype, requires_grad=True)
+    y = layer(x)
+    g = torch.randn_like(y)
+    y.backward(g)
+    forward, backward = config.recipe.x.format, config.recipe.g.format
+    rows, g_rows = x.reshape(-1, k), g.reshape(-1, n)
+    # The bias is rounded with the result; take it off in float64.
+    assert_product_close((y.reshape(-1, n).double() - layer.bias).to(dtype), rows, layer.weight.mT, forward, forward)
+    assert_product_close(x.grad.reshape(-1, k), g_rows, layer.weight, backward, forward)
+    assert_product_close(layer.weight.grad, g_rows.mT, rows, backward, forward)
+
+
+def test_tensor_cores_are_used_and_agree_with_the_emulation():
+    x = torch.randn(512, 1024, device="cuda", dtype=torch.bfloat16)
+    w = nn.Parameter(torch.randn(1024, 768, device="cuda", dtype=torch.bfloat16))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile, fp8_autocast():
+        y = x @ w
+    names = " ".join(event.key for event in profile.key_averages())
+    assert "e4m3" in names.lower() or "fp8" in names.lower() or "f8" in names.lower(), names
+    with fp8_autocast(FP8TrainingConfig(emulate=True)):
+        emulated = x @ w
+    assert cosine(y, emulated) > 0.99999
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("a_shape", "b_shape"), [((2, 1, 33, 70), (4, 70, 50)), ((70, 33), (4, 33, 5)), ((3, 40, 64), (3, 64, 48))]
+)
+def test_batched_and_broadcast(recipe, a_shape, b_shape):
+    config = FP8TrainingConfig.from_recipe(recipe)
+    a = torch.randn(a_shape, device="cuda", requires_grad=True)
+    b = nn.Parameter(torch.randn(b_shape, device="cuda"))
+    with fp8_autocast(config):
+        y = a @ b
+    g = torch.randn_like(y)
+    y.backward(g)
+    forward, backward = config.recipe.x.format, config.recipe.g.format
+    assert_product_close(y, a, b, forward, forward)
+    assert_product_close(a.grad, g, b.mT, backward, forward)
+    assert_product_close(b.grad, a.mT, g, forward, backward)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 96), nn.Linear(96, 64)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(F.layer_norm(x, (64,)))))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("use_reentrant", [None, False])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_training_compiled_and_checkpointed(recipe, use_reentrant, compiled):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(4))).cuda().bfloat16()
+    convert_to_fp8(model, FP8TrainingConfig.from_recipe(recipe))
+    if compiled:
+        for block in model:
+            block.compile(fullgraph=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    x = torch.randn(33, 64, device="cuda", dtype=torch.bfloat16)
+    losses = []
+    for _ in range(20):
+        y = x.clone().requires_grad_()
+        for block in model:
+            y = block(y) if use_reentrant is None else checkpoint(block, y, use_reentrant=use_reentrant)
+        loss = (y.float() - 1).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.7 * losses[0]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_bdh_under_the_autocast(compiled):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = BDH(BDHConfig(dim=128, heads=4, neurons=1024, layers=2)).cuda()
+    function = torch.compile(model, fullgraph=True) if compiled else model
+    context = fp8_autocast(model=model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    tokens = torch.randint(256, (4, 65), device="cuda")
+    losses = []
+    for _ in range(30):
+        with torch.autocast("cuda", torch.bfloat16), context:
+            loss = function(tokens[:, :-1], tokens[:, 1:])[1]
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert len(context.report.in_fp8) == 10
+    assert losses[-1] < losses[0] - 1
+
+
+def test_moving_a_converted_model():
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    convert_to_fp8(model)
+    row = model[0].row_x
+    model.cuda()
+    assert model[0].row_x is row and row.is_cuda
+    model(torch.randn(4, 32, device="cuda")).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert model[0].scaling.state_dict()["_steps"].tolist() == [1] * 6
+    model.cpu()
+    model(torch.randn(4, 32)).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert model[0].scaling.state_dict()["_steps"].tolist() == [2] * 6

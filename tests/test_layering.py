@@ -1,0 +1,94 @@
+"""The rooms of the library: who may import whom, what importing it does, and its public names."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import octavo
+
+ROOT = Path(octavo.__file__).parent
+# A room may import from the rooms before it. `support` and `ops` are single files; `fp8_training` only re-exports.
+ORDER = [
+    "numerics",
+    "support",
+    "kernels",
+    "ops",
+    "nn",
+    "optim",
+    "models",
+    "hf",
+    "convert",
+    "training",
+    "rl",
+    "tools",
+    "cli",
+]
+ONLY_IN = {"triton": {"kernels"}, "transformers": {"hf", "rl"}, "accelerate": {"hf", "rl"}, "peft": {"hf", "rl"}}
+MODULES = sorted(ROOT.rglob("*.py"))
+
+
+def room(path):
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def imports(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield node.module
+            if node.module == "octavo":
+                yield from (f"octavo.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_go_down_only(path):
+    here = room(path)
+    for name in imports(path):
+        top, _, rest = name.partition(".")
+        assert here in ONLY_IN.get(top, {here}), f"{name} belongs in {ONLY_IN[top]}"
+        if top == "octavo" and rest and here in ORDER:
+            there = rest.split(".")[0]
+            if there in ORDER:
+                assert ORDER.index(there) <= ORDER.index(here), f"{here} may not import {there}"
+            else:
+                assert (here, there) == ("cli", "__version__"), f"{here} imports {name}"
+
+
+def test_files_are_short():
+    long = {str(p.relative_to(ROOT)): n for p in MODULES if (n := len(p.read_text().splitlines())) > 400}
+    assert not long
+
+
+def test_public_names():
+    for name in octavo.__all__:
+        assert hasattr(octavo, name), name
+    import octavo.fp8_training as brought
+
+    for name in brought.__all__:
+        assert getattr(brought, name) is getattr(octavo, name), name
+
+
+def test_importing_needs_torch_alone_and_does_nothing_else():
+    code = """
+import sys, os, logging
+before_env, before_handlers = dict(os.environ), list(logging.getLogger().handlers)
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split('.')[0] in ('rich', 'typer', 'safetensors', 'torchao', 'transformers', 'triton'):
+            raise ImportError(name + ' was imported')
+sys.meta_path.insert(0, Refuse())
+import torch
+threads, tf32 = torch.get_num_threads(), torch.backends.cuda.matmul.allow_tf32
+import octavo, octavo.fp8_training
+assert dict(os.environ) == before_env and logging.getLogger().handlers == before_handlers
+assert not logging.getLogger('octavo').handlers
+assert (threads, tf32) == (torch.get_num_threads(), torch.backends.cuda.matmul.allow_tf32)
+from torch.optim.optimizer import _global_optimizer_post_hooks
+assert not _global_optimizer_post_hooks
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
