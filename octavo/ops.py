@@ -54,13 +54,14 @@ def gemm_nt(
 def _quantize_spec(x: Tensor, row: Tensor, recipe: str, record: bool, transpose: bool) -> tuple[Tensor, Tensor]:
     layout = "columns" if transpose else "rows"
     data, scale = quantize_operand(x, row, OperandRecipe.decode(recipe), record=record, layout=layout)[0]
-    return data, scale
+    return data, _pack(scale)
 
 
 def _quantize_both_spec(x: Tensor, row: Tensor, recipe: str, record: bool) -> tuple[Tensor, ...]:
     rows, columns = quantize_operand(x, row, OperandRecipe.decode(recipe), record=record, layout="both")
     # Per tensor, both layouts share one scale; an operator may not return the same tensor twice.
-    return *rows, columns.data, columns.scale.clone() if columns.scale is rows.scale else columns.scale
+    scale_t = columns.scale.clone() if columns.scale is rows.scale else columns.scale
+    return rows.data, _pack(rows.scale), columns.data, _pack(scale_t)
 
 
 def _quantize_fake(x: Tensor, row: Tensor, recipe: str, record: bool, transpose: bool) -> tuple[Tensor, Tensor]:
@@ -72,7 +73,7 @@ def _quantize_fake(x: Tensor, row: Tensor, recipe: str, record: bool, transpose:
         "block": [*batch, -(-r // operand.block[0]), -(-c // operand.block[1])],
         "mx": [*batch, r, -(-c // MX_BLOCK)],
     }[operand.granularity]
-    scale_dtype = E8M0_DTYPE if operand.granularity == "mx" else torch.float32
+    scale_dtype = torch.uint8 if operand.granularity == "mx" else torch.float32
     return x.new_empty([*batch, r, c], dtype=operand.format.dtype), x.new_empty(scale_shape, dtype=scale_dtype)
 
 
@@ -91,7 +92,8 @@ def _gemm_nt_spec(
     fast: bool,
     emulate: bool,
 ) -> Tensor:
-    return padded_gemm_nt(Quantized(a, a_scale), Quantized(b, b_scale), bias=bias, out_dtype=out_dtype, batch=batch)
+    a_q, b_q = Quantized(a, _unpack(a_scale)), Quantized(b, _unpack(b_scale))
+    return padded_gemm_nt(a_q, b_q, bias=bias, out_dtype=out_dtype, batch=batch)
 
 
 def _gemm_nt_cuda(
@@ -105,7 +107,7 @@ def _gemm_nt_cuda(
     fast: bool,
     emulate: bool,
 ) -> Tensor:
-    a_q, b_q = Quantized(a, a_scale), Quantized(b, b_scale)
+    a_q, b_q = Quantized(a, _unpack(a_scale)), Quantized(b, _unpack(b_scale))
     if emulate or not has_fp8_tensor_cores(a.device) or not kernels.can_multiply(a_q, b_q):
         return padded_gemm_nt(a_q, b_q, bias=bias, out_dtype=out_dtype, batch=batch)
     return kernels.gemm_nt(a_q, b_q, bias=bias, out_dtype=out_dtype, batch=torch.Size(batch), fast=fast)
@@ -123,6 +125,15 @@ def _gemm_nt_fake(
     emulate: bool,
 ) -> Tensor:
     return a.new_empty([*batch, a.shape[-2], b.shape[-2]], dtype=out_dtype)
+
+
+def _pack(scale: Tensor) -> Tensor:
+    """E8M0 scales leave an operator as bytes: Inductor in torch 2.11 does not know that dtype."""
+    return scale.view(torch.uint8) if scale.dtype == E8M0_DTYPE else scale
+
+
+def _unpack(scale: Tensor) -> Tensor:
+    return scale.view(E8M0_DTYPE) if scale.dtype == torch.uint8 else scale
 
 
 for _name, _spec, _fake in (

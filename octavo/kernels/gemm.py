@@ -44,7 +44,7 @@ def gemm_nt(
 
 def _multiply(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast: bool) -> Tensor:
     """One matrix by one matrix."""
-    a_scale, b_scale = a.scale, b.scale
+    a_scale, b_scale = a.scale.float(), b.scale.float()  # E8M0 scales are constant along a K of one block
     if a_scale.dim() == b_scale.dim() == 0:
         return torch._scaled_mm(a.data, b.data.t(), a_scale, b_scale, out_dtype=out_dtype, use_fast_accum=fast)
     a_scale = a_scale.expand(a.data.shape[0], 1).contiguous()

@@ -14,10 +14,12 @@ one that is a Parameter or a view of one. Under `no_grad` nothing is learned: ev
 """
 
 import fnmatch
+import itertools
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
+from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
@@ -66,6 +68,8 @@ class FP8Autocast(TorchFunctionMode):
         self._traced = 0  # products found while compiling; they take slots from the end
         self._entries: dict[int, Entry] = {}
         self._high_precision: dict[tuple[str, ...], Entry] = {}
+        self._key = next(_KEYS)
+        _CONTEXTS[self._key] = self
         if enabled and self.config.scaling == "delayed":
             self.scaling.follow_optimizers()
 
@@ -122,7 +126,7 @@ class FP8Autocast(TorchFunctionMode):
         if reason:
             return reason
         if torch.compiler.is_compiling():
-            slot = _trace_slot(self, op, str(a.device))
+            slot = _trace_slot(self._key, op, str(a.device))
         else:
             slot = self._next_slot(op, a, b)
         assert self._rows is not None
@@ -215,7 +219,7 @@ class FP8Autocast(TorchFunctionMode):
 
     def _count_high_precision(self, op: str, reason: str, args: tuple[Any, ...]) -> None:
         if torch.compiler.is_compiling():
-            _note_traced(self, op, reason)
+            _note_traced(self._key, op, reason)
             return
         shapes = " @ ".join(str(list(x.shape)) for x in args if isinstance(x, Tensor))
         dtype = next((str(x.dtype).removeprefix("torch.") for x in args if isinstance(x, Tensor)), "")
@@ -229,14 +233,20 @@ class FP8Autocast(TorchFunctionMode):
         self._high_precision[key].calls += 1
 
 
-@torch._dynamo.assume_constant_result
-def _note_traced(context: FP8Autocast, op: str, reason: str) -> None:
-    context._note(op, reason, "", "", "compiled")
+# Dynamo calls a function with a constant result at trace time, but passes it constants only: the context by its key.
+_CONTEXTS: WeakValueDictionary[int, FP8Autocast] = WeakValueDictionary()
+_KEYS = itertools.count()
 
 
 @torch._dynamo.assume_constant_result
-def _trace_slot(context: FP8Autocast, op: str, device: str) -> int:
+def _note_traced(key: int, op: str, reason: str) -> None:
+    _CONTEXTS[key]._note(op, reason, "", "", "compiled")
+
+
+@torch._dynamo.assume_constant_result
+def _trace_slot(key: int, op: str, device: str) -> int:
     """While compiling: a slot of its own for every product traced, counted from the end."""
+    context = _CONTEXTS[key]
     context._prepare(torch.device(device))
     entry = Entry(f"{op}.compiled{context._traced}", op, FP8, where="compiled", calls=1)
     context._traced += 1

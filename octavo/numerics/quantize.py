@@ -122,7 +122,7 @@ def compute_scale(
 
 def scale_from_amax(amax: Tensor, format: Format, margin: float = 1.0) -> Tensor:
     """`amax / FP8_MAX × margin` in FP32; 1 where amax is 0, never below `SMALLEST_SCALE`."""
-    scale = (amax.float() / format.max * margin).clamp(min=SMALLEST_SCALE)
+    scale = (divide(amax.float(), format.max) * margin).clamp(min=SMALLEST_SCALE)
     return torch.where(amax > 0, scale, 1.0)
 
 
@@ -133,7 +133,7 @@ def mx_scale(amax: Tensor, format: Format, rule: str = "up") -> Tensor:
     specification, `2^(⌊log2 amax⌋ − ⌊log2 FP8_MAX⌋)`: it clips block maxima whose mantissa exceeds the format's.
     """
     if rule == "up":
-        bits = (amax / format.max).view(torch.int32)
+        bits = divide(amax, format.max).view(torch.int32)
         exponent = (bits >> 23) + (bits & 0x7FFFFF != 0)
     else:
         top = torch.tensor(format.max, device=amax.device).view(torch.int32) >> 23
@@ -145,6 +145,11 @@ def mx_scale(amax: Tensor, format: Format, rule: str = "up") -> Tensor:
 def reciprocal(scale: Tensor) -> Tensor:
     """The quantising multiplier, `1 / scale`, correctly rounded in FP32 (`torch.reciprocal` need not be)."""
     return torch.ones((), dtype=torch.float32, device=scale.device) / scale.float()
+
+
+def divide(x: Tensor, divisor: float) -> Tensor:
+    """`x / divisor`, correctly rounded: by a Python number, CUDA multiplies with its rounded reciprocal instead."""
+    return x / torch.full((), divisor, dtype=x.dtype, device=x.device)
 
 
 def expand_scale(scale: Tensor, shape: torch.Size) -> Tensor:

@@ -1,0 +1,97 @@
+"""Optimisers by name: AdamW from torch, and AdamW with low-bit states from torchao.
+
+AdamW keeps two numbers per parameter (the running mean of the gradient and of its square), 8 bytes in FP32: twice the
+parameter itself. The low-bit variants store them in blocks with one FP32 scale each:
+
+    adamw       8 bytes per parameter   torch.optim.AdamW
+    adamw8bit   2                       256 dynamic levels, blocks of 256
+    adamwfp8    2                       E4M3, blocks of 256
+    adamw4bit   1                       16 levels, blocks of 128
+
+Only a tensor with at least 4,096 elements whose count divides by the block is stored so; smaller ones keep FP32 states.
+The parameters, the gradients and the update itself stay in FP32.
+"""
+
+import importlib
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+
+import torch
+from torch import nn
+from torch.compiler import set_stance
+
+LOW_BIT = {"adamw8bit": "AdamW8bit", "adamw4bit": "AdamW4bit", "adamwfp8": "AdamWFp8"}
+OPTIMIZERS = ("adamw", *LOW_BIT)
+
+
+def build_optimizer(
+    name: str,
+    params: Iterable[nn.Parameter],
+    lr: float,
+    weight_decay: float = 0.1,
+    betas: tuple[float, float] = (0.9, 0.95),
+) -> torch.optim.Optimizer:
+    """The optimiser called `name`, one of `OPTIMIZERS`."""
+    if name not in OPTIMIZERS:
+        raise ValueError(f"optimizer={name!r}: choose from {', '.join(OPTIMIZERS)}")
+    parameters = list(params)
+    if name == "adamw":
+        return torch.optim.AdamW(parameters, lr=lr, weight_decay=weight_decay, betas=betas)
+    optimizer_class = getattr(_torchao_optim(name), LOW_BIT[name])
+    if all(parameter.device.type == "cpu" for parameter in parameters):
+        optimizer_class = _without_compiling(optimizer_class)
+    return optimizer_class(parameters, lr=lr, weight_decay=weight_decay, betas=betas)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the rate of every group. torchao keeps it in a tensor, so that a new rate does not compile a new step."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
+
+
+def _torchao_optim(name: str) -> ModuleType:
+    try:
+        with _quiet("torchao"):
+            return importlib.import_module("torchao.optim")
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] != "torchao":
+            raise
+        raise ModuleNotFoundError(
+            f"optimizer={name!r} needs torchao: pip install octavo[optim] (or use optimizer='adamw')", name="torchao"
+        ) from error
+
+
+@contextmanager
+def _quiet(logger_name: str) -> Iterator[None]:
+    """torchao warns about each CUDA library that a CPU machine cannot load; its optimisers use none of them."""
+    logger = logging.getLogger(logger_name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _without_compiling(optimizer_class: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """The same optimiser with its step run eagerly.
+
+    torchao compiles its step, which on a CPU needs a C++ compiler that a plain machine may not have, and tens of
+    seconds at the first step. Eager gives the same update; a step of 1.6M parameters takes 0.45 s (8-bit), 0.16 s
+    (4-bit) or 0.03 s (FP8) on two cores.
+    """
+
+    class EagerStep(optimizer_class):  # type: ignore[valid-type,misc]
+        def step(self, closure: Callable[[], float] | None = None) -> float | None:
+            # torch wraps `step` of each class it instantiates with the step hooks. Going past `optimizer_class` to its
+            # base, which is never instantiated, makes sure that the hooks run once (FP8 histories advance in one).
+            with set_stance("force_eager"):
+                return super(optimizer_class, self).step(closure)  # type: ignore[misc]
+
+    EagerStep.__name__ = EagerStep.__qualname__ = optimizer_class.__name__
+    return EagerStep

@@ -1,0 +1,1 @@
+"""Training runs: data, settings, the step, the loop, checkpoints; and `FP8Trainer` for a loop of your own."""
