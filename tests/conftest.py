@@ -1,3 +1,4 @@
+import os
 import sys
 from pathlib import Path
 
@@ -5,6 +6,10 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # for bounds.py
+
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # workers that each take all cores wait for one another
 
 
 @pytest.fixture(autouse=True)

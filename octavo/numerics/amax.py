@@ -20,7 +20,9 @@ def finite_amax(x: Tensor) -> tuple[Tensor, Tensor]:
     """Largest finite magnitude of the whole tensor (0 if there is none), and whether all of it is finite; both 0-d."""
     if x.numel() == 0:
         return torch.zeros((), device=x.device), torch.ones((), dtype=torch.bool, device=x.device)
-    low, high = torch.aminmax(x.detach())
+    x = x.detach()
+    x = x.float() if x.dtype == torch.float64 else x  # what overflows FP32 is not finite here
+    low, high = torch.aminmax(x)
     amax = torch.maximum(-low, high).float()
     finite = amax.isfinite()
     if x.device.type == "cpu" and not torch.compiler.is_compiling() and bool(finite):
@@ -43,17 +45,27 @@ def block_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
 
 def percentile_amax(x: Tensor, percentile: float) -> Tensor:
     """The `percentile` of the finite |x|, rounded up to BF16; FP32 and 0-d."""
-    bits = mask_non_finite(x.detach()).float().abs().flatten().view(torch.int32)
+    x = x.detach().float()
+    bits = mask_non_finite(x).abs().flatten().view(torch.int32)
     patterns = (bits + 0xFFFF) >> _BF16_BITS  # rounded up
     counts = torch.bincount(patterns.clamp_(max=_FINITE_PATTERNS - 1), minlength=_FINITE_PATTERNS)
-    needed = torch.full((1,), percentile / 100 * x.numel(), dtype=torch.float64, device=x.device).ceil_()
+    masked = (~x.isfinite()).sum()
+    counts[0] -= masked  # masked elements were counted as zeros
+    needed = ((x.numel() - masked).double() * percentile / 100).ceil_().unsqueeze(0)
     pattern = torch.searchsorted(counts.cumsum(0).double(), needed).clamp_(max=_FINITE_PATTERNS - 1)
     return (pattern.to(torch.int32) << _BF16_BITS).view(torch.float32).squeeze(0)
 
 
 def tensor_amax(x: Tensor, percentile: float | None = None) -> Tensor:
     """One step's amax of a tensor: the maximum, or a percentile of |x|."""
-    return finite_amax(x)[0] if percentile is None or x.numel() == 0 else percentile_amax(x, percentile)
+    top = finite_amax(x)[0]
+    return top if percentile is None else percentile_or_top(x, percentile, top)
+
+
+def percentile_or_top(x: Tensor, percentile: float, top: Tensor) -> Tensor:
+    """The percentile; the maximum where that is 0, as when nearly all elements are (after a ReLU, say)."""
+    amax = percentile_amax(x, percentile)
+    return torch.where(amax > 0, amax, top)
 
 
 def mask_non_finite(x: Tensor) -> Tensor:

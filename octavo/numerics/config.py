@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from typing import Any, Self
 
-from octavo.numerics.checks import check_choice, check_positive_int
+from octavo.numerics.checks import check_choice, check_percentile, check_positive_int
 from octavo.numerics.formats import Format, get_format
 from octavo.numerics.quantize import BLOCK, GRANULARITIES, MX_RULES
 from octavo.numerics.rounding import ROUNDINGS
@@ -139,11 +139,11 @@ class FP8TrainingConfig:
         set_field("margin", _per_operand("margin", self.margin, _check_margin))
         set_field("rounding", _per_operand("rounding", self.rounding, _check_rounding))
         if self.percentile is not None:
-            if not 0 < self.percentile <= 100:
-                raise ValueError(f"percentile={self.percentile!r}: a number in (0, 100], such as 99.99")
+            check_percentile("percentile", self.percentile)
             if self.granularity != "tensor":
                 raise ValueError(f"percentile={self.percentile!r}: only with granularity='tensor'")
-        if isinstance(self.skip, str):
+        names = isinstance(self.skip, Sequence) and not isinstance(self.skip, str)
+        if not names or not all(isinstance(name, str) for name in self.skip):
             raise ValueError(f"skip={self.skip!r}: a sequence of layer names, such as ({self.skip!r},)")
         set_field("skip", tuple(self.skip))
         for name in ("fp8_dpa", "emulate"):
@@ -170,6 +170,8 @@ class FP8TrainingConfig:
         return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
 
     def replace(self, **changes: Any) -> Self:
+        if "granularity" in changes and "scaling" not in changes:
+            changes["scaling"] = None  # follow the granularity again
         return replace(self, **changes)
 
     @property
@@ -208,7 +210,7 @@ def _per_operand(field: str, value: Any, check: Any) -> Any:
         value = tuple(value)
     for single in value if isinstance(value, tuple) else (value,):
         check(field, single)
-    return value
+    return value[0] if isinstance(value, tuple) and len(set(value)) == 1 else value
 
 
 def _check_margin(field: str, value: Any) -> None:

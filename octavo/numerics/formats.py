@@ -35,7 +35,7 @@ class Format:
 
     @property
     def saturation_threshold(self) -> float:
-        """Magnitudes up to here, halfway to the next step, still round to `max`; beyond it the clamp changes them."""
+        """Halfway from `max` to where the next step would be: magnitudes beyond it are changed by the clamp."""
         exponent = torch.tensor(self.max).log2().floor().item()
         return self.max + 2.0 ** (exponent - self.mantissa_bits - 1)
 

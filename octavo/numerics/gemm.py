@@ -14,12 +14,13 @@ broadcast operand is, and a kernel folds such a dimension into K instead of summ
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from octavo.numerics.formats import E4M3, Format
+from octavo.numerics.formats import E4M3, Format, format_of
 from octavo.numerics.quantize import Quantized, expand_scale, quantize
 
 ALIGNMENT = 16
@@ -37,6 +38,9 @@ def gemm_nt(
     check_gemm_rules(a.data, b.data)
     full = torch.broadcast_shapes(a.data.shape[:-2], b.data.shape[:-2])
     batch = full if batch is None else torch.Size(batch)
+    aligned = (1,) * (len(full) - len(batch)) + tuple(batch)
+    if len(aligned) != len(full) or any(t not in (1, f) for f, t in zip(full, aligned, strict=True)):
+        raise ValueError(f"batch={tuple(batch)}: does not fit the batch {tuple(full)} of the operands")
     a_hp, b_hp = a.data.float(), b.data.float()
     # Scales that are constant along K multiply the result, as the GPU does it; others multiply the operands.
     outer = constant_along_k(a) and constant_along_k(b) and batch == full
@@ -45,12 +49,27 @@ def gemm_nt(
         b_hp = b_hp * expand_scale(b.scale.float(), b_hp.shape)
     if batch != full:
         a_hp, b_hp = fold_into_k(a_hp, b_hp, full, batch)
-    y = a_hp @ b_hp.mT
+    with _without_tf32(a_hp.device):
+        y = a_hp @ b_hp.mT
     if outer:
         y = y * (_as_column(a.scale, y.shape[-2]) * _as_column(b.scale, y.shape[-1]).mT)
     if bias is not None:
         y = y + bias.float()
     return y.reshape(*batch, *y.shape[-2:]).to(out_dtype)
+
+
+@contextmanager
+def _without_tf32(device: torch.device) -> Iterator[None]:
+    """TF32 would round FP8 values times a block's scale to 10 bits: the specification does not hang on that switch."""
+    if device.type != "cuda":
+        yield
+        return
+    setting = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = setting
 
 
 def padded_gemm_nt(
@@ -111,7 +130,7 @@ def fp8_linear(
     FP8 tensors are taken as they are; others are first quantised to E4M3 with their scale.
     """
     x_q, w_q = _as_quantized(x, scale_x), _as_quantized(w, scale_w)
-    rows = Quantized(x_q.data.reshape(-1, x.shape[-1]), _flatten_rows(x_q.scale))
+    rows = Quantized(x_q.data.reshape(-1, x.shape[-1]), _flatten_rows(x_q.scale, x.shape))
     default = torch.float32 if x.element_size() == 1 else x.dtype
     y = padded_gemm_nt(rows, w_q, bias=bias, out_dtype=out_dtype or default)
     return y.reshape(*x.shape[:-1], w.shape[0])
@@ -119,12 +138,13 @@ def fp8_linear(
 
 def _as_quantized(x: Tensor, scale: Tensor | float) -> Quantized:
     if x.element_size() == 1:
+        format_of(x.dtype)
         return Quantized(x.contiguous(), torch.as_tensor(scale, dtype=torch.float32, device=x.device))
     return quantize(x, scale=scale)
 
 
-def _flatten_rows(scale: Tensor) -> Tensor:
-    return scale if scale.dim() < 2 else scale.reshape(-1, scale.shape[-1])
+def _flatten_rows(scale: Tensor, shape: torch.Size) -> Tensor:
+    return scale if scale.dim() < 2 else scale.float().expand(*shape[:-1], scale.shape[-1]).reshape(-1, scale.shape[-1])
 
 
 def constant_along_k(q: Quantized) -> bool:

@@ -17,7 +17,7 @@ elements that saturated (the clamp changed them) or underflowed (became zero wit
 import torch
 from torch import Tensor
 
-from octavo.numerics.amax import finite_amax, percentile_amax
+from octavo.numerics.amax import finite_amax, percentile_or_top
 from octavo.numerics.config import OperandRecipe
 from octavo.numerics.formats import Format
 from octavo.numerics.quantize import Quantized, compute_scale, expand_scale, quantize, scale_from_amax
@@ -31,13 +31,13 @@ def quantize_operand(
 ) -> list[Quantized]:
     """Quantise `x[..., R, C]` by its recipe into the wanted layouts."""
     top, finite = finite_amax(x)
-    amax = top if recipe.percentile is None else percentile_amax(x, recipe.percentile)
+    amax = top if recipe.percentile is None else percentile_or_top(x, recipe.percentile, top)
     scale = scale_from_amax(amax, recipe.format, recipe.margin)
     if recipe.delayed:
         scale = torch.where(row[SCALE] > 0, row[SCALE], scale)
     if recipe.granularity == "tensor":
         rows = _quantize(x, recipe, scale)
-        found = [rows, Quantized(rows.data.mT.contiguous(), rows.scale)] if layout != "rows" else [rows]
+        found = [rows, Quantized(_transposed(rows.data), rows.scale)] if layout != "rows" else [rows]
         found = found[1:] if layout == "columns" else found
     else:
         views = {"rows": [x], "columns": [x.mT], "both": [x, x.mT]}[layout]
@@ -47,6 +47,11 @@ def quantize_operand(
         _record_losses(row, x if layout != "columns" else x.mT, found[0], recipe.format, top)
         row[SCALE] = torch.where(amax > 0, scale, row[SCALE])
     return found
+
+
+def _transposed(data: Tensor) -> Tensor:
+    # A copy even where .mT is contiguous already (one row or one column): operators may not return aliases.
+    return data.mT.clone(memory_format=torch.contiguous_format)
 
 
 def _quantize(x: Tensor, recipe: OperandRecipe, scale: Tensor) -> Quantized:
@@ -74,8 +79,10 @@ def _current_scale(x: Tensor, recipe: OperandRecipe) -> Tensor:
 def _record_losses(row: Tensor, x: Tensor, q: Quantized, format: Format, top: Tensor) -> None:
     size = max(x.numel(), 1)
     limit = q.scale.float() * format.saturation_threshold
-    if x.device.type != "cpu" or bool(top > limit.amin()):  # on the CPU, looking first saves a pass
-        row[SATURATED] += (x.abs() > expand_scale(limit, x.shape)).sum() / size
+    if x.device.type != "cpu" or (x.numel() and bool(top > limit.amin())):  # on the CPU, looking first saves a pass
+        # In FP32: a 0-d limit would be rounded to the dtype of x. An infinity becomes NaN, it does not saturate.
+        magnitude = x.detach().float().abs()
+        row[SATURATED] += ((magnitude > expand_scale(limit, x.shape)) & magnitude.isfinite()).sum() / size
     row[UNDERFLOW] += (torch.count_nonzero(x) - _count_non_zero_fp8(q.data, format)) / size
     row[CALLS] += 1
 

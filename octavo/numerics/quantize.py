@@ -37,6 +37,7 @@ MX_RULES = ("up", "floor")
 BLOCK = 128
 BLOCKS = ((1, BLOCK), (BLOCK, BLOCK))
 MX_BLOCK = 32
+LARGEST_SCALE = 2.0**126
 SMALLEST_SCALE = 2.0**-126  # the smallest normal FP32: its reciprocal is finite and exact
 
 
@@ -109,6 +110,8 @@ def compute_scale(
         raise ValueError(f"block={block!r}: choose one of {', '.join(map(str, BLOCKS))}")
     _check_floating(x)
     x = x.float() if x.dtype == torch.float64 else x
+    if percentile is not None and granularity != "tensor":
+        raise ValueError(f"percentile={percentile!r}: only with granularity='tensor'")
     if granularity == "tensor":
         return scale_from_amax(tensor_amax(x, percentile), format, margin)
     if x.dim() == 0:
@@ -116,29 +119,31 @@ def compute_scale(
     rows = x.unsqueeze(0) if x.dim() == 1 else x
     shape = {"channel": (1, max(rows.shape[-1], 1)), "block": block, "mx": (1, MX_BLOCK)}[granularity]
     amax = block_amax(rows, shape)
+    if granularity == "channel" and not rows.shape[-1]:
+        amax = amax.new_zeros(*rows.shape[:-1], 1)  # a row without elements has a scale nevertheless
     amax = amax.squeeze(0) if x.dim() == 1 else amax
-    return mx_scale(amax, format, mx_rule) if granularity == "mx" else scale_from_amax(amax, format, margin)
+    return mx_scale(amax, format, mx_rule, margin) if granularity == "mx" else scale_from_amax(amax, format, margin)
 
 
 def scale_from_amax(amax: Tensor, format: Format, margin: float = 1.0) -> Tensor:
     """`amax / FP8_MAX × margin` in FP32; 1 where amax is 0, never below `SMALLEST_SCALE`."""
-    scale = (divide(amax.float(), format.max) * margin).clamp(min=SMALLEST_SCALE)
+    scale = (divide(amax.float(), format.max) * margin).clamp(SMALLEST_SCALE, LARGEST_SCALE)
     return torch.where(amax > 0, scale, 1.0)
 
 
-def mx_scale(amax: Tensor, format: Format, rule: str = "up") -> Tensor:
+def mx_scale(amax: Tensor, format: Format, rule: str = "up", margin: float = 1.0) -> Tensor:
     """A power of two in E8M0 per block.
 
     `up` rounds `amax / FP8_MAX` up to a power of two, so that nothing saturates. `floor` is the rule of the OCP MX
     specification, `2^(⌊log2 amax⌋ − ⌊log2 FP8_MAX⌋)`: it clips block maxima whose mantissa exceeds the format's.
     """
     if rule == "up":
-        bits = divide(amax, format.max).view(torch.int32)
+        bits = (divide(amax, format.max) * margin).view(torch.int32)
         exponent = (bits >> 23) + (bits & 0x7FFFFF != 0)
     else:
         top = torch.tensor(format.max, device=amax.device).view(torch.int32) >> 23
-        exponent = (amax.view(torch.int32) >> 23) - top + 127
-    exponent = torch.where(amax > 0, exponent.clamp(0, 254), 127)
+        exponent = ((amax * margin).view(torch.int32) >> 23) - top + 127
+    exponent = torch.where(amax > 0, exponent.clamp(1, 254), 127)
     return exponent.to(torch.uint8).view(E8M0_DTYPE)
 
 
@@ -161,6 +166,8 @@ def expand_scale(scale: Tensor, shape: torch.Size) -> Tensor:
         return scale
     if len(shape) == 1:
         return _spread(scale, -1, shape[-1])
+    if scale.dim() == 1:
+        raise ValueError(f"scale of shape {tuple(scale.shape)} for data {tuple(shape)}: give 0-d, or [R, 1] per row")
     return _spread(_spread(scale, -2, shape[-2]), -1, shape[-1])
 
 
@@ -168,7 +175,8 @@ def _spread(scale: Tensor, dim: int, size: int) -> Tensor:
     groups = scale.shape[dim]
     if groups in (1, size):
         return scale
-    block = next((b for b in (MX_BLOCK, BLOCK) if -(-size // b) == groups), None)
+    blocks = (MX_BLOCK, BLOCK) if dim == -1 else (BLOCK,)  # no scale has 32 rows
+    block = next((b for b in blocks if -(-size // b) == groups), None)
     if block is None:
         raise ValueError(
             f"scale of shape {tuple(scale.shape)} does not fit {size} elements in dimension {dim}: "

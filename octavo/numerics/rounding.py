@@ -39,8 +39,7 @@ def round_stochastic(v: Tensor, format: Format, generator: torch.Generator | Non
     # ⌊v/s + u⌋ in FP32 would round the sum first; comparing u with the fraction is the same thing, exactly.
     scaled = v * inverse_step
     whole = scaled.floor()
-    rounded = (whole + (noise < scaled - whole)) * step
-    return rounded.clamp_(-format.max, format.max).to(format.dtype)
+    return ((whole + (noise < scaled - whole)) * step).to(format.dtype)
 
 
 def _non_finite_to_nan(v: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ Two words for two things: a row's SCALE *dequantises* (value = data × scale); `
 multiplier FP8_MAX / (amax × margin). `margin` is a factor here (an exponent in `FP8TrainingConfig`).
 """
 
+import math
 import weakref
 from typing import Any
 
@@ -28,7 +29,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from octavo.numerics.amax import tensor_amax
-from octavo.numerics.checks import check_choice, check_positive_int
+from octavo.numerics.checks import check_choice, check_percentile, check_positive_int
 from octavo.numerics.config import ALGORITHMS, FP8TrainingConfig
 from octavo.numerics.formats import E4M3, Format, get_format
 from octavo.numerics.quantize import SMALLEST_SCALE, reciprocal
@@ -61,8 +62,10 @@ class FP8ScalingManager:
         check_positive_int("history_len", history_len)
         check_positive_int("interval", interval)
         check_choice("algorithm", algorithm, ALGORITHMS)
-        if not margin > 0:
-            raise ValueError(f"margin={margin!r}: a factor above 0 (2.0 leaves room for values to double)")
+        if percentile is not None:
+            check_percentile("percentile", percentile)
+        if not 0 < margin < math.inf:
+            raise ValueError(f"margin={margin!r}: a finite factor above 0 (2.0 leaves room for values to double)")
         self.history_len = history_len
         self.margin = margin
         self.format = get_format(format)
@@ -137,7 +140,9 @@ class FP8ScalingManager:
         i = self._index[name]
         scale, amax = self.rows[i][SCALE], self._amax[i]
         # From the amax while there is one: 448 / (1 × 2) is 224, the reciprocal of its reciprocal need not be.
-        multiplier = torch.where(amax > 0, self._maximum[i] / (amax * self._margin[i]), reciprocal(scale))
+        # Tensor by tensor: a number divided by a tensor is reciprocal × number, off by one unit at times.
+        multiplier = (amax.new_full((), self._maximum[i]) / (amax * self._margin[i])).clamp(max=1 / SMALLEST_SCALE)
+        multiplier = torch.where(amax > 0, multiplier, reciprocal(scale))
         return torch.where(scale > 0, multiplier, 1.0)
 
     def step(self) -> None:
@@ -181,8 +186,8 @@ class FP8ScalingManager:
         history = self._history[index]
         rolled = torch.cat([amax[:, None], history[:, :-1]], dim=1)
         history = torch.where(rolls[:, None], rolled, history)
-        first = self._steps[index] == 0
-        ema = torch.where(first, amax, EMA_DECAY * self._ema[index] + (1 - EMA_DECAY) * amax)
+        unset = self._ema[index] == 0  # zeros before the first non-zero amax do not count
+        ema = torch.where(unset, amax, EMA_DECAY * self._ema[index] + (1 - EMA_DECAY) * amax)
         ema = torch.where(rolls, ema, self._ema[index])
         steps = self._steps[index] + rolls
 
@@ -190,7 +195,7 @@ class FP8ScalingManager:
         maximum = torch.tensor([self._maximum[i] for i in indices], device=self.device)
         margin = torch.tensor([self._margin[i] for i in indices], device=self.device)
         scale = torch.where(read > 0, (read / maximum * margin).clamp(min=SMALLEST_SCALE), 0.0)
-        due = rolls & ((steps % self.interval == 0) | first)
+        due = rolls & ((steps % self.interval == 0) | (self._amax[index] == 0))
         rows[:, SCALE] = torch.where(due, scale, rows[:, SCALE])
         self._amax[index] = torch.where(due, read, self._amax[index])
         rows[:, LAST_AMAX] = torch.where(rolls, amax, rows[:, LAST_AMAX])
@@ -244,6 +249,13 @@ class FP8ScalingManager:
         saved_len = state["_history"].shape[1]
         if saved_len != self.history_len:
             raise ValueError(f"history_len={self.history_len}: the saved scaling state has {saved_len}; use that")
+        for name, saved in zip(state["names"], state["maximum"], strict=True):
+            mine = self._maximum[self._index[name]] if name in self._index else saved
+            if mine != saved:
+                raise ValueError(
+                    f"{name}: the saved scaling state is for a format with maximum {saved:g}, this one has {mine:g}; "
+                    "use the same fp8_format"
+                )
         for i, name in enumerate(state["names"]):
             self.register(name).copy_(state["rows"][i])
             self._maximum[self._index[name]] = state["maximum"][i]

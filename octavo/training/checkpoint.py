@@ -1,0 +1,142 @@
+"""Checkpoints that are either complete or not there.
+
+A checkpoint is a folder `checkpoint-000120` with three files:
+
+    model.safetensors   the parameters, readable by anything that reads safetensors
+    state.pt            the rest: optimiser, random number generators, FP8 histories, step, settings
+    manifest.json       the size and CRC-32 of the other two
+
+It is written as `checkpoint-000120.tmp`, forced to the disk, and renamed. A process killed at any point, or a disk that
+fills up, leaves at worst a `.tmp` folder, which nothing reads and the next save clears away. Removing an old checkpoint
+goes the same way backwards: renamed to `.tmp` first. So a folder with the right name was complete once, and the
+manifest tells whether it still is.
+
+A damaged checkpoint is never passed over quietly for an older one: the error names it and the user decides.
+"""
+
+import io
+import json
+import pickle
+import re
+import shutil
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from octavo.training.errors import RunError
+from octavo.training.files import disk_errors, sync_folder, write_durable
+
+KEEP = 2
+NAME = re.compile(r"checkpoint-(\d{6,})")
+MODEL, STATE, MANIFEST = "model.safetensors", "state.pt", "manifest.json"
+
+
+def checkpoint_path(folder: Path, step: int) -> Path:
+    return folder / f"checkpoint-{step:06d}"
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Every checkpoint below `folder`, oldest first; unfinished ones are not among them."""
+    found = [path for path in folder.glob("checkpoint-*") if NAME.fullmatch(path.name)]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint-")))
+
+
+def save_checkpoint(folder: Path, step: int, model: Mapping[str, Tensor], state: Mapping[str, Any]) -> Path:
+    """Write the checkpoint of `step`, then remove all but the newest two."""
+    target = checkpoint_path(folder, step)
+    if target.exists():  # a signal right after a regular save asks for the same step again
+        return target
+    contents = {MODEL: model_bytes(model), STATE: _state_bytes(state)}
+    manifest = {name: {"bytes": len(content), "crc32": zlib.crc32(content)} for name, content in contents.items()}
+    contents[MANIFEST] = json.dumps(manifest, indent=2).encode()
+
+    earlier = list_checkpoints(folder)
+    kept = f"{earlier[-1].name} is intact" if earlier else "there is no earlier one"
+    with disk_errors(target, hint=f"{kept}; free some space, then continue with --resume"):
+        _clear_unfinished(folder)
+        unfinished = _unfinished(target)
+        try:
+            unfinished.mkdir(parents=True)
+            for name, content in contents.items():
+                write_durable(unfinished / name, content)
+        except OSError:
+            shutil.rmtree(unfinished, ignore_errors=True)  # give the full disk its space back
+            raise
+        sync_folder(unfinished)
+        unfinished.rename(target)
+        sync_folder(folder)
+        for old in list_checkpoints(folder)[:-KEEP]:
+            _remove(old)
+    return target
+
+
+def load_checkpoint(path: Path, device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The parameters (on `device`) and the state (on the CPU) of a checkpoint, its files checked against the manifest.
+
+    Only tensors and plain values are unpickled (`weights_only`). The low-bit states of torchao's optimisers are allowed
+    by torchao itself once it is imported, so build the optimiser first.
+    """
+    contents = _read_checked(path)
+    try:
+        model = safetensors.torch.load(contents[MODEL])
+        state = torch.load(io.BytesIO(contents[STATE]), map_location="cpu", weights_only=True)
+    except (safetensors.SafetensorError, pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:
+        raise _damaged(path, str(error).splitlines()[0]) from error
+    return {name: tensor.to(device) for name, tensor in model.items()}, state
+
+
+def model_bytes(model: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> bytes:
+    return safetensors.torch.save(
+        {name: tensor.detach().cpu().contiguous() for name, tensor in model.items()}, metadata
+    )
+
+
+def _state_bytes(state: Mapping[str, Any]) -> bytes:
+    # In memory first: written straight to a full disk, torch.save reports an internal error instead of the OSError.
+    buffer = io.BytesIO()
+    torch.save(dict(state), buffer)
+    return buffer.getvalue()
+
+
+def _read_checked(path: Path) -> dict[str, bytes]:
+    try:
+        manifest = json.loads((path / MANIFEST).read_bytes())
+        contents = {name: (path / name).read_bytes() for name in (MODEL, STATE)}
+        for name, content in contents.items():
+            size, crc32 = manifest[name]["bytes"], manifest[name]["crc32"]
+            if len(content) != size:
+                raise _damaged(path, f"{name} has {len(content):,} bytes instead of {size:,}")
+            if zlib.crc32(content) != crc32:
+                raise _damaged(path, f"{name} is not what was written (its checksum differs)")
+    except OSError as error:
+        raise _damaged(path, f"{Path(error.filename or path).name}: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise _damaged(path, f"{MANIFEST} cannot be read") from error
+    return contents
+
+
+def _damaged(path: Path, why: str) -> RunError:
+    checkpoints = list_checkpoints(path.parent)
+    earlier = checkpoints[: checkpoints.index(path)] if path in checkpoints else []
+    fall_back = f"from {earlier[-1].name}" if earlier else "from the start, as there is no earlier one"
+    return RunError(f"checkpoint {path} is damaged: {why}; delete that folder to resume {fall_back}")
+
+
+def _unfinished(path: Path) -> Path:
+    return path.with_name(path.name + ".tmp")
+
+
+def _clear_unfinished(folder: Path) -> None:
+    for path in folder.glob("checkpoint-*.tmp"):
+        shutil.rmtree(path)
+
+
+def _remove(path: Path) -> None:
+    unfinished = _unfinished(path)
+    path.rename(unfinished)
+    shutil.rmtree(unfinished)

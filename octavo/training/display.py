@@ -1,0 +1,112 @@
+"""What a person sees of a run: the opening lines, a bar with a line every few steps, and the result."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from octavo.support import check_fp8_support, require_tensor_cores
+from octavo.training.data import ByteData
+from octavo.training.settings import DTYPES, TrainSettings
+
+
+class Display:
+    """On a terminal the bar stays at the bottom; in a file or a pipe there are only the lines."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self._progress: Progress | None = None
+        self._task = TaskID(0)
+        self._saturated = ""
+
+    def say(self, text: str, style: str = "") -> None:
+        self.console.print(Text(text, style=style), soft_wrap=True)
+
+    def opening(self, settings: TrainSettings) -> None:
+        if settings.precision == "fp8":
+            self.say(f"FP8 training enabled with format: {settings.fp8.fp8_format.lower()}", "bold")
+        else:
+            self.say(f"FP8 training disabled: precision {settings.precision}", "bold")
+        self.say(f"Using device: {settings.device} with dtype {DTYPES[settings.dtype]}", "bold")
+        if settings.precision == "fp8" and why_emulated(settings):
+            self.say(f"FP8 products are emulated: {why_emulated(settings)}", "dim")
+
+    def subject(self, settings: TrainSettings, data: ByteData, folder: Path) -> None:
+        self.say(f"Model: BDH {settings.size}, {settings.shape.parameter_count:,} parameters", "dim")
+        self.say(f"Data: {data}", "dim")
+        tokens = f"{settings.batch} × {settings.seq} bytes"
+        if settings.micro_batches > 1:
+            tokens = f"{settings.micro_batches} × {tokens}"
+        self.say(f"Steps: {settings.steps:,} of {tokens}, {settings.optimizer}, peak rate {settings.lr:g}", "dim")
+        self.say(f"Output: {folder}", "dim")
+
+    @contextmanager
+    def training(self, settings: TrainSettings, done: int) -> Iterator[None]:
+        columns = (
+            TextColumn(f"[bold]{settings.precision}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[figures]}"),
+            TextColumn("ETA"),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns, console=self.console, transient=True, disable=not self.console.is_terminal) as progress:
+            self._progress = progress
+            self._saturated = ""
+            self._task = progress.add_task("", total=settings.steps, completed=done, figures="")
+            yield
+        self._progress = None
+
+    def step(self, row: dict[str, Any], log: bool) -> None:
+        """Move the bar; print a line if this step is one to log."""
+        if row.get("scaling"):
+            worst = max(operand["saturated"] for operand in row["scaling"].values())
+            self._saturated = f"  saturated {worst:.3%}"
+        loss = "not finite (skipped)" if row["loss"] is None else f"{row['loss']:.4f}"
+        figures = f"loss {loss}  {row['tokens_per_s']:,.0f} tokens/s{self._saturated}"
+        if self._progress is not None:
+            self._progress.update(self._task, advance=1, figures=figures)
+        if log:
+            norm = "not finite" if row["grad_norm"] is None else f"{row['grad_norm']:.3f}"
+            self.say(f"step {row['step']:>5}  {figures}  rate {row['lr']:.2e}  gradient norm {norm}")
+
+    def sample(self, text: str) -> None:
+        self.console.print(Panel(Text(text), title="sample", title_align="left", style="dim"))
+
+    def results(self, results: dict[str, dict[str, Any]]) -> None:
+        table = Table(title="Loss per byte (nats)", title_justify="left")
+        for heading in ("precision", "last 10 % of steps", "held out", "tokens/s", "skipped steps"):
+            table.add_column(heading, justify="left" if heading == "precision" else "right")
+        for name, result in results.items():
+            table.add_row(
+                name,
+                f"{result['final_loss']:.4f}",
+                f"{result['held_out_loss']:.4f}",
+                f"{result['tokens_per_s']:,.0f}",
+                str(result["skipped"]),
+            )
+        self.console.print(table)
+        if "bf16" in results and "fp8" in results:
+            for figure, words in (("final_loss", "final loss"), ("held_out_loss", "held-out loss")):
+                ratio = results["fp8"][figure] / results["bf16"][figure] - 1
+                self.say(f"FP8's {words} is {abs(ratio):.2%} {'above' if ratio > 0 else 'below'} BF16's", "bold")
+
+
+def why_emulated(settings: TrainSettings) -> str:
+    """Why FP8 products run by the specification instead of on tensor cores; empty if they do not."""
+    if settings.fp8.emulate:
+        return "as asked"
+    support = check_fp8_support(settings.device)
+    if not support:
+        return support.reason
+    try:
+        require_tensor_cores(settings.device, settings.fp8.replace(emulate=False))
+    except RuntimeError as error:
+        return str(error).removeprefix("emulate=False: ")
+    return ""

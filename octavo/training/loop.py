@@ -1,0 +1,255 @@
+"""The training run: data, steps, checkpoints, and what is left in the folder at the end.
+
+    train(settings) = for each leg (the run itself; with `compare`, then the same in BF16):
+                          resume from its newest checkpoint, or start
+                          steps, a row of metrics each; a checkpoint every `save_interval` steps and at the end
+                      held-out losses, trained model, sample, summary
+
+A run killed anywhere is continued by the same function with `resume=True`: a leg that is complete has a checkpoint at
+its last step and trains no further, so only what is missing is done again.
+"""
+
+import json
+import platform
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from octavo.training.checkpoint import list_checkpoints, load_checkpoint, model_bytes, save_checkpoint
+from octavo.training.data import ByteData, load_data
+from octavo.training.display import Display, why_emulated
+from octavo.training.errors import RunError, UserError
+from octavo.training.files import replace_file, write_json
+from octavo.training.learner import Learner, Step
+from octavo.training.run_folder import (
+    MODEL,
+    PRODUCTS,
+    SAMPLE,
+    SUMMARY,
+    Metrics,
+    find_run,
+    new_run_folder,
+    read_config,
+    read_settings,
+    write_config,
+)
+from octavo.training.settings import TrainSettings
+from octavo.training.signals import Interrupted, StopSignals
+
+MAX_SKIPPED_IN_A_ROW = 10
+
+
+@dataclass(frozen=True)
+class LegResult:
+    """`final_loss` is the mean over the last 10 % of the steps, `held_out_loss` that on text never trained on."""
+
+    final_loss: float
+    held_out_loss: float
+    tokens_per_s: float
+    skipped: int
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """Where the run is, and its losses by precision."""
+
+    folder: Path
+    results: dict[str, LegResult]
+
+
+@dataclass(frozen=True)
+class Leg:
+    """One training of the model: where its rows and its checkpoints go."""
+
+    settings: TrainSettings
+    metrics: Metrics
+    checkpoints: Path
+
+
+def train(
+    settings: TrainSettings,
+    *,
+    out: Path | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    console: Console | None = None,
+) -> RunResult:
+    """Train, and leave everything about it in a folder (`out`, or a new one below `runs/`).
+
+    Raises `UserError` for what the user can put right and `Interrupted` after a Ctrl-C or SIGTERM; in both cases the
+    folder can be resumed if it holds a checkpoint.
+    """
+    display = Display(console or Console())
+    stop = StopSignals()
+    with stop.caught():
+        display.opening(settings)
+        data = load_data(settings.data, sequence=settings.seq, held_out=settings.held_out)
+        learner = Learner(settings, data)  # before the folder is made: an impossible request leaves nothing behind
+        if resume:
+            folder = find_run(out)
+            _check_same_run(read_settings(folder), settings, folder)
+            _check_same_data(folder, data)
+        else:
+            folder = new_run_folder(settings.name, out, overwrite)
+        write_config(folder, settings, _found(settings, data))
+        display.subject(settings, data, folder)
+        try:
+            return _train_legs(settings, data, learner, folder, display, stop)
+        except Interrupted as interrupted:
+            _say_how_to_resume(folder, interrupted, display)
+            raise
+        except torch.OutOfMemoryError as error:
+            raise RunError(
+                f"out of GPU memory at batch={settings.batch}, seq={settings.seq}: halve --batch and double "
+                "--micro-batches (the same step in less memory), or use a smaller --size"
+            ) from error
+
+
+def _train_legs(
+    settings: TrainSettings, data: ByteData, learner: Learner, folder: Path, display: Display, stop: StopSignals
+) -> RunResult:
+    leg = Leg(settings, Metrics(folder / "metrics.jsonl"), folder)
+    _train_leg(leg, learner, display, stop)
+    results = {settings.precision: _result(leg, learner)}
+    replace_file(folder / MODEL, model_bytes(learner.model.state_dict(), _model_metadata(settings)))
+    sample = learner.sample()
+    replace_file(folder / SAMPLE, sample)
+    if settings.compare:
+        leg = Leg(settings.in_bf16(), Metrics(folder / "metrics_bf16.jsonl"), folder / "bf16")
+        display.say("The same in BF16, for comparison", "bold")
+        learner = Learner(leg.settings, data)
+        _train_leg(leg, learner, display, stop)
+        results["bf16"] = _result(leg, learner)
+
+    plain = {name: asdict(result) for name, result in results.items()}
+    write_json(folder / SUMMARY, plain)
+    display.sample(sample)
+    display.results(plain)
+    return RunResult(folder, results)
+
+
+def _train_leg(leg: Leg, learner: Learner, display: Display, stop: StopSignals) -> None:
+    """Train `learner` to the last step, from the leg's newest checkpoint if there is one."""
+    settings = leg.settings
+    start = _load_newest(leg, learner)
+    leg.metrics.cut_back(start)
+    if start:
+        display.say(f"Resuming after step {start:,}", "bold")
+    skipped_in_a_row = 0
+    with stop.deferred(), display.training(settings, done=start):
+        for number in range(start + 1, settings.steps + 1):
+            began = time.perf_counter()
+            step = learner.step(number)
+            seconds = time.perf_counter() - began
+            log = number == 1 or number % settings.log_interval == 0 or number == settings.steps
+            row = _row(number, step, settings, seconds)
+            if log and learner.fp8 is not None:
+                row["scaling"] = learner.fp8.scaling.statistics(reset=True)
+            leg.metrics.append(row)
+            display.step(row, log)
+
+            skipped_in_a_row = skipped_in_a_row + 1 if step.skipped else 0
+            if skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
+                raise RunError(
+                    f"loss or gradient not finite for {MAX_SKIPPED_IN_A_ROW} steps in a row, up to step {number}: try "
+                    f"a smaller --lr (it is {settings.lr:g}), a longer --warmup ({settings.warmup}) or --precision bf16"
+                )
+            if number % settings.save_interval == 0 or number == settings.steps or stop.requested:
+                _save(leg, learner, number)
+            stop.raise_if_requested()
+
+
+def _save(leg: Leg, learner: Learner, number: int) -> None:
+    leg.metrics.sync()
+    state = {"step": number, "settings": leg.settings.to_dict(), **learner.state_dict()}
+    save_checkpoint(leg.checkpoints, number, learner.model.state_dict(), state)
+    if learner.fp8 is not None:
+        write_json(leg.checkpoints / PRODUCTS, learner.fp8.report.to_dict())
+
+
+def _load_newest(leg: Leg, learner: Learner) -> int:
+    """Put the learner where the newest checkpoint left off; the step of that checkpoint, 0 if there is none."""
+    checkpoints = list_checkpoints(leg.checkpoints)
+    if not checkpoints:
+        return 0
+    parameters, state = load_checkpoint(checkpoints[-1], learner.device)
+    _check_same_run(TrainSettings.from_dict(state["settings"]), leg.settings, checkpoints[-1])
+    if state["step"] > leg.settings.steps:
+        raise UserError(
+            f"steps={leg.settings.steps}: {checkpoints[-1]} is past that; give --steps {state['step']} or more"
+        )
+    learner.load_state_dict(parameters, state)
+    return int(state["step"])
+
+
+def _say_how_to_resume(folder: Path, interrupted: Interrupted, display: Display) -> None:
+    checkpoints = list_checkpoints(folder / "bf16") or list_checkpoints(folder)
+    saved = f"saved in {checkpoints[-1]}" if checkpoints else "nothing was saved yet"
+    display.say(f"Stopped ({interrupted}); {saved}. Continue with: octavo train --resume --out {folder}", "bold")
+
+
+def _check_same_run(before: TrainSettings, now: TrainSettings, where: Path) -> None:
+    changed = before.changes_to_curve(now)
+    if changed:
+        name = changed[0]
+        old, new = before.to_dict()[name], now.to_dict()[name]
+        if isinstance(old, dict):  # say which field of the model's shape or of the FP8 recipe it is
+            inner = next(key for key in old if old[key] != new[key])
+            name, old, new = f"{name}.{inner}", old[inner], new[inner]
+        raise UserError(
+            f"cannot resume {where} with {name}={new!r}: it was started with {old!r}, and the change would alter the "
+            "loss curve; leave the option out to continue as it was, or start a new run without --resume"
+        )
+
+
+def _check_same_data(folder: Path, data: ByteData) -> None:
+    if read_config(folder).get("data_sha256") != data.digest:
+        raise UserError(
+            f"cannot resume {folder}: {data.source} does not hold the bytes the run was started with; restore them, or "
+            "start a new run without --resume"
+        )
+
+
+def _found(settings: TrainSettings, data: ByteData) -> dict[str, Any]:
+    """What config.json records besides the settings."""
+    return {
+        "emulated": settings.precision == "fp8" and bool(why_emulated(settings)),
+        "data_found": str(data),
+        "data_sha256": data.digest,
+        "parameters": settings.shape.parameter_count,
+        "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
+    }
+
+
+def _model_metadata(settings: TrainSettings) -> dict[str, str]:
+    # One entry: safetensors writes several in random order, and equal models should be equal files.
+    return {settings.model: json.dumps(asdict(settings.shape))}
+
+
+def _row(number: int, step: Step, settings: TrainSettings, seconds: float) -> dict[str, Any]:
+    """One line of metrics.jsonl. Numbers keep all their digits, so that two curves can be compared bit for bit."""
+    return {
+        "step": number,
+        "loss": step.loss if not step.skipped else None,  # JSON has no NaN
+        "lr": settings.learning_rate(number),
+        "grad_norm": step.grad_norm if not step.skipped else None,
+        "tokens": number * settings.tokens_per_step,
+        "tokens_per_s": settings.tokens_per_step / seconds,
+        "skipped": step.skipped,
+    }
+
+
+def _result(leg: Leg, learner: Learner) -> LegResult:
+    rows = leg.metrics.rows()
+    last = [row["loss"] for row in rows[-max(len(rows) // 10, 1) :] if not row["skipped"]]
+    return LegResult(
+        final_loss=statistics.fmean(last) if last else float("nan"),
+        held_out_loss=learner.evaluate(),
+        tokens_per_s=statistics.median(row["tokens_per_s"] for row in rows),
+        skipped=sum(row["skipped"] for row in rows),
+    )

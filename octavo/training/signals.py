@@ -1,0 +1,60 @@
+"""Ctrl-C and SIGTERM: finish the step, save, leave.
+
+Outside `deferred()` a signal raises `Interrupted` at once: nothing would be lost. Inside it the first signal is only
+noted, and the loop asks `requested` after each step; a second one, from someone who does not want to wait, raises.
+"""
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupted(Exception):
+    """The run was asked to stop, by signal `number`."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"interrupted by {signal.Signals(number).name}")
+        self.number = number
+
+
+class StopSignals:
+    """Whether someone asked the run to stop. Handlers are in place only inside `with stop_signals.caught():`."""
+
+    def __init__(self) -> None:
+        self.requested: int | None = None
+        self._deferred = False
+
+    @contextmanager
+    def caught(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():  # Python delivers signals to the main one only
+            yield
+            return
+        previous = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        self._deferred = True
+        try:
+            yield
+        finally:
+            self._deferred = False
+        self.raise_if_requested()  # noted after the loop's last look
+
+    def raise_if_requested(self) -> None:
+        if self.requested is not None:
+            raise Interrupted(self.requested)
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        first = self.requested is None
+        self.requested = number
+        if not (self._deferred and first):
+            raise Interrupted(number)

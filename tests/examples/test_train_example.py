@@ -1,0 +1,45 @@
+"""`examples/train.py` runs as it stands, and its constants follow the environment."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "train.py"
+
+
+@pytest.mark.parametrize(
+    ("variables", "lines"),
+    [
+        ({}, ["FP8 training enabled with format: hybrid", "Using device: cpu with dtype torch.float32"]),
+        (
+            {
+                "FP8_FORMAT": "E4M3",
+                "COMPUTE_DTYPE": "bfloat16",
+                "USE_4BIT_OPTIMIZER": "1",
+                "FP8_AMAX_COMPUTE_ALGO": "ema",
+            },
+            ["FP8 training enabled with format: e4m3", "Using device: cpu with dtype torch.bfloat16"],
+        ),
+        ({"USE_FP8": "0"}, ["Using device: cpu with dtype torch.float32"]),
+    ],
+)
+def test_it_runs(variables: dict[str, str], lines: list[str]) -> None:
+    small = {
+        "MAX_STEPS": "2",
+        "BATCH_SIZE": "1",
+        "SEQUENCE": "16",
+        "SAMPLE_BYTES": "3",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    result = subprocess.run(
+        [sys.executable, SCRIPT], capture_output=True, text=True, timeout=120, env={**os.environ, **small, **variables}
+    )
+    assert result.returncode == 0, result.stderr
+    output = result.stdout.splitlines()
+    assert output[: len(lines)] == lines
+    assert "step    1  loss 5." in result.stdout and "def " in result.stdout
+    assert ("in FP8" in result.stdout) == ("USE_FP8" not in variables)

@@ -1,0 +1,229 @@
+"""Quantising an operand: layouts, the delayed scale, and what the row learns."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from numpy_fp8 import NAMES, codes, decode, round_nearest, same, sample, spread
+from numpy_fp8 import quantize as numpy_quantize
+
+from octavo.numerics import E4M3, E5M2, FP8ScalingManager, FP8TrainingConfig, OperandRecipe, get_format
+from octavo.numerics.operand import LAYOUTS, quantize_operand
+from octavo.numerics.scaling import AMAX, CALLS, NON_FINITE, ROW, SATURATED, SCALE, SEEN, UNDERFLOW
+
+CURRENT = {
+    "tensor": OperandRecipe(E4M3),
+    "channel": OperandRecipe(E4M3, "channel"),
+    "block 1x128": OperandRecipe(E4M3, "block", (1, 128)),
+    "block 128x128": OperandRecipe(E4M3, "block", (128, 128)),
+    "mx up": OperandRecipe(E4M3, "mx"),
+    "mx floor": OperandRecipe(E4M3, "mx", mx_rule="floor"),
+}
+DELAYED = OperandRecipe(E4M3, delayed=True)
+by_kind = pytest.mark.parametrize("kind", CURRENT)
+
+
+def new_row(scale=0.0):
+    row = torch.zeros(ROW)
+    row[SCALE] = scale
+    return row
+
+
+def expected(x, recipe):
+    """Data and scale in numpy, contracting along the last dimension of `x`."""
+    return numpy_quantize(
+        decode(x), recipe.format.name, recipe.granularity, block=recipe.block, margin=recipe.margin, rule=recipe.mx_rule
+    )
+
+
+def losses(x, data, scale, recipe):
+    """Shares of elements that the clamp changed and that became zero, by looking at every element."""
+    x = decode(x).astype(np.float32)
+    scale = spread(np.asarray(scale, np.float32), x.shape, recipe.granularity, recipe.block)
+    with np.errstate(invalid="ignore"):
+        v = np.abs(x * (np.float32(1) / scale))
+    saturated = np.isfinite(v) & (v > recipe.format.saturation_threshold)
+    underflow = (x != 0) & (decode(data) == 0)
+    return saturated.mean(), underflow.mean()
+
+
+@by_kind
+@pytest.mark.parametrize("shape", [(1, 1), (1, 40), (40, 1), (130, 131), (2, 3, 33, 35)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layouts_match_numpy(kind, shape, dtype):
+    recipe, x = CURRENT[kind], sample(*shape).to(dtype)
+    both = [expected(x, recipe), expected(x.mT, recipe)]
+    for layout, wanted in (("rows", both[:1]), ("columns", both[1:]), ("both", both)):
+        found = quantize_operand(x, new_row(), recipe, layout=layout)
+        assert len(found) == len(wanted)
+        for q, (data, scale) in zip(found, wanted, strict=True):
+            assert q.data.is_contiguous()
+            assert same(q.data, data)
+            assert q.scale.shape == scale.shape and np.array_equal(decode(q.scale), scale)
+
+
+@by_kind
+def test_columns_come_from_the_high_precision_values(kind):
+    """Quantised by itself along the other dimension; equal to the transpose only where scales are symmetric."""
+    rows, columns = quantize_operand(sample(130, 131), new_row(), CURRENT[kind], layout="both")
+    transposed = np.array_equal(codes(columns.data), codes(rows.data.mT))
+    assert transposed is (kind in ("tensor", "block 128x128"))
+    if kind == "block 128x128":
+        assert torch.equal(columns.scale, rows.scale.mT)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_first_non_zero_use_takes_its_own_amax_and_keeps_it_for_the_step(layout):
+    row = new_row()
+    x = sample(33, 50)
+    quantize_operand(torch.zeros(33, 50), row, DELAYED, layout=layout)
+    assert row[SCALE] == 0 and row[SEEN] == 1
+    first = quantize_operand(x, row, DELAYED, layout=layout)
+    scale = decode(first[0].scale)
+    assert scale == expected(x, DELAYED)[1] and row[SCALE] == scale
+    later = quantize_operand(x * 8, row, DELAYED, layout=layout)
+    assert decode(later[0].scale) == scale and row[SCALE] == scale
+    view = x.mT if layout == "columns" else x
+    assert same(
+        later[0].data, round_nearest(decode(view * 8).astype(np.float32) * (np.float32(1) / np.float32(scale)), "E4M3")
+    )
+    assert row[AMAX] == (x * 8).abs().max() and row[SEEN] == 3 and row[CALLS] == 3
+
+
+def test_delayed_scales_follow_the_manager():
+    m = FP8ScalingManager(history_len=2, margin=1.0)
+    row = m.register("x")
+    for amax, in_force in ((2.0, 2.0), (8.0, 2.0), (1.0, 8.0), (1.0, 8.0), (4.0, 1.0)):
+        x = torch.tensor([[amax, -amax / 2]])
+        q = quantize_operand(x, row, DELAYED)[0]
+        assert q.scale == torch.tensor(in_force) / 448
+        m.step()
+    assert m.get_scale("x") == 448.0 / 4
+
+
+def test_margin_and_percentile_shape_the_scale():
+    x = torch.arange(1.0, 101.0)[None]
+    row = new_row()
+    q = quantize_operand(x, row, OperandRecipe(E4M3, margin=2.0, percentile=50.0))[0]
+    assert q.scale == torch.tensor(50.0) / 448 * 2
+    assert row[AMAX] == 50
+    # Beyond 50 × 2 × 464/448 = 103.57 nothing lies; at half the percentile's headroom, 52 to 100 do.
+    assert row[SATURATED] == 0
+    row = new_row()
+    quantize_operand(x, row, OperandRecipe(E4M3, percentile=50.0))
+    assert row[SATURATED] == torch.tensor(49.0) / 100  # |x| > 50 × 464/448 = 51.8
+
+
+@by_kind
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_without_recording_the_row_is_left_alone(kind, layout):
+    row, x = torch.rand(ROW), sample(33, 50)
+    before = row.clone()
+    found = quantize_operand(x, row, CURRENT[kind], record=False, layout=layout)
+    assert torch.equal(row, before)
+    again = quantize_operand(x, row, CURRENT[kind], record=True, layout=layout)
+    assert all(np.array_equal(codes(a.data), codes(b.data)) for a, b in zip(found, again, strict=True))
+    assert not torch.equal(row, before)
+
+
+def test_recomputing_without_recording_meets_the_same_scale():
+    row, x = new_row(), sample(33, 50)
+    first = quantize_operand(x, row, DELAYED)[0]
+    quantize_operand(x * 100, row, DELAYED)
+    again = quantize_operand(x, row, DELAYED, record=False)[0]
+    assert np.array_equal(codes(first.data), codes(again.data)) and torch.equal(first.scale, again.scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+def test_saturated_and_underflown_shares_are_exact(dtype, name, layout):
+    recipe = OperandRecipe(get_format(name), delayed=True)
+    x = (torch.randn(64, 65, generator=torch.Generator().manual_seed(0)) ** 5).to(dtype)
+    x[0] = 0
+    for amax in (0.3, 1.003, 2.9, 1e4):
+        row = new_row(amax / recipe.format.max)
+        q = quantize_operand(x, row, recipe, layout=layout)[0]
+        view = x.mT if layout == "columns" else x
+        saturated, underflow = losses(view, q.data, decode(q.scale), recipe)
+        assert (row[SATURATED].item(), row[UNDERFLOW].item()) == (np.float32(saturated), np.float32(underflow))
+        assert row[CALLS] == 1
+
+
+def test_the_saturation_limit_is_not_rounded_to_the_dtype_of_x():
+    """466 / 1.003 = 464.6 is beyond 464, where the clamp changes values; in BF16 the limit itself rounds to 466."""
+    row = new_row(1.003)
+    x = torch.full((1, 64), 466.0, dtype=torch.bfloat16)
+    q = quantize_operand(x, row, DELAYED)[0]
+    assert losses(x, q.data, 1.003, DELAYED)[0] == 1
+    assert row[SATURATED] == 1
+
+
+@by_kind
+def test_losses_of_current_scales(kind):
+    recipe, x = CURRENT[kind], sample(130, 132) * torch.tensor([1e-9, 1.0])[torch.arange(132) % 2]
+    for layout in ("rows", "columns"):
+        row = new_row()
+        q = quantize_operand(x, row, recipe, layout=layout)[0]
+        saturated, underflow = losses(x.mT if layout == "columns" else x, q.data, decode(q.scale), recipe)
+        assert bool(saturated > 0) is (kind == "mx floor")
+        assert (row[SATURATED].item(), row[UNDERFLOW].item()) == (np.float32(saturated), np.float32(underflow))
+        assert row[AMAX] == x.abs().max() and row[SEEN] == 1
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", NAMES)
+def test_non_finite_input_is_noted_and_counts_neither_as_saturated_nor_as_lost(bad, name):
+    for big in (1.0, 1e9):  # alone, and beside a value that does saturate
+        recipe, row = OperandRecipe(get_format(name), delayed=True), new_row(1.0)
+        q = quantize_operand(torch.tensor([[bad, big, 1.0, 1e-30]]), row, recipe)[0]
+        assert np.isnan(decode(q.data)[0, 0]) and np.isfinite(decode(q.data)[0, 1:]).all()
+        assert (row[NON_FINITE], row[AMAX]) == (1, big)
+        assert (row[SATURATED], row[UNDERFLOW]) == (0.25 if big > 1 else 0.0, 0.25)
+
+
+def test_one_non_finite_use_stops_the_history():
+    m = FP8ScalingManager(history_len=2, margin=1.0)
+    row = m.register("x")
+    quantize_operand(torch.ones(1, 4), row, DELAYED)
+    m.step()
+    quantize_operand(torch.tensor([[8.0, math.inf]]), row, DELAYED)
+    quantize_operand(torch.tensor([[8.0, 1.0]]), row, DELAYED)
+    m.step()
+    assert m.get_scale("x") == 448 and m.state_dict()["_steps"].tolist() == [1]
+
+
+def test_float64_beyond_float32_does_not_zero_the_rest():
+    q = quantize_operand(torch.tensor([[1e300, 1.0, 2.0]], dtype=torch.float64), new_row(), CURRENT["tensor"])[0]
+    assert decode(q.data)[0, 2] == 448 and np.isnan(decode(q.data)[0, 0])
+
+
+@by_kind
+@pytest.mark.parametrize("shape", [(0, 40), (40, 0), (2, 0, 40)])
+def test_empty_operands(kind, shape):
+    """An expert that no token went to."""
+    row = new_row()
+    rows, columns = quantize_operand(torch.zeros(shape), row, CURRENT[kind], layout="both")
+    assert rows.data.shape == shape and columns.data.shape == torch.zeros(shape).mT.shape
+    assert row.isfinite().all() and row[NON_FINITE] == 0
+
+
+@by_kind
+def test_the_row_stays_out_of_autograd(kind):
+    for value in (1.0, math.inf):
+        row = new_row()
+        quantize_operand(torch.tensor([[value, 2.0]], requires_grad=True), row, CURRENT[kind], layout="both")
+        assert not row.requires_grad
+
+
+def test_stochastic_operands_use_the_global_generator_and_are_reproducible():
+    recipe, x = FP8TrainingConfig(rounding="stochastic").recipe.g, sample(33, 50)
+    assert recipe.format is E5M2 and recipe.rounding == "stochastic"
+    runs = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        rows, columns = quantize_operand(x, new_row(), recipe, layout="both")
+        assert np.array_equal(codes(columns.data), codes(rows.data.mT))  # one draw serves both layouts
+        runs.append(codes(rows.data))
+    assert np.array_equal(runs[0], runs[1]) and not np.array_equal(runs[0], runs[2])

@@ -1,0 +1,167 @@
+"""The custom operators: schema, fake implementations and dispatch by opcheck; the same numbers as the spec."""
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.library import opcheck
+
+from octavo import ops
+from octavo.numerics import E4M3, E5M2, FP8TrainingConfig, OperandRecipe, padded_gemm_nt
+from octavo.numerics.operand import quantize_operand
+from octavo.numerics.scaling import ROW
+
+RECIPES = {
+    "delayed": OperandRecipe(E4M3, delayed=True),
+    "current E5M2": OperandRecipe(E5M2, margin=2.0),
+    "percentile": OperandRecipe(E4M3, percentile=99.0),
+    "channel": OperandRecipe(E4M3, "channel"),
+    "block 1x128": OperandRecipe(E4M3, "block", (1, 128)),
+    "block 128x128": OperandRecipe(E4M3, "block", (128, 128)),
+    "mx": OperandRecipe(E4M3, "mx"),
+}
+SHAPES = [(1, 1), (1, 40), (40, 1), (130, 131), (2, 3, 33, 35), (3, 1, 5), (0, 40), (40, 0), (2, 0, 5)]
+by_recipe = pytest.mark.parametrize("name", RECIPES)
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def run_quantize(x, row, recipe, layout, record=True):
+    return [t for q in ops.quantize(x, row, recipe, record=record, layout=layout) for t in q]
+
+
+def bits(t):
+    return t.view(torch.uint8) if t.element_size() == 1 else t
+
+
+@by_recipe
+@pytest.mark.parametrize("layout", ["rows", "columns", "both"])
+def test_quantize_gives_what_the_spec_gives(name, layout):
+    recipe, x = RECIPES[name], randn(33, 150)
+    row, spec_row = torch.zeros(ROW), torch.zeros(ROW)
+    found = run_quantize(x, row, recipe, layout)
+    expected = [t for q in quantize_operand(x, spec_row, recipe, layout=layout) for t in q]
+    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(found, expected, strict=True))
+    assert torch.equal(row, spec_row) and row.any()
+    run_quantize(x * 2, row, recipe, layout, record=False)
+    assert torch.equal(row, spec_row)
+
+
+@by_recipe
+@pytest.mark.parametrize("shape", SHAPES)
+def test_fake_results_look_like_real_ones(name, shape):
+    """Shapes, dtypes and strides; the stride of a dimension of one element or of an empty tensor means nothing."""
+    recipe = RECIPES[name]
+    for layout in ("rows", "columns", "both"):
+        for x in (randn(*shape), randn(*shape).mT.contiguous().mT):
+            real = run_quantize(x, torch.zeros(ROW), recipe, layout)
+            with FakeTensorMode() as mode:
+                fake = run_quantize(mode.from_tensor(x), mode.from_tensor(torch.zeros(ROW)), recipe, layout)
+            for r, f in zip(real, fake, strict=True):
+                assert (r.shape, r.dtype) == (f.shape, f.dtype)
+                assert r.is_contiguous() and f.is_contiguous()
+
+
+@by_recipe
+@pytest.mark.parametrize("shape", SHAPES)
+def test_outputs_do_not_share_memory(name, shape):
+    x, row = randn(*shape), torch.zeros(ROW)
+    outputs = run_quantize(x, row, RECIPES[name], "both")
+    pointers = [t.untyped_storage().data_ptr() for t in (*outputs, x, row) if t.numel()]
+    assert len(set(pointers)) == len(pointers)
+
+
+@by_recipe
+def test_opcheck_quantize(name):
+    recipe = RECIPES[name].encode()
+    for x, record, transpose in (
+        (randn(33, 7).mT, True, False),
+        (randn(2, 3, 5).bfloat16(), True, True),
+        (randn(1, 9), False, True),
+    ):
+        opcheck(torch.ops.octavo.quantize, (x, torch.zeros(ROW), recipe, record, transpose))
+
+
+@by_recipe
+@pytest.mark.parametrize(("shape", "record"), [((7, 33), True), ((2, 3, 5), False), ((1, 9), True)])
+def test_opcheck_quantize_both(name, shape, record):
+    opcheck(torch.ops.octavo.quantize_both, (randn(*shape), torch.zeros(ROW), RECIPES[name].encode(), record))
+
+
+PRODUCTS = [
+    # a, b, batch of the result
+    ((5, 40), (7, 40), ()),
+    ((16, 32), (16, 32), ()),
+    ((1, 33), (1, 33), ()),
+    ((2, 3, 5, 40), (3, 7, 40), (2, 3)),
+    ((2, 3, 5, 40), (2, 3, 7, 40), (3,)),
+    ((2, 3, 5, 40), (2, 3, 7, 40), ()),
+    ((2, 3, 5, 40), (3, 7, 40), (2, 1)),
+]
+
+
+def product_arguments(recipe, a, b, batch, out_dtype=torch.float32, bias=None):
+    a, b = (quantize_operand(randn(*shape), torch.zeros(ROW), recipe)[0] for shape in (a, b))
+    return a, b, (a.data, a.scale, b.data, b.scale, bias, out_dtype, list(batch), False, False)
+
+
+@by_recipe
+@pytest.mark.parametrize(("a", "b", "batch"), PRODUCTS)
+def test_gemm_nt_gives_what_the_spec_gives_and_its_fake_looks_like_it(name, a, b, batch):
+    for out_dtype, bias in ((torch.float32, None), (torch.bfloat16, randn(b[-2]))):
+        a_q, b_q, arguments = product_arguments(RECIPES[name], a, b, batch, out_dtype, bias)
+        y = ops.gemm_nt(a_q, b_q, bias=bias, out_dtype=out_dtype, batch=batch)
+        assert torch.equal(y, padded_gemm_nt(a_q, b_q, bias=bias, out_dtype=out_dtype, batch=batch))
+        with FakeTensorMode() as mode:
+            fake = [mode.from_tensor(t) if isinstance(t, torch.Tensor) else t for t in arguments]
+            f = torch.ops.octavo.gemm_nt(*fake)
+        assert (y.shape, y.dtype) == (f.shape, f.dtype) and y.is_contiguous() and f.is_contiguous()
+
+
+@pytest.mark.parametrize("name", ["delayed", "channel", "block 128x128", "mx"])
+def test_opcheck_gemm_nt(name):
+    for i, (a, b, batch) in enumerate(PRODUCTS[::3]):
+        bias = randn(b[-2]) if i % 2 else None
+        _, _, arguments = product_arguments(RECIPES[name], a, b, batch, (torch.float32, torch.bfloat16)[i % 2], bias)
+        # Not `test_schema`: it multiplies inputs to compare them, which float8 cannot. What it looks for, by hand:
+        before = [t.clone() if isinstance(t, torch.Tensor) else t for t in arguments]
+        y = torch.ops.octavo.gemm_nt(*arguments)
+        tensors = [(a, b) for a, b in zip(arguments, before, strict=True) if isinstance(a, torch.Tensor)]
+        assert all(torch.equal(bits(a), bits(b)) and a.data_ptr() != y.data_ptr() for a, b in tensors)
+        opcheck(torch.ops.octavo.gemm_nt, arguments, test_utils=("test_faketensor", "test_aot_dispatch_dynamic"))
+
+
+@pytest.mark.parametrize("config", ["delayed", "channel", "block", "mx"])
+def test_compiled_without_graph_breaks_the_bits_are_the_same(config):
+    recipe = FP8TrainingConfig.from_recipe(config).recipe
+
+    def product(x, w, x_row, w_row):
+        x_q, _ = ops.quantize(x, x_row, recipe.x, record=True, layout="both")
+        (w_q,) = ops.quantize(w, w_row, recipe.w, record=True, layout="rows")
+        return ops.gemm_nt(x_q, w_q, out_dtype=torch.float32, batch=()) * 2
+
+    x, w = randn(33, 50, seed=1), randn(7, 50, seed=2)
+    rows, compiled_rows = ([torch.zeros(ROW), torch.zeros(ROW)] for _ in range(2))
+    compiled = torch.compile(product, fullgraph=True, backend="aot_eager")
+    for factor in (1, 3):
+        y = product(x * factor, w, *rows)
+        assert torch.equal(compiled(x * factor, w, *compiled_rows), y)
+        assert all(torch.equal(a, b) for a, b in zip(rows, compiled_rows, strict=True))
+
+
+@by_recipe
+def test_nothing_reads_uninitialised_memory(name, monkeypatch):
+    recipe, x = RECIPES[name], randn(33, 150)
+    row = torch.zeros(ROW)
+    plain = run_quantize(x, row, recipe, "both")
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(3).isnan().all()
+        poisoned_row = torch.zeros(ROW)
+        poisoned = run_quantize(x, poisoned_row, recipe, "both")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(row, poisoned_row)
+    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(plain, poisoned, strict=True))
