@@ -1,9 +1,9 @@
 """BDH (D=128, 6 layers) in FP8 through the autocast, the model unchanged: what is in FP8, how good its gradients are.
 
 The bounds are those of the project: each product alone agrees with FP32 to a cosine of 0.997; the gradient of the whole
-model to 0.98 at initialisation and to 0.998 after 100 steps (0.96 and 0.99 with E5M2 throughout). Models and batches vary
-(E5M2 at initialisation: 0.953 to 0.967; HYBRID after training: 0.997 to 0.9997), because `ln(a)` amplifies rounding where
-attention cancels to almost nothing. So the median over three models, or five batches, is held to the bound.
+model to 0.98 at initialisation and to 0.998 after 100 steps (0.96 and 0.99 with E5M2 throughout). Models and batches
+vary (E5M2 at initialisation: 0.953 to 0.967; HYBRID after training: 0.997 to 0.9997), because `ln(a)` amplifies
+rounding where attention cancels to almost nothing. So the median over three models, or five batches, is held to it.
 """
 
 import statistics
