@@ -193,7 +193,7 @@ def train(
         int | None, _option("Run", "--evaluation-batches", "Held-out batches measured at the end (default: 8).")
     ] = None,
     sample_bytes: Annotated[
-        int | None, _option("Run", "--sample-bytes", "Bytes to generate at the end (default: 200).")
+        int | None, _option("Run", "--sample-bytes", "Bytes to generate at the end (default: 120).")
     ] = None,
 ) -> None:
     """Train a model of bytes in FP8 (emulated where there are no FP8 tensor cores), and report on it.

@@ -17,6 +17,7 @@ from 2^-127 to 2^127, with no sign and no zero.
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,20 @@ def get_format(format: Format | str) -> Format:
     if found is None:
         raise ValueError(f"format={format!r}: choose one of {', '.join(FORMATS)}")
     return found
+
+
+def to_float32(data: Tensor) -> Tensor:
+    """FP8 to FP32, exactly. The same as `data.float()`, which takes four times as long for E4M3 on a CPU."""
+    if data.device.type != "cpu" or data.dtype != torch.float8_e4m3fn or torch.compiler.is_compiling():
+        return data.float()
+    # The seven bits of an E4M3 magnitude, moved to where FP16 has its exponent and mantissa, are the value / 2^8.
+    bits = (data.view(torch.int8).to(torch.int16) << 7) & ~0x4000
+    value = bits.view(torch.float16).float().mul_(256.0)
+    if data.numel() and bool(
+        torch.stack(torch.aminmax(value)).abs().amax() > E4M3.max
+    ):  # NaN, which this would turn into 480
+        return data.float()
+    return value
 
 
 def format_of(dtype: torch.dtype) -> Format:

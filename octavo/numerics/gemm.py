@@ -20,7 +20,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from octavo.numerics.formats import E4M3, Format, format_of
+from octavo.numerics.formats import E4M3, Format, format_of, to_float32
 from octavo.numerics.quantize import Quantized, expand_scale, quantize
 
 ALIGNMENT = 16
@@ -41,7 +41,7 @@ def gemm_nt(
     aligned = (1,) * (len(full) - len(batch)) + tuple(batch)
     if len(aligned) != len(full) or any(t not in (1, f) for f, t in zip(full, aligned, strict=True)):
         raise ValueError(f"batch={tuple(batch)}: does not fit the batch {tuple(full)} of the operands")
-    a_hp, b_hp = a.data.float(), b.data.float()
+    a_hp, b_hp = to_float32(a.data), to_float32(b.data)
     # Scales that are constant along K multiply the result, as the GPU does it; others multiply the operands.
     outer = constant_along_k(a) and constant_along_k(b) and batch == full
     if not outer:

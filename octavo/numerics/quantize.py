@@ -29,7 +29,7 @@ from torch import Tensor
 
 from octavo.numerics.amax import block_amax, tensor_amax
 from octavo.numerics.checks import check_choice
-from octavo.numerics.formats import E4M3, E8M0_DTYPE, Format, get_format
+from octavo.numerics.formats import E4M3, E8M0_DTYPE, Format, get_format, to_float32
 from octavo.numerics.rounding import ROUNDINGS, round_nearest, round_stochastic
 
 GRANULARITIES = ("tensor", "channel", "block", "mx")
@@ -89,7 +89,7 @@ def quantize_stochastic(
 
 def dequantize(data: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """`data × scale`, computed in FP32 and rounded once to `dtype`."""
-    return (data.float() * expand_scale(scale.float(), data.shape)).to(dtype)
+    return (to_float32(data) * expand_scale(scale.float(), data.shape)).to(dtype)
 
 
 def compute_scale(

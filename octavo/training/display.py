@@ -77,6 +77,8 @@ class Display:
             self.say(f"step {row['step']:>5}  {figures}  rate {row['lr']:.2e}  gradient norm {norm}")
 
     def sample(self, text: str) -> None:
+        # A fresh model writes control bytes too, which a terminal would obey.
+        text = "".join(c if c.isprintable() or c == "\n" else "·" for c in text.expandtabs(4))
         self.console.print(Panel(Text(text), title="sample", title_align="left", style="dim"))
 
     def results(self, results: dict[str, dict[str, Any]]) -> None:

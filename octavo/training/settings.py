@@ -87,7 +87,7 @@ class TrainSettings:
     seed: int = 0
     log_interval: int = 10
     evaluation_batches: int = 8
-    sample_bytes: int = 200
+    sample_bytes: int = 120
     compare: bool = False
 
     def __post_init__(self) -> None:

@@ -9,7 +9,7 @@ import torch
 from numpy_fp8 import ML_DTYPES, NAMES, codes, decode, grid, largest, round_nearest, same
 
 from octavo.numerics import E4M3, E5M2, dequantize, get_format, quantize
-from octavo.numerics.formats import E8M0_DTYPE, FORMATS, format_of
+from octavo.numerics.formats import E8M0_DTYPE, FORMATS, format_of, to_float32
 
 ONE = torch.ones(())
 by_format = pytest.mark.parametrize("name", NAMES)
@@ -117,3 +117,12 @@ def test_an_unknown_format_names_value_and_choices(bad):
 def test_a_dtype_that_is_no_fp8_format_is_refused():
     with pytest.raises(ValueError, match=r"torch\.bfloat16.*float8_e4m3fn"):
         format_of(torch.bfloat16)
+
+
+def test_the_quick_way_to_float32_is_exact_for_every_code():
+    every = torch.arange(256, dtype=torch.uint8)
+    for format in FORMATS.values():
+        data = every.view(format.dtype)
+        finite = data[data.float().isfinite()]
+        assert torch.equal(to_float32(finite), finite.float())
+        torch.testing.assert_close(to_float32(data), data.float(), rtol=0, atol=0, equal_nan=True)
