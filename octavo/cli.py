@@ -109,7 +109,7 @@ def train(
         float | None, _option("Data", "--held-out", "Share kept for evaluation (default: 0.05).")
     ] = None,
     steps: Annotated[
-        int | None, _option("Training", "--steps", "Optimiser steps (default: 120 for tiny, else 300).")
+        int | None, _option("Training", "--steps", "Optimiser steps (default: 100 for tiny, else 300).")
     ] = None,
     batch: Annotated[int | None, _option("Training", "--batch", "Sequences per micro-batch.")] = None,
     micro_batches: Annotated[

@@ -32,7 +32,7 @@ SHAPE_OPTIONS = ("dim", "heads", "neurons", "layers", "dropout")
 # Found by short runs on the default data: CPU sizes for minutes on two cores, GPU sizes for minutes on one H200.
 LARGE = {"steps": 300, "seq": 512, "lr": 1e-3, "warmup": 30, "save_interval": 100}
 SIZE_DEFAULTS: dict[str, dict[str, Any]] = {
-    "tiny": {"steps": 120, "batch": 8, "seq": 128, "lr": 3e-3, "warmup": 12, "save_interval": 20},
+    "tiny": {"steps": 100, "batch": 8, "seq": 128, "lr": 3e-3, "warmup": 10, "save_interval": 20},
     "25m": LARGE | {"batch": 8, "micro_batches": 2},
     "100m": LARGE | {"batch": 4, "micro_batches": 4},
 }
