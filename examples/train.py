@@ -56,7 +56,7 @@ def main() -> None:
 
     for step in range(1, MAX_STEPS + 1):
         tokens, targets = get_batch(data.train, seed=0, step=step, micro_batch=0, batch=BATCH_SIZE, sequence=SEQUENCE)
-        with torch.autocast(device.type, COMPUTE_DTYPE, enabled=COMPUTE_DTYPE is torch.bfloat16), fp8:
+        with torch.autocast(device.type, COMPUTE_DTYPE, enabled=COMPUTE_DTYPE is not torch.float32), fp8:
             _, loss = model(tokens.to(device), targets.to(device))
         loss.backward()  # outside the context: FP8 products know their own backward
         torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)

@@ -8,11 +8,19 @@ import octavo
 from octavo import FP8Linear, FP8TrainingConfig, convert_to_fp8, restore
 
 
+class Raw(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+
 def build():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(24, 48), nn.GELU(), nn.Linear(48, 24))
     model.lm_head = nn.Linear(24, 10)
     model.attention = nn.MultiheadAttention(24, 2)
+    model.conv = nn.Conv1d(4, 4, 3)
+    model.raw = Raw()
     return model
 
 
@@ -22,13 +30,17 @@ def test_report_lists_every_linear_with_its_reason():
         "0": "fp8",
         "2": "fp8",
         "lm_head": "float32",
+        "attention": "float32",
         "attention.out_proj": "float32",
+        "conv": "float32",
+        "raw.weight": "float32",
     }
     reasons = {e.name: e.reason for e in report.not_in_fp8}
     assert "config.skip" in reasons["lm_head"] and "subclass" in reasons["attention.out_proj"]
+    assert "high precision" in reasons["conv"] and "fp8_autocast" in reasons["raw.weight"]
     text = str(report)
-    assert "2 of 4 in FP8" in text and "24 → 48" in text and "E4M3·E4M3→E5M2 per tensor" in text
-    assert report.table().row_count == 4
+    assert "2 of 7 in FP8" in text and "24 → 48" in text and "E4M3·E4M3→E5M2 per tensor" in text
+    assert report.table().row_count == 7
 
 
 @pytest.mark.parametrize("built", ["before", "after"])
@@ -88,8 +100,14 @@ def test_linears_share_one_scaling_manager():
 def test_errors():
     with pytest.raises(ValueError, match=r"no nn.Linear to convert.*fp8_autocast"):
         convert_to_fp8(nn.ReLU())
-    with pytest.raises(ValueError, match=r"no linear of Linear can run in FP8"):
+    with pytest.raises(ValueError, match=r"(?s)no nn.Linear to convert.*weight of torch.float64"):
         convert_to_fp8(nn.Linear(4, 4, dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"skip='typo'"):
+        convert_to_fp8(build(), FP8TrainingConfig(skip=("typo",)))
+    with pytest.raises(TypeError, match="list"):
+        convert_to_fp8([build()])
+    with pytest.raises(TypeError, match="FP8TrainingConfig"):
+        convert_to_fp8(build(), "E4M3")
     model = build()
     convert_to_fp8(model)
     with pytest.raises(ValueError, match=r"already converted; call octavo.restore"):

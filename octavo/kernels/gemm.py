@@ -8,7 +8,7 @@ after the other.
 import torch
 from torch import Tensor
 
-from octavo.numerics.gemm import ALIGNMENT, constant_along_k, fold_into_k, pad_operand
+from octavo.numerics.gemm import ALIGNMENT, check_same_k, constant_along_k, fold_into_k, pad_operand
 from octavo.numerics.quantize import Quantized
 
 
@@ -22,6 +22,7 @@ def gemm_nt(
     a: Quantized, b: Quantized, *, bias: Tensor | None, out_dtype: torch.dtype, batch: torch.Size, fast: bool
 ) -> Tensor:
     """As `numerics.gemm.padded_gemm_nt`, on tensor cores."""
+    check_same_k(a.data, b.data)
     n = b.data.shape[-2]
     a, b = pad_operand(a, 0), pad_operand(b, -n % ALIGNMENT)
     full = torch.broadcast_shapes(a.data.shape[:-2], b.data.shape[:-2])

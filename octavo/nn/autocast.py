@@ -32,7 +32,8 @@ from octavo.nn.checkpointing import attach_to_recomputation
 from octavo.nn.product import Product, fp8_product
 from octavo.nn.report import FP8, Entry, Report
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
-from octavo.numerics.scaling import ROW
+from octavo.numerics.config import check_config
+from octavo.numerics.scaling import new_rows
 from octavo.support import require_tensor_cores
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -70,8 +71,9 @@ class FP8Autocast(TorchFunctionMode):
         self._high_precision: dict[tuple[str, ...], Entry] = {}
         self._key = next(_KEYS)
         _CONTEXTS[self._key] = self
-        if enabled and self.config.scaling == "delayed":
-            self.scaling.follow_optimizers()
+        self._steps_seen = 0
+        if enabled:
+            self.scaling.follow_optimizers(model)
 
     def __enter__(self) -> Self:
         self._outer.append(self._ordinal)
@@ -169,10 +171,14 @@ class FP8Autocast(TorchFunctionMode):
 
     def _next_slot(self, op: str, a: Tensor, b: Tensor) -> int:
         """The slot of the next product in order."""
+        if self.scaling.step_count != self._steps_seen:  # a step inside the context: products start over
+            self._steps_seen, self._ordinal = self.scaling.step_count, 0
         start = self._ordinal
         attach_to_recomputation(self, lambda function: self._recompute(function, start))
         self._prepare(a.device)
         self._ordinal += 1
+        if start not in self._entries and len(self._entries) >= self.max_products and not torch.is_grad_enabled():
+            return self.max_products  # the spare slot: nothing is learned from it
         if start not in self._entries:
             weight = next((f"[{name}]" for name, p in self._parameters if p is a or p is b), "")
             shapes = f"{list(a.shape)} @ {list(b.shape)}"
@@ -186,7 +192,7 @@ class FP8Autocast(TorchFunctionMode):
         def recompute(*args: Any, **kwargs: Any) -> Any:
             before = self._ordinal
             with self:
-                self._ordinal = start
+                self._ordinal, self._steps_seen = start, self.scaling.step_count
                 try:
                     return function(*args, **kwargs)
                 finally:
@@ -198,13 +204,16 @@ class FP8Autocast(TorchFunctionMode):
         """Have rows for all products on `device`."""
         if self._rows is not None and self._rows.device == device:
             return
-        self._rows = torch.zeros(3 * self.max_products, ROW, device=device)
+        self._rows = new_rows(3 * (self.max_products + 1), device=device)
         for slot, entry in self._entries.items():
             self._register_rows(slot, entry.name)
 
     def _enter_product(self, slot: int, entry: Entry) -> None:
         if len(self._entries) >= self.max_products:
-            raise RuntimeError(f"max_products={self.max_products}: the context has seen more; pass a larger number")
+            raise RuntimeError(
+                f"max_products={self.max_products}: more products since the context was entered; "
+                "enter it once for each forward, or pass fp8_autocast a larger max_products"
+            )
         entry.formats = str(self._recipe)
         self._entries[slot] = entry
         self.report.entries.append(entry)
@@ -274,17 +283,22 @@ def _caller() -> str:
 
 
 def fp8_autocast(
-    config: FP8TrainingConfig | None = None, *, enabled: bool = True, model: nn.Module | None = None
+    config: FP8TrainingConfig | None = None,
+    *,
+    enabled: bool = True,
+    model: nn.Module | None = None,
+    max_products: int = 2048,
 ) -> FP8Autocast:
     """A context in which matrix products run in FP8.
 
-    Make it once and enter it for every forward: it holds the scaling histories. With `model`, the report names the
-    weights, and `config.skip` applies to them. `enabled=False` makes a region of high precision inside another context.
+    Make it once and enter it for every forward, in one thread: it holds the scaling histories. With `model`, the report
+    names the weights, `config.skip` applies to them, and only optimisers of that model roll the histories.
+    `enabled=False` makes a region of high precision inside another context.
     """
-    config = config or FP8TrainingConfig()
+    config = check_config(config)
     if enabled:
         require_tensor_cores(None, config)
-    return FP8Autocast(config, enabled=enabled, model=model)
+    return FP8Autocast(config, enabled=enabled, model=model, max_products=max_products)
 
 
 get_fp8_autocast_context = fp8_autocast

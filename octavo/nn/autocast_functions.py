@@ -78,8 +78,6 @@ def _linear(multiply: Multiply, input: Tensor, weight: Tensor, bias: Tensor | No
 
 
 def _einsum(multiply: Multiply, *args: Any) -> Tensor | str:
-    if not isinstance(args[0], str):
-        return "einsum in sublist format"
     operands = args[1:]
     if len(operands) == 1 and isinstance(operands[0], list | tuple):
         operands = tuple(operands[0])
@@ -97,10 +95,12 @@ def _not_taken(reason: str) -> Callable[..., str]:
 _VECTOR = "a matrix-vector product gains nothing from FP8"
 _IN_PLACE = "in place: write it as addmm or baddbmm"
 _UNWRITTEN = "not covered: write it as matmul or einsum"
+_RECURRENT = "recurrent layers compute inside one call"
 _CONVOLUTION = "convolutions stay in high precision"
 
 FUNCTIONS: dict[Callable[..., Any], Callable[..., "Tensor | str"]] = {
     torch.matmul: _matmul,
+    torch.linalg.matmul: _matmul,
     Tensor.matmul: _matmul,
     Tensor.__matmul__: _matmul,
     Tensor.__rmatmul__: _rmatmul,
@@ -117,7 +117,21 @@ FUNCTIONS: dict[Callable[..., Any], Callable[..., "Tensor | str"]] = {
     F.scaled_dot_product_attention: _attention,
     **dict.fromkeys((torch.mv, Tensor.mv, torch.addmv, Tensor.addmv), _not_taken(_VECTOR)),
     **dict.fromkeys((Tensor.addmm_, Tensor.baddbmm_, Tensor.addbmm_), _not_taken(_IN_PLACE)),
-    **dict.fromkeys((torch.addbmm, Tensor.addbmm, torch.tensordot, F.bilinear), _not_taken(_UNWRITTEN)),
+    **dict.fromkeys(
+        (
+            torch.addbmm,
+            Tensor.addbmm,
+            torch.tensordot,
+            F.bilinear,
+            torch.inner,
+            torch.chain_matmul,
+            torch.linalg.multi_dot,
+        ),
+        _not_taken(_UNWRITTEN),
+    ),
+    **dict.fromkeys(
+        (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu, torch.lstm_cell, torch.gru_cell), _not_taken(_RECURRENT)
+    ),
     **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), _not_taken(_CONVOLUTION)),
     F.multi_head_attention_forward: _not_taken("nn.MultiheadAttention computes inside one call"),
 }

@@ -40,7 +40,7 @@ def _parse(equation: str, operands: list[Tensor]) -> tuple[list[str], str] | str
     if len(inputs) != len(operands):
         return "einsum whose equation does not fit its operands"
     if any(i in _ELLIPSIS_INDICES for i in equation):
-        return "einsum with upper-case indices"
+        return "einsum with upper-case indices, or in sublist form"
     rest = [x.dim() - len(indices.replace("...", "")) for x, indices in zip(operands, inputs, strict=True)]
     longest = max([0] + [n for n, indices in zip(rest, inputs, strict=True) if "..." in indices])
     spelled = []

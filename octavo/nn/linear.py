@@ -55,12 +55,11 @@ class FP8Linear(nn.Linear):
         return new
 
     def _enable_fp8(self, config: FP8TrainingConfig, scaling: FP8ScalingManager | None, name: str) -> None:
-        """What makes a linear an FP8 one. `scaling`: share this manager (it already follows optimisers)."""
+        """What makes a linear an FP8 one. `scaling`: share this manager; whoever made it lets it follow optimisers."""
         require_tensor_cores(self.weight.device, config)
         if scaling is None:
             scaling = FP8ScalingManager.from_config(config, self._scaling_device)
-            if config.scaling == "delayed":
-                scaling.follow_optimizers()
+            scaling.follow_optimizers(self)
         self.config = config
         self.scaling = scaling
         self.recipe = config.recipe
@@ -84,6 +83,8 @@ class FP8Linear(nn.Linear):
         return torch.device("cpu") if self.weight.device.type == "meta" else self.weight.device
 
     def forward(self, input: Tensor) -> Tensor:
+        if input.shape[-1] != self.in_features:
+            raise ValueError(f"input has {input.shape[-1]} features; this FP8Linear takes {self.in_features}")
         if input.numel() == 0:
             return nn.functional.linear(input, self.weight, self.bias)  # nothing to quantise; keeps the graph
         autocast = torch.is_autocast_enabled(input.device.type)

@@ -96,7 +96,7 @@ class FP8TrainingConfig:
         amax_update_interval: recompute delayed scales every so many steps.
         percentile: take this percentile of |x| for amax (per tensor), e.g. 99.99, instead of the maximum.
         rounding: `nearest` or `stochastic`; one, or one for each of x, w, g.
-        skip: layers left in high precision: names, last parts of names, or patterns (`model.layers.0.*`).
+        skip: layers left in high precision: names, parts of dotted names, or patterns (`model.layers.0.*`).
         mx_rule: how MX scales round: `up` (nothing saturates) or `floor` (the OCP specification).
         emulate: True computes by the spec in plain PyTorch; False insists on FP8 tensor cores; not given: whichever
             the device can do.
@@ -144,7 +144,7 @@ class FP8TrainingConfig:
                 raise ValueError(f"percentile={self.percentile!r}: only with granularity='tensor'")
         names = isinstance(self.skip, Sequence) and not isinstance(self.skip, str)
         if not names or not all(isinstance(name, str) for name in self.skip):
-            raise ValueError(f"skip={self.skip!r}: a sequence of layer names, such as ({self.skip!r},)")
+            raise ValueError(f"skip={self.skip!r}: a sequence of layer names, such as ('lm_head',)")
         set_field("skip", tuple(self.skip))
         for name in ("fp8_dpa", "emulate"):
             if getattr(self, name) not in ((True, False, None) if name == "emulate" else (True, False)):
@@ -153,6 +153,7 @@ class FP8TrainingConfig:
     @classmethod
     def from_recipe(cls, name: str, **overrides: Any) -> Self:
         """A named recipe: `delayed` (the default), `current`, `channel`, `block` or `mx`; fields may be overridden."""
+        name = str(name).lower()
         check_choice("recipe", name, tuple(RECIPES))
         return cls(**{**RECIPES[name], **overrides})
 
@@ -193,6 +194,13 @@ class FP8TrainingConfig:
         return Recipe(operand(0), operand(1), operand(2))
 
 
+def check_config(config: FP8TrainingConfig | None) -> FP8TrainingConfig:
+    """The configuration a caller gave, or the default one."""
+    if config is not None and not isinstance(config, FP8TrainingConfig):
+        raise TypeError(f"config={config!r}: an FP8TrainingConfig, such as FP8TrainingConfig(fp8_format='E4M3')")
+    return config or FP8TrainingConfig()
+
+
 def _pick(value: Any, i: int) -> Any:
     return value[i] if isinstance(value, tuple) else value
 
@@ -215,7 +223,7 @@ def _per_operand(field: str, value: Any, check: Any) -> Any:
 
 def _check_margin(field: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not -16 <= value <= 16:
-        raise ValueError(f"{field}={value!r}: an exponent from -16 to 16 (the scale is divided by 2**margin)")
+        raise ValueError(f"{field}={value!r}: an exponent of headroom from -16 to 16 (values may grow by 2**margin)")
 
 
 def _check_rounding(field: str, value: Any) -> None:

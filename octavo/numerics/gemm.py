@@ -81,18 +81,26 @@ def padded_gemm_nt(
     batch: Sequence[int] | None = None,
 ) -> Tensor:
     """`gemm_nt` for any size: zeros are added along K and N, and taken off the result."""
+    check_same_k(a.data, b.data)
     n = b.data.shape[-2]
     pad_n = -n % ALIGNMENT
+    if bias is not None and bias.shape != (n,):
+        raise ValueError(f"bias has shape {tuple(bias.shape)}; the product has {n} columns")
     if bias is not None and pad_n:
         bias = torch.nn.functional.pad(bias, (0, pad_n))
     y = gemm_nt(pad_operand(a, 0), pad_operand(b, pad_n), bias=bias, out_dtype=out_dtype, batch=batch)
     return y[..., :n].contiguous() if pad_n else y
 
 
-def check_gemm_rules(a: Tensor, b: Tensor) -> None:
-    """Raise where a GPU's FP8 GEMM would: alignment, layout, inner dimensions."""
+def check_same_k(a: Tensor, b: Tensor) -> None:
+    """Before any padding: two different K may well round up to the same one."""
     if a.dim() < 2 or b.dim() < 2 or a.shape[-1] != b.shape[-1]:
         raise ValueError(f"gemm_nt takes [..., M, K] and [..., N, K]; got {tuple(a.shape)} and {tuple(b.shape)}")
+
+
+def check_gemm_rules(a: Tensor, b: Tensor) -> None:
+    """Raise where a GPU's FP8 GEMM would: alignment, layout, inner dimensions."""
+    check_same_k(a, b)
     k, n = b.shape[-1], b.shape[-2]
     if k % ALIGNMENT or n % ALIGNMENT:
         raise ValueError(f"gemm_nt needs K and N in multiples of {ALIGNMENT}; got K={k}, N={n} (padded_gemm_nt pads)")

@@ -22,13 +22,14 @@ What happens to unusual input:
 - NaN and infinities: NaN in `data` at their place, in every format; the scale comes from the finite elements.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from octavo.numerics.amax import block_amax, tensor_amax
-from octavo.numerics.checks import check_choice
+from octavo.numerics.checks import check_choice, check_percentile
 from octavo.numerics.formats import E4M3, E8M0_DTYPE, Format, get_format, to_float32
 from octavo.numerics.rounding import ROUNDINGS, round_nearest, round_stochastic
 
@@ -70,6 +71,8 @@ def quantize(
     else:
         check_choice("granularity", granularity, GRANULARITIES)
         _check_floating(x)
+        if isinstance(scale, int | float) and not 0 < scale < math.inf:
+            raise ValueError(f"scale={scale!r}: a finite number above 0")
         scale = torch.as_tensor(scale, device=x.device)
         scale = scale if scale.dtype == E8M0_DTYPE else scale.float()
     scaled = x.detach().float() * expand_scale(reciprocal(scale), x.shape)
@@ -108,6 +111,10 @@ def compute_scale(
     check_choice("mx_rule", mx_rule, MX_RULES)
     if block not in BLOCKS:
         raise ValueError(f"block={block!r}: choose one of {', '.join(map(str, BLOCKS))}")
+    if not 0 < margin < math.inf:
+        raise ValueError(f"margin={margin!r}: a finite factor above 0")
+    if percentile is not None:
+        check_percentile("percentile", percentile)
     _check_floating(x)
     x = x.float() if x.dtype == torch.float64 else x
     if percentile is not None and granularity != "tensor":
@@ -186,5 +193,7 @@ def _spread(scale: Tensor, dim: int, size: int) -> Tensor:
 
 
 def _check_floating(x: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x is a {type(x).__name__}: quantize takes a tensor")
     if not x.is_floating_point() or x.element_size() == 1:
         raise TypeError(f"x has dtype {x.dtype}: quantize takes float16, bfloat16, float32 or float64")

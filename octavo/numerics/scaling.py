@@ -25,7 +25,7 @@ import weakref
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from octavo.numerics.amax import tensor_amax
@@ -76,6 +76,8 @@ class FP8ScalingManager:
         self.rows: list[Tensor] = []
         self._index: dict[str, int] = {}
         self._follows = False
+        self._has_own_optimizer = False
+        self.step_count = 0  # calls of `step()`, rolled or not
         self._maximum: list[float] = []  # FP8_MAX and margin of each row
         self._margin: list[float] = []
         # Each row's history, the amax its scale was made from, its running mean and its age; grown in `_arrange`.
@@ -107,7 +109,7 @@ class FP8ScalingManager:
             self._index[name] = len(self.rows)
             self._maximum.append((self.format if format is None else get_format(format)).max)
             self._margin.append(self.margin if margin is None else margin)
-            self.rows.append(torch.zeros(ROW, device=self.device) if row is None else row)
+            self.rows.append(new_rows(device=self.device) if row is None else row)
         elif row is not None and row is not self.rows[self._index[name]]:
             row.copy_(self.rows[self._index[name]])
             self.rows[self._index[name]] = row
@@ -115,6 +117,8 @@ class FP8ScalingManager:
 
     def record(self, name: str, amax: Tensor | float) -> None:
         """Note an amax seen in this step; `step()` takes the maximum of them into the history."""
+        if isinstance(amax, int | float) and amax < 0:
+            raise ValueError(f"amax of {name!r} is {amax!r}: a magnitude is not negative")
         row = self.register(name)
         amax = torch.as_tensor(amax, dtype=torch.float32, device=row.device)
         if amax.dim():
@@ -147,6 +151,7 @@ class FP8ScalingManager:
 
     def step(self) -> None:
         """Roll every history: call once per optimiser step. A second call without new uses changes nothing."""
+        self.step_count += 1
         if self.rows:
             self._roll(range(len(self.rows)))
 
@@ -157,14 +162,23 @@ class FP8ScalingManager:
             if row.device != self.device:
                 row.data = row.data.to(self.device)
 
-    def follow_optimizers(self) -> None:
-        """Call `step()` after every `optimizer.step()`, for as long as this manager lives."""
-        self._follows = True
-        alive = weakref.ref(self)
+    def follow_optimizers(self, model: nn.Module | None = None) -> None:
+        """Call `step()` after `optimizer.step()`, for as long as this manager lives.
 
-        def after_step(*_: object) -> None:
+        Of every optimiser; but once one that holds Parameters of `model` has stepped, of such ones only. (Sharding
+        engines give their optimisers tensors of their own, so not holding any proves nothing by itself.)
+        """
+        self._follows = True
+        alive, trained = weakref.ref(self), weakref.ref(model) if model is not None else None
+
+        def after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
             manager = alive()
-            if manager is not None:
+            module = trained() if trained is not None else None
+            if manager is None:
+                return
+            owns = module is not None and _holds(optimizer, module)
+            manager._has_own_optimizer |= owns
+            if owns or not manager._has_own_optimizer:
                 manager.step()
 
         handle = register_optimizer_step_post_hook(after_step)
@@ -172,7 +186,8 @@ class FP8ScalingManager:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        if self._follows:  # a copy, as of a whole model, follows by itself
+        if self._follows:  # a copy, as of a whole model, follows by itself, and does not know its model
+            self._has_own_optimizer = False
             self.follow_optimizers()
 
     @torch.no_grad()
@@ -210,9 +225,10 @@ class FP8ScalingManager:
             self.device = self.rows[0].device
         missing = len(self.rows) - len(self._steps)
         if missing or self._steps.device != self.device:
-            for name in _PER_ROW:
-                old = getattr(self, name).to(self.device)
-                setattr(self, name, torch.cat([old, old.new_zeros(missing, *old.shape[1:])]))
+            with torch.inference_mode(False):
+                for name in _PER_ROW:
+                    old = getattr(self, name).to(self.device)
+                    setattr(self, name, torch.cat([old, old.new_zeros(missing, *old.shape[1:])]))
 
     def statistics(self, *, reset: bool = True) -> dict[str, dict[str, float]]:
         """What was seen since the last reset: per name scale, amax, saturated and underflow. Synchronises."""
@@ -264,6 +280,17 @@ class FP8ScalingManager:
         index = torch.tensor([self._index[name] for name in state["names"]], dtype=torch.int64, device=self.device)
         for name in _PER_ROW:
             getattr(self, name)[index] = state[name].to(self.device)
+
+
+def new_rows(*shape: int, device: torch.device | str) -> Tensor:
+    """Empty rows. Not inference tensors, wherever they are made: training writes to them later."""
+    with torch.inference_mode(False):
+        return torch.zeros(*shape, ROW, device=device)
+
+
+def _holds(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
+    mine = {id(parameter) for parameter in model.parameters()}
+    return any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"])
 
 
 def record_use(row: Tensor, amax: Tensor, non_finite: Tensor) -> None:

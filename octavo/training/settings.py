@@ -195,6 +195,10 @@ def settings_from_options(options: Mapping[str, Any], base: TrainSettings | None
         dtype = "float32" if precision == "fp32" or (precision == "fp8" and device == "cpu") else "bfloat16"
 
     fp8_options, recipe = given.pop("fp8", {}), given.pop("recipe", None)
+    if precision != "fp8" and (fp8_options or recipe):
+        raise ValueError(
+            f"precision={precision!r}: {recipe or next(iter(fp8_options))} is an option of FP8; leave it out"
+        )
     if base and recipe is None:
         fp8 = base.fp8.replace(**fp8_options)
     else:

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.convert import convert_to_fp8
+from octavo.convert import can_convert, convert_to_fp8
 from octavo.nn.autocast import fp8_autocast
 from octavo.nn.linear import FP8Linear
 from octavo.nn.report import Report
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
+from octavo.numerics.config import check_config
 from octavo.support import check_fp8_support
 from octavo.training.files import disk_errors
 
@@ -47,9 +48,11 @@ class FP8Trainer:
     ) -> None:
         if gradient_accumulation_steps < 1:
             raise ValueError(f"gradient_accumulation_steps={gradient_accumulation_steps!r}: at least 1")
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise ValueError(f"max_grad_norm={max_grad_norm!r}: a number above 0, or None for no limit")
         self.model = model
         self.optimizer = optimizer
-        self.fp8_config = fp8_config or FP8TrainingConfig()
+        self.fp8_config = check_config(fp8_config)
         self.gradient_accumulation_steps = gradient_accumulation_steps
         self.max_grad_norm = max_grad_norm
         self.loss_fn = loss_fn
@@ -67,14 +70,14 @@ class FP8Trainer:
         converted = [m for m in self.model.modules() if isinstance(m, FP8Linear)]
         if converted:
             self.scaling = converted[0].scaling
-        elif convert and any(isinstance(m, nn.Linear) for m in self.model.modules()):
+        elif convert and can_convert(self.model, self.fp8_config):
             report = convert_to_fp8(self.model, self.fp8_config)
             self.report, self.scaling = report, report.scaling
             logger.info("%s", report.summary())
         elif convert:
             self._context = fp8_autocast(self.fp8_config, model=self.model)
             self.report, self.scaling = self._context.report, self._context.scaling
-            logger.info("no nn.Linear in %s: its products run under fp8_autocast", type(self.model).__name__)
+            logger.info("no nn.Linear to convert in %s: its products run under fp8_autocast", type(self.model).__name__)
         if self.scaling is None:
             logger.info("training %s as it is: convert_model_to_fp8=False", type(self.model).__name__)
         else:
@@ -86,8 +89,14 @@ class FP8Trainer:
     def training_step(self, batch: Mapping[str, Any] | tuple[Any, ...] | list[Any]) -> Tensor:
         """One micro-batch: forward, backward and, when due, the optimiser's step. Returns its loss."""
         self.model.train()
+        if not isinstance(batch, Mapping | tuple | list):
+            raise TypeError(f"batch is a {type(batch).__name__}: a dict, or a tuple such as (inputs, targets)")
         with self._context:
             loss = self._loss(batch)
+        if loss.dim() or not loss.requires_grad:
+            raise ValueError(
+                f"loss has shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}: a scalar with a graph"
+            )
         (loss / self.gradient_accumulation_steps).backward()
         self.micro_step += 1
         last = self.micro_step % self.gradient_accumulation_steps == 0
@@ -180,7 +189,7 @@ class FP8Trainer:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scaling": self.scaling.state_dict() if self.scaling is not None else None,
-            "accumulated": dict(self._accumulated),
+            "accumulated": {name: value.clone() for name, value in self._accumulated.items()},
             "counters": {"micro_step": self.micro_step, "step": self.step, "skipped_steps": self.skipped_steps},
         }
 
@@ -198,7 +207,11 @@ class FP8Trainer:
 
 
 def _model_file(path: Path) -> Path:
-    return path if path.suffix in (".pt", ".pth", ".safetensors") else path / "model.safetensors"
+    if path.suffix in (".pt", ".pth", ".safetensors"):
+        return path
+    if path.suffix and not path.is_dir():
+        raise ValueError(f"{path}: a model file ends in .safetensors, .pt or .pth; a folder has no such ending")
+    return path / "model.safetensors"
 
 
 def _to(value: Any, device: torch.device) -> Any:

@@ -245,11 +245,48 @@ def test_torch_autocast_inside():
 
 
 def test_too_many_products_is_an_error():
-    context = fp8_autocast()
-    context.max_products = 2
+    context = fp8_autocast(max_products=2)
     with context, pytest.raises(RuntimeError, match="max_products=2"):
         for _ in range(3):
             torch.randn(4, 4) @ torch.randn(4, 4)
+
+
+def test_generating_in_one_region_needs_no_slot_for_every_product():
+    context = fp8_autocast(max_products=2)
+    a, b = torch.randn(4, 16), torch.randn(16, 4)
+    with torch.no_grad(), context:
+        results = [a @ b for _ in range(5)]
+    assert all(torch.equal(results[0], y) for y in results) and len(context.report) == 2
+
+
+def test_the_context_around_the_whole_loop():
+    w = nn.Parameter(torch.randn(16, 16))
+    optimizer = torch.optim.SGD([w], lr=0.1)
+    context = fp8_autocast()
+    with context:
+        for _ in range(4):
+            (torch.randn(4, 16) @ w).square().mean().backward()
+            optimizer.step()
+    assert len(context.report) == 1 and context.scaling.state_dict()["_steps"].tolist() == [4, 4, 4]
+
+
+def test_evaluation_in_inference_mode_first():
+    w = nn.Parameter(torch.randn(16, 16))
+    context = fp8_autocast()
+    with torch.inference_mode(), context:
+        torch.randn(4, 16) @ w
+    with context:
+        y = torch.randn(4, 16) @ w
+    y.sum().backward()
+    torch.optim.SGD([w], lr=0.1).step()
+    assert context.scaling.state_dict()["_steps"].tolist() == [1, 1, 1]
+
+
+def test_recurrent_layers_are_reported():
+    context = fp8_autocast()
+    with context:
+        nn.LSTM(4, 4)(torch.randn(3, 2, 4))
+    assert [entry.op for entry in context.report] == ["lstm"] and "recurrent" in context.report.entries[0].reason
 
 
 def test_the_two_names_are_one():

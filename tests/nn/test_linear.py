@@ -141,3 +141,24 @@ def test_overfits_a_batch_as_well_as_fp32():
     start = nn.functional.mse_loss(torch.zeros_like(target), target).item()
     fp32, fp8 = final_loss(nn.Linear), final_loss(FP8Linear)
     assert fp32 < start / 10 and fp8 < start / 10
+
+
+@pytest.mark.parametrize("width", [17, 20, 31, 33, 1])
+@pytest.mark.parametrize("recipe", ["delayed", "channel", "block", "mx"])
+def test_a_wrong_width_is_an_error_even_if_it_pads_to_the_right_one(recipe, width):
+    layer = FP8Linear(32, 16, config=FP8TrainingConfig.from_recipe(recipe))
+    with pytest.raises(ValueError, match=f"input has {width} features; this FP8Linear takes 32"):
+        layer(torch.randn(4, width))
+
+
+def test_a_foreign_optimizer_does_not_roll_the_history():
+    layer, other = FP8Linear(16, 16), nn.Linear(2, 2)
+    mine = torch.optim.SGD(layer.parameters(), lr=0.0)
+    foreign = torch.optim.SGD(other.parameters(), lr=0.0)
+    for _ in range(3):
+        layer(torch.ones(4, 16)).sum().backward()
+        mine.step()
+        layer(torch.ones(4, 16)).sum().backward()
+        other(torch.ones(1, 2)).sum().backward()
+        foreign.step()
+    assert layer.scaling.state_dict()["_steps"].tolist() == [3, 3, 3]

@@ -131,3 +131,10 @@ def test_what_does_not_change_the_curve() -> None:
     }
     assert set(options) == set(HARMLESS)
     assert base.changes_to_curve(settings_from_options({**options, "steps": 999}, base)) == []
+
+
+def test_fp8_options_without_fp8_are_an_error():
+    with pytest.raises(ValueError, match=r"precision='bf16'.*option of FP8"):
+        settings_from_options({"precision": "bf16", "recipe": "mx"})
+    with pytest.raises(ValueError, match=r"precision='fp32': margin is an option"):
+        settings_from_options({"precision": "fp32", "fp8": {"margin": 1}})

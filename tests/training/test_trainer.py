@@ -179,3 +179,42 @@ def test_info_logging_says_what_happens(caplog):
     with caplog.at_level(logging.INFO, "octavo"):
         make()
     assert "FP8 training enabled with format: hybrid" in caplog.text and "emulated on cpu" in caplog.text
+
+
+@pytest.mark.parametrize("bad", [0, -1.0])
+def test_max_grad_norm_must_be_positive(bad):
+    with pytest.raises(ValueError, match="max_grad_norm"):
+        make(max_grad_norm=bad)
+
+
+def test_raw_parameters_beside_a_skipped_head_run_under_the_autocast():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w, self.lm_head = nn.Parameter(torch.randn(8, 8)), nn.Linear(8, 4)
+
+        def forward(self, x):
+            return self.lm_head(x @ self.w).square().mean()
+
+    trainer = make(Model())
+    trainer.training_step((torch.randn(4, 8),))
+    assert [entry.name for entry in trainer.report.in_fp8] == ["matmul.0[w]"]
+
+
+def test_bad_batches_and_losses():
+    with pytest.raises(TypeError, match="batch is a Tensor"):
+        make().training_step(torch.randn(4, 16))
+    with pytest.raises(ValueError, match="a scalar with a graph"):
+        make(nn.Linear(4, 4), loss_fn=lambda y, _: y).training_step((torch.randn(2, 4), None))
+    with pytest.raises(ValueError, match=r"ends in .safetensors"):
+        make().save_model("model.bin")
+
+
+def test_a_saved_state_does_not_change_with_training():
+    trainer = make(gradient_accumulation_steps=2)
+    first, second = batches(2)
+    trainer.training_step(first)
+    state = trainer.state_dict()["accumulated"]
+    before = {name: value.clone() for name, value in state.items()}
+    trainer.training_step(second)
+    assert all(torch.equal(state[name], before[name]) for name in state)
