@@ -46,14 +46,10 @@ def convert_to_fp8(model: nn.Module, config: FP8TrainingConfig | None = None) ->
         )
     _check_skip(modules, config)
 
-    first = modules[report.in_fp8[0].name]
-    assert isinstance(first, nn.Linear)
     report.scaling = FP8ScalingManager.from_config(config)
     for entry in report.in_fp8:
-        linear = modules[entry.name]
-        linear.__class__ = FP8Linear
-        linear._enable_fp8(config, report.scaling, entry.name or "linear")  # type: ignore[operator]
-    report.scaling.to(first._scaling_device)
+        linear = FP8Linear.take_over(modules[entry.name], config, report.scaling, entry.name or "linear")
+    report.scaling.to(linear.scaling_device)
     report.scaling.follow_optimizers(model)
     return report
 
@@ -62,8 +58,7 @@ def restore(model: nn.Module) -> None:
     """Undo `convert_to_fp8`: the same modules, Parameters and hooks, as plain `nn.Linear`."""
     for module in model.modules():
         if isinstance(module, FP8Linear):
-            module._disable_fp8()
-            module.__class__ = nn.Linear  # type: ignore[assignment]
+            module.give_back()
 
 
 def can_convert(model: nn.Module, config: FP8TrainingConfig) -> bool:

@@ -58,7 +58,7 @@ class FP8Linear(nn.Linear):
         """What makes a linear an FP8 one. `scaling`: share this manager; whoever made it lets it follow optimisers."""
         require_tensor_cores(self.weight.device, config)
         if scaling is None:
-            scaling = FP8ScalingManager.from_config(config, self._scaling_device)
+            scaling = FP8ScalingManager.from_config(config, self.scaling_device)
             scaling.follow_optimizers(self)
         self.config = config
         self.scaling = scaling
@@ -68,10 +68,19 @@ class FP8Linear(nn.Linear):
             for operand, recipe in (("x", self.recipe.x), ("w", self.recipe.w), ("g", self.recipe.g))
         )
 
-    def _disable_fp8(self) -> None:
-        """Take away what `_enable_fp8` added."""
+    @classmethod
+    def take_over(cls, linear: nn.Module, config: FP8TrainingConfig, scaling: FP8ScalingManager, name: str) -> Self:
+        """Make this very module an FP8 one: what else refers to it, and its hooks, stay."""
+        linear.__class__ = cls
+        assert isinstance(linear, cls)
+        linear._enable_fp8(config, scaling, name)
+        return linear
+
+    def give_back(self) -> None:
+        """Undo `take_over`."""
         for name in ("config", "scaling", "recipe", "row_x", "row_w", "row_g"):
             del self.__dict__[name]
+        self.__class__ = nn.Linear  # type: ignore[assignment]
 
     @property
     def weight_master(self) -> Tensor:
@@ -79,7 +88,7 @@ class FP8Linear(nn.Linear):
         return self.weight
 
     @property
-    def _scaling_device(self) -> torch.device:
+    def scaling_device(self) -> torch.device:
         return torch.device("cpu") if self.weight.device.type == "meta" else self.weight.device
 
     def forward(self, input: Tensor) -> Tensor:
@@ -104,7 +113,7 @@ class FP8Linear(nn.Linear):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
-        self.scaling.to(self._scaling_device)
+        self.scaling.to(self.scaling_device)
         return self
 
     def extra_repr(self) -> str:

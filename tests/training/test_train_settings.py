@@ -103,7 +103,7 @@ def test_the_rate_rises_then_falls_to_almost_nothing() -> None:
 
 
 def test_a_resumed_run_keeps_its_settings() -> None:
-    base = make(size="25m", dim=64, precision="bf16", lr=0.5, recipe="block", steps=9)
+    base = make(size="25m", dim=64, lr=0.5, recipe="block", steps=9)
     assert settings_from_options({}, base) == base
     assert settings_from_options({"log_interval": 3, "dim": 64}, base) == base.replace(log_interval=3)
 
