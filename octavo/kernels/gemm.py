@@ -8,7 +8,7 @@ after the other.
 import torch
 from torch import Tensor
 
-from octavo.numerics.gemm import ALIGNMENT, check_same_k, constant_along_k, fold_into_k, pad_operand
+from octavo.numerics.gemm import ALIGNMENT, check_same_k, constant_along_k, fold_quantized, pad_operand
 from octavo.numerics.quantize import Quantized
 
 
@@ -26,10 +26,7 @@ def gemm_nt(
     n = b.data.shape[-2]
     a, b = pad_operand(a, 0), pad_operand(b, -n % ALIGNMENT)
     full = torch.broadcast_shapes(a.data.shape[:-2], b.data.shape[:-2])
-    if batch != full and a.scale.dim() == b.scale.dim() == 0:
-        a_data, b_data = fold_into_k(a.data.view(torch.uint8), b.data.view(torch.uint8), full, batch)
-        a, b = Quantized(a_data.view(a.data.dtype), a.scale), Quantized(b_data.view(b.data.dtype), b.scale)
-        full = torch.broadcast_shapes(a_data.shape[:-2], b_data.shape[:-2])
+    a, b, full = fold_quantized(a, b, full, batch)
     if not full:
         y = _multiply(a, b, out_dtype if bias is None else torch.float32, fast)
     else:

@@ -41,18 +41,19 @@ def gemm_nt(
     aligned = (1,) * (len(full) - len(batch)) + tuple(batch)
     if len(aligned) != len(full) or any(t not in (1, f) for f, t in zip(full, aligned, strict=True)):
         raise ValueError(f"batch={tuple(batch)}: does not fit the batch {tuple(full)} of the operands")
+    a, b, full = fold_quantized(a, b, full, batch)
     a_hp, b_hp = to_float32(a.data), to_float32(b.data)
     # Scales that are constant along K multiply the result, as the GPU does it; others multiply the operands.
-    outer = constant_along_k(a) and constant_along_k(b) and batch == full
+    outer = constant_along_k(a) and constant_along_k(b) and full.numel() == batch.numel()
     if not outer:
         a_hp = a_hp * expand_scale(a.scale.float(), a_hp.shape)
         b_hp = b_hp * expand_scale(b.scale.float(), b_hp.shape)
-    if batch != full:
+    if full.numel() != batch.numel():
         a_hp, b_hp = fold_into_k(a_hp, b_hp, full, batch)
     with _without_tf32(a_hp.device):
         y = a_hp @ b_hp.mT
     if outer:
-        y = y * (_as_column(a.scale, y.shape[-2]) * _as_column(b.scale, y.shape[-1]).mT)
+        y = y.mul_(a.scale.float()).mul_(b.scale.float().mT if b.scale.dim() else b.scale)
     if bias is not None:
         y = y + bias.float()
     return y.reshape(*batch, *y.shape[-2:]).to(out_dtype)
@@ -161,10 +162,6 @@ def constant_along_k(q: Quantized) -> bool:
     return scale.dim() == 0 or (scale.dim() >= 2 and scale.shape[-1] == 1 and scale.shape[-2] == q.data.shape[-2])
 
 
-def _as_column(scale: Tensor, rows: int) -> Tensor:
-    return scale.float() if scale.dim() else scale.float().expand(rows, 1)
-
-
 def fold_into_k(a: Tensor, b: Tensor, full: torch.Size, batch: torch.Size) -> tuple[Tensor, Tensor]:
     """Move the batch dimensions to be summed over next to K and merge them with it.
 
@@ -182,6 +179,17 @@ def fold_into_k(a: Tensor, b: Tensor, full: torch.Size, batch: torch.Size) -> tu
         return x.reshape(*x.shape[: len(kept) + 1], count * x.shape[-1])
 
     return fold(a), fold(b)
+
+
+def fold_quantized(
+    a: Quantized, b: Quantized, full: torch.Size, batch: torch.Size
+) -> tuple[Quantized, Quantized, torch.Size]:
+    """`fold_into_k` on FP8 bytes, a quarter of FP32, where one scale holds for all. Returns the batch left, too."""
+    if batch == full or a.scale.dim() or b.scale.dim():
+        return a, b, full
+    a_data, b_data = fold_into_k(a.data.view(torch.uint8), b.data.view(torch.uint8), full, batch)
+    folded = Quantized(a_data.view(a.data.dtype), a.scale), Quantized(b_data.view(b.data.dtype), b.scale)
+    return *folded, torch.broadcast_shapes(a_data.shape[:-2], b_data.shape[:-2])
 
 
 def pad_operand(q: Quantized, pad_rows: int) -> Quantized:
