@@ -117,7 +117,7 @@ class FP8ScalingManager:
 
     def record(self, name: str, amax: Tensor | float) -> None:
         """Note an amax seen in this step; `step()` takes the maximum of them into the history."""
-        if isinstance(amax, int | float) and amax < 0:
+        if isinstance(amax, int | float) and -math.inf < amax < 0:
             raise ValueError(f"amax of {name!r} is {amax!r}: a magnitude is not negative")
         row = self.register(name)
         amax = torch.as_tensor(amax, dtype=torch.float32, device=row.device)
