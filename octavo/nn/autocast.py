@@ -68,6 +68,7 @@ class FP8Autocast(TorchFunctionMode):
         self._outer: list[int] = []
         self._traced = 0  # products found while compiling; they take slots from the end
         self._entries: dict[int, Entry] = {}
+        self._weights: dict[int, tuple[bool, bool]] = {}  # which of a and b is a weight
         self._high_precision: dict[tuple[str, ...], Entry] = {}
         self._key = next(_KEYS)
         _CONTEXTS[self._key] = self
@@ -127,13 +128,13 @@ class FP8Autocast(TorchFunctionMode):
         reason = self._why_not(a, b, b_is_nk)
         if reason:
             return reason
+        a_is_weight, b_is_weight = is_weight(a), is_weight(b)
         if torch.compiler.is_compiling():
-            slot = _trace_slot(self._key, op, str(a.device))
+            slot = _trace_slot(self._key, op, str(a.device), a_is_weight, b_is_weight)
         else:
             slot = self._next_slot(op, a, b)
         assert self._rows is not None
         rows = (self._rows[3 * slot], self._rows[3 * slot + 1], self._rows[3 * slot + 2])
-        a_is_weight, b_is_weight = is_weight(a), is_weight(b)
         autocast = torch.is_autocast_enabled(a.device.type)
         product = Product(
             a=self._recipe.w if a_is_weight else self._recipe.x,
@@ -165,7 +166,7 @@ class FP8Autocast(TorchFunctionMode):
         if a.dtype != b.dtype and not torch.is_autocast_enabled(a.device.type):
             return f"operands of {a.dtype} and {b.dtype}"
         for parameter in self._skipped:
-            if a is parameter or b is parameter:
+            if is_same(a, parameter) or is_same(b, parameter):
                 return "left alone: config.skip names its weight"
         return ""
 
@@ -180,9 +181,10 @@ class FP8Autocast(TorchFunctionMode):
         if start not in self._entries and len(self._entries) >= self.max_products and not torch.is_grad_enabled():
             return self.max_products  # the spare slot: nothing is learned from it
         if start not in self._entries:
-            weight = next((f"[{name}]" for name, p in self._parameters if p is a or p is b), "")
+            weight = next((f"[{name}]" for name, p in self._parameters if is_same(a, p) or is_same(b, p)), "")
             shapes = f"{list(a.shape)} @ {list(b.shape)}"
-            self._enter_product(start, Entry(f"{op}.{start}{weight}", op, FP8, shapes=shapes, where=_caller()))
+            entry = Entry(f"{op}.{start}{weight}", op, FP8, shapes=shapes, where=_caller())
+            self._enter_product(start, entry, (is_weight(a), is_weight(b)))
         self._entries[start].calls += 1
         return start
 
@@ -208,7 +210,7 @@ class FP8Autocast(TorchFunctionMode):
         for slot, entry in self._entries.items():
             self._register_rows(slot, entry.name)
 
-    def _enter_product(self, slot: int, entry: Entry) -> None:
+    def _enter_product(self, slot: int, entry: Entry, weights: tuple[bool, bool]) -> None:
         if len(self._entries) >= self.max_products:
             raise RuntimeError(
                 f"max_products={self.max_products}: more products since the context was entered; "
@@ -216,13 +218,14 @@ class FP8Autocast(TorchFunctionMode):
             )
         entry.formats = str(self._recipe)
         self._entries[slot] = entry
+        self._weights[slot] = weights
         self.report.entries.append(entry)
         self._register_rows(slot, entry.name)
 
     def _register_rows(self, slot: int, name: str) -> None:
         assert self._rows is not None
-        operands = (("a", self._recipe.x), ("b", self._recipe.w), ("g", self._recipe.g))
-        for i, (operand, recipe) in enumerate(operands):
+        a, b = (self._recipe.w if is_weight else self._recipe.x for is_weight in self._weights[slot])
+        for i, (operand, recipe) in enumerate((("a", a), ("b", b), ("g", self._recipe.g))):
             row = self._rows[3 * slot + i]
             self.scaling.register(f"{name}.{operand}", recipe.format, recipe.margin, row)
 
@@ -253,20 +256,25 @@ def _note_traced(key: int, op: str, reason: str) -> None:
 
 
 @torch._dynamo.assume_constant_result
-def _trace_slot(key: int, op: str, device: str) -> int:
+def _trace_slot(key: int, op: str, device: str, a_is_weight: bool, b_is_weight: bool) -> int:
     """While compiling: a slot of its own for every product traced, counted from the end."""
     context = _CONTEXTS[key]
     context._prepare(torch.device(device))
     entry = Entry(f"{op}.compiled{context._traced}", op, FP8, where="compiled", calls=1)
     context._traced += 1
     slot = context.max_products - context._traced
-    context._enter_product(slot, entry)
+    context._enter_product(slot, entry, (a_is_weight, b_is_weight))
     return slot
 
 
 def is_weight(x: Tensor) -> bool:
     """A Parameter or a view of one."""
     return isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter)
+
+
+def is_same(x: Tensor, parameter: Tensor) -> bool:
+    """Whether `x` is this Parameter or a view of it."""
+    return x is parameter or x._base is parameter
 
 
 def is_skipped(name: str, config: FP8TrainingConfig) -> bool:

@@ -81,6 +81,21 @@ def test_views_of_a_weight():
     assert w.grad[0].eq(0).all() and w.grad[1].ne(0).any()
 
 
+def test_views_are_named_skipped_and_scaled_as_weights():
+    model = nn.Module()
+    model.w = nn.Parameter(torch.randn(16, 16))
+    model.lm_head = nn.Parameter(torch.randn(16, 16))
+    context = fp8_autocast(FP8TrainingConfig(margin={"w": 1}), model=model)
+    with context:
+        y = (model.w.mT @ torch.randn(16, 16)) @ model.lm_head.mT
+    y.sum().backward()
+    assert [entry.name for entry in context.report.in_fp8] == ["matmul.0[w]"] and len(context.report.not_in_fp8) == 1
+    torch.optim.SGD(model.parameters(), lr=0.0).step()
+    scales = context.scaling.statistics()
+    assert scales["matmul.0[w].a"]["scale"] == pytest.approx(2 * model.w.abs().max().item() / 448, rel=1e-6)
+    assert scales["matmul.0[w].b"]["scale"] == pytest.approx(scales["matmul.0[w].b"]["amax"] / 448, rel=1e-6)
+
+
 def test_baddbmm_alpha_beta():
     base = torch.full((2, 4, 6), float("nan"))
     a, b = torch.randn(2, 4, 8), torch.randn(2, 8, 6)

@@ -19,7 +19,7 @@ class Model(nn.Module):
         torch.manual_seed(0)
         self.w = nn.Parameter(torch.randn(4, 16, 32) * 0.1)
         self.linear = nn.Linear(32, 16)
-        self.lm_head = nn.Parameter(torch.randn(16, 20) * 0.1)
+        self.lm_head = nn.Parameter(torch.randn(20, 16) * 0.1)
         self.checkpointed = checkpointed
 
     def block(self, x):
@@ -29,7 +29,7 @@ class Model(nn.Module):
     def forward(self, x):
         for _ in range(2):
             x = checkpoint(self.block, x, use_reentrant=False) if self.checkpointed else self.block(x)
-        return (x @ self.lm_head).square().mean()
+        return (x @ self.lm_head.mT).square().mean()
 
 
 class Block(nn.Module):
