@@ -86,7 +86,9 @@ def _per_operand(kind: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def _operand_option(name: str, text: str, kind: Callable[[str], Any]) -> Any:
-    return typer.Option(name, help=text, rich_help_panel="FP8", show_default=False, parser=_per_operand(kind))
+    return typer.Option(
+        name, help=text, rich_help_panel="FP8", show_default=False, parser=_per_operand(kind), metavar="<x,w,g>"
+    )
 
 
 # None means "not given": then the defaults of the model's size and of the device hold, or the resumed run's settings.
