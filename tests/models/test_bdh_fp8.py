@@ -2,8 +2,8 @@
 
 The bounds are those of the project: each product alone agrees with FP32 to a cosine of 0.997; the gradient of the whole
 model to 0.98 at initialisation and to 0.998 after 100 steps (0.96 and 0.99 with E5M2 throughout). Models and batches
-vary (E5M2 at initialisation: 0.953 to 0.967; HYBRID after training: 0.997 to 0.9997), because `ln(a)` amplifies
-rounding where attention cancels to almost nothing. So the median over three models, or five batches, is held to it.
+vary (E5M2 at initialisation: 0.953 to 0.967; HYBRID after training: 0.997 to 0.9997), so single cases fall below; it is
+the median over three models with two batches each, or over five batches, that is held to the bound.
 """
 
 import statistics
@@ -111,8 +111,9 @@ def test_gradient_at_initialisation(text, fp8_format, bound):
     found = []
     for seed in range(3):
         torch.manual_seed(seed)
-        found.append(agreement(BDH(CONFIG), text, fp8_format, seeds=[1001]))
-    assert statistics.median(found) >= bound
+        model = BDH(CONFIG)
+        found += [agreement(model, text, fp8_format, seeds=[batch_seed]) for batch_seed in (1000, 1001)]
+    assert statistics.median(found) >= bound, found
 
 
 @pytest.mark.parametrize(("fp8_format", "bound"), [("HYBRID", 0.998), ("E5M2", 0.99)])
