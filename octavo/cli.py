@@ -15,6 +15,9 @@ from rich.console import Console
 from rich.text import Text
 
 from octavo import __version__
+from octavo.tools.bench.cases import make_case
+from octavo.tools.bench.contenders import AGAINST, make_contenders
+from octavo.tools.bench.plan import BenchPlan, run_plan
 from octavo.tools.report import write_report
 from octavo.training.errors import UserError
 from octavo.training.files import disk_errors
@@ -219,6 +222,80 @@ def train(
     with disk_errors(result.folder / REPORT):
         report = write_report(result.folder)
     console.print(Text(f"Report: {report}", style="bold"), soft_wrap=True)
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",")]
+
+
+@app.command()
+def bench(
+    preset: Annotated[
+        str | None, _option("Model", "--preset", "1b, 3b, 8b (Llama), bdh-100m, bdh-25m, bdh-tiny or tiny.")
+    ] = None,
+    config: Annotated[
+        Path | None, _option("Model", "--config", "Or a Hugging Face config.json of a dense decoder.")
+    ] = None,
+    layers: Annotated[int | None, _option("Model", "--layers", "Layers, instead of the model's.")] = None,
+    mode: Annotated[str, _option("Model", "--mode", "full or lora (default: full).")] = "full",
+    tokens: Annotated[int | None, _option("Model", "--tokens", "Tokens a step (default: 8192; tiny: 256).")] = None,
+    seq: Annotated[int | None, _option("Model", "--seq", "Tokens a sequence (default: 2048; tiny: 64).")] = None,
+    recipe: Annotated[
+        str, _option("Contenders", "--recipe", "delayed, current, channel, block, mx: several by commas.")
+    ] = "delayed",
+    head: Annotated[str, _option("Contenders", "--head", "bf16, fp8 or both (default: bf16).")] = "bf16",
+    wgrad: Annotated[
+        str, _option("Contenders", "--wgrad", "Block recipe's weight gradient: recipe, channel or both.")
+    ] = "recipe",
+    against: Annotated[
+        str | None, _option("Contenders", "--against", f"{', '.join(AGAINST)}: several by commas (default: all).")
+    ] = None,
+    compile: Annotated[
+        bool, _option("Contenders", "--compile/--no-compile", "Compile decoder layers (default: yes).")
+    ] = True,
+    gemm: Annotated[bool, _option("Parts", "--gemm", "Time the model's GEMMs instead of its step.")] = False,
+    kernels: Annotated[bool, _option("Parts", "--kernels", "Time quantising instead of the step.")] = False,
+    rounds: Annotated[int, _option("Run", "--rounds", "Turns of every contender (default: 3).")] = 3,
+    steps: Annotated[int, _option("Run", "--steps", "Timed steps a turn (default: 5).")] = 5,
+    warmup: Annotated[int, _option("Run", "--warmup", "Untimed steps before the first (default: 3).")] = 3,
+    seed: Annotated[int, _option("Run", "--seed", "Of weights and tokens (default: 0).")] = 0,
+    device: Annotated[str, _option("Run", "--device", "auto, cpu or cuda (default: auto).")] = "auto",
+    out: Annotated[Path, _option("Run", "--out", "Folder of the result file (default: benchmarks/results).")] = Path(
+        "benchmarks/results"
+    ),
+    force: Annotated[bool, _option("Run", "--force", "On a CPU, large models too.")] = False,
+) -> None:
+    """Time a training step in FP8 against BF16 and other libraries, on your own device.
+
+    Correctness first; then every contender in a process of its own, interleaved. Random weights, nothing is downloaded.
+    """
+    if gemm and kernels:
+        raise UserError("--gemm and --kernels time different parts: give one of them")
+    part = "gemm" if gemm else "kernels" if kernels else "step"
+    try:
+        case = make_case(
+            preset=preset,
+            config=config,
+            layers=layers,
+            tokens=tokens,
+            seq=seq,
+            seed=seed,
+            device=device,
+            force=force,
+        )
+        contenders, reasons = make_contenders(
+            case,
+            mode=mode,
+            recipes=_names(recipe),
+            head=head,
+            wgrad=wgrad,
+            against=_names(against) if against is not None else AGAINST,
+            compile=compile,
+        )
+        plan = BenchPlan(part, case, contenders, reasons, rounds, steps, warmup)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    run_plan(plan, out=out, command=["octavo", *sys.argv[1:]], console=Console())
 
 
 if __name__ == "__main__":

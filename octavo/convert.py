@@ -1,19 +1,26 @@
-"""`convert_to_fp8`: every linear of a model in FP8, in place, and `restore` to undo it.
+"""`convert_to_fp8`: a model's linears in FP8, in place, and `restore` to undo it.
 
 A linear keeps its identity, its Parameters, its hooks and its state-dict keys: only its class changes. So an optimiser
-built before the conversion trains the same weights as one built after it.
+built before the conversion trains the same weights as one built after it. The decoders that `octavo/hf` knows also get
+its fused pieces; every other model gets plain FP8 linears.
 """
 
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor, nn
 
+from octavo.nn import planner
 from octavo.nn.autocast import is_skipped
 from octavo.nn.linear import FP8Linear
 from octavo.nn.report import FP8, Entry, Report
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
+from octavo.numerics.checks import check_choice, check_positive_int
 from octavo.numerics.config import check_config
+from octavo.support import has_fp8_tensor_cores
 
+PRECISIONS = ("fp8", "bf16")
 _OTHER_PRODUCTS = (
     nn.modules.conv._ConvNd,
     nn.RNNBase,
@@ -21,24 +28,52 @@ _OTHER_PRODUCTS = (
     nn.MultiheadAttention,
     nn.Bilinear,
 )
+_FUSED = "_octavo_fused"
 
 
 @dataclass
 class ConversionReport(Report):
-    """Every layer that multiplies: in FP8 or not, and why. `scaling` holds histories and statistics of the FP8 ones."""
+    """Every layer that multiplies: in FP8 or not, and why. `scaling` holds histories and statistics of the FP8 ones.
+
+    `fused` names the fused pieces in use, and those that are not with the reason.
+    """
 
     scaling: FP8ScalingManager | None = None
+    fused: list[str] = field(default_factory=list)
+
+    def summary(self) -> str:
+        return "; ".join([super().summary(), *self.fused])
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**super().to_dict(), "fused": self.fused}
 
 
-def convert_to_fp8(model: nn.Module, config: FP8TrainingConfig | None = None) -> ConversionReport:
-    """Run the linears of `model` in FP8 from now on. Returns what was done, layer by layer; print it."""
+def convert_to_fp8(
+    model: nn.Module,
+    config: FP8TrainingConfig | None = None,
+    *,
+    precision: str = "fp8",
+    tokens: int | None = None,
+) -> ConversionReport:
+    """Run the linears of `model` in FP8 from now on. Returns what was done, layer by layer; print it.
+
+    `precision="bf16"` uses the same fused pieces without FP8: the baseline that FP8 itself has to beat. `tokens`: the
+    number of tokens in a step; layers that FP8 would make slower at that size then stay in high precision.
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}: convert_to_fp8 takes a torch.nn.Module")
     config = check_config(config)
+    check_choice("precision", precision, PRECISIONS)
+    if tokens is not None:
+        check_positive_int("tokens", tokens)
     modules = dict(model.named_modules())
-    if any(isinstance(module, FP8Linear) for module in modules.values()):
+    if any(isinstance(module, FP8Linear) or _FUSED in module.__dict__ for module in modules.values()):
         raise ValueError(f"{type(model).__name__} is already converted; call octavo.restore(model) first")
-    report = ConversionReport(f"layers of {type(model).__name__}", _entries(modules, config))
+    report = ConversionReport(f"layers of {type(model).__name__}", _entries(modules, config, precision, tokens))
+    if precision == "bf16":
+        _fuse(modules, config, report, None)
+        model.__dict__[_FUSED] = True
+        return report
     if not report.in_fp8:
         raise ValueError(
             f"{type(model).__name__} has no nn.Linear to convert; if it multiplies raw parameters, "
@@ -47,18 +82,28 @@ def convert_to_fp8(model: nn.Module, config: FP8TrainingConfig | None = None) ->
     _check_skip(modules, config)
 
     report.scaling = FP8ScalingManager.from_config(config)
+    linears = [modules[entry.name] for entry in report.in_fp8]
+    _fuse(modules, config, report, report.scaling)
     for entry in report.in_fp8:
-        linear = FP8Linear.take_over(modules[entry.name], config, report.scaling, entry.name or "linear")
-    report.scaling.to(linear.scaling_device)
+        if type(modules[entry.name]) is nn.Linear and entry.op == "linear":
+            FP8Linear.take_over(modules[entry.name], config, report.scaling, entry.name or "linear")
+    model.__dict__[_FUSED] = True
+    first = next(linear for linear in linears if isinstance(linear, FP8Linear))
+    report.scaling.to(first.scaling_device)
     report.scaling.follow_optimizers(model)
     return report
 
 
 def restore(model: nn.Module) -> None:
-    """Undo `convert_to_fp8`: the same modules, Parameters and hooks, as plain `nn.Linear`."""
+    """Undo `convert_to_fp8`: the same modules, Parameters and hooks, of the classes they had."""
     for module in model.modules():
         if isinstance(module, FP8Linear):
             module.give_back()
+        module.__dict__.pop(_FUSED, None)
+        if _is_transformers(module):
+            from octavo.hf import decoder
+
+            decoder.restore(module)
 
 
 def can_convert(model: nn.Module, config: FP8TrainingConfig) -> bool:
@@ -67,15 +112,93 @@ def can_convert(model: nn.Module, config: FP8TrainingConfig) -> bool:
     return any(not _why_not(name, linear, config) for name, linear in linears)
 
 
-def _entries(modules: dict[str, nn.Module], config: FP8TrainingConfig) -> list[Entry]:
+def _fuse(
+    modules: dict[str, nn.Module],
+    config: FP8TrainingConfig,
+    report: ConversionReport,
+    scaling: FP8ScalingManager | None,
+) -> None:
+    """Use the fused pieces of the decoders that are known. Without `scaling`, in BF16: what is not a product."""
+    known = {name: module for name, module in modules.items() if _is_transformers(module)}
+    if not known:
+        _refuse_head(config, scaling)
+        return
+    from octavo.hf import decoder
+
+    in_fp8 = {entry.name for entry in report.in_fp8}
+    groups = mlps = 0
+    for name, module in known.items():
+        if scaling is not None and decoder.is_attention(module) and in_fp8 >= _members(name, decoder.QKV):
+            decoder.fuse_attention(module, name, config, scaling)
+            groups += 1
+        elif (
+            scaling is not None and decoder.is_mlp(module) and in_fp8 >= _members(name, (*decoder.GATE_UP, "down_proj"))
+        ):
+            reason = decoder.why_no_mlp(module)
+            if reason:
+                report.fused.append(f"{name} not fused: {reason}")
+            else:
+                decoder.fuse_mlp(module, name, config, scaling)
+                mlps += 1
+    if groups:
+        report.fused.append(f"q, k and v in one product ({groups})")
+    if mlps:
+        report.fused.append(f"MLP with its activation in one function ({mlps})")
+
+    heads = [(name, module) for name, module in known.items() if decoder.is_causal_lm(module)]
+    for name, module in heads:
+        reason = decoder.why_no_loss(module)
+        if reason:
+            report.fused.append(f"loss not fused: {reason}")
+            _refuse_head(config, scaling)
+            continue
+        decoder.fuse_loss(module, config if scaling is not None else None, scaling)
+        fp8_head = scaling is not None and config.fp8_head
+        report.fused.append(f"head and loss in chunks, head in {'FP8' if fp8_head else 'BF16'}")
+        if fp8_head:
+            _note_head(report, f"{name}.lm_head" if name else "lm_head", config)
+        if decoder.use_fused_attention(module):
+            report.fused.append("attention on cuDNN where it applies")
+    if not heads:
+        _refuse_head(config, scaling)
+
+
+def _members(name: str, members: tuple[str, ...]) -> set[str]:
+    return {f"{name}.{member}" for member in members}
+
+
+def _note_head(report: ConversionReport, name: str, config: FP8TrainingConfig) -> None:
+    from octavo.hf import decoder
+
+    for entry in report.entries:
+        if entry.name == name:
+            entry.precision, entry.reason, entry.op = FP8, "", "head"
+            entry.formats = str(decoder.head_recipe(config))
+
+
+def _refuse_head(config: FP8TrainingConfig, scaling: FP8ScalingManager | None) -> None:
+    if config.fp8_head and scaling is not None:
+        raise ValueError(
+            "fp8_head=True: only for the Hugging Face decoders whose loss is computed in chunks; elsewhere "
+            "take the head out of `skip` to make it an FP8 linear"
+        )
+
+
+def _is_transformers(module: nn.Module) -> bool:
+    return "transformers" in sys.modules and type(module).__module__.startswith("transformers.models.")
+
+
+def _entries(
+    modules: dict[str, nn.Module], config: FP8TrainingConfig, precision: str, tokens: int | None
+) -> list[Entry]:
     """One for every module that multiplies, and for every raw matrix that a model's own code may multiply."""
     entries = []
     for name, module in modules.items():
         if isinstance(module, nn.Linear):
-            reason = _why_not(name, module, config)
+            reason = "precision='bf16'" if precision == "bf16" else _why_not(name, module, config, tokens)
             shapes = f"{module.in_features} → {module.out_features}"
-            precision = _dtype(module.weight) if reason else FP8
-            entries.append(Entry(name, "linear", precision, reason, shapes, "" if reason else str(config.recipe)))
+            found = _dtype(module.weight) if reason else FP8
+            entries.append(Entry(name, "linear", found, reason, shapes, "" if reason else str(config.recipe)))
         elif isinstance(module, _OTHER_PRODUCTS):
             dtype = next((_dtype(p) for p in module.parameters()), "")
             entries.append(
@@ -89,14 +212,16 @@ def _entries(modules: dict[str, nn.Module], config: FP8TrainingConfig) -> list[E
     return entries
 
 
-def _why_not(name: str, linear: nn.Linear, config: FP8TrainingConfig) -> str:
+def _why_not(name: str, linear: nn.Linear, config: FP8TrainingConfig, tokens: int | None = None) -> str:
     if is_skipped(name, config):
         return "left alone: config.skip names it"
     if type(linear) is not nn.Linear:
         return f"not nn.Linear itself but a subclass, {type(linear).__name__}"
     if not linear.weight.is_floating_point() or linear.weight.element_size() not in (2, 4):
         return f"weight of {linear.weight.dtype}"
-    return ""
+    if config.emulate is True or not has_fp8_tensor_cores(linear.weight.device):
+        return ""  # in emulation nothing pays: it is there for its numerics
+    return planner.why_not(tokens, linear.in_features, linear.out_features)
 
 
 def _check_skip(modules: dict[str, nn.Module], config: FP8TrainingConfig) -> None:

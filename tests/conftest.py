@@ -7,6 +7,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # for bounds.py
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # for tests/kernels; read when anything first imports triton
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # workers that each take all cores wait for one another

@@ -33,11 +33,13 @@ def test_make_targets_exist():
 
 
 def test_options_exist():
-    help_text = subprocess.run(
-        [sys.executable, "-m", "octavo.cli", "train", "--help"], capture_output=True, text=True, check=True
-    ).stdout
-    options = set(re.findall(r"(--[a-z0-9-]+)", " ".join(blocks("sh"))))
-    assert options and all(option in help_text for option in options)
+    lines = "\n".join(blocks("sh")).splitlines()
+    for command in ("train", "bench"):
+        help_text = subprocess.run(
+            [sys.executable, "-m", "octavo.cli", command, "--help"], capture_output=True, text=True, check=True
+        ).stdout
+        options = {o for line in lines if f"octavo {command}" in line for o in re.findall(r"(--[a-z0-9-]+)", line)}
+        assert options and all(option in help_text for option in options)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)

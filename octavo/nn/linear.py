@@ -10,7 +10,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from octavo.nn.product import Product, fp8_product
+from octavo.nn.linears import fp8_linears
+from octavo.nn.product import Product
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 from octavo.support import require_tensor_cores
 
@@ -96,8 +97,17 @@ class FP8Linear(nn.Linear):
             raise ValueError(f"input has {input.shape[-1]} features; this FP8Linear takes {self.in_features}")
         if input.numel() == 0:
             return nn.functional.linear(input, self.weight, self.bias)  # nothing to quantise; keeps the graph
+        return fp8_linears(input, (self.weight,), self.bias, self.product(input), self.rows)
+
+    @property
+    def rows(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Scaling state of input, weight and gradient."""
+        return self.row_x, self.row_w, self.row_g
+
+    def product(self, input: Tensor) -> Product:
+        """How to multiply this input."""
         autocast = torch.is_autocast_enabled(input.device.type)
-        product = Product(
+        return Product(
             a=self.recipe.x,
             b=self.recipe.w,
             g=self.recipe.g,
@@ -106,10 +116,6 @@ class FP8Linear(nn.Linear):
             record=torch.is_grad_enabled(),
             emulate=self.config.emulate is True,
         )
-        rows = (self.row_x, self.row_w, self.row_g)
-        if input.dim() == 1:
-            return fp8_product(input.unsqueeze(0), self.weight, self.bias, product, rows).squeeze(0)
-        return fp8_product(input, self.weight, self.bias, product, rows)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         super()._apply(fn, recurse)

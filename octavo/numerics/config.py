@@ -33,7 +33,10 @@ RECIPES: dict[str, dict[str, str]] = {
 
 @dataclass(frozen=True)
 class OperandRecipe:
-    """How one operand is quantised. `margin` is a factor of headroom here; `block` is rows × columns of a scale."""
+    """How one operand is quantised. `margin` is a factor of headroom here; `block` is rows × columns of a scale.
+
+    `columns`: another granularity for the transposed layout, which only the weight's gradient reads.
+    """
 
     format: Format
     granularity: str = "tensor"
@@ -43,6 +46,7 @@ class OperandRecipe:
     delayed: bool = False
     percentile: float | None = None
     mx_rule: str = "up"
+    columns: str | None = None
 
     def encode(self) -> str:
         """As one string: custom operators take no dataclasses."""
@@ -50,13 +54,13 @@ class OperandRecipe:
         percentile = "" if self.percentile is None else self.percentile
         return (
             f"{self.format.name} {self.granularity} {rows} {columns} {self.rounding} {self.margin} "
-            f"{'delayed' if self.delayed else 'current'} {self.mx_rule} {percentile}"
+            f"{'delayed' if self.delayed else 'current'} {self.mx_rule} {self.columns or '-'} {percentile}"
         )
 
     @staticmethod
     @cache
     def decode(text: str) -> "OperandRecipe":
-        format, granularity, rows, columns, rounding, margin, scaling, mx_rule, *percentile = text.split()
+        format, granularity, rows, columns, rounding, margin, scaling, mx_rule, turned, *percentile = text.split()
         return OperandRecipe(
             get_format(format),
             granularity,
@@ -66,6 +70,7 @@ class OperandRecipe:
             scaling == "delayed",
             float(percentile[0]) if percentile else None,
             mx_rule,
+            None if turned == "-" else turned,
         )
 
 
@@ -97,6 +102,9 @@ class FP8TrainingConfig:
         percentile: take this percentile of |x| for amax (per tensor), e.g. 99.99, instead of the maximum.
         rounding: `nearest` or `stochastic`; one, or one for each of x, w, g.
         skip: layers left in high precision: names, parts of dotted names, or patterns (`model.layers.0.*`).
+        fp8_head: also run the LM head of a Hugging Face decoder in FP8 (its loss is computed in chunks either way).
+        wgrad: `channel` takes one scale per channel for the weight's gradient under the block recipe, whose own 1×128
+            by 1×128 product is slow on Hopper.
         mx_rule: how MX scales round: `up` (nothing saturates) or `floor` (the OCP specification).
         emulate: True computes by the spec in plain PyTorch; False insists on FP8 tensor cores; not given: whichever
             the device can do.
@@ -114,6 +122,8 @@ class FP8TrainingConfig:
     rounding: str | Sequence[str] | Mapping[str, str] = "nearest"
     skip: Sequence[str] = ("lm_head",)
     mx_rule: str = "up"
+    fp8_head: bool = False
+    wgrad: str | None = None
     emulate: bool | None = None
 
     def __post_init__(self) -> None:
@@ -146,7 +156,11 @@ class FP8TrainingConfig:
         if not names or not all(isinstance(name, str) for name in self.skip):
             raise ValueError(f"skip={self.skip!r}: a sequence of layer names, such as ('lm_head',)")
         set_field("skip", tuple(self.skip))
-        for name in ("fp8_dpa", "emulate"):
+        if self.wgrad not in (None, "channel"):
+            raise ValueError(f"wgrad={self.wgrad!r}: choose 'channel', or None for the recipe's own granularity")
+        if self.wgrad is not None and self.granularity != "block":
+            raise ValueError(f"wgrad={self.wgrad!r}: only with granularity='block', not {self.granularity!r}")
+        for name in ("fp8_dpa", "fp8_head", "emulate"):
             if getattr(self, name) not in ((True, False, None) if name == "emulate" else (True, False)):
                 raise ValueError(f"{name}={getattr(self, name)!r}: choose True or False")
 
@@ -189,6 +203,7 @@ class FP8TrainingConfig:
                 delayed=self.scaling == "delayed",
                 percentile=self.percentile,
                 mx_rule=self.mx_rule,
+                columns=None if OPERANDS[i] == "w" else self.wgrad,
             )
 
         return Recipe(operand(0), operand(1), operand(2))

@@ -50,7 +50,7 @@ def gemm_nt(
         b_hp = b_hp * expand_scale(b.scale.float(), b_hp.shape)
     if full.numel() != batch.numel():
         a_hp, b_hp = fold_into_k(a_hp, b_hp, full, batch)
-    with _without_tf32(a_hp.device):
+    with _in_fp32(a_hp.device):
         y = a_hp @ b_hp.mT
     if outer:
         y = y.mul_(a.scale.float()).mul_(b.scale.float().mT if b.scale.dim() else b.scale)
@@ -60,17 +60,18 @@ def gemm_nt(
 
 
 @contextmanager
-def _without_tf32(device: torch.device) -> Iterator[None]:
-    """TF32 would round FP8 values times a block's scale to 10 bits: the specification does not hang on that switch."""
-    if device.type != "cuda":
-        yield
-        return
-    setting = torch.backends.cuda.matmul.fp32_precision
-    torch.backends.cuda.matmul.fp32_precision = "ieee"
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.fp32_precision = setting
+def _in_fp32(device: torch.device) -> Iterator[None]:
+    """Neither TF32 nor torch's autocast may round FP8 values times a block's scale: the specification is FP32."""
+    with torch.autocast(device.type, enabled=False):
+        if device.type != "cuda":
+            yield
+            return
+        setting = torch.backends.cuda.matmul.fp32_precision
+        torch.backends.cuda.matmul.fp32_precision = "ieee"
+        try:
+            yield
+        finally:
+            torch.backends.cuda.matmul.fp32_precision = setting
 
 
 def padded_gemm_nt(

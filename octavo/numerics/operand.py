@@ -11,8 +11,12 @@ Per tensor and per 128×128 block the two layouts hold the same FP8 values. Per 
 each is quantised from the high-precision values, never one from the other.
 
 While recording, the operand's row (see `scaling.py`) learns the amax, whether everything was finite, and the share of
-elements that saturated (the clamp changed them) or underflowed (became zero without having been it).
+elements that saturated (the clamp changed them) or underflowed (became zero without having been it). Its scale is
+that of the whole tensor, so only granularity `tensor` sets it here; for the others the next roll of the history does.
 """
+
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -40,13 +44,22 @@ def quantize_operand(
         found = [rows, Quantized(_transposed(rows.data), rows.scale)] if layout != "rows" else [rows]
         found = found[1:] if layout == "columns" else found
     else:
-        views = {"rows": [x], "columns": [x.mT], "both": [x, x.mT]}[layout]
-        found = [_quantize(view, recipe, _current_scale(view, recipe)) for view in views]
+        turned = replace(recipe, granularity=recipe.columns or recipe.granularity)
+        wanted = {"rows": [(x, recipe)], "columns": [(x.mT, turned)], "both": [(x, recipe), (x.mT, turned)]}[layout]
+        found = [_quantize(view, how, _current_scale(view, how)) for view, how in wanted]
     if record:
         record_use(row, amax, ~finite)
         _record_losses(row, x if layout != "columns" else x.mT, found[0], recipe.format, top)
-        row[SCALE] = torch.where(amax > 0, scale, row[SCALE])
+        if recipe.granularity == "tensor":
+            row[SCALE] = torch.where(amax > 0, scale, row[SCALE])
     return found
+
+
+def quantize_group(
+    xs: Sequence[Tensor], row: Tensor, recipe: OperandRecipe, *, record: bool = True, layout: str = "rows"
+) -> list[Quantized]:
+    """Several matrices side by side as one operand: what q, k and v are to the input they share."""
+    return quantize_operand(torch.cat(list(xs)) if len(xs) > 1 else xs[0], row, recipe, record=record, layout=layout)
 
 
 def _transposed(data: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ Each named tensor has a *row* of FP32 numbers on its device; quantising reads th
     SCALE       dequantising factor in force; 0 until the first non-zero use
     AMAX        largest magnitude seen in this step (the maximum over its micro-batches)
     SEEN        uses in this step
-    NON_FINITE  uses in this step that met NaN or infinity
+    NON_FINITE  1 if a use in this step met NaN or infinity
     SATURATED, UNDERFLOW, CALLS   sums since the last `statistics()`: fractions of elements, and uses
     LAST_AMAX   the newest entry of the history
 
@@ -297,4 +297,4 @@ def record_use(row: Tensor, amax: Tensor, non_finite: Tensor) -> None:
     """Write one use of a tensor into its row."""
     row[AMAX] = torch.maximum(row[AMAX], amax)
     row[SEEN] += 1
-    row[NON_FINITE] += non_finite
+    row[NON_FINITE] = torch.maximum(row[NON_FINITE], non_finite.float())

@@ -1,0 +1,210 @@
+"""Fused pieces for Hugging Face decoders: one product for q, k and v, one function for the MLP, a loss in chunks.
+
+A module keeps its identity, its Parameters and its state-dict keys: only its class changes, to a subclass that computes
+the same thing with fewer passes over memory, and `restore` changes it back. What a piece cannot serve goes the way of the
+original class: a projection that PEFT has wrapped, labels that are not there, a cache that is being filled.
+
+    attention   q, k and v share one quantised input and one GEMM; the attention itself runs on cuDNN
+    mlp         gate and up share one GEMM; activation and quantising are one kernel, forward and backward
+    loss        head and cross entropy in chunks of tokens: while training, the model returns the loss and no logits
+"""
+
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.hf import attention
+from octavo.nn.linear import FP8Linear
+from octavo.nn.linears import fp8_linears
+from octavo.nn.loss import FP8Head, linear_cross_entropy
+from octavo.nn.mlp import MLP, fp8_mlp
+from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
+
+FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3")
+QKV = ("q_proj", "k_proj", "v_proj")
+GATE_UP = ("gate_proj", "up_proj")
+_ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUTanh": "gelu_tanh"}
+_ORIGINAL = "_octavo_original"
+
+
+class GroupMember(FP8Linear):
+    """One of several linears with one input. Alone it is an FP8 linear; in its group its part is computed before."""
+
+    ready: Tensor | None
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) if self.ready is None else self.ready
+
+    def give_back(self) -> None:
+        del self.__dict__["ready"]
+        super().give_back()
+
+
+def is_attention(module: nn.Module) -> bool:
+    return _is_of(module, "Attention") and all(isinstance(getattr(module, name, None), nn.Linear) for name in QKV)
+
+
+def is_mlp(module: nn.Module) -> bool:
+    names = (*GATE_UP, "down_proj")
+    return _is_of(module, "MLP") and all(isinstance(getattr(module, name, None), nn.Linear) for name in names)
+
+
+def is_causal_lm(module: nn.Module) -> bool:
+    return _is_of(module, "ForCausalLM") and type(getattr(module, "lm_head", None)) is nn.Linear
+
+
+def _is_of(module: nn.Module, kind: str) -> bool:
+    """By name and origin: a class of that name elsewhere may compute something else."""
+    cls = type(module)
+    return cls.__module__.startswith("transformers.models.") and cls.__name__ in {f + kind for f in FAMILIES}
+
+
+def fuse_attention(module: nn.Module, name: str, config: FP8TrainingConfig, scaling: FP8ScalingManager) -> None:
+    """Run q, k and v as one product; they share the scaling rows of `name.qkv`."""
+    for member in QKV:
+        linear = GroupMember.take_over(getattr(module, member), config, scaling, f"{name}.qkv")
+        linear.__dict__["ready"] = None
+    _take_class(module, _attention_forward)
+
+
+def fuse_mlp(module: nn.Module, name: str, config: FP8TrainingConfig, scaling: FP8ScalingManager) -> None:
+    """Run the MLP as one function; gate and up share the scaling rows of `name.gate_up`."""
+    for member in GATE_UP:
+        FP8Linear.take_over(getattr(module, member), config, scaling, f"{name}.gate_up")
+    FP8Linear.take_over(module.down_proj, config, scaling, f"{name}.down_proj")
+    _take_class(module, _mlp_forward)
+
+
+def why_no_mlp(module: nn.Module) -> str:
+    """Why an MLP's linears run one by one; empty if they need not."""
+    if type(module.act_fn).__name__ not in _ACTIVATIONS:
+        return f"activation {type(module.act_fn).__name__} has no kernel"
+    if any(getattr(module, member).bias is not None for member in (*GATE_UP, "down_proj")):
+        return "its linears have biases"
+    return ""
+
+
+def fuse_loss(model: nn.Module, config: FP8TrainingConfig | None, scaling: FP8ScalingManager | None) -> None:
+    """Compute head and loss in chunks; in FP8 if the configuration says so."""
+    head = rows = None
+    if config is not None and config.fp8_head:
+        assert scaling is not None
+        recipe = head_recipe(config)
+        head = FP8Head(recipe.x, recipe.w, emulate=config.emulate is True)
+        rows = tuple(
+            scaling.register(f"lm_head.{operand}", r.format, r.margin) for operand, r in (("x", head.x), ("w", head.w))
+        )
+    model.__dict__["_octavo_head"] = (head, rows)
+    _take_class(model, _causal_lm_forward)
+
+
+def head_recipe(config: FP8TrainingConfig) -> Any:
+    """The head has one scale per tensor, whatever the layers have: its gradient has a constant one."""
+    return config.replace(granularity="tensor", fp8_format="HYBRID", wgrad=None).recipe
+
+
+def why_no_loss(model: nn.Module) -> str:
+    """Why a model keeps its own head and loss; empty if it need not."""
+    if getattr(model.config, "final_logit_softcapping", None):
+        return "final_logit_softcapping bends its logits"
+    if model.lm_head.bias is not None:
+        return "its head has a bias"
+    return ""
+
+
+def use_fused_attention(model: nn.Module) -> bool:
+    """Have the model's attention run through `hf.attention`, where it runs through sdpa now."""
+    if getattr(model.config, "_attn_implementation", None) != "sdpa":
+        return False
+    attention.register()
+    model.config._attn_implementation = attention.NAME
+    return True
+
+
+def restore(module: nn.Module) -> None:
+    """Give a module its class back."""
+    original = module.__dict__.pop(_ORIGINAL, None)
+    if original is not None:
+        module.__class__ = original
+        module.__dict__.pop("_octavo_head", None)
+    config = getattr(module, "config", None)
+    if getattr(config, "_attn_implementation", None) == attention.NAME:
+        config._attn_implementation = "sdpa"
+
+
+def _take_class(module: nn.Module, forward: Callable[..., Any]) -> None:
+    module.__dict__[_ORIGINAL] = type(module)
+    module.__class__ = _subclass(type(module), forward)
+
+
+@cache
+def _subclass(cls: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:
+    """With the name of its parent, which ends up in saved configurations, and its signature, which trainers read."""
+
+    @wraps(cls.forward)
+    def fused(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, cls.forward, *args, **kwargs)
+
+    return type(
+        cls.__name__, (cls,), {"forward": fused, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    )
+
+
+def _attention_forward(
+    self: Any, original: Callable[..., Any], hidden_states: Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    members = [self.q_proj, self.k_proj, self.v_proj]
+    if not all(type(member) is GroupMember for member in members) or hidden_states.numel() == 0:
+        return original(self, hidden_states, *args, **kwargs)
+    first = members[0]
+    biases = [member.bias for member in members]
+    bias = None if biases[0] is None else torch.cat(biases)
+    weights = [member.weight for member in members]
+    y = fp8_linears(hidden_states, weights, bias, first.product(hidden_states), first.rows)
+    parts = y.split([member.out_features for member in members], dim=-1)
+    for member, part in zip(members, parts, strict=True):
+        member.ready = part
+    try:
+        return original(self, hidden_states, *args, **kwargs)
+    finally:
+        for member in members:
+            member.ready = None
+
+
+def _mlp_forward(self: Any, original: Callable[..., Any], x: Tensor) -> Tensor:
+    gate, up, down = self.gate_proj, self.up_proj, self.down_proj
+    if not all(type(linear) is FP8Linear for linear in (gate, up, down)) or x.numel() == 0:
+        return original(self, x)
+    mlp = MLP(gate.product(x), _ACTIVATIONS[type(self.act_fn).__name__])
+    return fp8_mlp(x, gate.weight, up.weight, down.weight, mlp, gate.rows, down.rows)
+
+
+def _causal_lm_forward(self: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    labels = kwargs.get("labels")
+    keep = kwargs.get("logits_to_keep", 0)
+    plain = type(self.lm_head) is nn.Linear and not kwargs.get("past_key_values") and len(args) <= 5
+    whole = isinstance(keep, int) and keep == 0 and kwargs.get("return_dict") is not False
+    if labels is None or not self.training or not torch.is_grad_enabled() or not plain or not whole:
+        return original(self, *args, **kwargs)
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    kwargs = {k: v for k, v in kwargs.items() if k not in ("labels", "logits_to_keep", "return_dict")}
+    count, shifted = kwargs.get("num_items_in_batch"), kwargs.get("shift_labels")
+    outputs = self.model(*args, **kwargs)
+    if shifted is None:
+        shifted = nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
+    head, rows = self._octavo_head
+    hidden = outputs.last_hidden_state
+    loss = linear_cross_entropy(
+        hidden, self.lm_head.weight, shifted.to(hidden.device), count=count, head=head, rows=rows
+    )
+    return CausalLMOutputWithPast(
+        loss=loss,
+        logits=None,
+        past_key_values=outputs.past_key_values,
+        hidden_states=outputs.hidden_states,
+        attentions=outputs.attentions,
+    )

@@ -1,0 +1,199 @@
+"""What the quantising kernels share: scales, rounding and counting for one tile held in registers.
+
+Each function says in Triton what `octavo/numerics` says in torch, in the same order of operations: one correctly
+rounded reciprocal, then a multiplication (`/` is not correctly rounded in Triton, `tl.div_rn` is).
+
+Non-finite values are rare, so every tile looks at its largest bit pattern first: NaN and infinities sort above all
+finite magnitudes, and only a tile that has some takes the slow way.
+"""
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+# Slots of a scaling row; see numerics/scaling.py.
+SCALE = tl.constexpr(0)
+AMAX = tl.constexpr(1)
+SEEN = tl.constexpr(2)
+NON_FINITE = tl.constexpr(3)
+SATURATED = tl.constexpr(4)
+UNDERFLOW = tl.constexpr(5)
+CALLS = tl.constexpr(6)
+
+# How a layout's scales are found.
+NONE = tl.constexpr(0)  # this layout is not wanted
+TENSOR = tl.constexpr(1)
+CHANNEL = tl.constexpr(2)
+BLOCK_1X128 = tl.constexpr(3)
+BLOCK_128X128 = tl.constexpr(4)
+MX = tl.constexpr(5)
+
+INFINITY_BITS = tl.constexpr(0x7F800000)
+LARGEST_SCALE = tl.constexpr(2.0**126)
+SMALLEST_SCALE = tl.constexpr(2.0**-126)
+E8M0_ONE = tl.constexpr(127)
+
+# The interpreter's cast to FP8 drops the carry when rounding up to a power of two (1.98 becomes 1), and its cast to
+# BF16 truncates: both are given values that are on the grid already.
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def magnitude_bits(v):
+    """|v| as integers, which order like the values, with infinity and NaN on top."""
+    return v.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def finite_magnitude(v):
+    """|v|, and 0 in place of NaN and infinities."""
+    return tl.where(magnitude_bits(v) < INFINITY_BITS, tl.abs(v), 0.0)
+
+
+@triton.jit
+def scale_from_amax(amax, maximum: tl.constexpr, margin: tl.constexpr):
+    scale = tl.div_rn(amax, tl.full(amax.shape, maximum, tl.float32)) * margin
+    scale = tl.minimum(tl.maximum(scale, SMALLEST_SCALE), LARGEST_SCALE)
+    return tl.where(amax > 0, scale, 1.0)
+
+
+@triton.jit
+def reciprocal(scale):
+    return tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+
+
+@triton.jit
+def mx_exponent(amax, maximum: tl.constexpr, margin: tl.constexpr, up: tl.constexpr):
+    """The biased exponent of a block's power-of-two scale."""
+    if up:
+        bits = (tl.div_rn(amax, tl.full(amax.shape, maximum, tl.float32)) * margin).to(tl.int32, bitcast=True)
+        exponent = (bits >> 23) + tl.where((bits & 0x7FFFFF) != 0, 1, 0)
+    else:
+        top: tl.constexpr = 8 if maximum == 448.0 else 15  # ⌊log2 of the largest value⌋
+        exponent = ((amax * margin).to(tl.int32, bitcast=True) >> 23) - top
+    exponent = tl.minimum(tl.maximum(exponent, 1), 254)
+    return tl.where(amax > 0, exponent, E8M0_ONE)
+
+
+@triton.jit
+def mx_factor(exponent):
+    """2^(exponent − 127)."""
+    return (exponent << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def saturate(v, unusual, seed, offset, maximum: tl.constexpr, stochastic: tl.constexpr):
+    """What is left to do is a cast to FP8. NaN for what is not finite; `unusual`: whether the tile may hold such."""
+    if unusual:
+        v = tl.where(magnitude_bits(v) >= INFINITY_BITS, float("nan"), v)
+    v = tl.clamp(v, -maximum, maximum, propagate_nan=tl.PropagateNan.ALL)
+    if stochastic:
+        v = _stochastic(v, seed, offset, 3 if maximum == 448.0 else 2, -6 if maximum == 448.0 else -14)
+    return v
+
+
+@triton.jit
+def cast(v, dtype: tl.constexpr):
+    """FP32 to FP8, to nearest even."""
+    if INTERPRETED:
+        bits: tl.constexpr = 3 if dtype == tl.float8e4nv else 2
+        exponent = tl.maximum((v.to(tl.int32, bitcast=True) >> 23) & 0xFF, (-6 if bits == 3 else -14) + 127)
+        # Adding 1.5 × 2^23 steps leaves no room for anything below a step.
+        shift = ((exponent - bits + 23) << 23).to(tl.float32, bitcast=True) * 1.5
+        sign = v.to(tl.int32, bitcast=True) & -0x80000000
+        v = (((tl.abs(v) + shift) - shift).to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+    return v.to(dtype)
+
+
+@triton.jit
+def narrow(v, dtype: tl.constexpr):
+    """FP32 to BF16 (or what `dtype` is), to nearest even."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = v.to(tl.int32, bitcast=True)
+        v = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
+    return v.to(dtype)
+
+
+@triton.jit
+def _stochastic(v, seed, offset, mantissa_bits: tl.constexpr, min_exponent: tl.constexpr):
+    exponent = tl.maximum((v.to(tl.int32, bitcast=True) >> 23) & 0xFF, min_exponent + 127)
+    step = ((exponent - mantissa_bits) << 23).to(tl.float32, bitcast=True)
+    inverse_step = ((254 - exponent + mantissa_bits) << 23).to(tl.float32, bitcast=True)
+    scaled = v * inverse_step
+    whole = tl.floor(scaled)
+    noise = tl.rand(seed, offset)
+    rounded = (whole + tl.where(noise < scaled - whole, 1.0, 0.0)) * step
+    return tl.where(v == v, rounded, v)
+
+
+@triton.jit
+def count_lost(x, v, maximum: tl.constexpr):
+    """How many elements became zero without having been it; `v` is what goes into the cast to FP8.
+
+    Rounding to nearest even makes zero of what is at most half the smallest subnormal.
+    """
+    half: tl.constexpr = 2.0**-10 if maximum == 448.0 else 2.0**-17
+    return tl.sum(tl.sum(tl.where((tl.abs(v) <= half) & (x != 0.0), 1.0, 0.0), axis=1), axis=0)
+
+
+@triton.jit
+def count_clipped(x, scale, maximum: tl.constexpr):
+    """How many finite elements the clamp changed."""
+    beyond: tl.constexpr = 464.0 if maximum == 448.0 else 61440.0
+    over = (tl.abs(x) > scale * beyond) & (magnitude_bits(x) < INFINITY_BITS)
+    return tl.sum(tl.sum(tl.where(over, 1.0, 0.0), axis=1), axis=0)
+
+
+@triton.jit
+def top_of(x):
+    """The largest finite magnitude of a tile, and whether it holds anything that is not finite."""
+    top_bits = tl.max(tl.max(magnitude_bits(x), axis=1), axis=0)
+    non_finite = top_bits >= INFINITY_BITS
+    top = top_bits.to(tl.float32, bitcast=True)
+    if non_finite:
+        top = tl.max(tl.max(finite_magnitude(x), axis=1), axis=0)
+    return top, non_finite
+
+
+@triton.jit
+def record(row_ptr, top, non_finite, lost, clipped, per_element):
+    """What one program saw, into the row. Looking first saves nearly all atomics on the maximum."""
+    if top > tl.load(row_ptr + AMAX):
+        tl.atomic_max(row_ptr + AMAX, top, sem="relaxed")
+    if non_finite:
+        tl.atomic_max(row_ptr + NON_FINITE, 1.0, sem="relaxed")
+    if lost > 0:
+        tl.atomic_add(row_ptr + UNDERFLOW, lost * per_element, sem="relaxed")
+    if clipped > 0:
+        tl.atomic_add(row_ptr + SATURATED, clipped * per_element, sem="relaxed")
+
+
+@triton.jit
+def record_scale(row_ptr, scale, amax):
+    """By one program only: the scale of this use (a tensor of zeros teaches nothing)."""
+    if amax > 0:
+        tl.store(row_ptr + SCALE, scale)
+
+
+@triton.jit
+def record_use(row_ptr):
+    """By one program only: one more use."""
+    tl.store(row_ptr + SEEN, tl.load(row_ptr + SEEN) + 1.0)
+    tl.store(row_ptr + CALLS, tl.load(row_ptr + CALLS) + 1.0)
+
+
+@triton.jit
+def tensor_scale(row_ptr, amax_ptr, DELAYED: tl.constexpr, maximum: tl.constexpr, margin: tl.constexpr):
+    """The scale of the whole tensor: the delayed one where there is one, else from the amax that was measured."""
+    scale = scale_from_amax(tl.load(amax_ptr), maximum, margin)
+    if DELAYED:
+        known = tl.load(row_ptr + SCALE)
+        scale = tl.where(known > 0, known, scale)
+    return scale
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2

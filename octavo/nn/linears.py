@@ -1,0 +1,93 @@
+"""Linears that share one input, in FP8, as one product: y = x · [w₁; w₂; …]ᵀ + b.
+
+Shapes: M tokens, K inputs, N outputs of all the weights together.
+
+    forward    x_MK → xq_MK, xqT_KM        y_MN  = xq · wqᵀ       fast accumulation
+    backward   g_MN → gq_MN, gqT_NM        dx_MK = gq · wq        FP32 accumulation
+                                           dw_NK = gqT · xqTᵀ     FP32 accumulation
+    kept       xqT_KM in FP8, and the weights themselves, which are in memory anyway and quantised anew
+
+A linear alone is a group of one; q, k and v are a group of three with one quantised input and one GEMM. Each weight
+stays a Parameter of its own: quantising writes a new buffer anyway, so it writes them side by side. Per tensor the group
+has one scale, from the amax of all, because dx contracts over all of N.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from octavo import ops
+from octavo.nn.product import Product
+from octavo.numerics.quantize import Quantized
+
+Rows = tuple[Tensor, Tensor, Tensor]
+
+
+def fp8_linears(x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, product: Product, rows: Rows) -> Tensor:
+    """`x[..., K]` times the weights `[Nᵢ, K]` side by side, `[..., N]`. `rows`: scaling state of x, w and g."""
+    y = _FP8Linears.apply(x.reshape(-1, x.shape[-1]), bias, product, *rows, *weights)
+    return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+class _FP8Linears(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        bias: Tensor | None,
+        product: Product,
+        row_x: Tensor,
+        row_w: Tensor,
+        row_g: Tensor,
+        *weights: Tensor,
+    ) -> Tensor:
+        keep_x = any(ctx.needs_input_grad[6:])
+        x_q = ops.quantize(x, row_x, product.a, record=product.record, layout="both" if keep_x else "rows")
+        # y = x · wᵀ
+        y = ops.weight_gemm(
+            x_q[0],
+            weights,
+            row_w,
+            product.b,
+            bias=bias,
+            record=product.record,
+            out_dtype=product.out_dtype,
+            fast=True,
+            emulate=product.emulate,
+        )
+        ctx.save_for_backward(*(x_q[1] if keep_x else (None, None)), *weights)
+        # Not saved as tensors: rows change with every use, which autograd's version check would take for a mistake.
+        ctx.rows = (row_w, row_g)
+        ctx.product = product
+        ctx.like = (x.dtype, bias.dtype if bias is not None else None)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x_data, x_scale, *weights = ctx.saved_tensors
+        product, (row_w, row_g) = ctx.product, ctx.rows
+        x_dtype, bias_dtype = ctx.like
+        needs_x, needs_bias, needs_w = ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[6:]
+        dx = dbias = None
+        dws: list[Tensor | None] = [None] * len(weights)
+        if needs_x or any(needs_w):
+            layout = "both" if needs_x and any(needs_w) else "rows" if needs_x else "columns"
+            g_q = ops.quantize(g, row_g, product.g, record=True, layout=layout)
+        if needs_x:
+            # dx = g · w
+            dx = ops.weight_gemm(
+                g_q[0], weights, row_w, product.b, transpose=True, out_dtype=x_dtype, emulate=product.emulate
+            )
+        if any(needs_w):
+            # dw = gᵀ · x
+            x_km = Quantized(x_data, x_scale)
+            dw = ops.gemm_nt(g_q[-1], x_km, out_dtype=weights[0].dtype, batch=(), emulate=product.emulate)
+            parts = dw.split([w.shape[0] for w in weights])
+            dws = [part if needed else None for part, needed in zip(parts, needs_w, strict=True)]
+        if needs_bias:
+            dbias = g.float().sum(dim=0).to(bias_dtype)
+        return dx, dbias, None, None, None, None, *dws

@@ -1,0 +1,169 @@
+"""The LM head and its cross entropy, in chunks of tokens, so that the logits of a batch are never all in memory.
+
+Shapes: T tokens, K width, V vocabulary. For every chunk of tokens:
+
+    l_TV = h · wᵀ      loss, and dl in place of l      dh_TK = dl · w      dw_VK += dlᵀ · h
+
+Both gradients are computed with the loss, while a chunk's logits are there; backward only multiplies them by the
+gradient of the loss, in place, which is 1 as a rule and then costs nothing. With `head`, the three products are in FP8:
+h and w with one scale per tensor, dl in E5M2 with a constant one, since it lies in [−1, 1].
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from octavo import ops, ops_loss
+from octavo.numerics import E5M2, OperandRecipe
+from octavo.numerics.cross_entropy import IGNORED
+
+CHUNK_BYTES = 2**30  # of logits
+
+
+@dataclass(frozen=True)
+class FP8Head:
+    """How an FP8 head is computed: recipes of h and w."""
+
+    x: OperandRecipe
+    w: OperandRecipe
+    emulate: bool = False
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    count: Tensor | int | None = None,
+    head: FP8Head | None = None,
+    rows: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """The mean cross entropy of `hidden[..., K] · weight[V, K]ᵀ` against `labels[...]`; −100 is ignored.
+
+    `count`: divide the sum by this instead of the number of labels. `head` and `rows`: an FP8 head and its scaling
+    state for h and w.
+    """
+    hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    if count is None:
+        count = (labels != IGNORED).sum()
+    factor = 1.0 / torch.as_tensor(count, device=hidden.device, dtype=torch.float32)
+    row_x, row_w = rows or (None, None)
+    return _LinearCrossEntropy.apply(hidden, weight, labels, factor, head, row_x, row_w)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        factor: Tensor,
+        head: FP8Head | None,
+        row_x: Tensor | None,
+        row_w: Tensor | None,
+    ) -> Tensor:
+        needs_h, needs_w = ctx.needs_input_grad[:2]
+        compute = torch.get_autocast_dtype(hidden.device.type) if _autocast(hidden) else hidden.dtype
+        with torch.autocast(hidden.device.type, enabled=False):
+            if head is None:
+                parts = _chunks(hidden, weight, labels, factor, compute, needs_h, needs_w)
+            else:
+                assert row_x is not None and row_w is not None
+                parts = _chunks_fp8(hidden, weight, labels, factor, compute, needs_h, needs_w, head, row_x, row_w)
+        loss, dh, dw = parts
+        ctx.save_for_backward(dh, dw)
+        ctx.used = False
+        return loss * factor
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        dh, dw = ctx.saved_tensors
+        if ctx.used:
+            raise RuntimeError("linear_cross_entropy: backward a second time; its gradients were handed out already")
+        ctx.used = True
+        for gradient in (dh, dw):
+            if gradient is not None:
+                ops_loss.scale_(gradient, g)
+        return dh, dw, None, None, None, None, None
+
+
+def _chunks(
+    hidden: Tensor, weight: Tensor, labels: Tensor, factor: Tensor, compute: torch.dtype, needs_h: bool, needs_w: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    w = weight.to(compute)
+    dh = torch.empty_like(hidden) if needs_h else None
+    dw = None
+    losses = []
+    for start, stop in _bounds(len(labels), weight.shape[0], compute):
+        h, label = hidden[start:stop].to(compute), labels[start:stop]
+        logits = h @ w.t()
+        loss, lse = ops_loss.cross_entropy(logits, label)
+        losses.append(loss.sum())
+        if not needs_h and not needs_w:
+            continue
+        gradient = ops_loss.cross_entropy_backward_(logits, label, lse, factor)
+        if dh is not None:
+            dh[start:stop] = gradient @ w
+        if needs_w:
+            dw = _added(dw, gradient.t(), h, weight.dtype)
+    return torch.stack(losses).sum(), dh, dw
+
+
+def _chunks_fp8(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    factor: Tensor,
+    compute: torch.dtype,
+    needs_h: bool,
+    needs_w: bool,
+    head: FP8Head,
+    row_x: Tensor,
+    row_w: Tensor,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    record = needs_h or needs_w
+    w_q = ops.quantize(weight, row_w, head.w, record=record, layout="both" if needs_h else "rows")
+    h_q = ops.quantize(hidden, row_x, head.x, record=record, layout="rows")[0]
+    dh = torch.empty_like(hidden) if needs_h else None
+    dw = None
+    losses = []
+    for start, stop in _bounds(len(labels), weight.shape[0], compute):
+        label = labels[start:stop]
+        h = h_q._replace(data=h_q.data[start:stop])
+        logits = ops.gemm_nt(h, w_q[0], out_dtype=compute, batch=(), fast=True, emulate=head.emulate)
+        loss, lse = ops_loss.cross_entropy(logits, label)
+        losses.append(loss.sum())
+        if not record:
+            continue
+        rows, columns = ops_loss.cross_entropy_quantize(logits, label, lse, factor, E5M2)
+        del logits
+        if dh is not None:
+            dh[start:stop] = ops.gemm_nt(rows, w_q[1], out_dtype=hidden.dtype, batch=(), emulate=head.emulate)
+        if needs_w:
+            h_t = ops.quantize(hidden[start:stop], row_x, head.x, record=False, layout="columns")[0]
+            part = ops.gemm_nt(columns, h_t, out_dtype=weight.dtype, batch=(), emulate=head.emulate)
+            dw = part if dw is None else dw.add_(part)
+    return torch.stack(losses).sum(), dh, dw
+
+
+def _added(dw: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """dw + a · b; the first chunk is the product itself."""
+    if dtype != a.dtype:
+        product = (a @ b).to(dtype)
+        return product if dw is None else dw.add_(product)
+    return a @ b if dw is None else dw.addmm_(a, b)
+
+
+def _bounds(tokens: int, vocabulary: int, dtype: torch.dtype) -> list[tuple[int, int]]:
+    """Chunks of about `CHUNK_BYTES` of logits, in multiples of 128 tokens."""
+    chunk = max(CHUNK_BYTES // (vocabulary * dtype.itemsize) // 128 * 128, 128)
+    return [(start, min(start + chunk, tokens)) for start in range(0, tokens, chunk)]
+
+
+def _autocast(x: Tensor) -> bool:
+    return torch.is_autocast_enabled(x.device.type)

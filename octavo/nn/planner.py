@@ -1,0 +1,55 @@
+"""Does FP8 pay for this linear? A small cost model, with rates measured on one H200.
+
+A linear with M tokens, K inputs and N outputs multiplies 2MKN three times: forward and both gradients. FP8 doubles the
+rate and pays for quantising in bytes: x and g are read once and written in two layouts, w is read twice and written
+twice. Each kernel also takes a few microseconds whatever its size, and FP8 has eight more of them. So FP8 pays where the
+GEMM is large in all three dimensions.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a GPU does per second; see benchmarks/results for where the figures come from."""
+
+    bf16_flops: float = 700e12
+    fp8_flops: float = 1250e12
+    bytes: float = 2.8e12
+    launch: float = 2.5e-6
+    shortest_gemm: float = 8e-6
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds for one linear, forward and backward."""
+
+    bf16: float
+    fp8: float
+
+    @property
+    def pays(self) -> bool:
+        return self.fp8 < self.bf16
+
+    def __str__(self) -> str:
+        return f"about {self.fp8 * 1e6:.0f} µs in FP8 against {self.bf16 * 1e6:.0f} in BF16"
+
+
+def estimate(tokens: int, inputs: int, outputs: int, rates: Rates | None = None) -> Estimate:
+    """What the linear would cost either way."""
+    rates = rates or Rates()
+    flops = 2.0 * tokens * inputs * outputs
+
+    def products(rate: float) -> float:
+        return 3 * max(flops / rate, rates.shortest_gemm)
+
+    moved = 4 * tokens * (inputs + outputs) + 6 * inputs * outputs
+    return Estimate(products(rates.bf16_flops), products(rates.fp8_flops) + moved / rates.bytes + 8 * rates.launch)
+
+
+def why_not(tokens: int | None, inputs: int, outputs: int) -> str:
+    """Why a linear should stay in BF16 at this many tokens a step; empty if FP8 pays or nobody asked."""
+    if tokens is None:
+        return ""
+    found = estimate(tokens, inputs, outputs)
+    return "" if found.pays else f"FP8 does not pay at {tokens} tokens: {found}"

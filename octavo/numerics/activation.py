@@ -1,0 +1,41 @@
+"""The gated activation between two linears: h = act(gate) · up, with gate and up side by side as the GEMM writes them.
+
+    silu        act(g) = g · σ(g)                                    Llama, Mistral, Qwen
+    gelu_tanh   act(g) = g/2 · (1 + tanh(√(2/π) (g + 0.044715 g³)))  Gemma
+
+Computed in FP32 and rounded once to the dtype of `gate_up`, as if it had gone through memory; a kernel that quantises
+on the way does the same.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+ACTIVATIONS = ("silu", "gelu_tanh")
+GELU_FACTOR = math.sqrt(2 / math.pi)
+GELU_CUBIC = 0.044715
+
+
+def gated(gate_up: Tensor, activation: str) -> Tensor:
+    """`[..., 2F]` to `[..., F]`."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (_activate(gate, activation)[0] * up).to(gate_up.dtype)
+
+
+def gated_backward(dh: Tensor, gate_up: Tensor, activation: str) -> Tensor:
+    """The gradient of `gate_up`, `[..., 2F]`, from that of `h`."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    value, slope = _activate(gate, activation)
+    dh = dh.float()
+    return torch.cat([dh * up * slope, dh * value], dim=-1).to(gate_up.dtype)
+
+
+def _activate(gate: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """act(gate) and its derivative."""
+    if activation == "silu":
+        sigmoid = torch.sigmoid(gate)
+        return gate * sigmoid, sigmoid * (1 + gate * (1 - sigmoid))
+    tanh = torch.tanh(GELU_FACTOR * (gate + GELU_CUBIC * gate * gate * gate))
+    inner = GELU_FACTOR * (1 + 3 * GELU_CUBIC * gate * gate)
+    return 0.5 * gate * (1 + tanh), 0.5 * (1 + tanh) + 0.5 * gate * (1 - tanh * tanh) * inner

@@ -1,0 +1,228 @@
+"""What is timed: a model's shape, the tokens of a step, and the FLOPs that both imply.
+
+    FLOPs of a step = 6 · matmul parameters · tokens + attention
+
+Forward is one product per weight, backward two, and a product of n weights by t tokens is 2·n·t FLOPs. The embedding is
+a look-up and counts nothing; the head counts. Attention is causal, so half of each score matrix:
+
+    Hugging Face decoder   6 · seq · tokens · heads · head_dim · layers       (q·kᵀ and p·v, forward and backward)
+    BDH                    3 · seq · tokens · heads · (neurons + dim) · layers
+
+Work that an implementation does on top (recomputing, masked halves, padding) is not counted: it earns nothing.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from octavo.models.bdh import PRESETS as BDH_SIZES
+from octavo.numerics.checks import check_choice, check_positive_int
+from octavo.training.errors import UserError
+
+FLOPS_FORMULA = "6 * matmul parameters * tokens + causal attention (half of every score matrix), forward and backward"
+CHECK_LAYERS = 2
+LARGEST_ON_CPU = 50_000_000  # parameters; more take minutes a step where FP8 is emulated
+_NEEDED = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+def _llama(hidden: int, layers: int, intermediate: int, heads: int, kv: int, head_dim: int, vocab: int) -> dict:
+    return {
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "intermediate_size": intermediate,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "head_dim": head_dim,
+        "vocab_size": vocab,
+        "rope_theta": 500000.0,
+        "rms_norm_eps": 1e-5,
+    }
+
+
+# Llama 3.2 1B and 3B, Llama 3.1 8B; `tiny` is for a CPU.
+LLAMAS = {
+    "1b": _llama(2048, 16, 8192, 32, 8, 64, 128256),
+    "3b": _llama(3072, 28, 8192, 24, 8, 128, 128256),
+    "8b": _llama(4096, 32, 14336, 32, 8, 128, 128256),
+    "tiny": _llama(64, 2, 128, 4, 2, 16, 256),
+}
+PRESETS = (*LLAMAS, *(f"bdh-{size}" for size in BDH_SIZES))
+
+
+@dataclass(frozen=True)
+class Linear:
+    """One kind of product `x_MK · w_NKᵀ` with M the tokens of a step; `count` of them in the model."""
+
+    name: str
+    n: int
+    k: int
+    count: int
+
+    @property
+    def parameters(self) -> int:
+        return self.n * self.k * self.count
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model at one depth, and the tokens it is fed. `config`: a Hugging Face configuration, or BDH's fields."""
+
+    name: str
+    config: Mapping[str, Any]
+    layers: int
+    tokens: int
+    seq: int
+    seed: int
+    device: str
+
+    def __post_init__(self) -> None:
+        for field in ("layers", "tokens", "seq"):
+            check_positive_int(field, getattr(self, field))
+        if self.tokens % self.seq:
+            raise ValueError(f"tokens={self.tokens}: whole sequences of seq={self.seq}, so a multiple of it")
+
+    @property
+    def is_bdh(self) -> bool:
+        return self.config["model_type"] == "bdh"
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self.config["vocabulary" if self.is_bdh else "vocab_size"])
+
+    @property
+    def head_dim(self) -> int:
+        return int(self.config.get("head_dim") or self.config["hidden_size"] // self.config["num_attention_heads"])
+
+    @property
+    def linears(self) -> list[Linear]:
+        """Every product with a weight. q/k/v and gate/up are one each, as they share their input."""
+        config = self.config
+        if self.is_bdh:
+            d, h, n = config["dim"], config["heads"], config["neurons"]
+            return [
+                Linear("encoder", h * n, d, self.layers),
+                Linear("encoder_v", n, d, h * self.layers),
+                Linear("decoder", d, h * n, self.layers),
+                Linear("head", config["vocabulary"], d, 1),
+            ]
+        hidden, intermediate = config["hidden_size"], config["intermediate_size"]
+        heads = config["num_attention_heads"]
+        kv_heads = config.get("num_key_value_heads") or heads
+        return [
+            Linear("qkv", (heads + 2 * kv_heads) * self.head_dim, hidden, self.layers),
+            Linear("o", hidden, heads * self.head_dim, self.layers),
+            Linear("gate_up", 2 * intermediate, hidden, self.layers),
+            Linear("down", hidden, intermediate, self.layers),
+            Linear("head", config["vocab_size"], hidden, 1),
+        ]
+
+    @property
+    def matmul_parameters(self) -> int:
+        return sum(linear.parameters for linear in self.linears)
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers the model holds, norms and biases apart (BDH's layers share theirs)."""
+        layers = self.layers if self.is_bdh else 1
+        products = sum(linear.parameters // (layers if linear.name != "head" else 1) for linear in self.linears)
+        head = next(linear for linear in self.linears if linear.name == "head")
+        return products + head.parameters  # the embedding is as large as the head
+
+    @property
+    def attention_flops(self) -> int:
+        config = self.config
+        if self.is_bdh:
+            width = config["heads"] * (config["neurons"] + config["dim"])
+            return 3 * self.seq * self.tokens * width * self.layers
+        return 6 * self.seq * self.tokens * config["num_attention_heads"] * self.head_dim * self.layers
+
+    @property
+    def flops(self) -> int:
+        return 6 * self.matmul_parameters * self.tokens + self.attention_flops
+
+    def gemm_flops(self, fp8: bool, fp8_head: bool) -> dict[str, int]:
+        """FLOPs of all GEMMs by the precision they could run in. BDH's attention is made of GEMMs, softmax's is not."""
+        body = sum(linear.parameters for linear in self.linears if linear.name != "head") * 6 * self.tokens
+        head = 6 * self.matmul_parameters * self.tokens - body
+        body += self.attention_flops if self.is_bdh else 0
+        found = {"fp8": 0, "bf16": 0}
+        found["fp8" if fp8 else "bf16"] += body
+        found["fp8" if fp8 and fp8_head else "bf16"] += head
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        return cls(**values)
+
+
+def make_case(
+    *,
+    preset: str | None,
+    config: Path | None,
+    layers: int | None,
+    tokens: int | None,
+    seq: int | None,
+    seed: int,
+    device: str,
+    force: bool,
+) -> Case:
+    """A case from the options a person gave; what cannot be met is an error that names the way out."""
+    if (preset is None) == (config is None):
+        raise UserError("give one of --preset and --config")
+    check_choice("device", device, ("auto", "cpu", "cuda"))
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: torch sees no CUDA device here; use --device cpu with --preset tiny")
+    values = read_config(config) if config is not None else _preset(str(preset))
+    name = config.stem if config is not None else str(preset)
+    small = name.endswith("tiny")
+    case = Case(
+        name=name,
+        config=values,
+        layers=values["layers" if values["model_type"] == "bdh" else "num_hidden_layers"] if layers is None else layers,
+        tokens=(256 if small else 8192) if tokens is None else tokens,
+        seq=(64 if small else 2048) if seq is None else seq,
+        seed=seed,
+        device=device,
+    )
+    if device == "cpu" and case.parameters > LARGEST_ON_CPU and not force:
+        raise UserError(
+            f"{case.name} with {case.layers} layers has {case.parameters:,} parameters: on a CPU a step takes minutes "
+            "and says nothing about FP8; use a GPU, --preset tiny, or --force"
+        )
+    return case
+
+
+def _preset(name: str) -> dict[str, Any]:
+    check_choice("preset", name, PRESETS)
+    if name in LLAMAS:
+        return LLAMAS[name]
+    return {"model_type": "bdh", "vocabulary": 256, **BDH_SIZES[name.removeprefix("bdh-")]}
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A Hugging Face `config.json` of a dense decoder."""
+    try:
+        values = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise UserError(f"--config {path}: no such file") from error
+    except (OSError, ValueError) as error:
+        raise UserError(f"--config {path}: not a JSON file that can be read: {error}") from error
+    missing = [name for name in _NEEDED if not (isinstance(values, dict) and values.get(name))]
+    if missing:
+        raise UserError(f"--config {path}: no {missing[0]} in it; the bench takes the config.json of a dense decoder")
+    experts = [name for name in _EXPERTS if values.get(name)]
+    if experts:
+        raise UserError(f"--config {path}: {experts[0]}={values[experts[0]]}: the bench counts dense decoders only")
+    values.pop("_name_or_path", None)  # results hold the configuration, and this may be a folder of the machine
+    return values

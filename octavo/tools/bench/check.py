@@ -1,0 +1,81 @@
+"""Correctness first: a contender's loss and whole gradient against plain BF16 on the same weights and tokens.
+
+At full width, on few layers and the run's own tokens, so that what is checked is the very code that is timed next. The
+second step counts: by then delayed scaling uses the scales that the first one left.
+
+    cosine = Σ g·r / √(Σ g·g · Σ r·r)        g the contender's gradient, r the reference's, over all parameters
+"""
+
+import math
+from typing import Any
+
+import torch
+
+from octavo.tools.bench.cases import CHECK_LAYERS, Case
+from octavo.tools.bench.contenders import Contender
+from octavo.tools.bench.subject import Subject
+
+LARGEST_LOSS_DIFFERENCE = 0.02
+SMALLEST_COSINE = 0.9
+REFERENCE = Contender("bf16-eager", "bf16", compile=False)
+
+
+def check(case: Case, contender: Contender) -> tuple[dict[str, Any], Subject]:
+    """The comparison, ready for JSON; and the subject, to be kept: compiled code goes with the model it was made of."""
+    layers = min(CHECK_LAYERS, case.layers)
+    reference = Subject(case, REFERENCE, layers)
+    reference_loss = reference.step().item()
+    gradients = {name: p.grad for name, p in reference.model.named_parameters()}
+
+    subject = Subject(case, contender, layers)
+    subject.step()
+    subject.forget_gradients()
+    loss = subject.step().item()
+    found = {
+        "layers": layers,
+        "tokens": case.tokens,
+        "loss": loss,
+        "reference_loss": reference_loss,
+        "loss_difference": loss / reference_loss - 1,
+        **_compare(subject, gradients),
+    }
+    reference.park()
+    found["failure"] = failure(found)
+    return _finite(found), subject
+
+
+def failure(found: dict[str, Any]) -> str:
+    """Why these figures are not those of a correct step; empty if they are. NaN fails every comparison."""
+    difference, cosine = found["loss_difference"], found["cosine"]
+    if not abs(difference) <= LARGEST_LOSS_DIFFERENCE:
+        return f"loss off by {difference:+.2%} from BF16 (allowed: {LARGEST_LOSS_DIFFERENCE:.0%})"
+    if not cosine >= SMALLEST_COSINE:
+        return f"gradient cosine {cosine:.3f} to BF16 (allowed: {SMALLEST_COSINE} and more)"
+    return ""
+
+
+@torch.no_grad()
+def _compare(subject: Subject, reference: dict[str, torch.Tensor | None]) -> dict[str, Any]:
+    sums = torch.zeros(3, dtype=torch.float64)
+    worst, worst_name = math.inf, ""
+    for name, parameter in subject.model.named_parameters():
+        expected = reference[name]
+        if parameter.grad is None or expected is None:
+            raise ValueError(f"{name} has no gradient after a step")
+        g, r = parameter.grad.flatten().float(), expected.flatten().float()
+        one = torch.stack([g @ r, g @ g, r @ r]).double().cpu()
+        sums += one
+        cosine = _cosine(one)
+        if not cosine >= worst:
+            worst, worst_name = cosine, name
+    return {"cosine": _cosine(sums), "worst_cosine": worst, "worst_parameter": worst_name}
+
+
+def _cosine(sums: torch.Tensor) -> float:
+    gr, gg, rr = sums.tolist()
+    return gr / math.sqrt(gg * rr) if gg * rr != 0 else math.nan
+
+
+def _finite(found: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN: None stands for it."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in found.items()}

@@ -1,0 +1,102 @@
+"""Who is timed. A contender that cannot run here keeps its row, with the reason: nothing is dropped silently."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from typing import Any
+
+from octavo.numerics.checks import check_choice
+from octavo.numerics.config import RECIPES
+from octavo.tools.bench.cases import Case
+from octavo.training.errors import UserError
+
+BASELINE = "bf16-compiled"
+OWN_BASELINE = "octavo-bf16"
+AGAINST = ("bf16-eager", BASELINE, OWN_BASELINE, "torchao", "torchao-row", "te", "unsloth")
+HEADS = ("bf16", "fp8", "both")
+WGRADS = ("recipe", "channel", "both")
+MODES = ("full", "lora")
+_PACKAGES = {"torchao": "torchao", "torchao-row": "torchao", "te": "transformer_engine", "unsloth": "unsloth"}
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to run the model.
+
+    `kind`: how it is prepared (see `subject.py`): bf16, octavo, octavo-bf16, octavo-fused, torchao, torchao-row, te.
+    """
+
+    name: str
+    kind: str
+    compile: bool
+    recipe: str | None = None
+    fp8_head: bool = False
+    wgrad: str | None = None
+
+    @property
+    def in_fp8(self) -> bool:
+        return self.kind not in ("bf16", "octavo-bf16")
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def make_contenders(
+    case: Case, *, mode: str, recipes: Sequence[str], head: str, wgrad: str, against: Sequence[str], compile: bool
+) -> tuple[list[Contender], dict[str, str]]:
+    """The contenders that can run, baselines first, and the reasons of those that cannot."""
+    check_choice("mode", mode, MODES)
+    if mode == "lora":
+        raise UserError("--mode lora comes with LoRA support; use --mode full")
+    check_choice("head", head, HEADS)
+    check_choice("wgrad", wgrad, WGRADS)
+    for name in recipes:
+        check_choice("recipe", name, tuple(RECIPES))
+    for name in against:
+        check_choice("against", name, AGAINST)
+    if wgrad != "recipe" and "block" not in recipes:
+        raise UserError(f"--wgrad {wgrad}: a choice within the block recipe; add block to --recipe")
+    if case.is_bdh and head != "bf16":
+        raise UserError(f"--head {head}: BDH's head of {case.vocabulary} bytes stays in BF16; leave it out")
+
+    reasons = {name: reason for name in against if (reason := _why_not(name, case, compile))}
+    found = [_other(name, compile) for name in against if name not in reasons]
+    for recipe in recipes:
+        found += _own(recipe, case, head, wgrad if recipe == "block" else "recipe", compile)
+    return found, reasons
+
+
+def _own(recipe: str, case: Case, head: str, wgrad: str, compile: bool) -> list[Contender]:
+    if case.is_bdh:
+        plain = Contender(f"octavo {recipe}", "octavo", compile, recipe)
+        return [plain, Contender(f"octavo {recipe} fused", "octavo-fused", False, recipe)]
+    found = []
+    for fp8_head in {"bf16": (False,), "fp8": (True,), "both": (False, True)}[head]:
+        for w in {"recipe": (None,), "channel": ("channel",), "both": (None, "channel")}[wgrad]:
+            name = f"octavo {recipe}" + (f" wgrad-{w}" if w else "") + (" fp8-head" if fp8_head else "")
+            found.append(Contender(name, "octavo", compile, recipe, fp8_head, w))
+    return found
+
+
+def _other(name: str, compile: bool) -> Contender:
+    if name == "bf16-eager":
+        return Contender(name, "bf16", False)
+    if name == BASELINE:
+        return Contender(name, "bf16", True)
+    # Transformer Engine's modules break the graph of a layer: compiling around them only adds guards.
+    return Contender(name, name, compile and name != "te")
+
+
+def _why_not(name: str, case: Case, compile: bool) -> str:
+    package = _PACKAGES.get(name)
+    if package is not None and find_spec(package) is None:
+        return "not installed"
+    if name == "unsloth":
+        return "not in --mode full: it fine-tunes adapters"
+    if name == BASELINE and not compile:
+        return "left out by --no-compile"
+    if case.is_bdh and package is not None:
+        return "BDH has no nn.Linear to convert"
+    if case.is_bdh and name == OWN_BASELINE:
+        return "BDH's fused code is FP8 only"
+    return ""

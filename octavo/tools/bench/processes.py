@@ -1,0 +1,80 @@
+"""The parent's end of a worker: one request, one answer, and never a process left behind."""
+
+import json
+import os
+import selectors
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from typing import Any
+
+from octavo.tools.bench.cases import Case
+from octavo.tools.bench.contenders import Contender
+
+TIMEOUT_S = 900.0
+
+
+class WorkerError(Exception):
+    """A worker that failed, in one line."""
+
+
+class WorkerProcess:
+    """A worker at work. A session of its own, so that Ctrl-C reaches the parent alone, which then kills it."""
+
+    def __init__(self, case: Case, contender: Contender, workers: int) -> None:
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
+        environment = {
+            "OMP_WAIT_POLICY": "PASSIVE",  # waiting threads that spin would take the cores of the worker being timed
+            "TORCHINDUCTOR_COMPILE_THREADS": str(max(2, (os.cpu_count() or 2) // workers)),
+            **os.environ,
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "octavo.tools.bench.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            text=True,
+            start_new_session=True,
+            env=environment,
+        )
+        self._send({"case": case.to_dict(), "contender": contender.to_dict()})
+
+    def request(self, do: str, **arguments: Any) -> None:
+        """Ask without waiting; `answer` waits."""
+        self._send({"do": do, **arguments})
+
+    def answer(self) -> dict[str, Any]:
+        stdout = self._process.stdout
+        assert stdout is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(stdout, selectors.EVENT_READ)
+            if not selector.select(TIMEOUT_S):
+                raise WorkerError(f"no answer for {TIMEOUT_S:.0f} s")
+        line = stdout.readline()
+        if not line:
+            raise WorkerError(self._last_words())
+        found = json.loads(line)
+        if "error" in found:
+            raise WorkerError(found["error"])
+        return found
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout, self._stderr):
+            assert stream is not None
+            with suppress(BrokenPipeError):  # a request that it died without reading
+                stream.close()
+
+    def _send(self, message: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # it has died; `answer` says of what
+            self._process.stdin.write(json.dumps(message) + "\n")
+            self._process.stdin.flush()
+
+    def _last_words(self) -> str:
+        code = self._process.wait()
+        self._stderr.seek(0)
+        lines = self._stderr.read().decode(errors="replace").strip().splitlines()
+        return f"exit code {code}" + (f": {lines[-1].strip()[:300]}" if lines else "")

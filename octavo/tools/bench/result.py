@@ -1,0 +1,144 @@
+"""From what workers answered to the figures of a row; and the dated file that keeps them.
+
+The file names the device, the versions and the command, and neither the host nor any folder of it.
+"""
+
+import datetime
+import re
+import statistics
+import subprocess
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from octavo.tools.bench.cases import FLOPS_FORMULA, Case
+from octavo.tools.bench.contenders import BASELINE, OWN_BASELINE, Contender
+from octavo.training.errors import UserError
+from octavo.training.files import disk_errors, write_json
+
+# What became of a contender.
+TIMED, WRONG, FAILED, NOT_RUN = "timed", "wrong", "failed", "not run"
+VERSION = 1
+_PACKAGES = ("triton", "transformers", "torchao", "transformer_engine", "unsloth")
+_FOLDERS = re.compile(r"(?<![\w.])~?/(?:[^\s/'\",:=]+/)+")
+
+
+def new_row(contender: Contender) -> dict[str, Any]:
+    return {**contender.to_dict(), "status": TIMED, "reason": "", "check": None, "summary": "", "turns": []}
+
+
+def missing_row(name: str, reason: str) -> dict[str, Any]:
+    return {"name": name, "status": NOT_RUN, "reason": reason}
+
+
+def fail_row(row: dict[str, Any], status: str, reason: str) -> None:
+    """No speed from now on, whatever was timed before: half a measurement is none."""
+    row.update(status=status, reason=without_folders(reason), turns=[])
+
+
+def add_figures(rows: Sequence[dict[str, Any]], case: Case, ceilings: dict[str, Any]) -> None:
+    """Figures of every row that was timed, from its turns."""
+    timed = [row for row in rows if row["status"] == TIMED]
+    for row in timed:
+        times = [seconds for turn in row["turns"] for seconds in turn["times"]]
+        median = statistics.median(times)
+        peaks = [turn["peak_gib"] for turn in row["turns"]]
+        floor = _floor_seconds(row, case, ceilings)
+        row["figures"] = {
+            "step_s": median,
+            "fastest_s": min(times),
+            "slowest_s": max(times),
+            "quartiles_s": statistics.quantiles(times, n=4)[::2] if len(times) > 1 else [median, median],
+            "tokens_per_s": case.tokens / median,
+            "tflops": case.flops / median / 1e12,
+            "peak_gib": None if None in peaks else max(peaks),
+            "gemm_floor_s": floor,
+            "gemm_floor_share": None if floor is None else floor / median,
+            "scaling": row["turns"][-1]["scaling"],
+        }
+    for baseline in (BASELINE, OWN_BASELINE):
+        base = next((row["figures"] for row in timed if row["name"] == baseline), None)
+        for row in timed:
+            row["figures"][f"speedup_{baseline}"] = base and base["step_s"] / row["figures"]["step_s"]
+
+
+def _floor_seconds(row: dict[str, Any], case: Case, ceilings: dict[str, Any]) -> float | None:
+    """The time that the GEMMs alone would take at the ceilings of this run."""
+    contender = Contender(**{name: row[name] for name in Contender.__dataclass_fields__})
+    seconds = 0.0
+    for precision, flops in case.gemm_flops(contender.in_fp8, contender.fp8_head).items():
+        if flops and ceilings[precision] is None:
+            return None
+        seconds += flops / ceilings[precision] / 1e12 if flops else 0.0
+    return seconds
+
+
+def describe(case: Case, command: Sequence[str], found: dict[str, Any]) -> dict[str, Any]:
+    """`found` (kind, rows, …) with everything a reader needs to judge and repeat it."""
+    return {
+        "octavo_bench": VERSION,
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+        "command": without_folders(" ".join(command)),
+        "device": device_name(case.device),
+        "versions": versions(),
+        "case": case.to_dict(),
+        "parameters": case.parameters,
+        "matmul_parameters": case.matmul_parameters,
+        "flops": case.flops,
+        "flops_formula": FLOPS_FORMULA,
+        **found,
+    }
+
+
+def device_name(device: str) -> str:
+    return torch.cuda.get_device_name() if device == "cuda" else "CPU"
+
+
+def versions() -> dict[str, str]:
+    found = {"octavo": _octavo_version(), "torch": torch.__version__}
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue  # its row, if it has one, says so
+    return found
+
+
+def _octavo_version() -> str:
+    """The version, and the commit where the package is used from a checkout."""
+    version = metadata.version("octavo")
+    root = Path(__file__).parents[3]
+    if not (root / ".git").exists():
+        return version
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        described = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return version
+    return f"{version}+{described.stdout.strip()}" if described.returncode == 0 else version
+
+
+def without_folders(text: str) -> str:
+    """Absolute paths shortened to their last part."""
+    return _FOLDERS.sub("", text)
+
+
+def write_result(result: dict[str, Any], out: Path) -> Path:
+    """A new file in `out`, named after date, device and model; an earlier one of the same day stays."""
+    if out.exists() and not out.is_dir():
+        raise UserError(f"--out {out}: not a folder")
+    case = result["case"]
+    device = re.sub(r"[^a-z0-9]+", "-", result["device"].lower().removeprefix("nvidia ")).strip("-")
+    kind = "" if result["kind"] == "step" else f"-{result['kind']}"
+    stem = f"{result['date']}-{device}-{case['name']}-{case['layers']}l{kind}"
+    names = [stem, *(f"{stem}-{i}" for i in range(2, 1000))]
+    with disk_errors(out):
+        out.mkdir(parents=True, exist_ok=True)
+    path = next(path for name in names if not (path := out / f"{name}.json").exists())
+    write_json(path, result)
+    return path

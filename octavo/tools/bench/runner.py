@@ -1,0 +1,110 @@
+"""The run: every contender in its own process, interleaved, so that a GPU that heats up or slows down hits all alike.
+
+1. All workers start at once: importing and compiling are the CPU's work and overlap.
+2. The ceiling of the GEMMs is measured, with the workers at rest.
+3. One after the other: correctness, then the whole model and its warm-up.
+4. Rounds: in each, every contender has its turn of timed steps; every other round in reverse order.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import torch
+
+from octavo.tools.bench.cases import Case
+from octavo.tools.bench.contenders import Contender
+from octavo.tools.bench.gemm import measure_ceilings
+from octavo.tools.bench.processes import WorkerError, WorkerProcess
+from octavo.tools.bench.result import FAILED, WRONG, add_figures, fail_row, missing_row, new_row
+
+Say = Callable[[str], None]
+
+
+def run_bench(
+    case: Case,
+    contenders: Sequence[Contender],
+    reasons: dict[str, str],
+    *,
+    rounds: int,
+    steps: int,
+    warmup: int,
+    say: Say,
+) -> dict[str, Any]:
+    """Everything measured, ready for `result.describe`. `say` hears how far the run is."""
+    with _Field(case, contenders, say) as field:
+        say(f"Starting {len(contenders)} processes")
+        field.start()
+        ceilings = measure_ceilings(case)
+        if case.device == "cuda":
+            torch.cuda.empty_cache()
+        for i in field.running:
+            field.check_and_load(i, warmup)
+        for number in range(rounds):
+            say(f"Round {number + 1} of {rounds}")
+            for i in field.running[:: -1 if number % 2 else 1]:
+                field.take_turn(i, steps)
+    add_figures(field.rows, case, ceilings)
+    rows = field.rows + [missing_row(name, reason) for name, reason in reasons.items()]
+    return {"kind": "step", "rounds": rounds, "steps": steps, "warmup": warmup, "ceilings": ceilings, "rows": rows}
+
+
+class _Field:
+    """The contenders of a run with their workers and rows. One that fails is out; the others go on."""
+
+    def __init__(self, case: Case, contenders: Sequence[Contender], say: Say) -> None:
+        self.rows = [new_row(contender) for contender in contenders]
+        self._say = say
+        self._workers: dict[int, WorkerProcess] = {}
+        self._make = lambda i: WorkerProcess(case, contenders[i], len(contenders))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for worker in self._workers.values():
+            worker.kill()
+
+    @property
+    def running(self) -> list[int]:
+        return list(self._workers)
+
+    def start(self) -> None:
+        for i in range(len(self.rows)):
+            self._workers[i] = self._make(i)
+            self._workers[i].request("start")
+        for i in self.running:
+            self._answer(i)
+
+    def check_and_load(self, i: int, warmup: int) -> None:
+        found = self._ask(i, "check")
+        if found is None:
+            return
+        self.rows[i]["check"] = found
+        if found["failure"]:
+            self._leave(i, WRONG, found["failure"])
+            return
+        loaded = self._ask(i, "load", warmup=warmup)
+        if loaded is not None:
+            self.rows[i]["summary"] = loaded["summary"]
+            self._say(f"{self.rows[i]['name']}: correct, warm after {loaded['seconds']:.0f} s; {loaded['summary']}")
+
+    def take_turn(self, i: int, steps: int) -> None:
+        turn = self._ask(i, "time", steps=steps)
+        if turn is not None:
+            self.rows[i]["turns"].append(turn)
+
+    def _ask(self, i: int, do: str, **arguments: Any) -> dict[str, Any] | None:
+        self._workers[i].request(do, **arguments)
+        return self._answer(i)
+
+    def _answer(self, i: int) -> dict[str, Any] | None:
+        try:
+            return self._workers[i].answer()
+        except WorkerError as error:
+            self._leave(i, FAILED, str(error))
+            return None
+
+    def _leave(self, i: int, status: str, reason: str) -> None:
+        self._workers.pop(i).kill()
+        fail_row(self.rows[i], status, reason)
+        self._say(f"{self.rows[i]['name']}: {self.rows[i]['reason']}")

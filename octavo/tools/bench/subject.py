@@ -1,0 +1,142 @@
+"""A model made ready for one contender, and the training step that is timed.
+
+Weights are random and come from the seed alone, so that every contender has the same ones, and so that they need no
+copy: between its turns a contender gives its weights' memory back and draws them again when its turn comes. (Eight
+billion of them are drawn in a fraction of a second on the GPU; copying them to the CPU and back takes several.)
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.convert import convert_to_fp8
+from octavo.hf.build import build_causal_lm, decoder_layers
+from octavo.models.bdh import BDH, BDHConfig
+from octavo.nn.autocast import fp8_autocast
+from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
+from octavo.tools.bench.cases import Case
+from octavo.tools.bench.contenders import Contender
+from octavo.tools.bench.peers import convert_by_te, convert_by_torchao
+
+INIT_STD = 0.02
+
+
+class Subject:
+    """`step()` is forward, loss, backward and, in FP8, the roll of the scaling histories that an optimiser would do."""
+
+    def __init__(self, case: Case, contender: Contender, layers: int | None = None) -> None:
+        self.case = replace(case, layers=case.layers if layers is None else layers)
+        self.model: Any = _build(self.case)
+        self._storages: list[tuple[torch.UntypedStorage, int]] = []
+        self._draw()
+        self.scaling: FP8ScalingManager | None = None
+        self.context: AbstractContextManager[Any] = nullcontext()
+        self.summary = "BF16, nothing converted"
+        self._prepare(contender)
+        if contender.compile:
+            self._compile()
+        generator = torch.Generator().manual_seed(case.seed)
+        shape = (case.tokens // case.seq, case.seq)
+        self.tokens_BT = torch.randint(case.vocabulary, shape, generator=generator).to(case.device)
+
+    def _prepare(self, contender: Contender) -> None:
+        kind, tokens = contender.kind, self.case.tokens
+        if kind in ("torchao", "torchao-row"):
+            self.summary = convert_by_torchao(self.model, kind)
+        elif kind == "te":
+            self.summary, self.context = convert_by_te(self.model)
+        elif kind == "octavo-bf16":
+            self.summary = convert_to_fp8(self.model, precision="bf16", tokens=tokens).summary()
+        elif kind == "octavo-fused":
+            from octavo.models.bdh_fused import fuse
+
+            self.scaling = fuse(self.model, config_of(contender)).scaling
+            self.summary = "BDH's fused FP8 code"
+        elif kind == "octavo" and self.case.is_bdh:
+            context = fp8_autocast(config_of(contender), model=self.model)
+            self.context, self.scaling = context, context.scaling
+            self.summary = "BDH's own code under fp8_autocast"
+        elif kind == "octavo":
+            report = convert_to_fp8(self.model, config_of(contender), precision="fp8", tokens=tokens)
+            self.scaling, self.summary = report.scaling, report.summary()
+
+    def _compile(self) -> None:
+        if self.case.is_bdh:
+            self.model.compile(fullgraph=True)
+            return
+        for layer in decoder_layers(self.model):
+            layer.compile()
+
+    def step(self) -> Tensor:
+        """One training step without the optimiser; returns the loss, still on the device."""
+        with self.context:
+            if self.case.is_bdh:
+                loss = self.model(self.tokens_BT, self.tokens_BT)[1]
+            else:
+                loss = self.model(input_ids=self.tokens_BT, labels=self.tokens_BT, use_cache=False).loss
+        loss.backward()
+        if self.scaling is not None:
+            self.scaling.step()
+        return loss.detach()
+
+    def warm_layers(self) -> None:
+        """Compile the decoder layers at the real shapes, without the head: its logits take 17 GB at 8B.
+
+        All workers do this at the same time, so that their compilations overlap. (BDH's loop over its layers is one
+        graph, and another one at another depth: nothing to prepare.) The gradient that comes in is not the
+        loss's, so scaling histories are spoiled: a subject that has done this is good for nothing else.
+        """
+        if not self.case.is_bdh:
+            with self.context:
+                hidden = self.model.base_model(input_ids=self.tokens_BT, use_cache=False).last_hidden_state
+            hidden.float().square().mean().backward()
+
+    def forget_gradients(self) -> None:
+        self.model.zero_grad(set_to_none=True)
+
+    def park(self) -> None:
+        """Give back the memory of weights and gradients."""
+        self.forget_gradients()
+        storages = [p.untyped_storage() for p in self.model.parameters() if p.dim() >= 2]
+        self._storages = [(storage, storage.nbytes()) for storage in storages if storage.nbytes()]
+        for storage, _ in self._storages:
+            storage.resize_(0)
+        if self.case.device == "cuda":
+            torch.cuda.empty_cache()
+
+    def unpark(self) -> None:
+        for storage, size in self._storages:
+            storage.resize_(size)
+        self._draw()
+
+    def _draw(self) -> None:
+        """Every matrix from the seed. Norms and biases keep what the model gave them."""
+        generator = torch.Generator(self.case.device).manual_seed(self.case.seed)
+        for parameter in self.model.parameters():
+            if parameter.dim() >= 2:
+                parameter.data.normal_(0.0, INIT_STD, generator=generator)
+
+
+def config_of(contender: Contender) -> FP8TrainingConfig:
+    """Only what was chosen is named, so that everything else is the library's default."""
+    overrides: dict[str, Any] = {"fp8_head": True} if contender.fp8_head else {}
+    overrides |= {"wgrad": contender.wgrad} if contender.wgrad else {}
+    return FP8TrainingConfig.from_recipe(str(contender.recipe), **overrides)
+
+
+def _build(case: Case) -> nn.Module:
+    if case.is_bdh:
+        shape = {name: case.config[name] for name in ("dim", "heads", "neurons", "vocabulary")}
+        with torch.device(case.device):
+            return BDH(BDHConfig(**shape, layers=case.layers)).to(torch.bfloat16)
+    model = build_causal_lm(case.config, layers=case.layers, positions=case.seq, device=case.device)
+    found = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
+    if found != case.matmul_parameters:
+        raise ValueError(
+            f"{case.name}: its linears hold {found:,} weights, the bench's formula for a dense decoder says "
+            f"{case.matmul_parameters:,}: TFLOP/s would be wrong; use a Llama-like configuration"
+        )
+    return model

@@ -1,0 +1,61 @@
+"""Time on the device: CUDA events on a GPU, the wall clock elsewhere."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+
+def time_each(function: Callable[[], object], count: int, device: str, before: Callable[[], object]) -> list[float]:
+    """Seconds of each of `count` calls. `before` runs before every call, untimed; calls are not drained in between,
+    so a host that runs ahead of the GPU may do so, as it does in training."""
+    if device != "cuda":
+        times = []
+        for _ in range(count):
+            before()
+            start = time.perf_counter()
+            function()
+            times.append(time.perf_counter() - start)
+        return times
+    events = []
+    for _ in range(count):
+        before()
+        pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        pair[0].record()
+        function()
+        pair[1].record()
+        events.append(pair)
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) / 1e3 for start, end in events]
+
+
+def try_device_time(calls: Sequence[Callable[[], object]], device: str) -> tuple[float | None, str]:
+    """`device_time`, or None and the reason: one shape that does not fit must not cost the whole table."""
+    try:
+        return device_time(calls, device), ""
+    except RuntimeError as error:  # also out of memory, and what a kernel does not implement
+        return None, str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
+
+
+def device_time(calls: Sequence[Callable[[], object]], device: str, repeats: int = 10) -> float:
+    """Median seconds of one of `calls`, which do the same work on different memory (so that caches do not help).
+
+    On a GPU they are replayed from a CUDA graph: a kernel of 40 µs would otherwise be timed by the 30 µs that Python
+    takes to launch it.
+    """
+
+    def run_all() -> None:
+        for call in calls:
+            call()
+
+    run_all()
+    if device != "cuda":
+        return statistics.median(time_each(run_all, repeats, device, lambda: None)) / len(calls)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run_all()
+    for _ in range(3):
+        graph.replay()
+    return statistics.median(time_each(graph.replay, repeats, device, lambda: None)) / len(calls)

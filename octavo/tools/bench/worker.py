@@ -1,0 +1,150 @@
+"""One contender in a process of its own: `python -m octavo.tools.bench.worker`, driven by JSON lines.
+
+The first line is `{"case": …, "contender": …}`; every further one asks for something and gets one line back:
+
+    {"do": "start"}                 import, and compile a decoder layer (all workers at once)
+    {"do": "check"}                 loss and gradient against BF16
+    {"do": "load", "warmup": 3}     the whole model, and its first steps
+    {"do": "time", "steps": 5}      timed steps; before and after, the model's memory is given back
+
+An answer with `error` is the last: the worker then leaves. It also leaves when its input ends, so a parent that was
+killed leaves nothing behind. What libraries print goes to stderr: the real stdout carries answers only.
+"""
+
+import json
+import math
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, TextIO
+
+import torch
+
+from octavo.numerics import FP8ScalingManager
+from octavo.tools.bench.cases import Case
+from octavo.tools.bench.check import check
+from octavo.tools.bench.contenders import Contender
+from octavo.tools.bench.subject import Subject
+from octavo.tools.bench.timing import time_each
+
+GIB = 2**30
+
+
+class Worker:
+    """What a worker knows between two lines."""
+
+    def __init__(self, case: Case, contender: Contender) -> None:
+        self.case, self.contender = case, contender
+        self.subject: Subject | None = None
+        self._kept: list[Subject] = []  # compiled code is dropped with the model it was first made for
+
+    def start(self) -> dict[str, Any]:
+        # One layer: all workers are on the GPU at once, and the other layers share its compiled code.
+        subject = Subject(self.case, self.contender, layers=1)
+        subject.warm_layers()
+        subject.park()
+        self._kept.append(subject)
+        return {}
+
+    def check(self) -> dict[str, Any]:
+        found, subject = check(self.case, self.contender)
+        subject.park()
+        self._kept.append(subject)
+        return found
+
+    def load(self, warmup: int) -> dict[str, Any]:
+        start = time.perf_counter()
+        self.subject = Subject(self.case, self.contender)
+        for _ in range(warmup):
+            self.subject.forget_gradients()
+            self.subject.step()
+        self._synchronize()
+        self.subject.park()
+        return {"summary": self.subject.summary, "seconds": time.perf_counter() - start}
+
+    def time(self, steps: int) -> dict[str, Any]:
+        subject = self.subject
+        assert subject is not None
+        subject.unpark()
+        subject.step()  # untimed: it gets its memory back from the driver
+        subject.forget_gradients()
+        losses: list[torch.Tensor] = []
+        if self.case.device == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        times = time_each(
+            lambda: losses.append(subject.step()), steps, self.case.device, before=subject.forget_gradients
+        )
+        loss = losses[-1].item()
+        if not math.isfinite(loss):
+            raise FloatingPointError(f"loss {loss} while timed: the step is not a correct one")
+        peak = torch.cuda.max_memory_allocated() / GIB if self.case.device == "cuda" else None
+        answer = {
+            "times": times,
+            "peak_gib": peak,
+            "loss": loss,
+            "scaling": scaling_rates(subject.scaling),
+        }
+        subject.park()
+        return answer
+
+    def _synchronize(self) -> None:
+        if self.case.device == "cuda":
+            torch.cuda.synchronize()
+
+
+def scaling_rates(scaling: FP8ScalingManager | None) -> dict[str, dict[str, float]]:
+    """Underflow and saturation, mean and maximum over tensors, by operand (the last part of a tensor's name)."""
+    if scaling is None:
+        return {}
+    by_operand: dict[str, list[dict[str, float]]] = {}
+    for name, row in scaling.statistics().items():
+        by_operand.setdefault(name.rsplit(".", 1)[-1], []).append(row)
+    found = {}
+    for operand, rows in by_operand.items():
+        found[operand] = {"tensors": float(len(rows))}
+        for rate in ("underflow", "saturated"):
+            values = [row[rate] for row in rows]
+            found[operand] |= {f"{rate}_mean": sum(values) / len(values), f"{rate}_max": max(values)}
+    return found
+
+
+def serve(requests: TextIO, answers: TextIO) -> None:
+    """Answer until the input ends or something fails."""
+    first = json.loads(requests.readline())
+    worker = Worker(Case.from_dict(first["case"]), Contender(**first["contender"]))
+    commands: dict[str, Callable[..., dict[str, Any]]] = {
+        "start": worker.start,
+        "check": worker.check,
+        "load": worker.load,
+        "time": worker.time,
+    }
+    for line in iter(requests.readline, ""):
+        request = json.loads(line)
+        try:
+            answer = commands[request.pop("do")](**request)
+        except Exception as error:
+            traceback.print_exc()
+            answer = {"error": in_one_line(error)}
+        print(json.dumps(answer), file=answers, flush=True)
+        if "error" in answer:
+            return
+
+
+def in_one_line(error: BaseException) -> str:
+    """What went wrong at the bottom: compilers wrap the error that matters in several of their own."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return "".join(traceback.format_exception_only(error)).strip().splitlines()[0][:300]
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    serve(sys.stdin, answers)
+
+
+if __name__ == "__main__":
+    main()

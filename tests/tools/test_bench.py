@@ -1,0 +1,193 @@
+"""`octavo bench` as people run it: the real command, real workers, a tiny model on the CPU."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from octavo.cli import main
+
+OCTAVO = Path(sys.executable).with_name("octavo")
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+SHORT = ["--rounds", "2", "--steps", "2", "--warmup", "1", "--device", "cpu"]
+CONFIG = {
+    "model_type": "qwen2",
+    "_name_or_path": "/somewhere/on/this/machine",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 64,
+    "tie_word_embeddings": True,
+}
+
+
+def bench(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [str(OCTAVO), "bench", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=folder, env=ENVIRONMENT)
+
+
+def read(folder: Path, pattern: str = "*.json") -> dict:
+    (path,) = (folder / "benchmarks" / "results").glob(pattern)
+    return json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+
+def test_a_run_on_a_hugging_face_model(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    command = ("--preset", "tiny", "--recipe", "delayed,block", "--against", "bf16-eager,octavo-bf16,te,bf16-compiled")
+    run = bench(tmp_path, *command, "--no-compile", *SHORT)
+    assert run.returncode == 0, run.stderr
+    assert run.stderr == ""
+    assert "these times say nothing about FP8" in run.stdout
+
+    result = read(tmp_path, "20??-??-??-cpu-tiny-2l.json")
+    rows = {row["name"]: row for row in result["rows"]}
+    assert list(rows) == ["bf16-eager", "octavo-bf16", "octavo delayed", "octavo block", "te", "bf16-compiled"]
+    assert rows["bf16-compiled"]["reason"] == "left out by --no-compile"
+    assert rows["te"]["status"] == "not run"
+    for name in ("bf16-eager", "octavo-bf16", "octavo delayed", "octavo block"):
+        row = rows[name]
+        assert (row["status"], row["reason"]) == ("timed", "")
+        assert [len(turn["times"]) for turn in row["turns"]] == [2, 2]
+        times = sorted(seconds for turn in row["turns"] for seconds in turn["times"])
+        figures = row["figures"]
+        assert figures["step_s"] == pytest.approx((times[1] + times[2]) / 2)
+        assert (figures["fastest_s"], figures["slowest_s"]) == (times[0], times[-1])
+        assert figures["tokens_per_s"] == pytest.approx(256 / figures["step_s"])
+        assert figures["tflops"] == pytest.approx(result["flops"] / figures["step_s"] / 1e12)
+        assert figures["speedup_octavo-bf16"] == pytest.approx(
+            rows["octavo-bf16"]["figures"]["step_s"] / figures["step_s"]
+        )
+        assert figures["speedup_bf16-compiled"] is None
+        assert row["check"]["cosine"] > 0.95 and abs(row["check"]["loss_difference"]) < 0.01
+        # Weights are drawn again for every turn, and are the same ones.
+        assert len({turn["loss"] for turn in row["turns"]}) == 1 or row["recipe"] == "delayed"
+    assert rows["bf16-eager"]["check"]["cosine"] == pytest.approx(1.0)
+    rates = rows["octavo delayed"]["figures"]["scaling"]
+    assert set(rates) == {"x", "w", "g"} and all(0 <= rate["underflow_max"] <= 1 for rate in rates.values())
+    assert result["versions"]["torch"] and result["device"] == "CPU"
+    assert result["command"].startswith("octavo bench --preset tiny --recipe delayed,block")
+
+
+def test_bdh_under_the_autocast(tmp_path: Path) -> None:
+    shape = ("--preset", "bdh-tiny", "--layers", "1", "--seq", "32", "--tokens", "64")
+    run = bench(tmp_path, *shape, "--no-compile", *SHORT)
+    assert run.returncode == 0, run.stderr
+    rows = {row["name"]: row for row in read(tmp_path)["rows"]}
+    assert rows["bf16-eager"]["status"] == rows["octavo delayed"]["status"] == "timed"
+    assert rows["octavo delayed"]["check"]["failure"] == ""
+    assert rows["torchao"]["status"] == "not run"
+
+
+def test_a_configuration_file_leaves_no_folder_in_the_result(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    config = tmp_path / "small.json"
+    config.write_text(json.dumps(CONFIG))
+    arguments = ("--config", str(config), "--layers", "1", "--tokens", "32", "--seq", "16", "--no-compile")
+    run = bench(tmp_path, *arguments, "--against", "bf16-eager", *SHORT)
+    assert run.returncode == 0, run.stderr
+    text = next((tmp_path / "benchmarks/results").glob("*-cpu-small-1l.json")).read_text()
+    assert str(tmp_path) not in text and "/somewhere" not in text and os.uname().nodename not in text
+    assert "--config small.json" in text
+
+
+def test_gemm_and_kernels(tmp_path: Path) -> None:
+    shape = ("--preset", "tiny", "--tokens", "32", "--seq", "16", "--device", "cpu")
+    assert bench(tmp_path, *shape, "--gemm").returncode == 0
+    rows = read(tmp_path, "*-gemm.json")["rows"]
+    assert len(rows) == 5 * 3 * 5 and all(row["status"] == "timed" and row["tflops"] > 0 for row in rows)
+
+    assert bench(tmp_path, *shape, "--kernels").returncode == 0
+    rows = read(tmp_path, "*-kernels.json")["rows"]
+    assert len(rows) == 5 * (3 * 3 + 2) and all(row["status"] == "timed" for row in rows)
+    row = next(row for row in rows if row["name"] == "current x both")
+    assert row["shape"] == [32, 64]
+    assert row["bytes"] == 32 * 64 * (2 + 1 + 1) + 4 + 4  # read once in BF16, written twice in FP8, two scales
+    fused = next(row for row in rows if row["name"] == "current swiglu backward both")
+    # dh and gate|up are read; gradients of both leave as rows and columns, h as columns; three scales.
+    assert fused["bytes"] == 32 * 128 * 2 + 32 * 256 * 2 + 32 * 256 * 2 + 32 * 128 + 12
+    assert row["tb_per_s"] == pytest.approx(row["bytes"] / row["seconds"] / 1e12)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], ["--preset", "--config"]),
+        (["--preset", "70b"], ["preset='70b'", "1b, 3b, 8b"]),
+        (["--preset", "8b", "--device", "cpu"], ["8b", "parameters", "--preset tiny", "--force"]),
+        (["--preset", "tiny", "--mode", "lora"], ["--mode lora", "comes with LoRA support"]),
+        (["--preset", "tiny", "--recipe", "delayed,magic"], ["recipe='magic'", "channel"]),
+        (["--preset", "tiny", "--against", "apex"], ["against='apex'", "torchao"]),
+        (["--preset", "tiny", "--tokens", "100", "--seq", "64"], ["tokens=100", "multiple"]),
+        (["--preset", "tiny", "--rounds", "0"], ["rounds=0"]),
+        (["--preset", "tiny", "--wgrad", "channel"], ["--wgrad channel", "block"]),
+        (["--preset", "bdh-tiny", "--head", "fp8"], ["--head fp8", "BDH"]),
+        (["--preset", "tiny", "--gemm", "--kernels"], ["one of them"]),
+        (["--config", "nowhere.json"], ["nowhere.json", "no such file"]),
+        (["--config", "experts.json"], ["num_local_experts=8", "dense"]),
+        (["--config", "short.json"], ["short.json", "hidden_size"]),
+    ],
+)
+def test_a_bad_request_is_one_line_and_exit_code_2(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    words: list[str],
+) -> None:
+    (tmp_path / "experts.json").write_text(json.dumps({**CONFIG, "num_local_experts": 8}))
+    (tmp_path / "short.json").write_text('{"model_type": "llama"}')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["octavo", "bench", *arguments])
+    with pytest.raises(SystemExit) as leaving:
+        main()
+    assert leaving.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("octavo: ") and error.count("\n") == 1
+    for word in words:
+        assert word in error, error
+    assert not (tmp_path / "benchmarks").exists()
+
+
+def test_ctrl_c_leaves_no_worker(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    command = [str(OCTAVO), "bench", "--preset", "tiny", "--no-compile", "--against", "bf16-eager", "--device", "cpu"]
+    process = subprocess.Popen(
+        [*command, "--rounds", "10000"],
+        cwd=tmp_path,
+        env=ENVIRONMENT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("Round 2 "):
+            break
+    workers = children(process.pid)
+    assert workers
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in error
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{worker}").exists() for worker in workers):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert not (tmp_path / "benchmarks").exists()
+
+
+def children(pid: int) -> list[int]:
+    statuses = (path.read_text() for path in Path("/proc").glob("[0-9]*/status") if path.exists())
+    found = []
+    for status in statuses:
+        if re.search(rf"^PPid:\t{pid}$", status, re.MULTILINE):
+            found.append(int(re.search(r"^Pid:\t(\d+)$", status, re.MULTILINE)[1]))
+    return found

@@ -1,0 +1,270 @@
+"""The bench's arithmetic and its protocol, piece by piece."""
+
+import io
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from octavo.numerics import FP8ScalingManager
+from octavo.tools.bench.cases import LLAMAS, Case, make_case
+from octavo.tools.bench.check import check, failure
+from octavo.tools.bench.contenders import AGAINST, Contender, make_contenders
+from octavo.tools.bench.gemm import gemms
+from octavo.tools.bench.plot import write_plot
+from octavo.tools.bench.result import add_figures, fail_row, missing_row, new_row, without_folders, write_result
+from octavo.tools.bench.runner import run_bench
+from octavo.tools.bench.subject import Subject
+from octavo.tools.bench.table import BEGIN, END, markdown, rewrite
+from octavo.tools.bench.worker import scaling_rates, serve
+
+PLAIN = Contender("bf16-eager", "bf16", compile=False)
+BDH_SHAPE = {"model_type": "bdh", "dim": 16, "heads": 2, "neurons": 32, "layers": 2, "vocabulary": 256}
+
+
+def bdh(**changes) -> Case:
+    case = Case(name="small", config=BDH_SHAPE, layers=2, tokens=32, seq=16, seed=0, device="cpu")
+    return replace(case, **changes)
+
+
+def preset(name: str, **options) -> Case:
+    given = {"layers": None, "tokens": None, "seq": None, "seed": 0, "device": "cpu", "force": True, **options}
+    return make_case(preset=name, config=None, **given)
+
+
+def test_presets_have_the_sizes_their_names_promise():
+    """Llama 3.2 1B ties its embedding; here there are two matrices, 0.26 billion more."""
+    assert preset("1b").parameters == pytest.approx(1.50e9, rel=0.01)
+    assert preset("3b").parameters == pytest.approx(3.61e9, rel=0.01)
+    assert preset("8b").parameters == pytest.approx(8.03e9, rel=0.01)
+    assert preset("bdh-100m").parameters == pytest.approx(1.01e8, rel=0.01)
+    assert preset("8b", layers=8).layers == 8
+
+
+def test_flops_against_a_count_by_torch():
+    """torch counts every product that runs. BDH computes whole score matrices: the formula counts half of them."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    case = bdh()
+    subject = Subject(case, PLAIN)
+    with FlopCounterMode(display=False) as counter:
+        subject.step()
+    assert counter.get_total_flops() == case.flops + case.attention_flops
+
+    pytest.importorskip("transformers")
+    case = preset("tiny")
+    assert case.flops == 6 * case.matmul_parameters * 256 + 6 * 64 * 256 * 64 * 2
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        x = torch.randn(case.tokens, 64, requires_grad=True)
+        for linear in case.linears:
+            for _ in range(linear.count):
+                w = torch.randn(linear.n, linear.k, requires_grad=True)
+                (x.new_ones(case.tokens, linear.k).requires_grad_() @ w.t()).sum().backward()
+    assert counter.get_total_flops() == 6 * case.matmul_parameters * case.tokens
+
+
+def test_gemms_are_three_for_every_linear():
+    case = preset("8b", tokens=8192)
+    assert len(gemms(case)) == 15
+    body = sum(g.flops for g in gemms(case) if g.linear != "head") * case.layers
+    head = sum(g.flops for g in gemms(case) if g.linear == "head")
+    assert case.gemm_flops(fp8=True, fp8_head=False) == {"fp8": body, "bf16": head}
+    assert case.gemm_flops(fp8=True, fp8_head=True) == {"fp8": body + head, "bf16": 0}
+    assert case.gemm_flops(fp8=False, fp8_head=False) == {"fp8": 0, "bf16": body + head}
+
+
+def test_contenders():
+    def names(case, **changes):
+        options = {"mode": "full", "recipes": ["delayed"], "head": "bf16", "wgrad": "recipe", "against": ["bf16-eager"]}
+        found, reasons = make_contenders(case, compile=True, **{**options, **changes})
+        return [contender.name for contender in found], reasons
+
+    llama = preset("tiny")
+    assert names(llama, recipes=["delayed", "block"], head="both", wgrad="both")[0] == [
+        "bf16-eager",
+        "octavo delayed",
+        "octavo delayed fp8-head",
+        "octavo block",
+        "octavo block wgrad-channel",
+        "octavo block fp8-head",
+        "octavo block wgrad-channel fp8-head",
+    ]
+    found, reasons = names(bdh(), against=AGAINST)
+    assert found == ["bf16-eager", "bf16-compiled", "octavo delayed", "octavo delayed fused"]
+    assert set(reasons) == {"octavo-bf16", "torchao", "torchao-row", "te", "unsloth"}
+
+
+def test_weights_come_back_as_they_were():
+    subject = Subject(bdh(), PLAIN)
+    before = {name: p.detach().clone() for name, p in subject.model.named_parameters()}
+    identity = [id(p) for p in subject.model.parameters()]
+    subject.step()
+    subject.park()
+    assert all(p.untyped_storage().nbytes() == 0 and p.grad is None for p in subject.model.parameters())
+    subject.unpark()
+    assert [id(p) for p in subject.model.parameters()] == identity
+    assert all(torch.equal(p, before[name]) for name, p in subject.model.named_parameters())
+
+
+def test_the_check_sees_a_wrong_gradient(monkeypatch):
+    octavo = Contender("octavo delayed", "octavo", compile=False, recipe="delayed")
+    found, _ = check(bdh(), octavo)
+    assert found["failure"] == "" and found["cosine"] > 0.95 and found["worst_parameter"]
+
+    step = Subject.step
+
+    def scrambled(self):
+        loss = step(self)
+        if self.scaling is not None:
+            for parameter in self.model.parameters():
+                parameter.grad.neg_()
+        return loss
+
+    monkeypatch.setattr(Subject, "step", scrambled)
+    assert "gradient cosine -0.9" in check(bdh(), octavo)[0]["failure"]
+
+
+@pytest.mark.parametrize(
+    ("difference", "cosine", "word"),
+    [
+        (0.03, 0.99, "loss off by +3.00%"),
+        (-0.03, 0.99, "loss off by -3.00%"),
+        (math.nan, 0.99, "loss off by"),
+        (0.0, 0.8, "cosine 0.800"),
+        (0.0, math.nan, "cosine nan"),
+        (0.019, 0.91, ""),
+    ],
+)
+def test_what_fails_the_check(difference, cosine, word):
+    found = failure({"loss_difference": difference, "cosine": cosine})
+    assert word in found and bool(found) == bool(word)
+
+
+def test_rates_are_grouped_by_operand():
+    scaling = FP8ScalingManager()
+    for name, underflow in (("layer.0.q.x", 0.25), ("layer.1.q.x", 0.75), ("layer.0.q.w", 0.5)):
+        row = scaling.register(name)
+        row[5], row[6] = 2 * underflow, 2
+    rates = scaling_rates(scaling)
+    assert (rates["x"]["underflow_mean"], rates["x"]["underflow_max"], rates["x"]["tensors"]) == (0.5, 0.75, 2)
+    assert rates["w"]["underflow_max"] == 0.5 and rates["w"]["saturated_max"] == 0
+    assert scaling_rates(None) == {}
+
+
+def test_a_worker_answers_errors_in_one_line_and_stops():
+    case = bdh()
+    lines = [{"case": case.to_dict(), "contender": PLAIN.to_dict()}, {"do": "start"}, {"do": "time", "steps": 1}]
+    answers = io.StringIO()
+    serve(io.StringIO("".join(json.dumps(line) + "\n" for line in [*lines, {"do": "check"}])), answers)
+    first, second = map(json.loads, answers.getvalue().splitlines())
+    assert first == {} and second["error"].startswith("AssertionError")
+
+
+def test_wrong_and_failing_contenders_have_no_speed_and_do_not_stop_the_others():
+    missing = Contender("nobody", "octavo", compile=False, recipe="no such recipe")
+    heard: list[str] = []
+    found = run_bench(bdh(), [missing, PLAIN], {"te": "not installed"}, rounds=1, steps=1, warmup=1, say=heard.append)
+    failed, timed, absent = found["rows"]
+    assert failed["status"] == "failed" and "no such recipe" in failed["reason"] and "figures" not in failed
+    assert timed["status"] == "timed" and timed["figures"]["step_s"] > 0
+    assert absent == {"name": "te", "status": "not run", "reason": "not installed"}
+    assert any(line.startswith("nobody: ") for line in heard)
+
+
+def test_figures_of_a_made_up_run():
+    case = preset("8b", tokens=8192)
+    ceilings = {"bf16": 800.0, "fp8": 1400.0}
+    base = new_row(Contender("bf16-compiled", "bf16", True))
+    own = new_row(Contender("octavo delayed", "octavo", True, "delayed"))
+    for row, seconds in ((base, 0.6), (own, 0.4)):
+        row["turns"] = [
+            {"times": [seconds, seconds * 1.1, seconds * 0.9], "peak_gib": 80.0, "loss": 11.8, "scaling": {}}
+        ]
+    failed = new_row(Contender("octavo block", "octavo", True, "block"))
+    fail_row(failed, "failed", "OutOfMemoryError: see /home/someone/trace.txt")
+    add_figures([base, own, failed], case, ceilings)
+    assert own["figures"]["speedup_bf16-compiled"] == pytest.approx(1.5)
+    assert own["figures"]["speedup_octavo-bf16"] is None
+    flops = case.gemm_flops(True, False)
+    assert own["figures"]["gemm_floor_s"] == pytest.approx(flops["fp8"] / 1400e12 + flops["bf16"] / 800e12)
+    assert "figures" not in failed and failed["reason"] == "OutOfMemoryError: see trace.txt"
+
+
+def test_without_folders():
+    assert without_folders("octavo bench --config /a/b/c.json --out=/x/y") == "octavo bench --config c.json --out=y"
+    assert without_folders("12 TFLOP/s at 3/4 of a/b") == "12 TFLOP/s at 3/4 of a/b"
+
+
+def result_of(rows: list[dict]) -> dict:
+    case = preset("tiny")
+    add_figures(rows, case, {"bf16": 1.0, "fp8": None})
+    return {
+        "kind": "step",
+        "date": "2026-11-15",
+        "device": "NVIDIA H200",
+        "versions": {"octavo": "0.1.0", "torch": "2.11.0"},
+        "command": "octavo bench --preset tiny",
+        "case": case.to_dict(),
+        "rows": rows,
+    }
+
+
+@pytest.fixture
+def result() -> dict:
+    row = new_row(Contender("octavo delayed", "octavo", True, "delayed"))
+    rates = {"x": {"underflow_max": 0.001, "saturated_max": 0.0}, "g": {"underflow_max": 0.02, "saturated_max": 0.0}}
+    row["turns"] = [{"times": [0.1], "peak_gib": None, "loss": 1.0, "scaling": rates}]
+    wrong = new_row(Contender("octavo mx", "octavo", True, "mx"))
+    fail_row(wrong, "wrong", "gradient cosine 0.1 | <nan>")
+    return result_of([row, wrong, missing_row("te", "not installed")])
+
+
+def test_result_files_do_not_replace_each_other(result, tmp_path: Path):
+    names = [write_result(result, tmp_path / "results").name for _ in range(2)]
+    assert names == ["2026-11-15-h200-tiny-2l.json", "2026-11-15-h200-tiny-2l-2.json"]
+    assert json.loads((tmp_path / "results" / names[0]).read_text()) == result
+
+
+def test_the_readme_table_has_every_row(result, tmp_path: Path):
+    page = tmp_path / "README.md"
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    rewrite(page, [result, {"kind": "gemm"}])
+    text = page.read_text()
+    assert text.startswith(f"before\n{BEGIN}\n") and text.endswith(f"{END}\nafter\n") and "old" not in text
+    assert "NVIDIA H200, 2026-11-15, octavo 0.1.0, torch 2.11.0" in text and "`octavo bench --preset tiny`" in text
+    table = [line for line in text.splitlines() if line.startswith("|")]
+    assert {line.count("|") - line.count("\\|") for line in table} == {9}
+    assert [line.split(" | ")[0] for line in table[2:]] == ["| octavo delayed", "| octavo mx", "| te"]
+    assert "100.0 (100.0–100.0)" in table[2] and "2.00%" in table[2] and "not run: not installed" in table[4]
+    rewrite(page, [result])
+    assert page.read_text() == text  # twice is once
+    assert markdown([]) == ""
+
+
+def test_the_readme_needs_its_markers(result, tmp_path: Path):
+    page = tmp_path / "README.md"
+    page.write_text(f"{END} {BEGIN}")
+    with pytest.raises(ValueError, match="bench:begin"):
+        rewrite(page, [result])
+
+
+def test_a_plot_or_a_line_that_says_why_not(result, tmp_path: Path):
+    line = write_plot(result, tmp_path / "x.png")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        assert "matplotlib is not installed" in line and not (tmp_path / "x.png").exists()
+    else:
+        assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_llama_presets_are_what_transformers_builds():
+    """`Subject` compares the model's linears with the formula and refuses if they differ."""
+    pytest.importorskip("transformers")
+    assert Subject(preset("tiny"), PLAIN).step().isfinite()
+    wrong = replace(preset("tiny"), config={**LLAMAS["tiny"], "model_type": "phi"})
+    with pytest.raises(ValueError, match="TFLOP/s would be wrong"):
+        Subject(wrong, PLAIN)
