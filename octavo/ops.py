@@ -231,7 +231,8 @@ def _gated_quantize_op(
         from octavo.kernels import gated as kernel
 
         if kernel.can_gate(gate_up, operand):
-            return tuple(kernel.gated_quantize(gate_up, row, operand, activation, record=record))
+            h = kernel.gated_quantize(gate_up, row, operand, activation, record=record)
+            return h.data, h.scale
     data, scale = _quantize(gated(gate_up, activation), row, operand, record, "rows")[0]
     return data, _pack(scale)
 
@@ -249,16 +250,35 @@ def _gated_quantize_backward_op(
     if has_fp8_tensor_cores(dh.device):
         from octavo.kernels import gated as kernel
 
-        if kernel.can_gate(gate_up, operand, operand_h):
+        if kernel.can_quantize(gate_up, operand, operand_h):
             rows, columns, h = kernel.gated_quantize_backward(dh, gate_up, h_scale, row, operand, operand_h, activation)
             return *rows, *columns, *h
-    found = _quantize_both_op(gated_backward(dh, gate_up, activation), row, recipe, True)
+    gradient, h = _gated_backward(dh, gate_up, activation)
+    found = _quantize_both_op(gradient, row, recipe, True)
     known = row.new_zeros(row.shape)
     if operand_h.granularity == "tensor":
         operand_h = replace(operand_h, delayed=True)
         known[SCALE] = h_scale
-    h = _quantize(gated(gate_up, activation), known, operand_h, False, "columns")[0]
-    return *found, h.data, _pack(h.scale)
+    h_q = _quantize(h, known, operand_h, False, "columns")[0]
+    return *found, h_q.data, _pack(h_q.scale)
+
+
+def _gated(gate_up: Tensor, activation: str) -> Tensor:
+    if has_fp8_tensor_cores(gate_up.device):
+        from octavo.kernels import gated as kernel
+
+        if kernel.can_gate(gate_up):
+            return kernel.gated(gate_up, activation)
+    return gated(gate_up, activation)
+
+
+def _gated_backward(dh: Tensor, gate_up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    if has_fp8_tensor_cores(gate_up.device):
+        from octavo.kernels import gated as kernel
+
+        if kernel.can_gate(gate_up):
+            return kernel.gated_backward(dh, gate_up, activation)
+    return gated_backward(dh, gate_up, activation), gated(gate_up, activation)
 
 
 def _gated_quantize_backward_fake(

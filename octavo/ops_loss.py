@@ -83,8 +83,8 @@ def _scale_(x: Tensor, factor: Tensor) -> None:
 
 
 def _cross_entropy_fake(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    shape, kind = labels.shape, {"dtype": torch.float32, "device": logits.device}
-    return torch.empty(shape, **kind), torch.empty(shape, **kind)
+    loss = torch.empty(labels.shape, dtype=torch.float32, device=logits.device)
+    return loss, torch.empty_like(loss)
 
 
 def _cross_entropy_quantize_fake(

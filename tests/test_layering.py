@@ -10,12 +10,14 @@ import pytest
 import octavo
 
 ROOT = Path(octavo.__file__).parent
-# A room may import from the rooms before it. `support` and `ops` are single files; `fp8_training` only re-exports.
+# A room may import from the rooms before it. `support` and `ops…` are single files; `fp8_training` only re-exports.
 ORDER = [
     "numerics",
     "support",
     "kernels",
     "ops",
+    "ops_loss",
+    "ops_bdh",
     "nn",
     "optim",
     "models",

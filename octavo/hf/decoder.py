@@ -1,8 +1,8 @@
 """Fused pieces for Hugging Face decoders: one product for q, k and v, one function for the MLP, a loss in chunks.
 
 A module keeps its identity, its Parameters and its state-dict keys: only its class changes, to a subclass that computes
-the same thing with fewer passes over memory, and `restore` changes it back. What a piece cannot serve goes the way of the
-original class: a projection that PEFT has wrapped, labels that are not there, a cache that is being filled.
+the same thing with fewer passes over memory, and `restore` changes it back. What a piece cannot serve goes the way of
+the original class: a projection that PEFT has wrapped, labels that are not there, a cache that is being filled.
 
     attention   q, k and v share one quantised input and one GEMM; the attention itself runs on cuDNN
     mlp         gate and up share one GEMM; activation and quantising are one kernel, forward and backward
@@ -74,7 +74,7 @@ def fuse_mlp(module: nn.Module, name: str, config: FP8TrainingConfig, scaling: F
     """Run the MLP as one function; gate and up share the scaling rows of `name.gate_up`."""
     for member in GATE_UP:
         FP8Linear.take_over(getattr(module, member), config, scaling, f"{name}.gate_up")
-    FP8Linear.take_over(module.down_proj, config, scaling, f"{name}.down_proj")
+    FP8Linear.take_over(module.get_submodule("down_proj"), config, scaling, f"{name}.down_proj")
     _take_class(module, _mlp_forward)
 
 
@@ -106,7 +106,7 @@ def head_recipe(config: FP8TrainingConfig) -> Any:
     return config.replace(granularity="tensor", fp8_format="HYBRID", wgrad=None).recipe
 
 
-def why_no_loss(model: nn.Module) -> str:
+def why_no_loss(model: Any) -> str:
     """Why a model keeps its own head and loss; empty if it need not."""
     if getattr(model.config, "final_logit_softcapping", None):
         return "final_logit_softcapping bends its logits"
@@ -115,7 +115,7 @@ def why_no_loss(model: nn.Module) -> str:
     return ""
 
 
-def use_fused_attention(model: nn.Module) -> bool:
+def use_fused_attention(model: Any) -> bool:
     """Have the model's attention run through `hf.attention`, where it runs through sdpa now."""
     if getattr(model.config, "_attn_implementation", None) != "sdpa":
         return False
@@ -130,18 +130,19 @@ def restore(module: nn.Module) -> None:
     if original is not None:
         module.__class__ = original
         module.__dict__.pop("_octavo_head", None)
-    config = getattr(module, "config", None)
+    config: Any = getattr(module, "config", None)
     if getattr(config, "_attn_implementation", None) == attention.NAME:
         config._attn_implementation = "sdpa"
 
 
-def _take_class(module: nn.Module, forward: Callable[..., Any]) -> None:
-    module.__dict__[_ORIGINAL] = type(module)
-    module.__class__ = _subclass(type(module), forward)
+def _take_class(module: Any, forward: Callable[..., Any]) -> None:
+    original: Any = type(module)
+    module.__dict__[_ORIGINAL] = original
+    module.__class__ = _subclass(original, forward)
 
 
 @cache
-def _subclass(cls: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:
+def _subclass(cls: Any, forward: Callable[..., Any]) -> type[nn.Module]:
     """With the name of its parent, which ends up in saved configurations, and its signature, which trainers read."""
 
     @wraps(cls.forward)
@@ -164,7 +165,9 @@ def _attention_forward(
     bias = None if biases[0] is None else torch.cat(biases)
     weights = [member.weight for member in members]
     y = fp8_linears(hidden_states, weights, bias, first.product(hidden_states), first.rows)
-    parts = y.split([member.out_features for member in members], dim=-1)
+    q, k, v = y.split([member.out_features for member in members], dim=-1)
+    # q and k are turned by their positions, which copies them; v alone would keep all of y in memory for backward.
+    parts = (q, k, v.clone(memory_format=torch.contiguous_format))
     for member, part in zip(members, parts, strict=True):
         member.ready = part
     try:
@@ -201,7 +204,8 @@ def _causal_lm_forward(self: Any, original: Callable[..., Any], *args: Any, **kw
     loss = linear_cross_entropy(
         hidden, self.lm_head.weight, shifted.to(hidden.device), count=count, head=head, rows=rows
     )
-    return CausalLMOutputWithPast(
+    output: Any = CausalLMOutputWithPast  # its fields are annotated with legacy tensor classes
+    return output(
         loss=loss,
         logits=None,
         past_key_values=outputs.past_key_values,

@@ -76,9 +76,9 @@ def _gradient_kernel(
         dtype = rows_ptr.dtype.element_ty
         unit = tl.div_rn(1.0, MAXIMUM)
         multiplier = tl.div_rn(1.0, unit)
-        q = tiles.saturate(narrow.to(tl.float32) * multiplier, True, 0, 0, MAXIMUM, False)
+        q = tiles.saturate(narrow.to(tl.float32) * multiplier, 0, 0, MAXIMUM, False)
         tl.store(rows_ptr + t[:, None].to(tl.int64) * V + v[None, :], tiles.cast(q, dtype), mask=inside)
-        q_t = tiles.saturate(tl.trans(narrow).to(tl.float32) * multiplier, True, 0, 0, MAXIMUM, False)
+        q_t = tiles.saturate(tl.trans(narrow).to(tl.float32) * multiplier, 0, 0, MAXIMUM, False)
         inside_t = (v[:, None] < V) & (t[None, :] < T)
         tl.store(columns_ptr + v[:, None].to(tl.int64) * T + t[None, :], tiles.cast(q_t, dtype), mask=inside_t)
         if pid == 0:

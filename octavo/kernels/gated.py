@@ -5,33 +5,51 @@ three GEMMs after it want: the gradient of gate and up in both layouts, and h ag
 down projection. So h is never kept: recomputing it costs nothing but the write, which was due anyway.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels import tiles
+from octavo.kernels.quantize_tensor import load_tile, offsets, store_tile
 from octavo.kernels.tiles import multiprocessors
 from octavo.numerics.config import OperandRecipe
 from octavo.numerics.formats import E4M3, E5M2
 from octavo.numerics.quantize import Quantized
 from octavo.numerics.scaling import AMAX
 
-# Tokens and features of a tile, warps, loads in flight, and programs per multiprocessor.
-_FORWARD = (32, 128, 4, 3, 4)
-_BACKWARD = (64, 32, 4, 2, 4)
+Tile = tuple[int, int, int, int, int, int | None]
+
+MEASURE = tl.constexpr(0)  # only find the amax, and only if there is no scale yet
+QUANTIZE = tl.constexpr(1)
+PLAIN = tl.constexpr(2)  # no FP8
+
+# Tokens and features of a tile, warps, loads in flight, programs per multiprocessor, and registers per thread.
+_FORWARD: Tile = (32, 128, 4, 3, 4, None)
+_BACKWARD: Tile = (64, 32, 4, 2, 4, None)
 
 
 @triton.jit
 def _activate(gate, SILU: tl.constexpr):
     """act(gate) and its derivative."""
     if SILU:
-        sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+        sigmoid = tiles.sigmoid(gate)
         return gate * sigmoid, sigmoid * (1.0 + gate * (1.0 - sigmoid))
-    inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-    tanh = 1.0 - 2.0 / (1.0 + tl.exp(2.0 * inner))
-    slope = 0.7978845608028654 * (1.0 + 0.134145 * gate * gate)
-    return 0.5 * gate * (1.0 + tanh), 0.5 * (1.0 + tanh) + 0.5 * gate * (1.0 - tanh * tanh) * slope
+    sigmoid = tiles.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+    inner = 1.5957691216057308 * (1.0 + 0.134145 * gate * gate)
+    return gate * sigmoid, sigmoid * (1.0 + gate * (1.0 - sigmoid) * inner)
+
+
+@triton.jit
+def _load(gate_up_ptr, m0, f0, inner, M, F, TILE_M: tl.constexpr, TILE_F: tl.constexpr, EVEN: tl.constexpr):
+    """A tile of gate and of up."""
+    base = gate_up_ptr + m0.to(tl.int64) * (2 * F) + f0
+    if EVEN:
+        return tl.load(base + inner), tl.load(base + F + inner)
+    inside = (m0 + tl.arange(0, TILE_M)[:, None] < M) & (f0 + tl.arange(0, TILE_F)[None, :] < F)
+    return tl.load(base + inner, mask=inside, other=0.0), tl.load(base + F + inner, mask=inside, other=0.0)
 
 
 @triton.jit(do_not_specialize=["seed"])
@@ -45,58 +63,96 @@ def _gated_kernel(
     F,
     per_element,
     seed,
-    MEASURE: tl.constexpr,
+    TASK: tl.constexpr,
     DELAYED: tl.constexpr,
     RECORD: tl.constexpr,
     SILU: tl.constexpr,
     MAXIMUM: tl.constexpr,
     MARGIN: tl.constexpr,
     STOCHASTIC: tl.constexpr,
+    EVEN: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_F: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """`MEASURE`: only find the amax, and only if there is no scale yet."""
-    if MEASURE and DELAYED:
+    if TASK == MEASURE and DELAYED:
         if tl.load(row_ptr + tiles.SCALE) > 0:
             return
-    if not MEASURE:
+    if TASK == QUANTIZE:
         scale = tiles.tensor_scale(row_ptr, amax_ptr, DELAYED, MAXIMUM, MARGIN)
         inverse = tiles.reciprocal(scale)
     across = tl.cdiv(F, TILE_F)
-    top, lost, clipped = 0.0, 0.0, 0.0
-    non_finite = top > 1.0
-    for tile in tl.range(tl.program_id(0), tl.cdiv(M, TILE_M) * across, tl.num_programs(0), num_stages=STAGES):
-        m = (tile // across * TILE_M + tl.arange(0, TILE_M))[:, None]
-        f = (tile % across * TILE_F + tl.arange(0, TILE_F))[None, :]
-        inside = (m < M) & (f < F)
-        where = gate_up_ptr + m.to(tl.int64) * (2 * F) + f
-        gate = tl.load(where, mask=inside, other=0.0)
-        up = tl.load(where + F, mask=inside, other=0.0)
+    count = tl.cdiv(M, TILE_M) * across
+    inner = offsets(2 * F, TILE_M, TILE_F)
+    inner_out = offsets(F, TILE_M, TILE_F)
+    top = tl.zeros([TILE_M, TILE_F // 8], tl.int32)
+    lost = tl.zeros([TILE_M, TILE_F // 8], tl.int32)
+    step = tiles.sample_step(count)
+    for tile in tl.range(tl.program_id(0), count, tl.num_programs(0), num_stages=STAGES):
+        i, j = tile // across, tile % across
+        gate, up = _load(gate_up_ptr, i * TILE_M, j * TILE_F, inner, M, F, TILE_M, TILE_F, EVEN)
         value, _ = _activate(gate.to(tl.float32), SILU)
-        h = tiles.narrow(value * up.to(tl.float32), gate.dtype).to(tl.float32)
-        tile_top, tile_bad = tiles.top_of(h)
-        top, non_finite = tl.maximum(top, tile_top), non_finite | tile_bad
-        if not MEASURE:
-            offset = m.to(tl.int64) * F + f
-            unusual = tile_bad | (tile_top * inverse > 1e38)
-            v = tiles.saturate(h * inverse, unusual, seed, offset, MAXIMUM, STOCHASTIC)
-            tl.store(out_ptr + offset, tiles.cast(v, out_ptr.dtype.element_ty), mask=inside)
+        narrow = tiles.narrow(value * up.to(tl.float32), gate.dtype)
+        h = narrow.to(tl.float32)
+        if TASK == MEASURE or RECORD:
+            top = tl.maximum(top, tiles.largest_of_eight(tiles.magnitude_bits(h)))
+        if TASK == PLAIN:
+            store_tile(out_ptr, narrow, i, j, inner_out, M, F, F, EVEN, TILE_M, TILE_F)
+        elif TASK == QUANTIZE:
+            where = i.to(tl.int64) * TILE_M * F + j * TILE_F + inner_out if STOCHASTIC else 0
+            v = tiles.saturate(h * inverse, seed, where, MAXIMUM, STOCHASTIC, not RECORD)
+            q = tiles.cast(v, out_ptr.dtype.element_ty)
+            store_tile(out_ptr, q, i, j, inner_out, M, F, F, EVEN, TILE_M, TILE_F)
             if RECORD:
-                lost += tiles.count_lost(h, v, MAXIMUM)
-                if tile_top > scale * MAXIMUM:
-                    clipped += tiles.count_clipped(h, scale, MAXIMUM)
-    if MEASURE:
-        if top > 0:
-            tl.atomic_max(amax_ptr, top, sem="relaxed")
-    else:
-        if RECORD:
-            tiles.record(row_ptr, top, non_finite, lost, clipped, per_element)
+                if tiles.is_sampled(tile, step):
+                    lost += tiles.count_of_eight(tiles.is_lost(h, v, MAXIMUM))
+    if TASK == MEASURE or RECORD:
+        top_bits = tiles.largest(top)
+        finite_top = top_bits.to(tl.float32, bitcast=True)
+        non_finite = top_bits >= tiles.INFINITY_BITS
+        clipped = top_bits * 0
+        beyond = non_finite
+        if TASK == QUANTIZE:
+            beyond = tiles.needs_care(top_bits, scale, MAXIMUM)
+        if beyond:
+            finite_top = 0.0
+            for tile in range(tl.program_id(0), count, tl.num_programs(0)):
+                i, j = tile // across, tile % across
+                gate, up = _load(gate_up_ptr, i * TILE_M, j * TILE_F, inner, M, F, TILE_M, TILE_F, EVEN)
+                value, _ = _activate(gate.to(tl.float32), SILU)
+                h = tiles.narrow(value * up.to(tl.float32), gate.dtype).to(tl.float32)
+                finite_top = tl.maximum(finite_top, tiles.largest(tiles.finite_magnitude(h)))
+                if TASK == QUANTIZE:
+                    clipped += tiles.count(tiles.is_clipped(h, scale, MAXIMUM))
+                    if not STOCHASTIC:
+                        q = tiles.cast(tiles.saturate(h * inverse, 0, 0, MAXIMUM, False), out_ptr.dtype.element_ty)
+                        store_tile(out_ptr, q, i, j, inner_out, M, F, F, EVEN, TILE_M, TILE_F)
+        if TASK == MEASURE:
+            if finite_top > 0:
+                tl.atomic_max(amax_ptr, finite_top, sem="relaxed")
+        else:
+            all_lost = tiles.from_sample(lost, count, step)
+            tiles.record(row_ptr, finite_top, non_finite, all_lost, clipped, per_element)
+    if TASK == QUANTIZE:
         if tl.program_id(0) == 0:
             tl.store(scale_ptr, scale)
             if RECORD:
                 tiles.record_scale(row_ptr, scale, tl.load(amax_ptr))
                 tiles.record_use(row_ptr)
+
+
+@triton.jit
+def _gradients(
+    dh_ptr, gate_up_ptr, i, j, inner, inner_h, M, F, SILU: tl.constexpr, EVEN: tl.constexpr, TILE_M: tl.constexpr,
+    TILE_F: tl.constexpr,
+):  # fmt: skip
+    """The gradients of gate and of up, and h: one tile of each, rounded as they would be in memory."""
+    gate, up = _load(gate_up_ptr, i * TILE_M, j * TILE_F, inner, M, F, TILE_M, TILE_F, EVEN)
+    dh = load_tile(dh_ptr, i, j, inner_h, M, F, F, EVEN, TILE_M, TILE_F).to(tl.float32)
+    wide = up.to(tl.float32)
+    value, slope = _activate(gate.to(tl.float32), SILU)
+    dgate = tiles.narrow(dh * wide * slope, gate.dtype)
+    return dgate, tiles.narrow(dh * value, gate.dtype), tiles.narrow(value * wide, gate.dtype)
 
 
 @triton.jit(do_not_specialize=["seed"])
@@ -110,12 +166,12 @@ def _gated_backward_kernel(
     columns_ptr,
     scale_ptr,
     scale_t_ptr,
-    h_columns_ptr,
+    h_ptr,
     M,
     F,
     per_element,
     seed,
-    MEASURE: tl.constexpr,
+    TASK: tl.constexpr,
     DELAYED: tl.constexpr,
     RECORD: tl.constexpr,
     SILU: tl.constexpr,
@@ -124,67 +180,97 @@ def _gated_backward_kernel(
     STOCHASTIC: tl.constexpr,
     H_MAXIMUM: tl.constexpr,
     H_STOCHASTIC: tl.constexpr,
+    EVEN: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_F: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    if MEASURE and DELAYED:
+    if TASK == MEASURE and DELAYED:
         if tl.load(row_ptr + tiles.SCALE) > 0:
             return
-    if not MEASURE:
+    if TASK == QUANTIZE:
         scale = tiles.tensor_scale(row_ptr, amax_ptr, DELAYED, MAXIMUM, MARGIN)
         inverse = tiles.reciprocal(scale)
         h_inverse = tiles.reciprocal(tl.load(h_scale_ptr))
-    dtype = rows_ptr.dtype.element_ty
     across = tl.cdiv(F, TILE_F)
-    top, lost, clipped = 0.0, 0.0, 0.0
-    non_finite = top > 1.0
-    for tile in tl.range(tl.program_id(0), tl.cdiv(M, TILE_M) * across, tl.num_programs(0), num_stages=STAGES):
-        m = tile // across * TILE_M + tl.arange(0, TILE_M)
-        f = tile % across * TILE_F + tl.arange(0, TILE_F)
-        inside = (m[:, None] < M) & (f[None, :] < F)
-        where = gate_up_ptr + m[:, None].to(tl.int64) * (2 * F) + f[None, :]
-        gate = tl.load(where, mask=inside, other=0.0)
-        up = tl.load(where + F, mask=inside, other=0.0).to(tl.float32)
-        dh = tl.load(dh_ptr + m[:, None].to(tl.int64) * F + f[None, :], mask=inside, other=0.0).to(tl.float32)
-        value, slope = _activate(gate.to(tl.float32), SILU)
-        h = tiles.narrow(value * up, gate.dtype)
+    count = tl.cdiv(M, TILE_M) * across
+    inner = offsets(2 * F, TILE_M, TILE_F)
+    inner_h = offsets(F, TILE_M, TILE_F)
+    inner_t = offsets(M, TILE_F, TILE_M)
+    top = tl.zeros([TILE_M, TILE_F // 8], tl.int32)
+    lost = tl.zeros([TILE_M, TILE_F // 8], tl.int32)
+    step = tiles.sample_step(count)
+    for tile in tl.range(tl.program_id(0), count, tl.num_programs(0), num_stages=STAGES):
+        i, j = tile // across, tile % across
+        dgate, dup, h = _gradients(dh_ptr, gate_up_ptr, i, j, inner, inner_h, M, F, SILU, EVEN, TILE_M, TILE_F)
+        if TASK == PLAIN:
+            store_tile(h_ptr, h, i, j, inner_h, M, F, F, EVEN, TILE_M, TILE_F)
         for half in tl.static_range(2):
             if half == 0:
-                d = tiles.narrow(dh * up * slope, gate.dtype)
+                d = dgate
             else:
-                d = tiles.narrow(dh * value, gate.dtype)
+                d = dup
             wide = d.to(tl.float32)
-            tile_top, tile_bad = tiles.top_of(wide)
-            top, non_finite = tl.maximum(top, tile_top), non_finite | tile_bad
-            if not MEASURE:
-                unusual = tile_bad | (tile_top * inverse > 1e38)
-                offset = m[:, None].to(tl.int64) * (2 * F) + f[None, :] + half * F
-                v = tiles.saturate(wide * inverse, unusual, seed, offset, MAXIMUM, STOCHASTIC)
-                tl.store(rows_ptr + offset, tiles.cast(v, dtype), mask=inside)
-                if STOCHASTIC:
-                    v_t = tl.trans(v)
-                else:
-                    v_t = tiles.saturate(tl.trans(d).to(tl.float32) * inverse, unusual, seed, 0, MAXIMUM, False)
-                offset_t = (f[:, None] + half * F).to(tl.int64) * M + m[None, :]
-                inside_t = (f[:, None] < F) & (m[None, :] < M)
-                tl.store(columns_ptr + offset_t, tiles.cast(v_t, dtype), mask=inside_t)
+            if TASK == MEASURE or RECORD:
+                top = tl.maximum(top, tiles.largest_of_eight(tiles.magnitude_bits(wide)))
+            if TASK == PLAIN:
+                store_tile(rows_ptr + half * F, d, i, j, inner, M, F, 2 * F, EVEN, TILE_M, TILE_F)
+            elif TASK == QUANTIZE:
+                where = i.to(tl.int64) * TILE_M * 2 * F + j * TILE_F + half * F + inner if STOCHASTIC else 0
+                v = tiles.saturate(wide * inverse, seed, where, MAXIMUM, STOCHASTIC, False)
+                q = tiles.cast(v, rows_ptr.dtype.element_ty)
+                store_tile(rows_ptr + half * F, q, i, j, inner, M, F, 2 * F, EVEN, TILE_M, TILE_F)
                 if RECORD:
-                    lost += tiles.count_lost(wide, v, MAXIMUM)
-                    if tile_top > scale * MAXIMUM:
-                        clipped += tiles.count_clipped(wide, scale, MAXIMUM)
-        if not MEASURE:
-            h_offset = f[:, None].to(tl.int64) * M + m[None, :]
+                    if tiles.is_sampled(tile, step):
+                        lost += tiles.count_of_eight(tiles.is_lost(wide, v, MAXIMUM))
+                if STOCHASTIC:
+                    q_t = tiles.cast(tl.trans(v), columns_ptr.dtype.element_ty)
+                else:
+                    v_t = tiles.saturate(tl.trans(d).to(tl.float32) * inverse, 0, 0, MAXIMUM, False, False)
+                    q_t = tiles.cast(v_t, columns_ptr.dtype.element_ty)
+                half_t = columns_ptr + half * F.to(tl.int64) * M
+                store_tile(half_t, q_t, j, i, inner_t, F, M, M, EVEN, TILE_F, TILE_M)
+        if TASK == QUANTIZE:
+            where = j.to(tl.int64) * TILE_F * M + i * TILE_M + inner_t if H_STOCHASTIC else 0
             h_v = tl.trans(h).to(tl.float32) * h_inverse
-            h_v = tiles.saturate(h_v, True, seed + 1, h_offset, H_MAXIMUM, H_STOCHASTIC)
-            h_q = tiles.cast(h_v, h_columns_ptr.dtype.element_ty)
-            tl.store(h_columns_ptr + h_offset, h_q, mask=(f[:, None] < F) & (m[None, :] < M))
-    if MEASURE:
-        if top > 0:
-            tl.atomic_max(amax_ptr, top, sem="relaxed")
-    else:
-        if RECORD:
-            tiles.record(row_ptr, top, non_finite, lost, clipped, per_element)
+            h_v = tiles.saturate(h_v, seed + 1, where, H_MAXIMUM, H_STOCHASTIC)
+            h_q = tiles.cast(h_v, h_ptr.dtype.element_ty)
+            store_tile(h_ptr, h_q, j, i, inner_t, F, M, M, EVEN, TILE_F, TILE_M)
+    if TASK == MEASURE or RECORD:
+        top_bits = tiles.largest(top)
+        finite_top = top_bits.to(tl.float32, bitcast=True)
+        non_finite = top_bits >= tiles.INFINITY_BITS
+        clipped = top_bits * 0
+        beyond = non_finite
+        if TASK == QUANTIZE:
+            beyond = tiles.needs_care(top_bits, scale, MAXIMUM)
+        if beyond:
+            finite_top = 0.0
+            for tile in range(tl.program_id(0), count, tl.num_programs(0)):
+                i, j = tile // across, tile % across
+                dgate, dup, _ = _gradients(dh_ptr, gate_up_ptr, i, j, inner, inner_h, M, F, SILU, EVEN, TILE_M, TILE_F)
+                for half in tl.static_range(2):
+                    if half == 0:
+                        d = dgate.to(tl.float32)
+                    else:
+                        d = dup.to(tl.float32)
+                    finite_top = tl.maximum(finite_top, tiles.largest(tiles.finite_magnitude(d)))
+                    if TASK == QUANTIZE:
+                        clipped += tiles.count(tiles.is_clipped(d, scale, MAXIMUM))
+                        if not STOCHASTIC:
+                            v = tiles.saturate(d * inverse, 0, 0, MAXIMUM, False)
+                            q = tiles.cast(v, rows_ptr.dtype.element_ty)
+                            store_tile(rows_ptr + half * F, q, i, j, inner, M, F, 2 * F, EVEN, TILE_M, TILE_F)
+                            q_t = tiles.cast(tl.trans(v), columns_ptr.dtype.element_ty)
+                            half_t = columns_ptr + half * F.to(tl.int64) * M
+                            store_tile(half_t, q_t, j, i, inner_t, F, M, M, EVEN, TILE_F, TILE_M)
+        if TASK == MEASURE:
+            if finite_top > 0:
+                tl.atomic_max(amax_ptr, finite_top, sem="relaxed")
+        else:
+            all_lost = tiles.from_sample(lost, count, step)
+            tiles.record(row_ptr, finite_top, non_finite, all_lost, clipped, per_element)
+    if TASK == QUANTIZE:
         if tl.program_id(0) == 0:
             tl.store(scale_ptr, scale)
             tl.store(scale_t_ptr, scale)
@@ -193,10 +279,57 @@ def _gated_backward_kernel(
                 tiles.record_use(row_ptr)
 
 
-def can_gate(gate_up: Tensor, *recipes: OperandRecipe) -> bool:
-    """Whether these kernels cover it: one scale per tensor; other granularities quantise after."""
+def can_quantize(gate_up: Tensor, *recipes: OperandRecipe) -> bool:
+    """Whether these kernels quantise on the way: one scale per tensor. Other granularities quantise after."""
     plain = all(r.granularity == "tensor" and r.percentile is None and r.format in (E4M3, E5M2) for r in recipes)
-    return plain and gate_up.dtype in (torch.bfloat16, torch.float16, torch.float32) and gate_up.numel() > 0
+    return plain and can_gate(gate_up)
+
+
+def can_gate(gate_up: Tensor) -> bool:
+    return gate_up.dtype in (torch.bfloat16, torch.float16, torch.float32) and gate_up.numel() > 0
+
+
+def gated(gate_up: Tensor, activation: str) -> Tensor:
+    """As `numerics.activation.gated`, of `gate_up[M, 2F]`."""
+    gate_up = gate_up.contiguous()
+    m, f = gate_up.shape[0], gate_up.shape[1] // 2
+    out, none = gate_up.new_empty(m, f), gate_up.new_empty(0, dtype=torch.float32)
+    grid, launch = _launch(gate_up, m, f, _FORWARD)
+    _gated_kernel[grid](
+        gate_up, none, none, out, none, m, f, 0.0, 0, TASK=PLAIN.value, RECORD=False, **launch, **_plain(activation)
+    )
+    return out
+
+
+def gated_backward(dh: Tensor, gate_up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """As `numerics.activation.gated_backward`, and h again."""
+    dh, gate_up = dh.contiguous(), gate_up.contiguous()
+    m, f = dh.shape
+    out, h, none = torch.empty_like(gate_up), torch.empty_like(dh), dh.new_empty(0, dtype=torch.float32)
+    grid, launch = _launch(gate_up, m, f, _FORWARD)
+    _gated_backward_kernel[grid](
+        dh,
+        gate_up,
+        none,
+        none,
+        none,
+        out,
+        out,
+        none,
+        none,
+        h,
+        m,
+        f,
+        0.0,
+        0,
+        TASK=PLAIN.value,
+        RECORD=False,
+        H_MAXIMUM=1.0,
+        H_STOCHASTIC=False,
+        **launch,
+        **_plain(activation),
+    )
+    return out, h
 
 
 def gated_quantize(gate_up: Tensor, row: Tensor, recipe: OperandRecipe, activation: str, *, record: bool) -> Quantized:
@@ -207,7 +340,7 @@ def gated_quantize(gate_up: Tensor, row: Tensor, recipe: OperandRecipe, activati
     amax = row[AMAX:] if recipe.delayed else row.new_zeros(1)
     out, scale = gate_up.new_empty(m, f, dtype=recipe.format.dtype), row.new_empty(())
     grid, launch = _launch(gate_up, m, f, _FORWARD)
-    for measure in (True, False):
+    for task in (MEASURE, QUANTIZE):
         _gated_kernel[grid](
             gate_up,
             row,
@@ -218,8 +351,8 @@ def gated_quantize(gate_up: Tensor, row: Tensor, recipe: OperandRecipe, activati
             f,
             1.0 / (m * f),
             _seed(recipe),
-            MEASURE=measure,
-            RECORD=record,
+            TASK=task.value,
+            RECORD=record and task.value == QUANTIZE.value,
             **launch,
             **_constants(recipe, activation),
         )
@@ -243,7 +376,7 @@ def gated_quantize_backward(
     columns = Quantized(dh.new_empty(2 * f, m, dtype=recipe.format.dtype), row.new_empty(()))
     h_columns = Quantized(dh.new_empty(f, m, dtype=recipe_h.format.dtype), h_scale.clone())
     grid, launch = _launch(gate_up, m, f, _BACKWARD)
-    for measure in (True, False):
+    for task in (MEASURE, QUANTIZE):
         _gated_backward_kernel[grid](
             dh,
             gate_up,
@@ -259,8 +392,8 @@ def gated_quantize_backward(
             f,
             1.0 / (2 * m * f),
             _seed(recipe),
-            MEASURE=measure,
-            RECORD=True,
+            TASK=task.value,
+            RECORD=task.value == QUANTIZE.value,
             H_MAXIMUM=recipe_h.format.max,
             H_STOCHASTIC=recipe_h.rounding == "stochastic",
             **launch,
@@ -269,13 +402,20 @@ def gated_quantize_backward(
     return rows, columns, h_columns
 
 
-def _launch(x: Tensor, m: int, f: int, tile: tuple[int, int, int, int, int]) -> tuple[tuple[int], dict[str, int]]:
-    tile_m, tile_f, warps, stages, programs = tile
+def _launch(x: Tensor, m: int, f: int, tile: Tile) -> tuple[tuple[int], dict[str, Any]]:
+    tile_m, tile_f, warps, stages, programs, registers = tile
     grid = (min(triton.cdiv(m, tile_m) * triton.cdiv(f, tile_f), programs * multiprocessors(x.device)),)
-    return grid, {"TILE_M": tile_m, "TILE_F": tile_f, "STAGES": stages, "num_warps": warps}
+    options = {"num_warps": warps} if registers is None else {"num_warps": warps, "maxnreg": registers}
+    even = m % tile_m == 0 and f % tile_f == 0
+    return grid, {"EVEN": even, "TILE_M": tile_m, "TILE_F": tile_f, "STAGES": stages, **options}
 
 
-def _constants(recipe: OperandRecipe, activation: str) -> dict[str, object]:
+def _plain(activation: str) -> dict[str, Any]:
+    silu = activation == "silu"
+    return {"DELAYED": False, "SILU": silu, "MAXIMUM": 448.0, "MARGIN": 1.0, "STOCHASTIC": False}
+
+
+def _constants(recipe: OperandRecipe, activation: str) -> dict[str, Any]:
     return {
         "DELAYED": recipe.delayed,
         "SILU": activation == "silu",

@@ -3,8 +3,8 @@
 Each function says in Triton what `octavo/numerics` says in torch, in the same order of operations: one correctly
 rounded reciprocal, then a multiplication (`/` is not correctly rounded in Triton, `tl.div_rn` is).
 
-Non-finite values are rare, so every tile looks at its largest bit pattern first: NaN and infinities sort above all
-finite magnitudes, and only a tile that has some takes the slow way.
+What is rare is looked for, not computed: a program keeps the largest bit pattern it saw (NaN and infinities sort above
+all finite magnitudes), and only one that saw something beyond the format's range walks over its tiles again to count.
 """
 
 from functools import cache
@@ -34,6 +34,7 @@ INFINITY_BITS = tl.constexpr(0x7F800000)
 LARGEST_SCALE = tl.constexpr(2.0**126)
 SMALLEST_SCALE = tl.constexpr(2.0**-126)
 E8M0_ONE = tl.constexpr(127)
+SAMPLE = tl.constexpr(8)  # counting underflow on every tile would take as long as quantising itself
 
 # The interpreter's cast to FP8 drops the carry when rounding up to a power of two (1.98 becomes 1), and its cast to
 # BF16 truncates: both are given values that are on the grid already.
@@ -84,14 +85,55 @@ def mx_factor(exponent):
 
 
 @triton.jit
-def saturate(v, unusual, seed, offset, maximum: tl.constexpr, stochastic: tl.constexpr):
-    """What is left to do is a cast to FP8. NaN for what is not finite; `unusual`: whether the tile may hold such."""
-    if unusual:
-        v = tl.where(magnitude_bits(v) >= INFINITY_BITS, float("nan"), v)
-    v = tl.clamp(v, -maximum, maximum, propagate_nan=tl.PropagateNan.ALL)
+def saturate(v, seed, offset, maximum: tl.constexpr, stochastic: tl.constexpr, careful: tl.constexpr = True):
+    """What is left to do is a cast to FP8, which saturates.
+
+    `careful`: infinities become NaN (v + 0 · v is v if v is finite). Without it there must be none.
+    """
+    if careful:
+        v = tl.fma(v, 0.0, v)
+    if INTERPRETED or stochastic:
+        v = tl.clamp(v, -maximum, maximum, propagate_nan=tl.PropagateNan.ALL)
     if stochastic:
         v = _stochastic(v, seed, offset, 3 if maximum == 448.0 else 2, -6 if maximum == 448.0 else -14)
     return v
+
+
+@triton.jit
+def sigmoid(x):
+    """1 / (1 + exp(−x)), to about 2^-22: four instructions, where Triton's own exp and division take fourteen."""
+    if INTERPRETED:
+        return 1.0 / (1.0 + tl.exp(-x))
+    power = tl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * -1.4426950408889634], dtype=tl.float32, is_pure=True, pack=1
+    )
+    return tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + power], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def sample_step(tiles):
+    """Underflow is counted on each of a program's tiles if there are few, else on the first and every eighth after."""
+    return tl.where(tiles >= 4 * tl.num_programs(0), SAMPLE, 1)
+
+
+@triton.jit
+def is_sampled(tile, step):
+    return tile // tl.num_programs(0) % step == 0
+
+
+@triton.jit
+def from_sample(lost, tiles, step):
+    """The count on a program's sampled tiles, scaled up to all of its tiles."""
+    mine = tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0))
+    return tl.sum(tl.sum(lost, axis=1), axis=0) * tl.div_rn(mine.to(tl.float32), tl.cdiv(mine, step).to(tl.float32))
+
+
+@triton.jit
+def needs_care(top_bits, scale, maximum: tl.constexpr):
+    """Whether a program saw anything beyond the range of the format: then it has to look again, at every element."""
+    return (top_bits >= INFINITY_BITS) | (top_bits.to(tl.float32, bitcast=True) > scale * maximum)
 
 
 @triton.jit
@@ -103,7 +145,8 @@ def cast(v, dtype: tl.constexpr):
         # Adding 1.5 × 2^23 steps leaves no room for anything below a step.
         shift = ((exponent - bits + 23) << 23).to(tl.float32, bitcast=True) * 1.5
         sign = v.to(tl.int32, bitcast=True) & -0x80000000
-        v = (((tl.abs(v) + shift) - shift).to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+        rounded = ((tl.abs(v) + shift) - shift).to(tl.int32, bitcast=True) | sign
+        v = tl.where(v == v, rounded, 0x7FFFFFFF).to(tl.float32, bitcast=True)  # a NaN that is one in FP8, too
     return v.to(dtype)
 
 
@@ -129,32 +172,42 @@ def _stochastic(v, seed, offset, mantissa_bits: tl.constexpr, min_exponent: tl.c
 
 
 @triton.jit
-def count_lost(x, v, maximum: tl.constexpr):
-    """How many elements became zero without having been it; `v` is what goes into the cast to FP8.
+def is_lost(x, v, maximum: tl.constexpr):
+    """Which elements become zero without having been it; `v` is what goes into the cast to FP8.
 
     Rounding to nearest even makes zero of what is at most half the smallest subnormal.
     """
     half: tl.constexpr = 2.0**-10 if maximum == 448.0 else 2.0**-17
-    return tl.sum(tl.sum(tl.where((tl.abs(v) <= half) & (x != 0.0), 1.0, 0.0), axis=1), axis=0)
+    return (tl.abs(v) <= half) & (x != 0.0)
 
 
 @triton.jit
-def count_clipped(x, scale, maximum: tl.constexpr):
-    """How many finite elements the clamp changed."""
+def is_clipped(x, scale, maximum: tl.constexpr):
+    """Which finite elements the clamp changes."""
     beyond: tl.constexpr = 464.0 if maximum == 448.0 else 61440.0
-    over = (tl.abs(x) > scale * beyond) & (magnitude_bits(x) < INFINITY_BITS)
-    return tl.sum(tl.sum(tl.where(over, 1.0, 0.0), axis=1), axis=0)
+    return (tl.abs(x) > scale * beyond) & (magnitude_bits(x) < INFINITY_BITS)
 
 
 @triton.jit
-def top_of(x):
-    """The largest finite magnitude of a tile, and whether it holds anything that is not finite."""
-    top_bits = tl.max(tl.max(magnitude_bits(x), axis=1), axis=0)
-    non_finite = top_bits >= INFINITY_BITS
-    top = top_bits.to(tl.float32, bitcast=True)
-    if non_finite:
-        top = tl.max(tl.max(finite_magnitude(x), axis=1), axis=0)
-    return top, non_finite
+def largest_of_eight(bits):
+    """The maximum of every eight neighbours: they sit in one thread, so no thread waits for another."""
+    return tl.max(tl.reshape(bits, [bits.shape[0], bits.shape[1] // 8, 8]), axis=2)
+
+
+@triton.jit
+def count_of_eight(flags):
+    """How many of every eight neighbours are set."""
+    return tl.sum(tl.reshape(tl.where(flags, 1, 0), [flags.shape[0], flags.shape[1] // 8, 8]), axis=2)
+
+
+@triton.jit
+def count(flags):
+    return tl.sum(tl.sum(tl.where(flags, 1, 0), axis=1), axis=0)
+
+
+@triton.jit
+def largest(values):
+    return tl.max(tl.max(values, axis=1), axis=0)
 
 
 @triton.jit

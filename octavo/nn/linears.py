@@ -8,8 +8,8 @@ Shapes: M tokens, K inputs, N outputs of all the weights together.
     kept       xqT_KM in FP8, and the weights themselves, which are in memory anyway and quantised anew
 
 A linear alone is a group of one; q, k and v are a group of three with one quantised input and one GEMM. Each weight
-stays a Parameter of its own: quantising writes a new buffer anyway, so it writes them side by side. Per tensor the group
-has one scale, from the amax of all, because dx contracts over all of N.
+stays a Parameter of its own: quantising writes a new buffer anyway, so it writes them side by side. Per tensor the
+group has one scale, from the amax of all, because dx contracts over all of N.
 """
 
 from collections.abc import Sequence

@@ -2,7 +2,7 @@
 
 Shapes: M tokens, K width, F hidden.
 
-    forward    xq_MK → gu_M2F = xq · [w_gate; w_up]ᵀ → hq_MF (activation and quantising in one kernel) → y = hq · w_downᵀ
+    forward    xq_MK → gu_M2F = xq · [w_gate; w_up]ᵀ → hq_MF (activation and quantising: one kernel) → y = hq · w_downᵀ
     backward   gq_MK → dh_MF = gq · w_down
                one kernel: dgu_M2F in both layouts, and h again, transposed
                dw_down = gqT · hqTᵀ     dx = dguq · [w_gate; w_up]     dw_gate_up = dguqT · xqTᵀ
@@ -32,7 +32,7 @@ class MLP:
 
 
 def fp8_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, mlp: MLP, rows_gate_up: Rows, rows_down: Rows) -> Tensor:
-    """`x[..., K]` through the MLP. `rows_…`: scaling state of input, weight and gradient of each of the two products."""
+    """`x[..., K]` through the MLP. `rows_…`: scaling state of input, weight and gradient of each product."""
     y = _FP8MLP.apply(x.reshape(-1, x.shape[-1]), gate, up, down, mlp, *rows_gate_up, *rows_down)
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
@@ -44,7 +44,12 @@ class _FP8MLP(torch.autograd.Function):
         row_x, row_gate_up, _, row_h, row_down, _ = rows
         keep_x = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
         x_q = ops.quantize(x, row_x, product.a, record=product.record, layout="both" if keep_x else "rows")
-        how = {"record": product.record, "out_dtype": product.out_dtype, "fast": True, "emulate": product.emulate}
+        how: dict[str, Any] = {
+            "record": product.record,
+            "out_dtype": product.out_dtype,
+            "fast": True,
+            "emulate": product.emulate,
+        }
         # gu = x · [w_gate; w_up]ᵀ
         gate_up = ops.weight_gemm(x_q[0], (gate, up), row_gate_up, product.b, **how)
         h_q = ops.gated_quantize(gate_up, row_h, product.a, mlp.activation, record=product.record)

@@ -2,8 +2,8 @@
 
 A linear with M tokens, K inputs and N outputs multiplies 2MKN three times: forward and both gradients. FP8 doubles the
 rate and pays for quantising in bytes: x and g are read once and written in two layouts, w is read twice and written
-twice. Each kernel also takes a few microseconds whatever its size, and FP8 has eight more of them. So FP8 pays where the
-GEMM is large in all three dimensions.
+twice. Each kernel also takes a few microseconds whatever its size, and FP8 has eight more of them. So FP8 pays where
+the GEMM is large in all three dimensions.
 """
 
 from dataclasses import dataclass

@@ -3,6 +3,8 @@
     silu        act(g) = g · σ(g)                                    Llama, Mistral, Qwen
     gelu_tanh   act(g) = g/2 · (1 + tanh(√(2/π) (g + 0.044715 g³)))  Gemma
 
+The second is g · σ(2√(2/π) (g + 0.044715 g³)) just as well, and that loses nothing where tanh is near −1.
+
 Computed in FP32 and rounded once to the dtype of `gate_up`, as if it had gone through memory; a kernel that quantises
 on the way does the same.
 """
@@ -36,6 +38,6 @@ def _activate(gate: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     if activation == "silu":
         sigmoid = torch.sigmoid(gate)
         return gate * sigmoid, sigmoid * (1 + gate * (1 - sigmoid))
-    tanh = torch.tanh(GELU_FACTOR * (gate + GELU_CUBIC * gate * gate * gate))
-    inner = GELU_FACTOR * (1 + 3 * GELU_CUBIC * gate * gate)
-    return 0.5 * gate * (1 + tanh), 0.5 * (1 + tanh) + 0.5 * gate * (1 - tanh * tanh) * inner
+    sigmoid = torch.sigmoid(2 * GELU_FACTOR * (gate + GELU_CUBIC * gate * gate * gate))
+    inner = 2 * GELU_FACTOR * (1 + 3 * GELU_CUBIC * gate * gate)
+    return gate * sigmoid, sigmoid * (1 + gate * (1 - sigmoid) * inner)

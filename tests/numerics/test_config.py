@@ -27,6 +27,8 @@ DEFAULTS = {
     "rounding": "nearest",
     "skip": ("lm_head",),
     "mx_rule": "up",
+    "fp8_head": False,
+    "wgrad": None,
     "emulate": None,
 }
 INTERESTING = [
@@ -34,6 +36,7 @@ INTERESTING = [
     {"fp8_format": "e5m2", "margin": [0, 1, 2.5], "rounding": {"g": "stochastic"}},
     {"granularity": "block", "skip": ["a", "model.layers.0.*"], "emulate": True},
     {"granularity": "mx", "mx_rule": "floor", "fp8_dpa": True, "emulate": False},
+    {"granularity": "block", "wgrad": "channel", "fp8_head": True},
     {"scaling": "current", "percentile": 99.99, "margin": {"g": 3}},
     {"amax_history_len": 7, "amax_compute_algo": "ema", "amax_update_interval": 4, "margin": -1},
 ]
@@ -61,6 +64,8 @@ BAD = [
         ["1", None, True, math.nan, math.inf, 17, -17, (1, 2), (1, 2, 3, 4), (0, 0, "1"), {"y": 1}, {"x": None}],
     ),
     ("fp8_dpa", ["yes", None, 2]),
+    ("fp8_head", ["yes", None, 2]),
+    ("wgrad", ["tensor", "block", "", 1, True]),
     ("granularity", ["row", "Tensor", None, 128]),
     ("scaling", ["dynamic", "", 1]),
     ("percentile", [0, -1, 100.1, math.nan, "99", True]),
@@ -87,6 +92,20 @@ def test_delayed_scaling_and_percentiles_are_per_tensor(granularity):
         FP8TrainingConfig(granularity=granularity, scaling="delayed")
     with pytest.raises(ValueError, match=r"percentile=99.9.*granularity='tensor'"):
         FP8TrainingConfig(granularity=granularity, percentile=99.9)
+
+
+@pytest.mark.parametrize("granularity", [g for g in GRANULARITIES if g != "block"])
+def test_wgrad_is_for_blocks_only(granularity):
+    with pytest.raises(ValueError, match=f"wgrad='channel': only with granularity='block', not '{granularity}'"):
+        FP8TrainingConfig(granularity=granularity, wgrad="channel")
+
+
+def test_wgrad_changes_the_columns_of_x_and_g_only():
+    plain = FP8TrainingConfig.from_recipe("block").recipe
+    channel = FP8TrainingConfig.from_recipe("block", wgrad="channel").recipe
+    assert (channel.x.columns, channel.w.columns, channel.g.columns) == ("channel", None, "channel")
+    for name in ("x", "w", "g"):
+        assert dataclasses.replace(getattr(channel, name), columns=None) == getattr(plain, name)
 
 
 def test_frozen():

@@ -1,0 +1,322 @@
+"""The backward kernels of a fused BDH layer. See `numerics.bdh` for the equations, `bdh.py` for the forward ones.
+
+    gate_backward        dz_BTHN and the s and t kept → dt_pre in FP8 as rows and columns, and z again as columns
+    relu_rope_backward   dq_BHTN, dz_BTHN and the s and t kept → ds_pre in FP8 as rows and columns
+
+Columns are turned in the dtype of the gradient, before the cast: as FP8 bytes it would take more instructions.
+"""
+
+# Triton gives the parameters of a kernel their types.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.kernels import tiles
+from octavo.kernels.bdh_tiles import (
+    Tile,
+    arrange,
+    constants,
+    joined,
+    load,
+    load_angles,
+    look_at,
+    note_amax,
+    note_use,
+    offsets,
+    seed_of,
+    stacked,
+    state,
+    store,
+    to_fp8,
+    turn,
+)
+from octavo.numerics.config import OperandRecipe
+from octavo.numerics.quantize import Quantized
+
+_GATE: Tile = (64, 64, 4, 2, 3)
+_ROPE: Tile = (64, 32, 4, 2, 4)
+
+
+@triton.jit
+def _gate_tile(dz_ptr, s_ptr, t_ptr, s_scale, t_scale, first, wide, inside, EVEN: tl.constexpr):
+    """dt and z of one tile, rounded as they would be in memory."""
+    dz = load(dz_ptr + first, wide, inside, EVEN)
+    s = load(s_ptr + first, wide, inside, EVEN).to(tl.float32) * s_scale
+    t = load(t_ptr + first, wide, inside, EVEN).to(tl.float32) * t_scale
+    dt = tl.where(t > 0.0, dz.to(tl.float32) * s, 0.0)
+    return tiles.narrow(dt, dz.dtype), tiles.narrow(s * t, dz.dtype)
+
+
+@triton.jit(do_not_specialize=["seed"])
+def _gate_backward_kernel(
+    dz_ptr,
+    s_ptr,
+    s_scale_ptr,
+    t_ptr,
+    t_scale_ptr,
+    z_scale_ptr,
+    row_ptr,
+    amax_ptr,
+    rows_ptr,
+    columns_ptr,
+    scale_ptr,
+    z_ptr,
+    B,
+    H,
+    T,
+    N,
+    per_element,
+    seed,
+    MEASURE: tl.constexpr,
+    DELAYED: tl.constexpr,
+    MAXIMUM: tl.constexpr,
+    MARGIN: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    Z_MAXIMUM: tl.constexpr,
+    Z_STOCHASTIC: tl.constexpr,
+    EVEN: tl.constexpr,
+    TILE_T: tl.constexpr,
+    TILE_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """`MEASURE`: only find the amax, and only if there is no scale yet."""
+    if MEASURE and DELAYED:
+        if tl.load(row_ptr + tiles.SCALE) > 0:
+            return
+    scale = tiles.tensor_scale(row_ptr, amax_ptr, DELAYED, MAXIMUM, MARGIN)
+    inverse = tiles.reciprocal(scale)
+    s_scale, t_scale = tl.load(s_scale_ptr), tl.load(t_scale_ptr)
+    z_inverse = tiles.reciprocal(tl.load(z_scale_ptr))
+    dtype: tl.constexpr = rows_ptr.dtype.element_ty
+    across = tl.cdiv(N, TILE_N)
+    each = tl.cdiv(T, TILE_T) * across
+    M = B * T
+    wide, flat, turned = offsets(H * N, TILE_T, TILE_N), offsets(N, TILE_T, TILE_N), offsets(M, TILE_N, TILE_T)
+    top = tl.zeros([TILE_T, TILE_N // 8], tl.int32)
+    lost = tl.zeros([TILE_T, TILE_N // 8], tl.int32)
+    for tile in tl.range(tl.program_id(0), B * H * each, tl.num_programs(0), num_stages=STAGES):
+        b, h = tile // each // H, tile // each % H
+        t0, n0 = tile % each // across * TILE_T, tile % across * TILE_N
+        inside = (t0 + tl.arange(0, TILE_T)[:, None] < T) & (n0 + tl.arange(0, TILE_N)[None, :] < N)
+        inside_t = (n0 + tl.arange(0, TILE_N)[:, None] < N) & (t0 + tl.arange(0, TILE_T)[None, :] < T)
+        first = joined(b, h, t0, n0, H, T, N)
+        narrow, z = _gate_tile(dz_ptr, s_ptr, t_ptr, s_scale, t_scale, first, wide, inside, EVEN)
+        dt = narrow.to(tl.float32)
+        top = tl.maximum(top, tiles.largest_of_eight(tiles.magnitude_bits(dt)))
+        if not MEASURE:
+            rows_first = stacked(h, b, B, t0, n0, T, N)
+            q, v = to_fp8(dt, inverse, seed, rows_first + flat, dtype, MAXIMUM, STOCHASTIC)
+            store(rows_ptr + rows_first, flat, q, inside, EVEN)
+            lost += tiles.count_of_eight(tiles.is_lost(dt, v, MAXIMUM))
+            columns_first = (h * N + n0).to(tl.int64) * M + b * T + t0
+            if STOCHASTIC:
+                q_t = tiles.cast(tl.trans(v), dtype)  # the very same values
+            else:
+                q_t, _ = to_fp8(tl.trans(narrow).to(tl.float32), inverse, seed, 0, dtype, MAXIMUM, False)
+            store(columns_ptr + columns_first, turned, q_t, inside_t, EVEN)
+            z_t, _ = to_fp8(
+                tl.trans(z).to(tl.float32),
+                z_inverse,
+                seed + 1,
+                columns_first + turned,
+                z_ptr.dtype.element_ty,
+                Z_MAXIMUM,
+                Z_STOCHASTIC,
+            )
+            store(z_ptr + columns_first, turned, z_t, inside_t, EVEN)
+    most, bad, beyond = look_at(top, float("inf") if MEASURE else scale * MAXIMUM)
+    clipped = each * 0
+    if beyond:
+        most = 0.0
+        for tile in tl.range(tl.program_id(0), B * H * each, tl.num_programs(0), num_stages=1):
+            b, h = tile // each // H, tile // each % H
+            t0, n0 = tile % each // across * TILE_T, tile % across * TILE_N
+            inside = (t0 + tl.arange(0, TILE_T)[:, None] < T) & (n0 + tl.arange(0, TILE_N)[None, :] < N)
+            first = joined(b, h, t0, n0, H, T, N)
+            narrow, _ = _gate_tile(dz_ptr, s_ptr, t_ptr, s_scale, t_scale, first, wide, inside, EVEN)
+            most = tl.maximum(most, tiles.largest(tiles.finite_magnitude(narrow.to(tl.float32))))
+            clipped += tiles.count(tiles.is_clipped(narrow.to(tl.float32), scale, MAXIMUM))
+    if MEASURE:
+        note_amax(amax_ptr, most)
+    else:
+        tiles.record(row_ptr, most, bad, tl.sum(tl.sum(lost, axis=1), axis=0), clipped, per_element)
+        if tl.program_id(0) == 0:
+            tl.store(scale_ptr, scale)
+            note_use(row_ptr, amax_ptr, scale)
+
+
+@triton.jit
+def _relu_rope_tile(
+    dq_ptr, dz_ptr, s_ptr, t_ptr, t_scale, cos, sin, bh, t0, n0, wide, flat, inside, H, T, N, EVEN: tl.constexpr
+):
+    """ds of one tile, rounded as it would be in memory."""
+    first = joined(bh // H, bh % H, t0, n0, H, T, N)
+    dq = load(dq_ptr + stacked(bh // H, bh % H, H, t0, n0, T, N), flat, inside, EVEN).to(tl.float32)
+    dz = load(dz_ptr + first, wide, inside, EVEN)
+    s = load(s_ptr + first, wide, inside, EVEN).to(tl.float32)
+    t = load(t_ptr + first, wide, inside, EVEN).to(tl.float32) * t_scale
+    ds = turn(dq, cos, sin) + dz.to(tl.float32) * t
+    return tiles.narrow(tl.where(s > 0.0, ds, 0.0), dz.dtype)
+
+
+@triton.jit(do_not_specialize=["seed"])
+def _relu_rope_backward_kernel(
+    dq_ptr,
+    dz_ptr,
+    s_ptr,
+    t_ptr,
+    t_scale_ptr,
+    cos_ptr,
+    sin_ptr,
+    row_ptr,
+    amax_ptr,
+    rows_ptr,
+    columns_ptr,
+    scale_ptr,
+    B,
+    H,
+    T,
+    N,
+    per_element,
+    seed,
+    MEASURE: tl.constexpr,
+    DELAYED: tl.constexpr,
+    MAXIMUM: tl.constexpr,
+    MARGIN: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    EVEN: tl.constexpr,
+    TILE_T: tl.constexpr,
+    TILE_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    if MEASURE and DELAYED:
+        if tl.load(row_ptr + tiles.SCALE) > 0:
+            return
+    scale = tiles.tensor_scale(row_ptr, amax_ptr, DELAYED, MAXIMUM, MARGIN)
+    inverse = tiles.reciprocal(scale)
+    t_scale = tl.load(t_scale_ptr)
+    dtype: tl.constexpr = rows_ptr.dtype.element_ty
+    across = tl.cdiv(N, TILE_N)
+    count = tl.cdiv(T, TILE_T) * across
+    M = B * T
+    wide, flat, turned = offsets(H * N, TILE_T, TILE_N), offsets(N, TILE_T, TILE_N), offsets(M, TILE_N, TILE_T)
+    top = tl.zeros([TILE_T, TILE_N // 8], tl.int32)
+    lost = tl.zeros([TILE_T, TILE_N // 8], tl.int32)
+    for tile in tl.range(tl.program_id(0), count, tl.num_programs(0), num_stages=1):
+        t0, n0 = tile // across * TILE_T, tile % across * TILE_N
+        inside = (t0 + tl.arange(0, TILE_T)[:, None] < T) & (n0 + tl.arange(0, TILE_N)[None, :] < N)
+        inside_t = (n0 + tl.arange(0, TILE_N)[:, None] < N) & (t0 + tl.arange(0, TILE_T)[None, :] < T)
+        cos, sin = load_angles(cos_ptr, sin_ptr, t0, n0, T, N, EVEN, TILE_T, TILE_N)
+        back = -sin
+        for bh in tl.range(0, B * H, num_stages=STAGES):
+            narrow = _relu_rope_tile(
+                dq_ptr, dz_ptr, s_ptr, t_ptr, t_scale, cos, back, bh, t0, n0, wide, flat, inside, H, T, N, EVEN
+            )
+            ds = narrow.to(tl.float32)
+            top = tl.maximum(top, tiles.largest_of_eight(tiles.magnitude_bits(ds)))
+            if not MEASURE:
+                first = joined(bh // H, bh % H, t0, n0, H, T, N)
+                q, v = to_fp8(ds, inverse, seed, first + wide, dtype, MAXIMUM, STOCHASTIC)
+                store(rows_ptr + first, wide, q, inside, EVEN)
+                lost += tiles.count_of_eight(tiles.is_lost(ds, v, MAXIMUM))
+                if STOCHASTIC:
+                    q_t = tiles.cast(tl.trans(v), dtype)
+                else:
+                    q_t, _ = to_fp8(tl.trans(narrow).to(tl.float32), inverse, seed, 0, dtype, MAXIMUM, False)
+                columns_first = (bh % H * N + n0).to(tl.int64) * M + bh // H * T + t0
+                store(columns_ptr + columns_first, turned, q_t, inside_t, EVEN)
+    most, bad, beyond = look_at(top, float("inf") if MEASURE else scale * MAXIMUM)
+    clipped = count * 0
+    if beyond:
+        most = 0.0
+        for tile in tl.range(tl.program_id(0), count, tl.num_programs(0), num_stages=1):
+            t0, n0 = tile // across * TILE_T, tile % across * TILE_N
+            inside = (t0 + tl.arange(0, TILE_T)[:, None] < T) & (n0 + tl.arange(0, TILE_N)[None, :] < N)
+            cos, sin = load_angles(cos_ptr, sin_ptr, t0, n0, T, N, EVEN, TILE_T, TILE_N)
+            for bh in tl.range(0, B * H, num_stages=1):
+                narrow = _relu_rope_tile(
+                    dq_ptr, dz_ptr, s_ptr, t_ptr, t_scale, cos, -sin, bh, t0, n0, wide, flat, inside, H, T, N, EVEN
+                )
+                most = tl.maximum(most, tiles.largest(tiles.finite_magnitude(narrow.to(tl.float32))))
+                clipped += tiles.count(tiles.is_clipped(narrow.to(tl.float32), scale, MAXIMUM))
+    if MEASURE:
+        note_amax(amax_ptr, most)
+    else:
+        tiles.record(row_ptr, most, bad, tl.sum(tl.sum(lost, axis=1), axis=0), clipped, per_element)
+        if tl.program_id(0) == 0:
+            tl.store(scale_ptr, scale)
+            note_use(row_ptr, amax_ptr, scale)
+
+
+def gate_backward(
+    dz_BTHN: Tensor,
+    s: Quantized,
+    t: Quantized,
+    z_scale: Tensor,
+    row: Tensor,
+    recipe: OperandRecipe,
+    recipe_z: OperandRecipe,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dt as `[H, M, N]`, its scale, dt as `[H, N, M]`, and z as `[H, N, M]`."""
+    B, T, H, N = dz_BTHN.shape
+    _, amax = state(row, recipe, True)
+    rows = dz_BTHN.new_empty(H, B * T, N, dtype=recipe.format.dtype)
+    columns = dz_BTHN.new_empty(H, N, B * T, dtype=recipe.format.dtype)
+    z = dz_BTHN.new_empty(H, N, B * T, dtype=recipe_z.format.dtype)
+    scale = row.new_empty(())
+    grid, launch = arrange(dz_BTHN, B * H, T, N, _GATE)
+    for measure in (True, False):
+        _gate_backward_kernel[grid](
+            dz_BTHN.contiguous(),
+            *(*s, *t),
+            z_scale,
+            *(row, amax),
+            *(rows, columns, scale, z),
+            *(B, H, T, N),
+            1.0 / dz_BTHN.numel(),
+            seed_of(recipe) or seed_of(recipe_z),
+            MEASURE=measure,
+            Z_MAXIMUM=recipe_z.format.max,
+            Z_STOCHASTIC=recipe_z.rounding == "stochastic",
+            **constants(recipe),
+            **launch,
+        )
+    return rows, scale, columns, z
+
+
+def relu_rope_backward(
+    dq_BHTN: Tensor,
+    dz_BTHN: Tensor,
+    s_BTHN: Tensor,
+    t: Quantized,
+    cos: Tensor,
+    sin: Tensor,
+    row: Tensor,
+    recipe: OperandRecipe,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """ds as `[B, T, H, N]`, its scale, and ds as `[H, N, M]`. Of s only the sign counts, so it needs no scale."""
+    B, T, H, N = dz_BTHN.shape
+    _, amax = state(row, recipe, True)
+    rows = dz_BTHN.new_empty(B, T, H, N, dtype=recipe.format.dtype)
+    columns = dz_BTHN.new_empty(H, N, B * T, dtype=recipe.format.dtype)
+    scale = row.new_empty(())
+    grid, launch = arrange(dz_BTHN, 1, T, N, _ROPE)
+    for measure in (True, False):
+        _relu_rope_backward_kernel[grid](
+            dq_BHTN.contiguous(),
+            dz_BTHN.contiguous(),
+            s_BTHN,
+            *t,
+            *(cos, sin),
+            *(row, amax),
+            *(rows, columns, scale),
+            *(B, H, T, N),
+            1.0 / dz_BTHN.numel(),
+            seed_of(recipe),
+            MEASURE=measure,
+            **constants(recipe),
+            **launch,
+        )
+    return rows, scale, columns

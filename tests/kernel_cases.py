@@ -1,0 +1,151 @@
+"""What tests/kernels (interpreter) and tests/gpu compare kernels by: every recipe, unusual values, equality with the spec.
+
+A kernel and its specification share name and signature, so one comparison serves both places.
+"""
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from octavo.numerics import FP8TrainingConfig, OperandRecipe, Quantized
+from octavo.numerics.activation import gated, gated_backward
+from octavo.numerics.operand import quantize_operand
+from octavo.numerics.scaling import ROW, SCALE
+
+INTERPRETED = not torch.cuda.is_available()
+CONFIGS = {
+    "delayed": FP8TrainingConfig(),
+    "current": FP8TrainingConfig.from_recipe("current", margin=1),
+    "channel": FP8TrainingConfig.from_recipe("channel"),
+    "block": FP8TrainingConfig.from_recipe("block"),
+    "block, channel wgrad": FP8TrainingConfig.from_recipe("block", wgrad="channel"),
+    "mx": FP8TrainingConfig.from_recipe("mx"),
+    "mx floor": FP8TrainingConfig.from_recipe("mx", mx_rule="floor"),
+    "E5M2": FP8TrainingConfig(fp8_format="E5M2"),
+    "mx E5M2 floor": FP8TrainingConfig(granularity="mx", mx_rule="floor", fp8_format="E5M2"),
+    "little margin": FP8TrainingConfig.from_recipe("channel", margin=-2),  # saturates
+}
+
+
+def operands() -> dict[str, OperandRecipe]:
+    """Every operand's recipe, each once."""
+    found: dict[OperandRecipe, str] = {}
+    for name, config in CONFIGS.items():
+        for operand in ("x", "w", "g"):
+            found.setdefault(getattr(config.recipe, operand), f"{name} {operand}")
+    return {name: recipe for recipe, name in found.items()}
+
+
+def sample(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
+    """Rows and columns of very different size, with zeros in between."""
+    x = torch.randn(shape, device=device) * torch.exp(3 * torch.randn(*shape[:-1], 1, device=device))
+    x = x * torch.exp(2 * torch.randn(*shape[:-2], 1, shape[-1], device=device))
+    return torch.where(torch.rand(shape, device=device) < 0.05, 0.0, x).to(dtype)
+
+
+def unusual(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> dict[str, Tensor]:
+    """Matrices that hide surprises."""
+    holes = sample(*shape, dtype=dtype, device=device)
+    holes.view(-1)[3], holes.view(-1)[-1] = math.nan, math.nan
+    infinite = sample(*shape, dtype=dtype, device=device)
+    infinite.view(-1)[5], infinite.view(-1)[-2] = math.inf, -math.inf
+    tiny = sample(*shape, dtype=dtype, device=device).clamp(-1e4, 1e4) * 2.0**-126
+    if INTERPRETED and dtype == torch.bfloat16:  # whose subnormal numbers Triton's interpreter misreads
+        tiny = torch.where(tiny.abs() < 2.0**-126, 0.0, tiny)
+    largest = torch.finfo(dtype).max
+    return {
+        "zeros": torch.zeros(shape, dtype=dtype, device=device),
+        "NaN": holes,
+        "infinity": infinite,
+        "all NaN": torch.full(shape, math.nan, dtype=dtype, device=device),
+        "tiny": tiny,
+        "huge": (torch.rand(shape, device=device) * 2 - 1).mul(largest).to(dtype),
+        "ties": (torch.randint(-64, 65, shape, device=device) / 64).to(dtype),
+    }
+
+
+def new_row(scale: float = 0.0, device: str = "cpu") -> Tensor:
+    row = torch.zeros(ROW, device=device)
+    row[SCALE] = scale
+    return row
+
+
+def codes(data: Tensor) -> Tensor:
+    """The bytes, with one pattern for all NaN. Triton's interpreter casts NaN to 0x7C in E4M3, which is 320."""
+    bits = data.view(torch.uint8)
+    nan = data.float().isnan()
+    if INTERPRETED and data.dtype == torch.float8_e4m3fn:
+        nan = nan | (bits & 0x7F == 0x7C)
+    return torch.where(nan, 0x7F, bits)
+
+
+def scale_bits(scale: Tensor) -> Tensor:
+    return scale.contiguous().view(torch.uint8 if scale.element_size() == 1 else torch.int32)
+
+
+def assert_same_bits(found: list[Quantized], expected: list[Quantized]) -> None:
+    assert len(found) == len(expected)
+    for mine, spec in zip(found, expected, strict=True):
+        assert mine.data.shape == spec.data.shape and mine.data.dtype == spec.data.dtype and mine.data.is_contiguous()
+        assert mine.scale.shape == spec.scale.shape
+        assert torch.equal(scale_bits(mine.scale), scale_bits(spec.scale)), "scales"
+        wrong = codes(mine.data) != codes(spec.data)
+        assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()}, first at {wrong.nonzero()[0].tolist()}"
+
+
+def assert_same_row(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-7)
+
+
+def assert_nearly_same(found: Quantized, expected: Quantized, share: float = 1e-3) -> None:
+    """Scales within a few units, at most `share` of the values (or one) off, and by one FP8 step only."""
+    assert found.data.shape == expected.data.shape and found.data.is_contiguous()
+    torch.testing.assert_close(found.scale, expected.scale, rtol=1e-5, atol=0)
+    steps = (_ordered(found.data) - _ordered(expected.data)).abs()
+    assert steps.max() <= 1, f"off by {steps.max()} steps"
+    assert (steps > 0).sum() <= max(share * steps.numel(), 1), f"{int((steps > 0).sum())} of {steps.numel()} differ"
+
+
+def _ordered(data: Tensor) -> Tensor:
+    """Codes as integers in the order of their values; all NaN above everything."""
+    bits = codes(data).to(torch.int32)
+    return torch.where(bits >= 128, -(bits - 128), bits)
+
+
+def assert_on_neighbours(q: Quantized, x: Tensor, slack: float = 0.0) -> None:
+    """Stochastic rounding goes to one of the two FP8 values around `x / scale`, and stays where it fits exactly.
+
+    `slack`: how far, relative to it, the kernel's own `x` may be from this one.
+    """
+    values = torch.arange(256, dtype=torch.uint8, device=x.device).view(q.data.dtype).float()
+    values = values[values.isfinite()].unique()
+    v = x.float() * (1 / q.scale)
+    upper = torch.searchsorted(values, v + slack * v.abs()).clamp(max=len(values) - 1)
+    lower = (torch.searchsorted(values, v - slack * v.abs(), right=True) - 1).clamp(min=0)
+    found = q.data.float()
+    assert ((found <= values[upper]) & (found >= values[lower])).all()
+
+
+def gated_spec(
+    gate_up: Tensor, row: Tensor, recipe: OperandRecipe, activation: str, *, record: bool
+) -> Quantized:
+    return quantize_operand(gated(gate_up, activation), row, recipe, record=record)[0]
+
+
+def gated_backward_spec(
+    dh: Tensor,
+    gate_up: Tensor,
+    h_scale: Tensor,
+    row: Tensor,
+    recipe: OperandRecipe,
+    recipe_h: OperandRecipe,
+    activation: str,
+) -> tuple[Quantized, Quantized, Quantized]:
+    rows, columns = quantize_operand(gated_backward(dh, gate_up, activation), row, recipe, layout="both")
+    known = torch.zeros_like(row)
+    known[SCALE] = h_scale
+    h_recipe = replace(recipe_h, delayed=True)
+    h = quantize_operand(gated(gate_up, activation), known, h_recipe, record=False, layout="columns")[0]
+    return rows, columns, h

@@ -1,0 +1,104 @@
+"""The cross entropy kernels in Triton's interpreter against the specification."""
+
+import math
+
+import pytest
+import torch
+from kernel_cases import assert_nearly_same
+
+from octavo.kernels import cross_entropy as kernel
+from octavo.numerics import E4M3, E5M2
+from octavo.numerics import cross_entropy as spec
+
+SHAPES = [(1, 2), (5, 33), (70, 130), (3, 4101)]  # more than one tile each way, more than one walk along a row
+FACTOR = torch.tensor(0.37)
+
+
+def logits_and_labels(t, v, dtype=torch.float32):
+    logits = (3 * torch.randn(t, v)).to(dtype)
+    labels = torch.randint(0, v, (t,))
+    labels[t // 2 :: 3] = spec.IGNORED
+    return logits, labels
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_loss_and_gradient(shape, dtype):
+    logits, labels = logits_and_labels(*shape, dtype)
+    loss, lse = kernel.cross_entropy(logits, labels)
+    expected_loss, expected_lse = spec.cross_entropy(logits, labels)
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-5)
+    expected = spec.cross_entropy_backward(logits, labels, lse, FACTOR)
+    kernel.cross_entropy_backward_(logits, labels, lse, FACTOR)
+    tolerance = 1e-5 if dtype == torch.float32 else 2.0**-7  # a step of BF16
+    torch.testing.assert_close(logits, expected, rtol=tolerance, atol=1e-7)
+    assert (logits[labels == spec.IGNORED] == 0).all()
+
+
+@pytest.mark.parametrize("format", [E4M3, E5M2])
+@pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradient_in_fp8(shape, format, dtype):
+    logits, labels = logits_and_labels(*shape, dtype)
+    _, lse = spec.cross_entropy(logits, labels)
+    before = logits.clone()
+    found = kernel.cross_entropy_quantize(logits, labels, lse, FACTOR, format)
+    expected = spec.cross_entropy_quantize(logits, labels, lse, FACTOR, format)
+    for one, other in zip(found, expected, strict=True):
+        assert_nearly_same(one, other, share=1e-3 if dtype == torch.float32 else 5e-3)
+    assert torch.equal(found[1].data.view(torch.uint8), found[0].data.view(torch.uint8).mT)
+    assert torch.equal(logits, before)
+
+
+def test_a_slice_of_wider_logits():
+    wide, labels = torch.randn(6, 50), torch.tensor([0, 1, 2, 39, 5, -100])
+    logits = wide[:, :40]
+    for one, other in zip(kernel.cross_entropy(logits, labels), spec.cross_entropy(logits, labels), strict=True):
+        torch.testing.assert_close(one, other)
+    after = wide[:, 40:].clone()
+    _, lse = spec.cross_entropy(logits, labels)
+    expected = spec.cross_entropy_backward(logits, labels, lse, FACTOR)
+    kernel.cross_entropy_backward_(logits, labels, lse, FACTOR)
+    torch.testing.assert_close(logits, expected)
+    assert torch.equal(wide[:, 40:], after)
+
+
+def test_masked_and_large_logits():
+    """−∞ is a probability of zero; logits in the hundreds must not overflow; NaN shows in its own token only."""
+    logits, labels = logits_and_labels(6, 40)
+    labels[:] = 3
+    logits[0, 5:] = -math.inf
+    logits[1] *= 300
+    logits[2] = -1e4
+    logits[4, 7] = math.nan
+    loss, lse = kernel.cross_entropy(logits, labels)
+    expected_loss, expected_lse = spec.cross_entropy(logits, labels)
+    torch.testing.assert_close(loss, expected_loss, equal_nan=True)
+    torch.testing.assert_close(lse, expected_lse, equal_nan=True)
+    assert loss.isnan().nonzero().flatten().tolist() == [4]
+    expected = spec.cross_entropy_backward(logits, labels, expected_lse, FACTOR)
+    kernel.cross_entropy_backward_(logits, labels, expected_lse, FACTOR)
+    torch.testing.assert_close(logits, expected, equal_nan=True)
+
+
+def test_no_label_at_all():
+    """A mean over nothing has an infinite factor; ignored tokens have no gradient nevertheless."""
+    logits, labels = torch.randn(4, 30), torch.full((4,), spec.IGNORED)
+    loss, lse = kernel.cross_entropy(logits, labels)
+    assert (loss == 0).all()
+    assert not spec.cross_entropy_backward(logits, labels, lse, torch.tensor(math.inf)).any()
+    kernel.cross_entropy_backward_(logits, labels, lse, torch.tensor(math.inf))
+    assert not logits.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [(1,), (3, 4097), (2, 3, 5)])
+def test_scaling_in_place(size, dtype):
+    x = torch.randn(size).to(dtype)
+    expected = (x.float() * 0.37).to(dtype)
+    before = x.clone()
+    kernel.scale_(x, torch.tensor(1.0))
+    assert torch.equal(x, before)
+    kernel.scale_(x, FACTOR)
+    assert torch.equal(x, expected)

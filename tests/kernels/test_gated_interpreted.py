@@ -1,0 +1,148 @@
+"""The gated activation straight to FP8, in Triton's interpreter, against the specification.
+
+Both compute in FP32, but `exp` is not the same to the last bit, so a value in a thousand may land on the other side of
+a rounding boundary: one FP8 step.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from kernel_cases import (
+    CONFIGS,
+    assert_nearly_same,
+    assert_on_neighbours,
+    gated_backward_spec,
+    gated_spec,
+    new_row,
+    sample,
+)
+
+from octavo.kernels import gated as kernel
+from octavo.numerics import E4M3, OperandRecipe
+from octavo.numerics.activation import ACTIVATIONS, gated, gated_backward
+from octavo.numerics.scaling import SCALE
+
+SHAPES = [(33, 130), (1, 1), (70, 33), (64, 128)]
+DELAYED, CURRENT, E5M2 = CONFIGS["delayed"].recipe, CONFIGS["current"].recipe, CONFIGS["E5M2"].recipe
+RECIPES = {"delayed": DELAYED, "current": CURRENT, "E5M2": E5M2}
+
+
+def assert_row(found, expected, elements):
+    """Counts may differ by the elements at a rounding boundary."""
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2 / elements)
+
+
+def inputs(m, f, dtype=torch.float32):
+    return sample(m, 2 * f, dtype=dtype).clamp(-30, 30), sample(m, f, dtype=dtype).clamp(-30, 30)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", RECIPES)
+def test_forward(name, shape, activation):
+    gate_up, _ = inputs(*shape)
+    mine, theirs = new_row(), new_row()
+    for record in (False, True, True):  # a first use that is forgotten, one that is not, and a later one
+        found = kernel.gated_quantize(gate_up, mine, RECIPES[name].x, activation, record=record)
+        assert_nearly_same(found, gated_spec(gate_up, theirs, RECIPES[name].x, activation, record=record))
+        assert_row(mine, theirs, gate_up.numel() / 2)
+        assert record or not mine.any()
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", RECIPES)
+def test_backward(name, shape, activation):
+    gate_up, dh = inputs(*shape)
+    mine, theirs = new_row(), new_row()
+    recipe = RECIPES[name]
+    h_scale = gated(gate_up, activation).abs().max() / recipe.x.format.max / 3
+    h_scale = h_scale.clamp(min=1e-3)
+    how = (recipe.g, recipe.x, activation)
+    for _ in range(2):
+        found = kernel.gated_quantize_backward(dh, gate_up, h_scale, mine, *how)
+        expected = gated_backward_spec(dh, gate_up, h_scale, theirs, *how)
+        for one, other in zip(found, expected, strict=True):
+            assert_nearly_same(one, other)
+        assert torch.equal(found[1].data.view(torch.uint8), found[0].data.view(torch.uint8).mT)
+        assert_row(mine, theirs, gate_up.numel())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_without_quantising(activation, shape, dtype):
+    gate_up, dh = inputs(*shape, dtype)
+    gradient, h = kernel.gated_backward(dh, gate_up, activation)
+    step = max(torch.finfo(dtype).eps, 1e-5)
+    expected_h, expected = gated(gate_up, activation), gated_backward(dh, gate_up, activation)
+    torch.testing.assert_close(kernel.gated(gate_up, activation), expected_h, rtol=step, atol=1e-6)
+    torch.testing.assert_close(h, expected_h, rtol=step, atol=1e-6)
+    torch.testing.assert_close(gradient, expected, rtol=step, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_values_round_to_the_dtype_first(dtype, activation):
+    """With known scales, as the kernel would see them in training; BF16 is rounded before FP8, as in memory."""
+    gate_up, dh = (x.clamp(-3, 3) for x in inputs(40, 33, dtype))
+    h_scale = torch.tensor(0.02)
+    mine, theirs = new_row(0.05), new_row(0.05)
+    found = kernel.gated_quantize(gate_up, mine, DELAYED.x, activation, record=True)
+    assert_nearly_same(found, gated_spec(gate_up, theirs, DELAYED.x, activation, record=True), share=5e-3)
+    mine, theirs = new_row(1e-4), new_row(1e-4)
+    how = (DELAYED.g, DELAYED.x, activation)
+    backward = kernel.gated_quantize_backward(dh, gate_up, h_scale, mine, *how)
+    for one, other in zip(backward, gated_backward_spec(dh, gate_up, h_scale, theirs, *how), strict=True):
+        assert_nearly_same(one, other, share=5e-3)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_unusual_values(activation):
+    """Zeros, values that overflow `exp`, infinities and NaN: as the specification, NaN included."""
+    gate_up = torch.tensor([[0.0, 200.0, -200.0, 1e30, -1e30, float("nan"), 1.0, float("inf")]]).repeat(3, 2)
+    gate_up[:, 8:] = 1.0
+    dh = torch.ones(3, 8)
+    recipe = replace(DELAYED.x, format=E5M2.x.format)  # the interpreter has no NaN in E4M3
+    mine, theirs = new_row(1.0), new_row(1.0)
+    found = kernel.gated_quantize(gate_up, mine, recipe, activation, record=True)
+    assert_nearly_same(found, gated_spec(gate_up, theirs, recipe, activation, record=True))
+    assert_row(mine, theirs, 24)
+    mine, theirs = new_row(1.0), new_row(1.0)
+    how = (recipe, recipe, activation)
+    backward = kernel.gated_quantize_backward(dh, gate_up, torch.tensor(1.0), mine, *how)
+    for one, other in zip(backward, gated_backward_spec(dh, gate_up, torch.tensor(1.0), theirs, *how), strict=True):
+        assert_nearly_same(one, other)
+    assert_row(mine, theirs, 48)
+
+
+def test_zeros_teach_nothing():
+    row = new_row()
+    q = kernel.gated_quantize(torch.zeros(5, 12), row, DELAYED.x, "silu", record=True)
+    assert row[SCALE] == 0 and q.scale == 1 and not q.data.float().any()
+
+
+def test_stochastic_rounding():
+    recipe = OperandRecipe(E4M3, rounding="stochastic")
+    gate_up, dh = inputs(40, 33)
+    h = gated(gate_up, "silu")
+    forward = kernel.gated_quantize(gate_up, new_row(), recipe, "silu", record=True)
+    assert_on_neighbours(forward, h, slack=1e-5)
+    rows, columns, h_columns = kernel.gated_quantize_backward(
+        dh, gate_up, forward.scale, new_row(), recipe, recipe, "silu"
+    )
+    assert_on_neighbours(rows, gated_backward(dh, gate_up, "silu"), slack=1e-5)
+    assert_on_neighbours(h_columns, h.mT, slack=1e-5)
+    assert torch.equal(columns.data.view(torch.uint8), rows.data.view(torch.uint8).mT)
+    assert not torch.equal(h_columns.data.view(torch.uint8), forward.data.view(torch.uint8).mT)
+
+
+def test_what_is_refused():
+    x = torch.randn(4, 8)
+    assert kernel.can_quantize(x, DELAYED.x, DELAYED.g)
+    assert not kernel.can_quantize(x, CONFIGS["channel"].recipe.x)
+    assert not kernel.can_quantize(x, DELAYED.x, CONFIGS["block"].recipe.g)
+    assert not kernel.can_quantize(x, replace(DELAYED.x, percentile=99.0))
+    for bad in (x.double(), x[:0]):
+        assert not kernel.can_quantize(bad, DELAYED.x) and not kernel.can_gate(bad)

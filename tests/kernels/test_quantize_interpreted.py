@@ -1,0 +1,145 @@
+"""The quantising kernels in Triton's interpreter against the specification, bit for bit."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from kernel_cases import assert_on_neighbours, assert_same_bits, assert_same_row, new_row, operands, sample, unusual
+
+from octavo.kernels import quantize as kernel
+from octavo.numerics import E4M3, E5M2, OperandRecipe
+from octavo.numerics import operand as spec
+from octavo.numerics.operand import LAYOUTS
+from octavo.numerics.scaling import AMAX, CALLS, SATURATED, SCALE, SEEN
+
+OPERANDS = operands()
+NAMES = list(OPERANDS)
+SHAPES = [(66, 130), (2, 3, 17, 35), (130, 5), (1, 140), (65, 1), (64, 128), (1, 1)]
+KINDS = list(unusual(2, 8))
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DELAYED = OPERANDS["delayed x"]
+GROUPED = ["delayed x", "current x", "channel x", "block x", "block w", "block, channel wgrad x", "mx x"]
+
+
+def compare(x, recipe, layout, *, record=True, row=None):
+    """Both, from the same row; the rows afterwards are equal, too."""
+    mine, theirs = (new_row() if row is None else row.clone() for _ in range(2))
+    found = kernel.quantize_operand(x, mine, recipe, record=record, layout=layout)
+    assert_same_bits(found, spec.quantize_operand(x, theirs, recipe, record=record, layout=layout))
+    assert_same_row(mine, theirs)
+    return mine
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_recipe_and_layout(name, layout):
+    case = 3 * NAMES.index(name) + LAYOUTS.index(layout)
+    compare(sample(*SHAPES[case % len(SHAPES)], dtype=DTYPES[case % 3]), OPERANDS[name], layout)
+
+
+@pytest.mark.parametrize("name", GROUPED[1:])
+@pytest.mark.parametrize("shape", SHAPES[1:-2], ids=str)
+def test_odd_sizes(name, shape):
+    compare(sample(*shape, dtype=torch.bfloat16), OPERANDS[name], "both")
+
+
+@pytest.mark.parametrize("name", [*GROUPED[:5], "mx x", "mx floor x", "delayed g", "little margin x"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_unusual_values(name, kind):
+    dtype = DTYPES[(NAMES.index(name) + KINDS.index(kind)) % 2]
+    compare(unusual(9, 37, dtype=dtype)[kind], OPERANDS[name], "both")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("format", [E4M3, E5M2])
+def test_delayed_scales(layout, format):
+    """A known scale serves, whatever the tensor's own amax: what is too large saturates, what is too small is lost."""
+    recipe = replace(DELAYED, format=format)
+    x = sample(40, 70)
+    for factor in (1 / 9, 1e5):
+        before = new_row(x.abs().max().item() / format.max * factor)
+        after = compare(x, recipe, layout, row=before)
+        assert after[SCALE] == before[SCALE]
+        assert (after[SATURATED] > 0) == (factor < 1)
+
+
+@pytest.mark.parametrize("recipe", ["delayed x", "current x", "channel x", "block w"])
+def test_uses_add_up_in_the_row(recipe):
+    row = new_row()
+    for factor in (0.0, 1.0, 3.0, 0.1):  # zeros teach nothing; the first other use sets the scale
+        row = compare(sample(20, 40) * factor, OPERANDS[recipe], "both", row=row)
+    assert row[SEEN] == row[CALLS] == 4
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.01])
+@pytest.mark.parametrize("recipe", ["delayed x", "current x", "channel x", "block x", "mx x"])
+def test_nothing_is_learned_without_record(recipe, scale):
+    row = new_row(scale)
+    assert torch.equal(compare(sample(20, 40), OPERANDS[recipe], "both", record=False, row=row), row)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", GROUPED)
+def test_a_group_is_its_matrices_side_by_side(name, layout):
+    xs = [sample(rows, 40) * factor for rows, factor in ((128, 1), (256, 9), (128, 0.1))]
+    assert kernel.can_quantize(xs, OPERANDS[name])
+    mine, theirs = new_row(), new_row()
+    found = kernel.quantize_group(xs, mine, OPERANDS[name], layout=layout)
+    assert_same_bits(found, spec.quantize_operand(torch.cat(xs), theirs, OPERANDS[name], layout=layout))
+    assert_same_row(mine, theirs)
+
+
+@pytest.mark.parametrize("name", ["delayed x", "channel x", "block w"])
+def test_strided_inputs(name):
+    wide = sample(2, 24, 90)
+    for x in (wide[0, :, 3:50], wide[..., ::2], wide.mT, wide[0].t(), wide[:, 1:20], wide[0].expand(3, 24, 90)):
+        compare(x, OPERANDS[name], "both")
+
+
+def test_what_is_refused():
+    x = torch.randn(4, 4)
+    assert not kernel.can_quantize([x.double()], DELAYED)
+    assert not kernel.can_quantize([x[0]], DELAYED)
+    assert not kernel.can_quantize([x[:0]], DELAYED)
+    assert not kernel.can_quantize([x], replace(DELAYED, percentile=99.0))
+    assert not kernel.can_quantize([x, x], DELAYED)  # a tile would straddle both
+
+
+@pytest.mark.parametrize("format", [E4M3, E5M2])
+@pytest.mark.parametrize("granularity", ["tensor", "channel"])
+def test_stochastic_rounding_goes_to_a_neighbour(format, granularity):
+    x = sample(40, 70)
+    recipe = OperandRecipe(format, granularity, rounding="stochastic")
+    rows, columns = kernel.quantize_operand(x, new_row(), recipe, layout="both")
+    assert_on_neighbours(rows, x)
+    assert_on_neighbours(columns, x.mT)
+    if granularity == "tensor":
+        assert torch.equal(columns.data.view(torch.uint8), rows.data.view(torch.uint8).mT)
+    again = kernel.quantize_operand(x, new_row(), recipe)[0]
+    assert not torch.equal(again.data.view(torch.uint8), rows.data.view(torch.uint8))
+
+
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+@pytest.mark.parametrize("value", [1.03, -0.3, 0.01, 2.0**-8 / 3])
+def test_stochastic_rounding_is_unbiased(value, layout):
+    """The mean of n roundings to neighbours one step apart is within 5 standard deviations of step / 2√n."""
+    n = 64 * 128
+    row = new_row(1.0)
+    recipe = OperandRecipe(E4M3, rounding="stochastic", delayed=True)
+    q = kernel.quantize_operand(torch.full((64, 128), value), row, recipe, layout=layout)[0].data.float()
+    step = q.max() - q.min()
+    assert q.unique().numel() == 2 and (q.mean() - value).abs() < 5 * step / 2 / n**0.5
+
+
+def test_a_planted_bug_is_seen():
+    x = sample(40, 70)
+    right, wrong = (kernel.quantize_operand(v, new_row(), DELAYED) for v in (x, x * (1 + 2.0**-9)))
+    with pytest.raises(AssertionError, match="scales"):
+        assert_same_bits(wrong, right)
+    flipped = right[0]._replace(data=(right[0].data.view(torch.uint8) ^ (torch.arange(70) == 9)).view(torch.float8_e4m3fn))
+    with pytest.raises(AssertionError, match="first at"):
+        assert_same_bits([flipped], right)
+    row = new_row()
+    row[AMAX] = 1e-3
+    with pytest.raises(AssertionError):
+        assert_same_row(row, new_row())
