@@ -75,11 +75,14 @@ def convert_to_fp8(
         model.__dict__[_FUSED] = True
         return report
     if not report.in_fp8:
+        some = any(isinstance(module, nn.Linear) for module in modules.values())
+        why = "has no nn.Linear to convert, as it is" if some else "has no nn.Linear to convert"
         raise ValueError(
-            f"{type(model).__name__} has no nn.Linear to convert; if it multiplies raw parameters, "
+            f"{type(model).__name__} {why}; if it multiplies raw parameters, "
             f"run its forward under octavo.fp8_autocast(config)\n{report}"
         )
     _check_skip(modules, config)
+    _check_head(modules, config)
 
     report.scaling = FP8ScalingManager.from_config(config)
     linears = [modules[entry.name] for entry in report.in_fp8]
@@ -121,19 +124,18 @@ def _fuse(
     """Use the fused pieces of the decoders that are known. Without `scaling`, in BF16: what is not a product."""
     known = {name: module for name, module in modules.items() if _is_transformers(module)}
     if not known:
-        _refuse_head(config, scaling)
         return
     from octavo.hf import decoder
 
     in_fp8 = {entry.name for entry in report.in_fp8}
     groups = mlps = 0
     for name, module in known.items():
-        if scaling is not None and decoder.is_attention(module) and in_fp8 >= _members(name, decoder.QKV):
+        if scaling is None:
+            break
+        if decoder.is_attention(module) and in_fp8 >= _members(name, decoder.QKV):
             decoder.fuse_attention(module, name, config, scaling)
             groups += 1
-        elif (
-            scaling is not None and decoder.is_mlp(module) and in_fp8 >= _members(name, (*decoder.GATE_UP, "down_proj"))
-        ):
+        elif decoder.is_mlp(module) and in_fp8 >= _members(name, (*decoder.GATE_UP, "down_proj")):
             reason = decoder.why_no_mlp(module)
             if reason:
                 report.fused.append(f"{name} not fused: {reason}")
@@ -145,22 +147,36 @@ def _fuse(
     if mlps:
         report.fused.append(f"MLP with its activation in one function ({mlps})")
 
-    heads = [(name, module) for name, module in known.items() if decoder.is_causal_lm(module)]
-    for name, module in heads:
+    for name, module in known.items():
+        if not decoder.is_causal_lm(module):
+            continue
         reason = decoder.why_no_loss(module)
         if reason:
             report.fused.append(f"loss not fused: {reason}")
-            _refuse_head(config, scaling)
-            continue
-        decoder.fuse_loss(module, config if scaling is not None else None, scaling)
-        fp8_head = scaling is not None and config.fp8_head
-        report.fused.append(f"head and loss in chunks, head in {'FP8' if fp8_head else 'BF16'}")
-        if fp8_head:
-            _note_head(report, f"{name}.lm_head" if name else "lm_head", config)
+        else:
+            fp8_head = scaling is not None and config.fp8_head
+            decoder.fuse_loss(module, config if scaling is not None else None, scaling)
+            report.fused.append(f"head and loss in chunks, head in {'FP8' if fp8_head else 'BF16'}")
+            if fp8_head:
+                _note_head(report, f"{name}.lm_head" if name else "lm_head", config)
         if decoder.use_fused_attention(module):
             report.fused.append("attention on cuDNN where it applies")
-    if not heads:
-        _refuse_head(config, scaling)
+
+
+def _check_head(modules: dict[str, nn.Module], config: FP8TrainingConfig) -> None:
+    """Before anything is changed: an FP8 head must be one that can be had."""
+    if not config.fp8_head:
+        return
+    reason = "this model is not one of the Hugging Face decoders whose loss is computed in chunks"
+    for module in modules.values():
+        if _is_transformers(module):
+            from octavo.hf import decoder
+
+            if decoder.is_causal_lm(module):
+                reason = decoder.why_no_loss(module)
+                if not reason:
+                    return
+    raise ValueError(f"fp8_head=True: {reason}; leave it off, or take the head out of `skip` to make it an FP8 linear")
 
 
 def _members(name: str, members: tuple[str, ...]) -> set[str]:
@@ -174,14 +190,6 @@ def _note_head(report: ConversionReport, name: str, config: FP8TrainingConfig) -
         if entry.name == name:
             entry.precision, entry.reason, entry.op = FP8, "", "head"
             entry.formats = str(decoder.head_recipe(config))
-
-
-def _refuse_head(config: FP8TrainingConfig, scaling: FP8ScalingManager | None) -> None:
-    if config.fp8_head and scaling is not None:
-        raise ValueError(
-            "fp8_head=True: only for the Hugging Face decoders whose loss is computed in chunks; elsewhere "
-            "take the head out of `skip` to make it an FP8 linear"
-        )
 
 
 def _is_transformers(module: nn.Module) -> bool:

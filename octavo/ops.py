@@ -117,13 +117,13 @@ def _quantize(x: Tensor, row: Tensor, recipe: OperandRecipe, record: bool, layou
 
 
 def _quantize_group(
-    xs: Sequence[Tensor], row: Tensor, recipe: OperandRecipe, record: bool, layout: str
+    xs: Sequence[Tensor], row: Tensor, recipe: OperandRecipe, record: bool, layout: str, known: bool = False
 ) -> list[Quantized]:
     if has_fp8_tensor_cores(xs[0].device):
         from octavo.kernels import quantize as kernel  # brings Triton
 
         if kernel.can_quantize(xs, recipe):
-            return kernel.quantize_group(xs, row, recipe, record=record, layout=layout)
+            return kernel.quantize_group(xs, row, recipe, record=record, layout=layout, known=known)
     return quantize_group(xs, row, recipe, record=record, layout=layout)
 
 
@@ -202,7 +202,8 @@ def _weight_gemm_op(
     emulate: bool,
 ) -> Tensor:
     layout = "columns" if transpose else "rows"
-    w = _quantize_group(weights, row, OperandRecipe.decode(recipe), record, layout)[0]
+    # In backward the weights have the scale that forward found.
+    w = _quantize_group(weights, row, OperandRecipe.decode(recipe), record, layout, known=transpose)[0]
     return _gemm_nt_op(a, a_scale, w.data, w.scale, bias, out_dtype, [], fast, emulate)
 
 
@@ -230,10 +231,10 @@ def _gated_quantize_op(
     if has_fp8_tensor_cores(gate_up.device):
         from octavo.kernels import gated as kernel
 
-        if kernel.can_gate(gate_up, operand):
+        if kernel.can_quantize(gate_up, operand):
             h = kernel.gated_quantize(gate_up, row, operand, activation, record=record)
             return h.data, h.scale
-    data, scale = _quantize(gated(gate_up, activation), row, operand, record, "rows")[0]
+    data, scale = _quantize(_gated(gate_up, activation), row, operand, record, "rows")[0]
     return data, _pack(scale)
 
 
@@ -251,8 +252,8 @@ def _gated_quantize_backward_op(
         from octavo.kernels import gated as kernel
 
         if kernel.can_quantize(gate_up, operand, operand_h):
-            rows, columns, h = kernel.gated_quantize_backward(dh, gate_up, h_scale, row, operand, operand_h, activation)
-            return *rows, *columns, *h
+            turned = kernel.gated_quantize_backward(dh, gate_up, h_scale, row, operand, operand_h, activation)
+            return tuple(part for q in turned for part in q)
     gradient, h = _gated_backward(dh, gate_up, activation)
     found = _quantize_both_op(gradient, row, recipe, True)
     known = row.new_zeros(row.shape)

@@ -91,9 +91,7 @@ def relu_rope_backward(
     recipe: OperandRecipe,
 ) -> tuple[Quantized, Quantized]:
     """The gradient of s_pre as `[B, T, H, N]` and as `[H, N, M]`."""
-    rows, scale, columns = torch.ops.octavo.relu_rope_backward(
-        dq_BHTN, dz_BTHN, *s, *t, cos, sin, row, recipe.encode()
-    )
+    rows, scale, columns = torch.ops.octavo.relu_rope_backward(dq_BHTN, dz_BTHN, *s, *t, cos, sin, row, recipe.encode())
     return Quantized(rows, scale), Quantized(columns, scale)
 
 
@@ -174,9 +172,7 @@ def _gate_backward(
     if _kernels_for(dz, operand, operand_z):
         from octavo.kernels import bdh_backward as kernels
 
-        return kernels.gate_backward(
-            dz, Quantized(s, s_scale), Quantized(t, t_scale), z_scale, row, operand, operand_z
-        )
+        return kernels.gate_backward(dz, Quantized(s, s_scale), Quantized(t, t_scale), z_scale, row, operand, operand_z)
     s_hp, t_hp = dequantize(s, s_scale), dequantize(t, t_scale)
     rows, columns = ops._quantize(_by_head(spec.gate_backward(dz, s_hp, t_hp)), row, operand, True, "both")
     z = _with_scale(_by_head(spec.gate(s_hp, t_hp).to(dz.dtype)), z_scale, operand_z, "columns")

@@ -1,4 +1,4 @@
-"""What tests/kernels (interpreter) and tests/gpu compare kernels by: every recipe, unusual values, equality with the spec.
+"""What tests/kernels and tests/gpu compare kernels by: every recipe, unusual values, equality with the specification.
 
 A kernel and its specification share name and signature, so one comparison serves both places.
 """
@@ -73,12 +73,8 @@ def new_row(scale: float = 0.0, device: str = "cpu") -> Tensor:
 
 
 def codes(data: Tensor) -> Tensor:
-    """The bytes, with one pattern for all NaN. Triton's interpreter casts NaN to 0x7C in E4M3, which is 320."""
-    bits = data.view(torch.uint8)
-    nan = data.float().isnan()
-    if INTERPRETED and data.dtype == torch.float8_e4m3fn:
-        nan = nan | (bits & 0x7F == 0x7C)
-    return torch.where(nan, 0x7F, bits)
+    """The bytes, with one pattern for all NaN."""
+    return torch.where(data.float().isnan(), 0x7F, data.view(torch.uint8))
 
 
 def scale_bits(scale: Tensor) -> Tensor:
@@ -128,9 +124,7 @@ def assert_on_neighbours(q: Quantized, x: Tensor, slack: float = 0.0) -> None:
     assert ((found <= values[upper]) & (found >= values[lower])).all()
 
 
-def gated_spec(
-    gate_up: Tensor, row: Tensor, recipe: OperandRecipe, activation: str, *, record: bool
-) -> Quantized:
+def gated_spec(gate_up: Tensor, row: Tensor, recipe: OperandRecipe, activation: str, *, record: bool) -> Quantized:
     return quantize_operand(gated(gate_up, activation), row, recipe, record=record)[0]
 
 

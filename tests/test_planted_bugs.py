@@ -72,12 +72,12 @@ def test_dropped_gradient(monkeypatch):
 def test_history_advanced_twice(monkeypatch):
     honest = FP8ScalingManager._roll
 
-    def twice(self, indices):
-        amax = [self.rows[i].clone() for i in indices]
-        honest(self, indices)
-        for i, row in zip(indices, amax, strict=True):
-            self.rows[i][1:3] = row[1:3]
-        honest(self, indices)
+    def twice(self):
+        before = [row.clone() for row in self.rows]
+        honest(self)
+        for row, old in zip(self.rows, before, strict=True):
+            row[1:3] = old[1:3]
+        honest(self)
 
     monkeypatch.setattr(FP8ScalingManager, "_roll", twice)
     with pytest.raises(AssertionError):

@@ -103,7 +103,7 @@ def fuse_loss(model: nn.Module, config: FP8TrainingConfig | None, scaling: FP8Sc
 
 def head_recipe(config: FP8TrainingConfig) -> Any:
     """The head has one scale per tensor, whatever the layers have: its gradient has a constant one."""
-    return config.replace(granularity="tensor", fp8_format="HYBRID", wgrad=None).recipe
+    return config.replace(granularity="tensor", scaling=config.scaling, fp8_format="HYBRID", wgrad=None).recipe
 
 
 def why_no_loss(model: Any) -> str:

@@ -14,8 +14,8 @@ from octavo.numerics.cross_entropy import IGNORED
 from octavo.numerics.formats import Format
 from octavo.numerics.quantize import Quantized
 
-_WIDTH = 4096
-_TILE_T, _TILE_V = 64, 64
+_WIDTH = 2048
+_TILE_T, _TILE_V = 128, 64
 _IGNORED = tl.constexpr(IGNORED)
 
 
@@ -86,7 +86,8 @@ def _gradient_kernel(
             tl.store(scale_ptr, scale)
             tl.store(scale_t_ptr, scale)
     else:
-        tl.store(rows_ptr + where, tiles.narrow(gradient * tl.load(factor_ptr), logits.dtype), mask=inside)
+        gradient = tl.where(label[:, None] != _IGNORED, gradient * tl.load(factor_ptr), 0.0)
+        tl.store(rows_ptr + where, tiles.narrow(gradient, logits.dtype), mask=inside)
 
 
 @triton.jit
@@ -104,7 +105,7 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """As `numerics.cross_entropy.cross_entropy`."""
     loss, lse = logits.new_empty(2, len(labels), dtype=torch.float32)
     _loss_kernel[(len(labels),)](
-        logits, labels, loss, lse, logits.shape[1], logits.stride(0), WIDTH=_WIDTH, num_warps=8
+        logits, labels, loss, lse, logits.shape[1], logits.stride(0), WIDTH=_WIDTH, num_warps=4
     )
     return loss, lse
 

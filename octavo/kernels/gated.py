@@ -13,12 +13,12 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels import tiles
+from octavo.kernels.launch import launch
 from octavo.kernels.quantize_tensor import load_tile, offsets, store_tile
 from octavo.kernels.tiles import multiprocessors
 from octavo.numerics.config import OperandRecipe
 from octavo.numerics.formats import E4M3, E5M2
 from octavo.numerics.quantize import Quantized
-from octavo.numerics.scaling import AMAX
 
 Tile = tuple[int, int, int, int, int, int | None]
 
@@ -27,8 +27,8 @@ QUANTIZE = tl.constexpr(1)
 PLAIN = tl.constexpr(2)  # no FP8
 
 # Tokens and features of a tile, warps, loads in flight, programs per multiprocessor, and registers per thread.
-_FORWARD: Tile = (32, 128, 4, 3, 4, None)
-_BACKWARD: Tile = (64, 32, 4, 2, 4, None)
+_FORWARD: Tile = (32, 128, 8, 3, 4, 64)
+_BACKWARD: Tile = (64, 64, 8, 1, 2, 128)
 
 
 @triton.jit
@@ -78,6 +78,7 @@ def _gated_kernel(
     if TASK == MEASURE and DELAYED:
         if tl.load(row_ptr + tiles.SCALE) > 0:
             return
+    amax_ptr += tiles.AMAX if DELAYED else 0
     if TASK == QUANTIZE:
         scale = tiles.tensor_scale(row_ptr, amax_ptr, DELAYED, MAXIMUM, MARGIN)
         inverse = tiles.reciprocal(scale)
@@ -188,6 +189,7 @@ def _gated_backward_kernel(
     if TASK == MEASURE and DELAYED:
         if tl.load(row_ptr + tiles.SCALE) > 0:
             return
+    amax_ptr += tiles.AMAX if DELAYED else 0
     if TASK == QUANTIZE:
         scale = tiles.tensor_scale(row_ptr, amax_ptr, DELAYED, MAXIMUM, MARGIN)
         inverse = tiles.reciprocal(scale)
@@ -293,11 +295,9 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
     """As `numerics.activation.gated`, of `gate_up[M, 2F]`."""
     gate_up = gate_up.contiguous()
     m, f = gate_up.shape[0], gate_up.shape[1] // 2
-    out, none = gate_up.new_empty(m, f), gate_up.new_empty(0, dtype=torch.float32)
-    grid, launch = _launch(gate_up, m, f, _FORWARD)
-    _gated_kernel[grid](
-        gate_up, none, none, out, none, m, f, 0.0, 0, TASK=PLAIN.value, RECORD=False, **launch, **_plain(activation)
-    )
+    out, none = gate_up.new_empty(m, f), gate_up.new_empty(1, dtype=torch.float32)
+    grid, constants = _launch(gate_up, m, f, _FORWARD, None, activation, PLAIN, False)
+    launch(_gated_kernel, grid, (gate_up, none, none, out, none, m, f, 0.0, 0), constants)
     return out
 
 
@@ -305,30 +305,11 @@ def gated_backward(dh: Tensor, gate_up: Tensor, activation: str) -> tuple[Tensor
     """As `numerics.activation.gated_backward`, and h again."""
     dh, gate_up = dh.contiguous(), gate_up.contiguous()
     m, f = dh.shape
-    out, h, none = torch.empty_like(gate_up), torch.empty_like(dh), dh.new_empty(0, dtype=torch.float32)
-    grid, launch = _launch(gate_up, m, f, _FORWARD)
-    _gated_backward_kernel[grid](
-        dh,
-        gate_up,
-        none,
-        none,
-        none,
-        out,
-        out,
-        none,
-        none,
-        h,
-        m,
-        f,
-        0.0,
-        0,
-        TASK=PLAIN.value,
-        RECORD=False,
-        H_MAXIMUM=1.0,
-        H_STOCHASTIC=False,
-        **launch,
-        **_plain(activation),
-    )
+    out, h, none = torch.empty_like(gate_up), torch.empty_like(dh), dh.new_empty(1, dtype=torch.float32)
+    grid, constants = _launch(gate_up, m, f, _FORWARD, None, activation, PLAIN, False)
+    constants |= {"H_MAXIMUM": 1.0, "H_STOCHASTIC": False}
+    pointers = (dh, gate_up, none, none, none, out, out, none, none, h)
+    launch(_gated_backward_kernel, grid, (*pointers, m, f, 0.0, 0), constants)
     return out, h
 
 
@@ -337,25 +318,12 @@ def gated_quantize(gate_up: Tensor, row: Tensor, recipe: OperandRecipe, activati
     gate_up = gate_up.contiguous()
     m, f = gate_up.shape[0], gate_up.shape[1] // 2
     row = row if record or not recipe.delayed else row.clone()
-    amax = row[AMAX:] if recipe.delayed else row.new_zeros(1)
+    amax = row if recipe.delayed else row.new_zeros(1)
     out, scale = gate_up.new_empty(m, f, dtype=recipe.format.dtype), row.new_empty(())
-    grid, launch = _launch(gate_up, m, f, _FORWARD)
     for task in (MEASURE, QUANTIZE):
-        _gated_kernel[grid](
-            gate_up,
-            row,
-            amax,
-            out,
-            scale,
-            m,
-            f,
-            1.0 / (m * f),
-            _seed(recipe),
-            TASK=task.value,
-            RECORD=record and task.value == QUANTIZE.value,
-            **launch,
-            **_constants(recipe, activation),
-        )
+        grid, constants = _launch(gate_up, m, f, _FORWARD, recipe, activation, task, record)
+        args = (gate_up, row, amax, out, scale, m, f, 1.0 / (m * f), _seed(recipe))
+        launch(_gated_kernel, grid, args, constants)
     return Quantized(out, scale)
 
 
@@ -371,58 +339,41 @@ def gated_quantize_backward(
     """The gradient of gate and up as rows and as columns, and h as columns."""
     dh, gate_up = dh.contiguous(), gate_up.contiguous()
     m, f = dh.shape
-    amax = row[AMAX:] if recipe.delayed else row.new_zeros(1)
+    amax = row if recipe.delayed else row.new_zeros(1)
     rows = Quantized(dh.new_empty(m, 2 * f, dtype=recipe.format.dtype), row.new_empty(()))
     columns = Quantized(dh.new_empty(2 * f, m, dtype=recipe.format.dtype), row.new_empty(()))
-    h_columns = Quantized(dh.new_empty(f, m, dtype=recipe_h.format.dtype), h_scale.clone())
-    grid, launch = _launch(gate_up, m, f, _BACKWARD)
+    h = Quantized(dh.new_empty(f, m, dtype=recipe_h.format.dtype), h_scale.clone())
+    pointers = (dh, gate_up, row, amax, h_scale, rows.data, columns.data, rows.scale, columns.scale, h.data)
     for task in (MEASURE, QUANTIZE):
-        _gated_backward_kernel[grid](
-            dh,
-            gate_up,
-            row,
-            amax,
-            h_scale,
-            rows.data,
-            columns.data,
-            rows.scale,
-            columns.scale,
-            h_columns.data,
-            m,
-            f,
-            1.0 / (2 * m * f),
-            _seed(recipe),
-            TASK=task.value,
-            RECORD=task.value == QUANTIZE.value,
-            H_MAXIMUM=recipe_h.format.max,
-            H_STOCHASTIC=recipe_h.rounding == "stochastic",
-            **launch,
-            **_constants(recipe, activation),
-        )
-    return rows, columns, h_columns
+        grid, constants = _launch(gate_up, m, f, _BACKWARD, recipe, activation, task, True)
+        constants |= {"H_MAXIMUM": recipe_h.format.max, "H_STOCHASTIC": recipe_h.rounding == "stochastic"}
+        launch(_gated_backward_kernel, grid, (*pointers, m, f, 0.5 / (m * f), _seed(recipe)), constants)
+    return rows, columns, h
 
 
-def _launch(x: Tensor, m: int, f: int, tile: Tile) -> tuple[tuple[int], dict[str, Any]]:
+def _launch(
+    x: Tensor, m: int, f: int, tile: Tile, recipe: OperandRecipe | None, activation: str, task: Any, record: bool
+) -> tuple[tuple[int], dict[str, Any]]:
+    """The grid, and everything constant. Without a recipe: no FP8."""
     tile_m, tile_f, warps, stages, programs, registers = tile
-    grid = (min(triton.cdiv(m, tile_m) * triton.cdiv(f, tile_f), programs * multiprocessors(x.device)),)
-    options = {"num_warps": warps} if registers is None else {"num_warps": warps, "maxnreg": registers}
-    even = m % tile_m == 0 and f % tile_f == 0
-    return grid, {"EVEN": even, "TILE_M": tile_m, "TILE_F": tile_f, "STAGES": stages, **options}
-
-
-def _plain(activation: str) -> dict[str, Any]:
-    silu = activation == "silu"
-    return {"DELAYED": False, "SILU": silu, "MAXIMUM": 448.0, "MARGIN": 1.0, "STOCHASTIC": False}
-
-
-def _constants(recipe: OperandRecipe, activation: str) -> dict[str, Any]:
-    return {
-        "DELAYED": recipe.delayed,
+    constants = {
+        "TASK": task.value,
+        "DELAYED": recipe is not None and recipe.delayed,
+        "RECORD": record and task.value == QUANTIZE.value,
         "SILU": activation == "silu",
-        "MAXIMUM": recipe.format.max,
-        "MARGIN": recipe.margin,
-        "STOCHASTIC": recipe.rounding == "stochastic",
+        "MAXIMUM": 448.0 if recipe is None else recipe.format.max,
+        "MARGIN": 1.0 if recipe is None else recipe.margin,
+        "STOCHASTIC": recipe is not None and recipe.rounding == "stochastic",
+        "EVEN": m % tile_m == 0 and f % tile_f == 0,
+        "TILE_M": tile_m,
+        "TILE_F": tile_f,
+        "STAGES": stages,
+        "num_warps": warps,
     }
+    if registers is not None:
+        constants["maxnreg"] = registers
+    count = -(-m // tile_m) * -(-f // tile_f)
+    return (min(count, programs * multiprocessors(x.device)),), constants
 
 
 def _seed(recipe: OperandRecipe) -> int:

@@ -12,27 +12,30 @@ A group of matrices that lie side by side (q, k and v, say) is written into slic
 """
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
+from octavo.kernels.launch import launch
 from octavo.kernels.quantize_scaled import amax_kernel, scaled_kernel
 from octavo.kernels.quantize_tensor import tensor_kernel
 from octavo.kernels.tiles import BLOCK_1X128, BLOCK_128X128, CHANNEL, MX, NONE, TENSOR, multiprocessors
 from octavo.numerics.config import OperandRecipe
 from octavo.numerics.formats import E4M3, E5M2
 from octavo.numerics.quantize import BLOCK, MX_BLOCK, Quantized
-from octavo.numerics.scaling import AMAX
 
 Tile = tuple[int, int, int, int, int, int | None]
 
-# Rows and columns of a tile, warps, loads in flight, programs per multiprocessor, and registers per thread.
-_TENSOR_TILE = (64, 64, 4, 3, 4, None)
-_CHANNEL_TILE = (64, 64, 4, 3, 4, None)
-_BLOCK_TILE = (128, 128, 16, 1, 2, None)
-_AMAX_TILE = (64, 64, 4, 3, 4, None)
+# Rows and columns of a tile, warps, loads in flight, programs per multiprocessor, and registers per thread: the best of
+# some dozen each on an H200, at 8,192 × 4,096 and 28,672 × 4,096.
+_TENSOR_TILE: Tile = (64, 64, 8, 3, 4, 64)
+_CHANNEL_TILE: Tile = (64, 64, 4, 1, 8, None)
+_BLOCK_TILE: Tile = (128, 128, 8, 1, 1, None)
+_AMAX_TILE: Tile = (64, 64, 4, 3, 8, None)
+_CHANNEL_MODES = {NONE.value, CHANNEL.value}
 
 
 def can_quantize(xs: Sequence[Tensor], recipe: OperandRecipe) -> bool:
@@ -50,33 +53,42 @@ def quantize_operand(
 
 
 def quantize_group(
-    xs: Sequence[Tensor], row: Tensor, recipe: OperandRecipe, *, record: bool = True, layout: str = "rows"
+    xs: Sequence[Tensor],
+    row: Tensor,
+    recipe: OperandRecipe,
+    *,
+    record: bool = True,
+    layout: str = "rows",
+    known: bool = False,
 ) -> list[Quantized]:
-    """As quantising `torch.cat(xs)`, without making it."""
+    """As quantising `torch.cat(xs)`, without making it. `known`: a delayed scale was in use before, no need to look."""
     mode_r, mode_c = _modes(recipe, layout)
     batch = xs[0].shape[:-2]
-    if mode_c == NONE.value and mode_r != BLOCK_128X128.value:
-        xs = [x.reshape(1, -1, x.shape[-1]) for x in xs]  # without a transposed copy, a batch is just more rows
+    if batch or len(xs) == 1:
+        # Without a transposed copy, a batch is just more rows.
+        flat = not mode_c and mode_r != BLOCK_128X128.value
+        xs = [x.reshape(1, -1, x.shape[-1]) if flat else x.reshape(-1, *x.shape[-2:]) for x in xs]
     else:
-        xs = [x.reshape(-1, *x.shape[-2:]) for x in xs]
+        xs = [x.unsqueeze(0) for x in xs]
     xs = [x if x.stride(-1) == 1 else x.contiguous() for x in xs]
     b, c = xs[0].shape[0], xs[0].shape[2]
     r = sum(x.shape[1] for x in xs)
     rows = _new_output(xs[0], mode_r, recipe, b, r, c)
     columns = _new_output(xs[0], mode_c, recipe, b, c, r)
-    row = row if record or not recipe.delayed else row.clone()  # a first use looks for its scale, and forgets it
-    amax, row_amax, column_amax = _measure(xs, row, recipe, mode_r, mode_c, b, r, c)
-    outputs = (rows if mode_r else columns, columns if mode_c else rows)
+    if not record and recipe.delayed and not known:
+        row = row.clone()  # a first use looks for its scale, and forgets it
+    amax, row_amax, column_amax = _measure(xs, row, recipe, mode_r, mode_c, b, r, c, known)
+    first, second = rows if mode_r else columns, columns if mode_c else rows
     whole = TENSOR.value in (mode_r, mode_c)
-    tile = _TENSOR_TILE if whole else _BLOCK_TILE if {mode_r, mode_c} - {NONE.value, CHANNEL.value} else _CHANNEL_TILE
+    tile = _TENSOR_TILE if whole else _CHANNEL_TILE if {mode_r, mode_c} <= _CHANNEL_MODES else _BLOCK_TILE
     stochastic = recipe.rounding == "stochastic"
     r0 = 0
     for x in xs:
         end = r0 + x.shape[1]
-        grid, launch = _launch(x, c, b, tile)
+        grid, constants = _launch(x, c, b, tile)
         sizes = (r0, end, r, c, b, x.stride(0), x.stride(1), 1.0 / (b * r * c))
         seed = int(torch.randint(2**31 - 2, ())) if stochastic else 0
-        common = {
+        constants |= {
             "RECORD": record,
             "FIRST": r0 == 0,
             "MAXIMUM": recipe.format.max,
@@ -84,38 +96,18 @@ def quantize_group(
             "STOCHASTIC": stochastic,
         }
         if whole:
-            data, scales = [q.data for q in outputs], [q.scale for q in outputs]
-            tensor_kernel[grid](
-                x,
-                row,
-                amax,
-                *data,
-                *scales,
-                *sizes,
-                seed,
-                ROWS=mode_r != NONE.value,
-                COLUMNS=mode_c != NONE.value,
-                DELAYED=recipe.delayed,
-                **common,
-                **launch,
-            )
+            constants |= {"ROWS": mode_r > 0, "COLUMNS": mode_c > 0, "DELAYED": recipe.delayed}
+            args = (x, row, amax, first.data, second.data, first.scale, second.scale, *sizes, seed)
+            launch(tensor_kernel, grid, args, constants)
         else:
-            scaled_kernel[grid](
-                x,
-                row,
-                row_amax,
-                column_amax,
-                *outputs[0],
-                *outputs[1],
-                *sizes,
-                seed,
-                MODE_R=mode_r,
-                MODE_C=mode_c,
-                CLIPS=recipe.margin < 1 or (recipe.granularity == "mx" and recipe.mx_rule == "floor"),
-                MX_UP=recipe.mx_rule == "up",
-                **common,
-                **launch,
-            )
+            constants |= {
+                "MODE_R": mode_r,
+                "MODE_C": mode_c,
+                "CLIPS": recipe.margin < 1 or (recipe.granularity == "mx" and recipe.mx_rule == "floor"),
+                "MX_UP": recipe.mx_rule == "up",
+            }
+            outputs = (*first, *second)
+            launch(scaled_kernel, grid, (x, row, row_amax, column_amax, *outputs, *sizes, seed), constants)
         r0 = end
     return [_shaped(q, batch) for q, mode in ((rows, mode_r), (columns, mode_c)) if mode]
 
@@ -124,18 +116,20 @@ def _launch(x: Tensor, c: int, b: int, tile: Tile) -> tuple[tuple[int], dict[str
     """The grid for one matrix `[b, r, c]`, and the constants that go with the tile."""
     tile_r, tile_c, warps, stages, programs, registers = tile
     r = x.shape[1]
-    count = b * triton.cdiv(r, tile_r) * triton.cdiv(c, tile_c)
-    options = {"num_warps": warps} if registers is None else {"num_warps": warps, "maxnreg": registers}
-    even = r % tile_r == 0 and c % tile_c == 0
-    return (min(count, programs * multiprocessors(x.device)),), {
-        "EVEN": even,
+    count = b * -(-r // tile_r) * -(-c // tile_c)
+    constants = {
+        "EVEN": r % tile_r == 0 and c % tile_c == 0,
         "TILE_R": tile_r,
         "TILE_C": tile_c,
         "STAGES": stages,
-        **options,
+        "num_warps": warps,
     }
+    if registers is not None:
+        constants["maxnreg"] = registers
+    return (min(count, programs * multiprocessors(x.device)),), constants
 
 
+@cache
 def _modes(recipe: OperandRecipe, layout: str) -> tuple[int, int]:
     def mode(granularity: str) -> int:
         if granularity == "block":
@@ -162,36 +156,29 @@ def _new_output(x: Tensor, mode: int, recipe: OperandRecipe, b: int, r: int, c: 
 
 
 def _measure(
-    xs: Sequence[Tensor], row: Tensor, recipe: OperandRecipe, mode_r: int, mode_c: int, b: int, r: int, c: int
+    xs: Sequence[Tensor],
+    row: Tensor,
+    recipe: OperandRecipe,
+    mode_r: int,
+    mode_c: int,
+    b: int,
+    r: int,
+    c: int,
+    known: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What must be known before quantising: the amax of everything, of each row, of each column, where needed."""
     whole = TENSOR.value in (mode_r, mode_c)
     by_row, by_column = mode_r == CHANNEL.value, mode_c == CHANNEL.value
-    amax = row[AMAX:] if recipe.delayed else row.new_zeros(1) if whole else row
+    amax = row if recipe.delayed or not whole else row.new_zeros(1)
     row_amax = row.new_zeros(b * r) if by_row else row
     column_amax = row.new_zeros(b * c) if by_column else row
-    if whole or by_row or by_column:
+    if by_row or by_column or (whole and not (known and recipe.delayed)):
         r0 = 0
         for x in xs:
-            grid, launch = _launch(x, c, 1, _AMAX_TILE)
-            amax_kernel[(*grid, b)](
-                x,
-                row,
-                amax,
-                row_amax,
-                column_amax,
-                r0,
-                r0 + x.shape[1],
-                r,
-                c,
-                x.stride(0),
-                x.stride(1),
-                DELAYED=recipe.delayed,
-                ROWS=by_row,
-                COLUMNS=by_column,
-                WHOLE=whole,
-                **launch,
-            )
+            grid, constants = _launch(x, c, 1, _AMAX_TILE)
+            constants |= {"DELAYED": recipe.delayed, "ROWS": by_row, "COLUMNS": by_column, "WHOLE": whole}
+            sizes = (r0, r0 + x.shape[1], r, c, x.stride(0), x.stride(1))
+            launch(amax_kernel, (*grid, b), (x, row, amax, row_amax, column_amax, *sizes), constants)
             r0 += x.shape[1]
     return amax, row_amax, column_amax
 

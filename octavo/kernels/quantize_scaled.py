@@ -215,6 +215,7 @@ def amax_kernel(
     if DELAYED:
         if tl.load(row_ptr + tiles.SCALE) > 0:
             return
+        amax_ptr += tiles.AMAX
     batch = tl.program_id(1).to(tl.int64)
     x_ptr += batch * stride_b
     across = tl.cdiv(C, TILE_C)

@@ -59,7 +59,7 @@ def offsets(stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 def tensor_kernel(
     x_ptr,
     row_ptr,
-    amax_ptr,
+    amax_ptr,  # of a delayed scale: the row again
     rows_ptr,
     columns_ptr,
     scale_ptr,
@@ -92,6 +92,7 @@ def tensor_kernel(
     count = batches * per_matrix
     rows_ptr += r0.to(tl.int64) * C
     columns_ptr += r0
+    amax_ptr += tiles.AMAX if DELAYED else 0
     scale = tiles.tensor_scale(row_ptr, amax_ptr, DELAYED, MAXIMUM, MARGIN)
     inverse = tiles.reciprocal(scale)
     inner = offsets(stride_r, TILE_R, TILE_C)

@@ -146,7 +146,9 @@ def cast(v, dtype: tl.constexpr):
         shift = ((exponent - bits + 23) << 23).to(tl.float32, bitcast=True) * 1.5
         sign = v.to(tl.int32, bitcast=True) & -0x80000000
         rounded = ((tl.abs(v) + shift) - shift).to(tl.int32, bitcast=True) | sign
-        v = tl.where(v == v, rounded, 0x7FFFFFFF).to(tl.float32, bitcast=True)  # a NaN that is one in FP8, too
+        v = tl.where(v == v, rounded, 0x7FF00000 if bits == 3 else 0x7FE00000).to(
+            tl.float32, bitcast=True
+        )  # a NaN that is one in FP8, too
     return v.to(dtype)
 
 

@@ -112,10 +112,9 @@ def fuse(model: BDH, config: FP8TrainingConfig | None = None) -> FusedBDH:
 
 def unfuse(model: BDH) -> None:
     """Give the model its own forward back."""
-    if not isinstance(model, _FusedBDHModel):
+    if model.__dict__.pop(_FUSED, None) is None:
         raise TypeError(f"model is a {type(model).__name__}: not fused")
     model.__class__ = BDH
-    del model.__dict__[_FUSED]
 
 
 def _register(fused: FusedBDH, layers: int) -> None:

@@ -19,13 +19,15 @@ Every product is NT. `8` marks FP8; each line with → q8, s8, t8, z8, dt8 or ds
                dq, dz, s8, t8 → ds8 rows and columns
                dencoder   = x8ᵀ · ds8   dx = ds8 · encoder8ᵀ + S8ᵀ · da8
 
-The hidden tensors have E = M · K elements (BDH 100M at 8,192 tokens: 537M; 1.07 GB in BF16). Bytes per element:
+The hidden tensors have E = M · K elements (BDH 100M at 8,192 tokens: 537M; 1.07 GB in BF16). Bytes per element, written
+and read (w+r); for BF16 the least possible, with every chain of element-wise work fused:
 
-                        this file                                              BF16, compiled
-    forward, moved      s_pre 2+2+2, q 1+1, s 1, t_pre 2+2, z 1+1, t 1 = 16    s_pre 2+2, s 2+2, q 2+2+2, t 2+2, z 2+2 = 24
-    backward, moved     dz 2+2+2, s 3, t 2, dt 2+2, z 1+1, q 1+1,              dz 2+2, s, t, z 8, dt 2+2+2, ds 2+2, q 4,
-                        dq 2+2, ds 2+2 = 27                                    dq 2 × 2 + 4, ds 2+2+2 = 42
-    kept                s 1, t 1 = 2                                           s_pre, t_pre at least = 4, z or q more
+                this file                                           BF16
+    forward     s_pre 2+4, q 1+1, s 1+0, t_pre 2+2, z 1+1, t 1+0    s_pre 2+4, q 2+2, t_pre 2+2, z 2+2
+                = 16                                                = 18
+    backward    dz 2+4, s 0+3, t 0+2, dt 2+2, z 1+1, q 1+1,         dz 2+4, s 0+6, t 0+4, dt 2+4, z 2+2, q 2+4,
+                dq 2+2, ds 2+2 = 27                                 dq 4+4, ds 2+4 = 46
+    kept        s 1, t 1 = 2                                        s_pre 2, t_pre 2 = 4, and q and z unless recomputed
 
 Kept for backward: s8 and t8, which are values and masks (what relu made zero is zero in FP8, too); q and z are computed
 from them again, so their FP8 copies in backward come from values that were rounded once before (forward's do not).

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from octavo import ops, ops_loss
 from octavo.numerics import E5M2, OperandRecipe
 from octavo.numerics.cross_entropy import IGNORED
+from octavo.numerics.quantize import reciprocal
 
 CHUNK_BYTES = 2**30  # of logits
 
@@ -49,9 +50,11 @@ def linear_cross_entropy(
     hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     if count is None:
         count = (labels != IGNORED).sum()
-    factor = 1.0 / torch.as_tensor(count, device=hidden.device, dtype=torch.float32)
+    if not isinstance(count, Tensor):
+        count = torch.full((), float(count), device=hidden.device)
+    count = count.to(device=hidden.device, dtype=torch.float32)
     row_x, row_w = rows or (None, None)
-    return _LinearCrossEntropy.apply(hidden, weight, labels, factor, head, row_x, row_w)
+    return _LinearCrossEntropy.apply(hidden, weight, labels, count, head, row_x, row_w)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -61,11 +64,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         labels: Tensor,
-        factor: Tensor,
+        count: Tensor,
         head: FP8Head | None,
         row_x: Tensor | None,
         row_w: Tensor | None,
     ) -> Tensor:
+        factor = torch.where(count > 0, reciprocal(count), 0.0)  # without labels there is no gradient
         needs_h, needs_w = ctx.needs_input_grad[:2]
         compute = torch.get_autocast_dtype(hidden.device.type) if _autocast(hidden) else hidden.dtype
         with torch.autocast(hidden.device.type, enabled=False):
@@ -77,15 +81,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         loss, dh, dw = parts
         ctx.save_for_backward(dh, dw)
         ctx.used = False
-        return loss * factor
+        return loss / count  # NaN without labels, as torch has it
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        dh, dw = ctx.saved_tensors
         if ctx.used:
             raise RuntimeError("linear_cross_entropy: backward a second time; its gradients were handed out already")
         ctx.used = True
+        dh, dw = ctx.saved_tensors
         for gradient in (dh, dw):
             if gradient is not None:
                 ops_loss.scale_(gradient, g)

@@ -10,9 +10,17 @@ All three are NT products (both operands contiguous along the contracted dimensi
 layouts. Kept for backward: the FP8 copy of an activation, never its high-precision value; a weight itself, quantised
 anew, because it is in memory anyway. `b_is_nk` says that b arrives as `[N, K]`, as the weight of a linear does.
 Forward may use the tensor cores' fast accumulation; gradients, which cancel more, add up in FP32.
+
+A transposed view as b, `a @ k.mT`, is taken as the `[N, K]` it is a view of: no copy that lays it out anew. And where
+it is a view of a itself, `q @ q.mT`, one quantised q serves as both, and both gradients are one product:
+
+    forward    y_MM = a_MK · a_MKᵀ
+    backward   da_MK = (g_MM + g_MMᵀ) · a_MK
+
+The scaling state of b is then a copy of that of a.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -47,7 +55,20 @@ def fp8_product(
         # With one right operand for all of them, the leading dimensions are just more rows.
         y = _FP8Product.apply(a.reshape(-1, a.shape[-1]), b, bias, product, *rows)
         return y.reshape(*a.shape[:-1], y.shape[-1])
+    if bias is None and not product.b_is_nk and _is_own_transpose(a, b) and not product.a_is_weight:
+        return _FP8SelfProduct.apply(a, product, *rows)
+    if not product.b_is_nk and b.stride(-1) != 1 and b.stride(-2) == 1:
+        return _FP8Product.apply(a, b.mT, bias, replace(product, b_is_nk=True), *rows)
     return _FP8Product.apply(a, b, bias, product, *rows)
+
+
+def _is_own_transpose(a: Tensor, b: Tensor) -> bool:
+    """Whether b is `a.mT`: a view of the same tensor, so that what reaches either as a gradient reaches that one."""
+    if a.dim() < 2 or b.shape != a.mT.shape or b.stride() != a.mT.stride() or a.requires_grad != b.requires_grad:
+        return False
+    # As many elements as the tensor both are views of: then they start at the same one. (`torch.compile` knows no
+    # storage offsets.)
+    return b._base is a or (a._base is not None and b._base is a._base and a.numel() == a._base.numel())
 
 
 class _FP8Product(torch.autograd.Function):
@@ -114,3 +135,33 @@ class _FP8Product(torch.autograd.Function):
         if bias_needs_grad:
             dbias = g.float().flatten(0, -2).sum(dim=0).to(bias_dtype)
         return da, db, dbias, None, None, None, None
+
+
+class _FP8SelfProduct(torch.autograd.Function):
+    """a @ a.mT."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, product: Product, row_a: Tensor, row_b: Tensor, row_g: Tensor) -> Tensor:
+        keep = ctx.needs_input_grad[0]
+        a_q = ops.quantize(a, row_a, product.a, record=product.record, layout="both" if keep else "rows")
+        if product.record:
+            row_b.copy_(row_a)
+        # y = a · aᵀ
+        y = ops.gemm_nt(
+            a_q[0], a_q[0], out_dtype=product.out_dtype, batch=a.shape[:-2], fast=True, emulate=product.emulate
+        )
+        ctx.save_for_backward(*(a_q[1] if keep else (None, None)))
+        ctx.row_g = row_g
+        ctx.product = product
+        ctx.like = (a.shape, a.dtype)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        a_km = Quantized(*ctx.saved_tensors)
+        product, (a_shape, a_dtype) = ctx.product, ctx.like
+        g_q = ops.quantize(g + g.mT, ctx.row_g, product.g, record=True, layout="rows")[0]
+        # da = (g + gᵀ) · a
+        da = ops.gemm_nt(g_q, a_km, out_dtype=a_dtype, batch=a_shape[:-2], emulate=product.emulate)
+        return da, None, None, None, None

@@ -85,6 +85,7 @@ class FP8ScalingManager:
         self._amax = torch.zeros(0)
         self._ema = torch.zeros(0)
         self._steps = torch.zeros(0, dtype=torch.int64)
+        self._limits = torch.zeros(0, 2)  # FP8_MAX and margin again, where the rows are
 
     @classmethod
     def from_config(cls, config: FP8TrainingConfig, device: torch.device | str = "cpu") -> "FP8ScalingManager":
@@ -134,7 +135,7 @@ class FP8ScalingManager:
     def update_amax(self, name: str, amax: Tensor | float) -> None:
         """One step's amax: `record`, and roll this tensor's history."""
         self.record(name, amax)
-        self._roll([self._index[name]])
+        self._roll(self._index[name])
 
     def get_scale(self, name: str) -> Tensor:
         """The quantising multiplier FP8_MAX / (amax × margin), 0-d; 1 before any update."""
@@ -153,7 +154,7 @@ class FP8ScalingManager:
         """Roll every history: call once per optimiser step. A second call without new uses changes nothing."""
         self.step_count += 1
         if self.rows:
-            self._roll(range(len(self.rows)))
+            self._roll()
 
     def to(self, device: torch.device | str) -> None:
         """Move everything; rows keep their identity, since layers hold on to them."""
@@ -191,33 +192,34 @@ class FP8ScalingManager:
             self.follow_optimizers()
 
     @torch.no_grad()
-    def _roll(self, indices: "range | list[int]") -> None:
+    def _roll(self, only: int | None = None) -> None:
+        """Roll every history, or that of one row. Nothing here waits for the device."""
         self._arrange()
-        index = torch.as_tensor(list(indices), device=self.device)
-        rows = torch.stack([self.rows[i] for i in indices])
+        part = slice(None) if only is None else slice(only, only + 1)
+        mine = self.rows[part]
+        rows = torch.stack(mine)
         rolls = (rows[:, SEEN] > 0) & (rows[:, NON_FINITE].sum() == 0)
         amax = rows[:, AMAX]
 
-        history = self._history[index]
+        history = self._history[part]
         rolled = torch.cat([amax[:, None], history[:, :-1]], dim=1)
         history = torch.where(rolls[:, None], rolled, history)
-        unset = self._ema[index] == 0  # zeros before the first non-zero amax do not count
-        ema = torch.where(unset, amax, EMA_DECAY * self._ema[index] + (1 - EMA_DECAY) * amax)
-        ema = torch.where(rolls, ema, self._ema[index])
-        steps = self._steps[index] + rolls
+        unset = self._ema[part] == 0  # zeros before the first non-zero amax do not count
+        ema = torch.where(unset, amax, EMA_DECAY * self._ema[part] + (1 - EMA_DECAY) * amax)
+        ema = torch.where(rolls, ema, self._ema[part])
+        steps = self._steps[part] + rolls
 
         read = {"max": history.amax(dim=1), "most_recent": history[:, 0], "ema": ema}[self.algorithm]
-        maximum = torch.tensor([self._maximum[i] for i in indices], device=self.device)
-        margin = torch.tensor([self._margin[i] for i in indices], device=self.device)
+        maximum, margin = self._limits[part].unbind(dim=1)
         scale = torch.where(read > 0, (read / maximum * margin).clamp(min=SMALLEST_SCALE), 0.0)
-        due = rolls & ((steps % self.interval == 0) | (self._amax[index] == 0))
+        due = rolls & ((steps % self.interval == 0) | (self._amax[part] == 0))
         rows[:, SCALE] = torch.where(due, scale, rows[:, SCALE])
-        self._amax[index] = torch.where(due, read, self._amax[index])
+        self._amax[part] = torch.where(due, read, self._amax[part])
         rows[:, LAST_AMAX] = torch.where(rolls, amax, rows[:, LAST_AMAX])
-        rows[:, [AMAX, SEEN, NON_FINITE]] = 0.0
+        rows[:, AMAX : NON_FINITE + 1] = 0.0
 
-        self._history[index], self._ema[index], self._steps[index] = history, ema, steps
-        torch._foreach_copy_([self.rows[i] for i in indices], list(rows.unbind()))
+        self._history[part], self._ema[part], self._steps[part] = history, ema, steps
+        torch._foreach_copy_(mine, list(rows.unbind()))
 
     def _arrange(self) -> None:
         """Grow the history to all rows, and bring it to their device."""
@@ -229,6 +231,10 @@ class FP8ScalingManager:
                 for name in _PER_ROW:
                     old = getattr(self, name).to(self.device)
                     setattr(self, name, torch.cat([old, old.new_zeros(missing, *old.shape[1:])]))
+        if len(self._limits) != len(self.rows) or self._limits.device != self.device:
+            with torch.inference_mode(False):
+                limits = list(zip(self._maximum, self._margin, strict=True))
+                self._limits = torch.tensor(limits, device=self.device).reshape(-1, 2)
 
     def statistics(self, *, reset: bool = True) -> dict[str, dict[str, float]]:
         """What was seen since the last reset: per name scale, amax, saturated and underflow. Synchronises."""
@@ -276,6 +282,7 @@ class FP8ScalingManager:
             self.register(name).copy_(state["rows"][i])
             self._maximum[self._index[name]] = state["maximum"][i]
             self._margin[self._index[name]] = state["margin"][i]
+        self._limits = torch.zeros(0, 2)
         self._arrange()
         index = torch.tensor([self._index[name] for name in state["names"]], dtype=torch.int64, device=self.device)
         for name in _PER_ROW:

@@ -50,8 +50,10 @@ def test_loss_and_gradients_are_those_of_torch():
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
     assert loss.dtype == torch.float32 and loss.dim() == 0
     for upstream in (1.0, -2.5):
-        found = torch.autograd.grad(linear_cross_entropy(hidden, weight, labels), (hidden, weight), torch.tensor(upstream))
-        wanted = torch.autograd.grad(exact(hidden, weight, labels), (hidden, weight), torch.tensor(upstream))
+        found, wanted = (
+            torch.autograd.grad(function(hidden, weight, labels), (hidden, weight), torch.tensor(upstream))
+            for function in (linear_cross_entropy, exact)
+        )
         for one, other in zip(found, wanted, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
@@ -59,7 +61,7 @@ def test_loss_and_gradients_are_those_of_torch():
 def test_chunks_hold_no_more_than_they_may(monkeypatch):
     seen = []
     cross_entropy = module.ops_loss.cross_entropy
-    monkeypatch.setattr(module.ops_loss, "cross_entropy", lambda l, t: (seen.append(len(t)), cross_entropy(l, t))[1])
+    monkeypatch.setattr(module.ops_loss, "cross_entropy", lambda x, t: (seen.append(len(t)), cross_entropy(x, t))[1])
     monkeypatch.setattr(module, "CHUNK_BYTES", 128 * V * 4)
     linear_cross_entropy(*build())
     assert seen == [128, 128, 44]

@@ -55,8 +55,8 @@ def test_values_and_gradients(name, activation, dtype):
     doubles = [leaf.detach().double().requires_grad_() for leaf in leaves]
     expected = exact(doubles, activation)
     assert y.dtype == dtype and y.shape == expected.shape
-    # Three E5M2 products one after another lose more than E4M3: a step is 12.5 % there.
-    least = 0.99
+    # E5M2 rounds by up to 12.5 %, 5 % as a rule; x's gradient has six such operands behind it: 1 − 6 · 0.05² = 0.985.
+    least = 0.98 if name == "E5M2" else 0.99
     wanted = torch.autograd.grad(expected, doubles, g.double())
     for one, other in zip((y, *found), (expected, *wanted), strict=True):
         assert cosine(one, other) > least
@@ -65,7 +65,7 @@ def test_values_and_gradients(name, activation, dtype):
 
 
 def test_gate_and_up_are_not_exchanged():
-    """A bug the cosine of a sum would hide: each weight has its own gradient, and only one of the halves an activation."""
+    """Only one of the halves has an activation."""
     x, gate, up, down = build()
     wrong = exact((x, up, gate, down), "silu")
     y = fp8_mlp(x, gate, up, down, mlp_of(CONFIGS["current"]), rows(), rows())
