@@ -118,7 +118,7 @@ def state(row: Tensor, recipe: OperandRecipe, record: bool) -> tuple[Tensor, Ten
 
 def arrange(x: Tensor, batches: int, t: int, n: int, tile: Tile) -> tuple[tuple[int], dict[str, int]]:
     tile_t, tile_n, warps, stages, programs = tile
-    count = batches * triton.cdiv(t, tile_t) * triton.cdiv(n, tile_n)
+    count = batches * -(-t // tile_t) * -(-n // tile_n)
     grid = (min(count, programs * tiles.multiprocessors(x.device)),)
     even = t % tile_t == 0 and n % tile_n == 0
     return grid, {"EVEN": even, "TILE_T": tile_t, "TILE_N": tile_n, "STAGES": stages, "num_warps": warps}

@@ -165,4 +165,4 @@ def scale_(x: Tensor, factor: Tensor) -> None:
 
 
 def _grid(logits: Tensor) -> tuple[int]:
-    return (triton.cdiv(logits.shape[0], _TILE_T) * triton.cdiv(logits.shape[1], _TILE_V),)
+    return (-(-logits.shape[0] // _TILE_T) * -(-logits.shape[1] // _TILE_V),)

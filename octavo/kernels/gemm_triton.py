@@ -80,7 +80,7 @@ def gemm_nt(
         tile = tile._replace(k=MX_BLOCK)
     (_, *z1), (z2_size, *z2) = batches.kept
     (_, *s1), (s2_size, *s2) = batches.summed
-    tiles = math.prod(size for size, _, _ in batches.kept) * triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n)
+    tiles = math.prod(size for size, _, _ in batches.kept) * -(-m // tile.m) * -(-n // tile.n)
     _gemm_nt_kernel[(tiles,)](
         _descriptor(a_data, tile.m // tile.split, tile.k),
         _descriptor(b_data, tile.n, tile.k),
@@ -174,7 +174,7 @@ def _group(scale: Tensor, k: int) -> int:
     """How many elements along K share a scale; 0 for all."""
     if scale.dim() == 0 or scale.shape[-1] == 1:
         return 0
-    return BLOCK if scale.shape[-1] == triton.cdiv(k, BLOCK) else MX_BLOCK
+    return BLOCK if scale.shape[-1] == -(-k // BLOCK) else MX_BLOCK
 
 
 def _scale_strides(scale: Tensor) -> tuple[int, int, int]:

@@ -16,7 +16,6 @@ from functools import cache
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from octavo.kernels.launch import launch
@@ -144,15 +143,14 @@ def _modes(recipe: OperandRecipe, layout: str) -> tuple[int, int]:
 def _new_output(x: Tensor, mode: int, recipe: OperandRecipe, b: int, r: int, c: int) -> Quantized:
     if mode == NONE.value:
         return Quantized(x, x)
-    shape = {
-        TENSOR.value: (),
-        CHANNEL.value: (b, r, 1),
-        BLOCK_1X128.value: (b, r, triton.cdiv(c, BLOCK)),
-        BLOCK_128X128.value: (b, triton.cdiv(r, BLOCK), triton.cdiv(c, BLOCK)),
-        MX.value: (b, r, triton.cdiv(c, MX_BLOCK)),
-    }[mode]
+    shape: tuple[int, ...] = ()
+    if mode == CHANNEL.value:
+        shape = (b, r, 1)
+    elif mode != TENSOR.value:
+        down, across = (BLOCK, BLOCK) if mode == BLOCK_128X128.value else (1, MX_BLOCK if mode == MX.value else BLOCK)
+        shape = (b, -(-r // down), -(-c // across))
     dtype = torch.uint8 if mode == MX.value else torch.float32
-    return Quantized(x.new_empty(b, r, c, dtype=recipe.format.dtype), x.new_empty(shape, dtype=dtype))
+    return Quantized(x.new_empty((b, r, c), dtype=recipe.format.dtype), x.new_empty(shape, dtype=dtype))
 
 
 def _measure(
