@@ -201,9 +201,11 @@ def _entries(
 ) -> list[Entry]:
     """One for every module that multiplies, and for every raw matrix that a model's own code may multiply."""
     entries = []
+    shared = _shared_outputs(modules)
     for name, module in modules.items():
         if isinstance(module, nn.Linear):
-            reason = "precision='bf16'" if precision == "bf16" else _why_not(name, module, config, tokens)
+            reason = "precision='bf16'" if precision == "bf16" else _why_not(name, module, config)
+            reason = reason or _why_not_worth_it(module, config, tokens, shared.get(name, module.out_features))
             shapes = f"{module.in_features} → {module.out_features}"
             found = _dtype(module.weight) if reason else FP8
             entries.append(Entry(name, "linear", found, reason, shapes, "" if reason else str(config.recipe)))
@@ -220,16 +222,30 @@ def _entries(
     return entries
 
 
-def _why_not(name: str, linear: nn.Linear, config: FP8TrainingConfig, tokens: int | None = None) -> str:
+def _why_not(name: str, linear: nn.Linear, config: FP8TrainingConfig) -> str:
     if is_skipped(name, config):
         return "left alone: config.skip names it"
     if type(linear) is not nn.Linear:
         return f"not nn.Linear itself but a subclass, {type(linear).__name__}"
     if not linear.weight.is_floating_point() or linear.weight.element_size() not in (2, 4):
         return f"weight of {linear.weight.dtype}"
-    if config.emulate is True or not has_fp8_tensor_cores(linear.weight.device):
-        return ""  # in emulation nothing pays: it is there for its numerics
-    return planner.why_not(tokens, linear.in_features, linear.out_features)
+    return ""
+
+
+def _why_not_worth_it(linear: nn.Linear, config: FP8TrainingConfig, tokens: int | None, outputs: int) -> str:
+    """The planner's word, where FP8 is for speed: in emulation nothing pays, it is there for its numerics."""
+    if tokens is None or config.emulate is True or not has_fp8_tensor_cores(linear.weight.device):
+        return ""
+    return planner.why_not(tokens, linear.in_features, outputs)
+
+
+def _shared_outputs(modules: dict[str, nn.Module]) -> dict[str, int]:
+    known = {name: module for name, module in modules.items() if _is_transformers(module)}
+    if not known:
+        return {}
+    from octavo.hf import decoder
+
+    return decoder.outputs_with_group(known)
 
 
 def _check_skip(modules: dict[str, nn.Module], config: FP8TrainingConfig) -> None:

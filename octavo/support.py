@@ -39,16 +39,11 @@ def has_fp8_tensor_cores(device: torch.device) -> bool:
 
 
 def require_tensor_cores(device: torch.device | str | None, config: FP8TrainingConfig) -> None:
-    """Raise where `config.emulate=False` cannot be kept: no such device, or a recipe that no kernel computes yet."""
-    if config.emulate is not False:
-        return
-    support = check_fp8_support(device)
-    if not support:
-        raise RuntimeError(f"emulate=False: {support}")
-    if config.granularity in ("block", "mx"):
-        raise RuntimeError(f"emulate=False: granularity={config.granularity!r} has no kernel yet; leave emulate unset")
-    if config.fp8_format == "E5M2":
-        raise RuntimeError("emulate=False: fp8_format='E5M2' has no kernel yet (cuBLASLt refuses E5M2 by E5M2)")
+    """Raise where `config.emulate=False` cannot be kept: no FP8 tensor cores here."""
+    if config.emulate is False:
+        support = check_fp8_support(device)
+        if not support:
+            raise RuntimeError(f"emulate=False: {support}")
 
 
 def check_fp8_support(device: torch.device | str | int | None = None) -> FP8Support:

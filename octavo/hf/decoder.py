@@ -78,6 +78,16 @@ def fuse_mlp(module: nn.Module, name: str, config: FP8TrainingConfig, scaling: F
     _take_class(module, _mlp_forward)
 
 
+def outputs_with_group(modules: dict[str, nn.Module]) -> dict[str, int]:
+    """How many outputs the product has in which a linear would take part, for those that would share one."""
+    found: dict[str, int] = {}
+    for name, module in modules.items():
+        members = QKV if is_attention(module) else GATE_UP if is_mlp(module) else ()
+        total = sum(getattr(module, member).out_features for member in members)
+        found |= {f"{name}.{member}": total for member in members}
+    return found
+
+
 def why_no_mlp(module: nn.Module) -> str:
     """Why an MLP's linears run one by one; empty if they need not."""
     if type(module.act_fn).__name__ not in _ACTIVATIONS:

@@ -47,9 +47,7 @@ def estimate(tokens: int, inputs: int, outputs: int, rates: Rates | None = None)
     return Estimate(products(rates.bf16_flops), products(rates.fp8_flops) + moved / rates.bytes + 8 * rates.launch)
 
 
-def why_not(tokens: int | None, inputs: int, outputs: int) -> str:
-    """Why a linear should stay in BF16 at this many tokens a step; empty if FP8 pays or nobody asked."""
-    if tokens is None:
-        return ""
+def why_not(tokens: int, inputs: int, outputs: int) -> str:
+    """Why a linear should stay in BF16 at this many tokens a step; empty if FP8 pays."""
     found = estimate(tokens, inputs, outputs)
     return "" if found.pays else f"FP8 does not pay at {tokens} tokens: {found}"

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from octavo import __version__
 from octavo.tools.bench.cases import FLOPS_FORMULA, Case
 from octavo.tools.bench.contenders import BASELINE, OWN_BASELINE, Contender
 from octavo.training.errors import UserError
@@ -111,7 +112,7 @@ def versions() -> dict[str, str]:
 
 def _octavo_version() -> str:
     """The version, and the commit where the package is used from a checkout."""
-    version = metadata.version("octavo")
+    version = __version__
     root = Path(__file__).parents[3]
     if not (root / ".git").exists():
         return version
