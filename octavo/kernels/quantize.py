@@ -4,9 +4,9 @@
 
     tensor         one scale: delayed, from the row; else from an amax pass (which ends at once where a scale is known)
     channel        one per row, or per column, from an amax pass
-    1×128          of a tile's own rows (128 elements along the contracted dimension), or columns
-    128×128        of a whole tile
-    1×32 (mx)      of a tile's own rows or columns, a power of two
+    128×128        from an amax pass
+    1×128          of a tile's own rows (128 elements along the contracted dimension), or columns; each in its own pass
+    1×32 (mx)      the same with 32, a power of two
 
 A group of matrices that lie side by side (q, k and v, say) is written into slices of one buffer, by one launch each.
 """
@@ -31,10 +31,11 @@ Tile = tuple[int, int, int, int, int, int | None]
 # Rows and columns of a tile, warps, loads in flight, programs per multiprocessor, and registers per thread: the best of
 # some dozen each on an H200, at 8,192 × 4,096 and 28,672 × 4,096.
 _TENSOR_TILE: Tile = (64, 64, 8, 3, 4, 64)
-_CHANNEL_TILE: Tile = (64, 64, 4, 1, 8, None)
-_BLOCK_TILE: Tile = (128, 128, 8, 1, 1, None)
+_SCALED_TILE: Tile = (64, 64, 4, 1, 8, None)
+_ROWS_TILE: Tile = (32, 128, 4, 1, 8, None)  # as wide as a block
+_COLUMNS_TILE: Tile = (128, 32, 4, 1, 8, None)  # as high as one
 _AMAX_TILE: Tile = (64, 64, 4, 3, 8, None)
-_CHANNEL_MODES = {NONE.value, CHANNEL.value}
+_SMALL_TILES = {NONE.value, TENSOR.value, CHANNEL.value, BLOCK_128X128.value}  # scales known before the tile
 
 
 def can_quantize(xs: Sequence[Tensor], recipe: OperandRecipe) -> bool:
@@ -76,10 +77,39 @@ def quantize_group(
     columns = _new_output(xs[0], mode_c, recipe, b, c, r)
     if not record and recipe.delayed and not known:
         row = row.clone()  # a first use looks for its scale, and forgets it
-    amax, row_amax, column_amax = _measure(xs, row, recipe, mode_r, mode_c, b, r, c, known)
-    first, second = rows if mode_r else columns, columns if mode_c else rows
+    measured = _measure(xs, row, recipe, mode_r, mode_c, b, r, c, known)
+    for pass_r, pass_c in _passes(mode_r, mode_c):
+        outputs = (rows if pass_r else columns, columns if pass_c else rows)
+        recording = record and (pass_r, pass_c) == _passes(mode_r, mode_c)[0]
+        _write(xs, row, recipe, pass_r, pass_c, outputs, measured, recording)
+    return [_shaped(q, batch) for q, mode in ((rows, mode_r), (columns, mode_c)) if mode]
+
+
+def _passes(mode_r: int, mode_c: int) -> list[tuple[int, int]]:
+    """Both layouts at once, or one after the other where each wants tiles of another shape for its own blocks."""
+    if mode_r and mode_c and not {mode_r, mode_c} <= _SMALL_TILES:
+        return [(mode_r, NONE.value), (NONE.value, mode_c)]
+    return [(mode_r, mode_c)]
+
+
+def _write(
+    xs: Sequence[Tensor],
+    row: Tensor,
+    recipe: OperandRecipe,
+    mode_r: int,
+    mode_c: int,
+    outputs: tuple[Quantized, Quantized],
+    measured: tuple[Tensor, Tensor, Tensor],
+    record: bool,
+) -> None:
+    """One pass over every matrix of the group."""
+    b, c = xs[0].shape[0], xs[0].shape[2]
+    r = sum(x.shape[1] for x in xs)
     whole = TENSOR.value in (mode_r, mode_c)
-    tile = _TENSOR_TILE if whole else _CHANNEL_TILE if {mode_r, mode_c} <= _CHANNEL_MODES else _BLOCK_TILE
+    small = {mode_r, mode_c} <= _SMALL_TILES
+    tile = _TENSOR_TILE if whole else _SCALED_TILE if small else _ROWS_TILE if mode_r else _COLUMNS_TILE
+    amax, row_amax, column_amax = measured
+    first, second = outputs
     stochastic = recipe.rounding == "stochastic"
     r0 = 0
     for x in xs:
@@ -105,10 +135,8 @@ def quantize_group(
                 "CLIPS": recipe.margin < 1 or (recipe.granularity == "mx" and recipe.mx_rule == "floor"),
                 "MX_UP": recipe.mx_rule == "up",
             }
-            outputs = (*first, *second)
-            launch(scaled_kernel, grid, (x, row, row_amax, column_amax, *outputs, *sizes, seed), constants)
+            launch(scaled_kernel, grid, (x, row, row_amax, column_amax, *first, *second, *sizes, seed), constants)
         r0 = end
-    return [_shaped(q, batch) for q, mode in ((rows, mode_r), (columns, mode_c)) if mode]
 
 
 def _launch(x: Tensor, c: int, b: int, tile: Tile) -> tuple[tuple[int], dict[str, Any]]:
@@ -167,14 +195,17 @@ def _measure(
     """What must be known before quantising: the amax of everything, of each row, of each column, where needed."""
     whole = TENSOR.value in (mode_r, mode_c)
     by_row, by_column = mode_r == CHANNEL.value, mode_c == CHANNEL.value
+    by_block = BLOCK_128X128.value in (mode_r, mode_c)
     amax = row if recipe.delayed or not whole else row.new_zeros(1)
-    row_amax = row.new_zeros(b * r) if by_row else row
+    blocks = b * -(-r // BLOCK) * -(-c // BLOCK)
+    row_amax = row.new_zeros(blocks if by_block else b * r) if by_row or by_block else row
     column_amax = row.new_zeros(b * c) if by_column else row
-    if by_row or by_column or (whole and not (known and recipe.delayed)):
+    if by_row or by_column or by_block or (whole and not (known and recipe.delayed)):
         r0 = 0
         for x in xs:
             grid, constants = _launch(x, c, 1, _AMAX_TILE)
-            constants |= {"DELAYED": recipe.delayed, "ROWS": by_row, "COLUMNS": by_column, "WHOLE": whole}
+            constants |= {"DELAYED": recipe.delayed, "ROWS": by_row, "COLUMNS": by_column}
+            constants |= {"WHOLE": whole, "BLOCKS": by_block}
             sizes = (r0, r0 + x.shape[1], r, c, x.stride(0), x.stride(1))
             launch(amax_kernel, (*grid, b), (x, row, amax, row_amax, column_amax, *sizes), constants)
             r0 += x.shape[1]

@@ -1,8 +1,8 @@
 """Quantising with many scales, for rows and for columns: per channel, per 1×128 or 128×128 block, per 1×32 (mx).
 
-A program walks over tiles of `x[R, C]`. A block's scale comes from the tile itself (it is 128×128, so every block lies
-in one tile, along rows and along columns); a channel's from an amax pass before. The transposed tile is a tile of the
-transposed matrix: the same code, with rows and columns exchanged.
+A program walks over tiles of `x[R, C]`. Scales of channels and of 128×128 blocks come from an amax pass before, so that
+tiles can be small; those of 1×128 and 1×32 from the tile itself, which is as wide as a block. The transposed tile is a
+tile of the transposed matrix: the same code, with rows and columns exchanged.
 """
 
 import triton
@@ -12,6 +12,7 @@ from octavo.kernels import tiles
 from octavo.kernels.quantize_tensor import load_tile, offsets, store_tile
 from octavo.kernels.tiles import BLOCK_128X128, CHANNEL, MX, NONE
 
+_BLOCK = tl.constexpr(128)
 _MX_BLOCK = tl.constexpr(32)
 
 
@@ -73,13 +74,15 @@ def scaled_kernel(
         if RECORD:
             top = tl.maximum(top, tiles.largest_of_eight(tiles.magnitude_bits(x)))
         if WHOLE:
-            scale = tiles.scale_from_amax(tiles.largest(tiles.finite_magnitude(x)), MAXIMUM, MARGIN)
+            block_r, block_c = i_all * TILE_R // _BLOCK, j * TILE_C // _BLOCK
+            down, wide = tl.cdiv(R, _BLOCK), tl.cdiv(C, _BLOCK)
+            amax = tl.load(row_amax_ptr + (batch * down + block_r) * wide + block_c)
+            scale = tiles.scale_from_amax(amax, MAXIMUM, MARGIN)
             inverse = tiles.reciprocal(scale)
-            down = tl.cdiv(R, TILE_R)
             if MODE_R == BLOCK_128X128:
-                tl.store(row_scale_ptr + (batch * down + i_all) * across + j, scale)
+                tl.store(row_scale_ptr + (batch * down + block_r) * wide + block_c, scale)
             if MODE_C == BLOCK_128X128:
-                tl.store(column_scale_ptr + (batch * across + j) * down + i_all, scale)
+                tl.store(column_scale_ptr + (batch * wide + block_c) * down + block_r, scale)
         if MODE_R != NONE:
             if WHOLE:
                 v, spread = x * inverse, scale
@@ -206,12 +209,13 @@ def amax_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     WHOLE: tl.constexpr,
+    BLOCKS: tl.constexpr,
     EVEN: tl.constexpr,
     TILE_R: tl.constexpr,
     TILE_C: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """The largest finite magnitude of everything, of each row, of each column: atomics into zeros."""
+    """The largest finite magnitude of everything, of each row, of each column, of each 128×128: atomics into zeros."""
     if DELAYED:
         if tl.load(row_ptr + tiles.SCALE) > 0:
             return
@@ -230,6 +234,10 @@ def amax_kernel(
             tl.atomic_max(row_amax_ptr + batch * R + r, tl.max(magnitude, axis=1), mask=r < end, sem="relaxed")
         if COLUMNS:
             tl.atomic_max(column_amax_ptr + batch * C + c, tl.max(magnitude, axis=0), mask=c < C, sem="relaxed")
+        if BLOCKS:
+            block = (r0 + i * TILE_R) // _BLOCK * tl.cdiv(C, _BLOCK) + j * TILE_C // _BLOCK
+            block += batch * tl.cdiv(R, _BLOCK) * tl.cdiv(C, _BLOCK)
+            tl.atomic_max(row_amax_ptr + block, tiles.largest(magnitude), sem="relaxed")
         if WHOLE:
             top = tl.maximum(top, tiles.largest_of_eight(magnitude))
     if WHOLE:

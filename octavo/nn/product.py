@@ -55,11 +55,16 @@ def fp8_product(
         # With one right operand for all of them, the leading dimensions are just more rows.
         y = _FP8Product.apply(a.reshape(-1, a.shape[-1]), b, bias, product, *rows)
         return y.reshape(*a.shape[:-1], y.shape[-1])
-    if bias is None and not product.b_is_nk and _is_own_transpose(a, b) and not product.a_is_weight:
+    if _saves_a_copy(a, product) and bias is None and not product.b_is_nk and _is_own_transpose(a, b):
         return _FP8SelfProduct.apply(a, product, *rows)
     if not product.b_is_nk and b.stride(-1) != 1 and b.stride(-2) == 1:
         return _FP8Product.apply(a, b.mT, bias, replace(product, b_is_nk=True), *rows)
     return _FP8Product.apply(a, b, bias, product, *rows)
+
+
+def _saves_a_copy(a: Tensor, product: Product) -> bool:
+    """One quantised operand in place of two is for speed and memory: the values are the same, sums in another order."""
+    return a.device.type == "cuda" and not product.emulate and not product.a_is_weight
 
 
 def _is_own_transpose(a: Tensor, b: Tensor) -> bool:

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
-from bounds import assert_product_close
+from bounds import assert_product_close, cosine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from octavo import fp8_autocast
+from octavo.nn import product as product_module
 from octavo.nn.product import Product, fp8_product
 from octavo.numerics import FP8TrainingConfig
 from octavo.numerics.scaling import ROW
@@ -128,3 +130,22 @@ def test_stochastic_gradients_are_unbiased():
         y, _ = fp8(a, b, config)
         total += torch.autograd.grad(y, a, g)[0]
     assert ((total / 2000 - g) / g).abs().max() < 4 * 2**-3 / 2000**0.5
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "channel", "block", "mx"])
+def test_a_product_with_its_own_transpose(recipe, monkeypatch):
+    """One quantised operand serves as both: the same values as two, and the same gradient but for rounding."""
+    x = torch.randn(2, 3, 40, 24)
+    results = []
+    for shortcut in (False, True):
+        monkeypatch.setattr(product_module, "_saves_a_copy", lambda *_, on=shortcut: on)
+        q = (x * 1.0).requires_grad_()
+        with fp8_autocast(FP8TrainingConfig.from_recipe(recipe)) as context:
+            y = (q @ q.mT).tril(-1)
+        y.backward(torch.linspace(-1, 1, y.numel()).reshape(y.shape))
+        results.append((y.detach(), q.grad, context.scaling.statistics()))
+    (y, gradient, _), (y_once, gradient_once, statistics) = results
+    torch.testing.assert_close(y_once, y)
+    same = recipe in ("delayed", "current")  # else g and its transpose have other scales along their rows
+    assert cosine(gradient_once, gradient) > (0.999999 if same else 0.999)
+    assert statistics["matmul.0.a"] == statistics["matmul.0.b"]

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from octavo import __version__
 from octavo.tools.bench.cases import FLOPS_FORMULA, Case
 from octavo.tools.bench.contenders import BASELINE, OWN_BASELINE, Contender
 from octavo.training.errors import UserError
@@ -112,7 +111,10 @@ def versions() -> dict[str, str]:
 
 def _octavo_version() -> str:
     """The version, and the commit where the package is used from a checkout."""
-    version = __version__
+    try:
+        version = metadata.version("octavo")
+    except metadata.PackageNotFoundError:
+        version = "not installed"
     root = Path(__file__).parents[3]
     if not (root / ".git").exists():
         return version
