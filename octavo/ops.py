@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels import gemm as kernels
+from octavo.kernels.ranges import ranged
 from octavo.numerics import OperandRecipe, Quantized, padded_gemm_nt
 from octavo.numerics.activation import gated, gated_backward
 from octavo.numerics.formats import E8M0_DTYPE
@@ -305,5 +306,5 @@ for _name, _implementation, _fake in (
     ("gated_quantize", _gated_quantize_op, _gated_quantize_fake),
     ("gated_quantize_backward", _gated_quantize_backward_op, _gated_quantize_backward_fake),
 ):
-    _LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")
+    _LIBRARY.impl(_name, ranged(f"octavo.{_name}", _implementation), "CompositeExplicitAutograd")
     torch.library.register_fake(f"octavo::{_name}", _fake, lib=_LIBRARY)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from octavo import ops
+from octavo.kernels.ranges import ranged
 from octavo.numerics import OperandRecipe, Quantized
 from octavo.numerics import bdh as spec
 from octavo.numerics.quantize import dequantize
@@ -312,5 +313,5 @@ for _name, _implementation, _fake in (
     ("causal_quantize", _causal_quantize, _causal_quantize_fake),
     ("symmetric_quantize", _symmetric_quantize, _symmetric_quantize_fake),
 ):
-    _LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")
+    _LIBRARY.impl(_name, ranged(f"octavo.{_name}", _implementation), "CompositeExplicitAutograd")
     torch.library.register_fake(f"octavo::{_name}", _fake, lib=_LIBRARY)

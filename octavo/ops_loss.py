@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from octavo.kernels.ranges import ranged
 from octavo.numerics import Quantized
 from octavo.numerics import cross_entropy as spec
 from octavo.numerics.formats import Format, get_format
@@ -101,5 +102,5 @@ for _name, _implementation, _fake in (
     ("cross_entropy_quantize", _cross_entropy_quantize, _cross_entropy_quantize_fake),
     ("scale_", _scale_, lambda *_: None),
 ):
-    _LIBRARY.impl(_name, _implementation, "CompositeExplicitAutograd")
+    _LIBRARY.impl(_name, ranged(f"octavo.{_name}", _implementation), "CompositeExplicitAutograd")
     torch.library.register_fake(f"octavo::{_name}", _fake, lib=_LIBRARY)
