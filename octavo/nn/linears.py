@@ -55,7 +55,7 @@ class _FP8Linears(torch.autograd.Function):
             bias=bias,
             record=product.record,
             out_dtype=product.out_dtype,
-            fast=True,
+            fast=product.fast_forward,
             emulate=product.emulate,
         )
         ctx.save_for_backward(*(x_q[1] if keep_x else (None, None)), *weights)
@@ -73,19 +73,18 @@ class _FP8Linears(torch.autograd.Function):
         x_dtype, bias_dtype = ctx.like
         needs_x, needs_bias, needs_w = ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[6:]
         dx = dbias = None
+        how = {"fast": product.fast_backward, "emulate": product.emulate}
         dws: list[Tensor | None] = [None] * len(weights)
         if needs_x or any(needs_w):
             layout = "both" if needs_x and any(needs_w) else "rows" if needs_x else "columns"
             g_q = ops.quantize(g, row_g, product.g, record=True, layout=layout)
         if needs_x:
             # dx = g · w
-            dx = ops.weight_gemm(
-                g_q[0], weights, row_w, product.b, transpose=True, out_dtype=x_dtype, emulate=product.emulate
-            )
+            dx = ops.weight_gemm(g_q[0], weights, row_w, product.b, transpose=True, out_dtype=x_dtype, **how)
         if any(needs_w):
             # dw = gᵀ · x
             x_km = Quantized(x_data, x_scale)
-            dw = ops.gemm_nt(g_q[-1], x_km, out_dtype=weights[0].dtype, batch=(), emulate=product.emulate)
+            dw = ops.gemm_nt(g_q[-1], x_km, out_dtype=weights[0].dtype, batch=(), **how)
             parts = dw.split([w.shape[0] for w in weights])
             dws = [part if needed else None for part, needed in zip(parts, needs_w, strict=True)]
         if needs_bias:

@@ -47,7 +47,7 @@ class _FP8MLP(torch.autograd.Function):
         how: dict[str, Any] = {
             "record": product.record,
             "out_dtype": product.out_dtype,
-            "fast": True,
+            "fast": product.fast_forward,
             "emulate": product.emulate,
         }
         # gu = x · [w_gate; w_up]ᵀ
@@ -69,27 +69,23 @@ class _FP8MLP(torch.autograd.Function):
         product, (_, row_gate_up, row_dgate_up, row_h, row_down, row_g) = ctx.mlp.product, ctx.rows
         needs_x, needs_gate, needs_up, needs_down = ctx.needs_input_grad[:4]
         dx = dgate = dup = ddown = None
-        emulate = product.emulate
+        how: dict[str, Any] = {"fast": product.fast_backward, "emulate": product.emulate}
         g_q = ops.quantize(g, row_g, product.g, record=True, layout="both" if needs_down else "rows")
         # dh = g · w_down
-        dh = ops.weight_gemm(
-            g_q[0], (down,), row_down, product.b, transpose=True, out_dtype=gate_up.dtype, emulate=emulate
-        )
+        dh = ops.weight_gemm(g_q[0], (down,), row_down, product.b, transpose=True, out_dtype=gate_up.dtype, **how)
         scale = row_h[:0] if h_scale is None else h_scale
         d_q, d_columns, h_columns = ops.gated_quantize_backward(
             dh, gate_up, scale, row_dgate_up, product.g, product.a, ctx.mlp.activation
         )
         if needs_down:
             # dw_down = gᵀ · h
-            ddown = ops.gemm_nt(g_q[-1], h_columns, out_dtype=down.dtype, batch=(), emulate=emulate)
+            ddown = ops.gemm_nt(g_q[-1], h_columns, out_dtype=down.dtype, batch=(), **how)
         if needs_x:
             # dx = dgu · [w_gate; w_up]
-            dx = ops.weight_gemm(
-                d_q, (gate, up), row_gate_up, product.b, transpose=True, out_dtype=ctx.x_dtype, emulate=emulate
-            )
+            dx = ops.weight_gemm(d_q, (gate, up), row_gate_up, product.b, transpose=True, out_dtype=ctx.x_dtype, **how)
         if needs_gate or needs_up:
             # dw_gate_up = dguᵀ · x
             x_columns = Quantized(x_data, x_scale)
-            dw = ops.gemm_nt(d_columns, x_columns, out_dtype=gate.dtype, batch=(), emulate=emulate)
+            dw = ops.gemm_nt(d_columns, x_columns, out_dtype=gate.dtype, batch=(), **how)
             dgate, dup = dw.split([gate.shape[0], up.shape[0]])
         return dx, dgate if needs_gate else None, dup if needs_up else None, ddown, *[None] * 7

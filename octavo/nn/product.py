@@ -9,7 +9,8 @@ Shapes: M rows of the left operand, K contracted, N columns of the right one; le
 All three are NT products (both operands contiguous along the contracted dimension), so each operand is wanted in two
 layouts. Kept for backward: the FP8 copy of an activation, never its high-precision value; a weight itself, quantised
 anew, because it is in memory anyway. `b_is_nk` says that b arrives as `[N, K]`, as the weight of a linear does.
-Forward may use the tensor cores' fast accumulation; gradients, which cancel more, add up in FP32.
+Forward may use the tensor cores' fast accumulation; gradients, which cancel more, add up in FP32 unless the
+configuration says otherwise.
 
 A transposed view as b, `a @ k.mT`, is taken as the `[N, K]` it is a view of: no copy that lays it out anew. And where
 it is a view of a itself, `q @ q.mT`, one quantised q serves as both, and both gradients are one product:
@@ -45,6 +46,8 @@ class Product:
     b_is_weight: bool = True
     record: bool = True  # learn scales and statistics from this use
     emulate: bool = False  # by the specification even where there are kernels
+    fast_forward: bool = True  # tensor cores may keep about 14 bits of a running sum
+    fast_backward: bool = False
 
 
 def fp8_product(
@@ -99,7 +102,13 @@ class _FP8Product(torch.autograd.Function):
         # y = a · b
         batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
         y = ops.gemm_nt(
-            a_q[0], b_nk, bias=bias, out_dtype=product.out_dtype, batch=batch, fast=True, emulate=product.emulate
+            a_q[0],
+            b_nk,
+            bias=bias,
+            out_dtype=product.out_dtype,
+            batch=batch,
+            fast=product.fast_forward,
+            emulate=product.emulate,
         )
 
         saved_a = tuple(a_q[1]) if keep_a else (a, None) if b_needs_grad else (None, None)
@@ -120,6 +129,7 @@ class _FP8Product(torch.autograd.Function):
         a_shape, a_dtype, b_shape, b_dtype, bias_dtype = ctx.like
         a_needs_grad, b_needs_grad, bias_needs_grad = ctx.needs_input_grad[:3]
         da = db = dbias = None
+        how = {"fast": product.fast_backward, "emulate": product.emulate}
 
         if a_needs_grad or b_needs_grad:
             layout = "both" if a_needs_grad and b_needs_grad else "rows" if a_needs_grad else "columns"
@@ -129,14 +139,14 @@ class _FP8Product(torch.autograd.Function):
             if b_scale is None:
                 b_kn = ops.quantize(b_data, row_b, product.b, record=False, layout=ctx.b_backward)[0]
             # da = g · bᵀ
-            da = ops.gemm_nt(g_q[0], b_kn, out_dtype=a_dtype, batch=a_shape[:-2], emulate=product.emulate)
+            da = ops.gemm_nt(g_q[0], b_kn, out_dtype=a_dtype, batch=a_shape[:-2], **how)
         if b_needs_grad:
             a_km = Quantized(a_data, a_scale)
             if a_scale is None:
                 a_km = ops.quantize(a_data, row_a, product.a, record=False, layout="columns")[0]
             # db = aᵀ · g, in the layout b came in
             left, right = (g_q[-1], a_km) if product.b_is_nk else (a_km, g_q[-1])
-            db = ops.gemm_nt(left, right, out_dtype=b_dtype, batch=b_shape[:-2], emulate=product.emulate)
+            db = ops.gemm_nt(left, right, out_dtype=b_dtype, batch=b_shape[:-2], **how)
         if bias_needs_grad:
             dbias = g.float().flatten(0, -2).sum(dim=0).to(bias_dtype)
         return da, db, dbias, None, None, None, None
@@ -153,7 +163,12 @@ class _FP8SelfProduct(torch.autograd.Function):
             row_b.copy_(row_a)
         # y = a · aᵀ
         y = ops.gemm_nt(
-            a_q[0], a_q[0], out_dtype=product.out_dtype, batch=a.shape[:-2], fast=True, emulate=product.emulate
+            a_q[0],
+            a_q[0],
+            out_dtype=product.out_dtype,
+            batch=a.shape[:-2],
+            fast=product.fast_forward,
+            emulate=product.emulate,
         )
         ctx.save_for_backward(*(a_q[1] if keep else (None, None)))
         ctx.row_g = row_g
@@ -168,5 +183,6 @@ class _FP8SelfProduct(torch.autograd.Function):
         product, (a_shape, a_dtype) = ctx.product, ctx.like
         g_q = ops.quantize(g + g.mT, ctx.row_g, product.g, record=True, layout="rows")[0]
         # da = (g + gᵀ) · a
-        da = ops.gemm_nt(g_q, a_km, out_dtype=a_dtype, batch=a_shape[:-2], emulate=product.emulate)
+        how = {"fast": product.fast_backward, "emulate": product.emulate}
+        da = ops.gemm_nt(g_q, a_km, out_dtype=a_dtype, batch=a_shape[:-2], **how)
         return da, None, None, None, None

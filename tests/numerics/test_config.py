@@ -28,6 +28,7 @@ DEFAULTS = {
     "skip": ("lm_head",),
     "mx_rule": "up",
     "fp8_head": False,
+    "fast_accumulation": "forward",
     "wgrad": None,
     "emulate": None,
 }
@@ -65,6 +66,7 @@ BAD = [
     ),
     ("fp8_dpa", ["yes", None, 2]),
     ("fp8_head", ["yes", None, 2]),
+    ("fast_accumulation", ["backward", None, True]),
     ("wgrad", ["tensor", "block", "", 1, True]),
     ("granularity", ["row", "Tensor", None, 128]),
     ("scaling", ["dynamic", "", 1]),
