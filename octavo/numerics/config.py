@@ -107,7 +107,7 @@ class FP8TrainingConfig:
         wgrad: `channel` takes one scale per channel for the weight's gradient under the block recipe, whose own 1×128
             by 1×128 product is slow on Hopper.
         fast_accumulation: where tensor cores may keep only about 14 bits of a running sum: `none`, `forward`, or `all`
-            (gradients, too: some 8 % faster there on an H200, and not yet shown to be safe).
+            (gradients, too: their products were up to 15 % faster on an H200; not shown to be safe yet).
         mx_rule: how MX scales round: `up` (nothing saturates) or `floor` (the OCP specification).
         emulate: True computes by the spec in plain PyTorch; False insists on FP8 tensor cores; not given: whichever
             the device can do.
