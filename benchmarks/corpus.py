@@ -1,6 +1,6 @@
 """The text that `parity.py` trains on: one file, built here, carried to a GPU machine that has no network.
 
-    python benchmarks/corpus.py                # → .carry/corpus.npz.xz, about two minutes on two cores
+    python benchmarks/corpus.py                # → build/corpus.npz.xz, about two minutes on two cores
 
 Sources, with the files' names deciding what is text (no HTML, no scripts, no tables of contents):
 
@@ -37,7 +37,7 @@ from typing import Any
 
 import numpy as np
 
-DEFAULT = Path(".carry/corpus.npz.xz")
+DEFAULT = Path("build/corpus.npz.xz")
 PACKAGES = {
     "gcide": ("dict-gcide", ("usr/share/dictd",), (".dict",)),
     "linux-doc": ("linux-doc-6.1", ("usr/share/doc/linux-doc-6.1/Documentation",), (".rst", ".txt", ".yaml")),
