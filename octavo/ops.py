@@ -112,8 +112,8 @@ def gated_quantize_backward(
     return Quantized(*found[0:2]), Quantized(*found[2:4]), Quantized(*found[4:6])
 
 
-def _quantize(x: Tensor, row: Tensor, recipe: OperandRecipe, record: bool, layout: str) -> list[Quantized]:
-    """By the kernel where there is one for this device and recipe, else by the specification."""
+def quantize_directly(x: Tensor, row: Tensor, recipe: OperandRecipe, record: bool, layout: str) -> list[Quantized]:
+    """Not as an operator, for the implementations of others: by the kernel where there is one, else by the spec."""
     return _quantize_group([x], row, recipe, record, layout)
 
 
@@ -129,12 +129,12 @@ def _quantize_group(
 
 
 def _quantize_op(x: Tensor, row: Tensor, recipe: str, record: bool, transpose: bool) -> tuple[Tensor, Tensor]:
-    data, scale = _quantize(x, row, OperandRecipe.decode(recipe), record, "columns" if transpose else "rows")[0]
+    data, scale = quantize_directly(x, row, OperandRecipe.decode(recipe), record, "columns" if transpose else "rows")[0]
     return data, _pack(scale)
 
 
 def _quantize_both_op(x: Tensor, row: Tensor, recipe: str, record: bool) -> tuple[Tensor, ...]:
-    rows, columns = _quantize(x, row, OperandRecipe.decode(recipe), record, "both")
+    rows, columns = quantize_directly(x, row, OperandRecipe.decode(recipe), record, "both")
     # Per tensor, both layouts share one scale; an operator may not return the same tensor twice.
     scale_t = columns.scale.clone() if columns.scale is rows.scale else columns.scale
     return rows.data, _pack(rows.scale), columns.data, _pack(scale_t)
@@ -235,7 +235,7 @@ def _gated_quantize_op(
         if kernel.can_quantize(gate_up, operand):
             h = kernel.gated_quantize(gate_up, row, operand, activation, record=record)
             return h.data, h.scale
-    data, scale = _quantize(_gated(gate_up, activation), row, operand, record, "rows")[0]
+    data, scale = quantize_directly(_gated(gate_up, activation), row, operand, record, "rows")[0]
     return data, _pack(scale)
 
 
@@ -261,7 +261,7 @@ def _gated_quantize_backward_op(
     if operand_h.granularity == "tensor":
         operand_h = replace(operand_h, delayed=True)
         known[SCALE] = h_scale
-    h_q = _quantize(h, known, operand_h, False, "columns")[0]
+    h_q = quantize_directly(h, known, operand_h, False, "columns")[0]
     return *found, h_q.data, _pack(h_q.scale)
 
 

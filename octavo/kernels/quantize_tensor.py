@@ -2,9 +2,9 @@
 
 A program walks over tiles of `x[R, C]`, with the next ones on their way, and writes each as `rows[R, C]`, as
 `columns[C, R]`, or as both: the high-precision tensor is read once. The transposed tile is read from shared memory a
-second time, in BF16, and rounded again: that is cheaper than turning FP8 bytes.
+second time, in BF16, and rounded again (asked to turn FP8 bytes instead, Triton 3.6 makes the same code).
 
-Instructions, not bytes, are what limits it (docs/LOG.md), so the loop does no more than it must: the largest magnitude
+Instructions count here as much as bytes (docs/LOG.md), so the loop does no more than it must: the largest magnitude
 is kept per thread, underflow is counted on every eighth tile, and a program that met a value beyond the range of the
 format, or NaN or infinity, walks over its tiles a second time.
 """

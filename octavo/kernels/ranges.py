@@ -8,7 +8,7 @@ import torch
 
 
 def ranged(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` inside a range of that name, where its first argument is on a GPU. Costs about a microsecond."""
+    """`function` inside a range of that name, where its first argument is on a GPU."""
 
     @wraps(function)
     def inside(first: torch.Tensor, *args: Any) -> Any:

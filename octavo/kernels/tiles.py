@@ -34,7 +34,7 @@ INFINITY_BITS = tl.constexpr(0x7F800000)
 LARGEST_SCALE = tl.constexpr(2.0**126)
 SMALLEST_SCALE = tl.constexpr(2.0**-126)
 E8M0_ONE = tl.constexpr(127)
-SAMPLE = tl.constexpr(8)  # counting underflow on every tile would take as long as quantising itself
+SAMPLE = tl.constexpr(8)  # counting underflow takes about as many instructions as quantising
 
 # The interpreter's cast to FP8 drops the carry when rounding up to a power of two (1.98 becomes 1), and its cast to
 # BF16 truncates: both are given values that are on the grid already.
@@ -101,7 +101,7 @@ def saturate(v, seed, offset, maximum: tl.constexpr, stochastic: tl.constexpr, c
 
 @triton.jit
 def sigmoid(x):
-    """1 / (1 + exp(−x)), to about 2^-22: four instructions, where Triton's own exp and division take fourteen."""
+    """1 / (1 + exp(−x)) by the approximate instructions, without the care for subnormals that Triton's own take."""
     if INTERPRETED:
         return 1.0 / (1.0 + tl.exp(-x))
     power = tl.inline_asm_elementwise(

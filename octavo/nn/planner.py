@@ -1,4 +1,4 @@
-"""Does FP8 pay for this linear? A small cost model, with rates measured on one H200.
+"""Does FP8 pay for this linear? A small cost model.
 
 A linear with M tokens, K inputs and N outputs multiplies 2MKN three times: forward and both gradients. FP8 doubles the
 rate and pays for quantising in bytes: x and g are read once and written in two layouts, w is read twice and written
@@ -11,7 +11,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Rates:
-    """What a GPU does per second; see benchmarks/results for where the figures come from."""
+    """What a GPU does per second.
+
+    The two rates of multiplying and the bandwidth are rounded down from what was seen on one H200 (docs/LOG.md). What a
+    launch and the shortest GEMM take is assumed, not measured.
+    """
 
     bf16_flops: float = 700e12
     fp8_flops: float = 1250e12
