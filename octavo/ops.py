@@ -169,8 +169,11 @@ def _gemm_nt_op(
     fast: bool,
     emulate: bool,
 ) -> Tensor:
+    on_tensor_cores = not emulate and has_fp8_tensor_cores(a.device)
+    if on_tensor_cores and not batch and kernels.is_one_call(a, a_scale, b, b_scale, bias, out_dtype):
+        return torch._scaled_mm(a, b.t(), a_scale, b_scale, out_dtype=out_dtype, use_fast_accum=fast)
     a_q, b_q = Quantized(a, _unpack(a_scale)), Quantized(b, _unpack(b_scale))
-    if emulate or not has_fp8_tensor_cores(a.device) or not kernels.can_multiply(a_q, b_q):
+    if not on_tensor_cores or not kernels.can_multiply(a_q, b_q):
         return padded_gemm_nt(a_q, b_q, bias=bias, out_dtype=out_dtype, batch=batch)
     return kernels.gemm_nt(a_q, b_q, bias=bias, out_dtype=out_dtype, batch=torch.Size(batch), fast=fast)
 

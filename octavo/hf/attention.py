@@ -15,6 +15,15 @@ NAME = "octavo"
 _LARGEST_HEAD = 128
 
 
+def plainly_causal(like: Tensor) -> Tensor:
+    """A mask that says: causal and nothing else. Empty, of four dimensions, which transformers passes on as it is.
+
+    Given no mask, transformers reads the positions back from the GPU to see whether sequences are packed in them, and
+    so waits for all that the GPU still has to do.
+    """
+    return like.new_empty(0, 0, 0, 0)
+
+
 @cache
 def register() -> None:
     """Make the name known to transformers, with the masks of `sdpa`."""
@@ -37,6 +46,8 @@ def attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """`query[B, H, T, d]` over `key` and `value[B, G, T, d]`; returns `[B, T, H, d]`."""
+    if attention_mask is not None and attention_mask.numel() == 0:
+        attention_mask = None
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if attention_mask is None and causal and dropout == 0.0 and _cudnn_takes(query, key):
         out = torch.ops.aten._scaled_dot_product_cudnn_attention(

@@ -195,6 +195,16 @@ def _mlp_forward(self: Any, original: Callable[..., Any], x: Tensor) -> Tensor:
     return fp8_mlp(x, gate.weight, up.weight, down.weight, mlp, gate.rows, down.rows)
 
 
+def _is_plainly_causal(config: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whole sequences of one length, each in its row, and layers that look at all of what came before."""
+    given = any(kwargs.get(name) is not None for name in ("attention_mask", "position_ids", "inputs_embeds"))
+    kinds = getattr(config, "layer_types", None)
+    window = getattr(config, "sliding_window", None)
+    everywhere = window is None if kinds is None else set(kinds) == {"full_attention"}
+    causal = getattr(config, "is_causal", True) and not getattr(config, "use_bidirectional_attention", False)
+    return not given and len(args) <= 1 and everywhere and causal and config._attn_implementation == attention.NAME
+
+
 def _causal_lm_forward(self: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     labels = kwargs.get("labels")
     keep = kwargs.get("logits_to_keep", 0)
@@ -206,6 +216,8 @@ def _causal_lm_forward(self: Any, original: Callable[..., Any], *args: Any, **kw
 
     kwargs = {k: v for k, v in kwargs.items() if k not in ("labels", "logits_to_keep", "return_dict")}
     count, shifted = kwargs.get("num_items_in_batch"), kwargs.get("shift_labels")
+    if _is_plainly_causal(self.config, args, kwargs):
+        kwargs["attention_mask"] = attention.plainly_causal(self.lm_head.weight)
     outputs = self.model(*args, **kwargs)
     if shifted is None:
         shifted = nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]

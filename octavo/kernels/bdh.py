@@ -39,6 +39,7 @@ from octavo.kernels.bdh_tiles import (
     state,
     store,
     to_fp8,
+    to_fp8_turned,
     turn,
 )
 from octavo.numerics.config import OperandRecipe
@@ -184,7 +185,8 @@ def _rope_columns_kernel(
             s = load(s_ptr + joined(bh // H, bh % H, t0, n0, H, T, N), wide, inside, EVEN).to(tl.float32) * s_scale
             q = tl.trans(tiles.narrow(turn(s, cos, sin), DTYPE)).to(tl.float32)
             first = (bh * N + n0).to(tl.int64) * T + t0
-            q8, _ = to_fp8(q, q_inverse, seed, first + turned, columns_ptr.dtype.element_ty, MAXIMUM, STOCHASTIC)
+            dtype: tl.constexpr = columns_ptr.dtype.element_ty
+            q8 = to_fp8_turned(q, q_inverse, seed, first + turned, dtype, DTYPE, MAXIMUM, STOCHASTIC)
             store(columns_ptr + first, turned, q8, inside_t, EVEN)
 
 

@@ -30,6 +30,7 @@ from octavo.kernels.bdh_tiles import (
     state,
     store,
     to_fp8,
+    to_fp8_turned,
     turn,
 )
 from octavo.numerics.config import OperandRecipe
@@ -112,16 +113,18 @@ def _gate_backward_kernel(
             lost += tiles.count_of_eight(tiles.is_lost(dt, v, MAXIMUM))
             columns_first = (h * N + n0).to(tl.int64) * M + b * T + t0
             if STOCHASTIC:
-                q_t = tiles.cast(tl.trans(v), dtype)  # the very same values
+                q_t = tiles.cast_turned(tl.trans(v), dtype, tl.float32)  # the very same values
             else:
-                q_t, _ = to_fp8(tl.trans(narrow).to(tl.float32), inverse, seed, 0, dtype, MAXIMUM, False)
+                x_t = tl.trans(narrow).to(tl.float32)
+                q_t = to_fp8_turned(x_t, inverse, seed, 0, dtype, narrow.dtype, MAXIMUM, False)
             store(columns_ptr + columns_first, turned, q_t, inside_t, EVEN)
-            z_t, _ = to_fp8(
+            z_t = to_fp8_turned(
                 tl.trans(z).to(tl.float32),
                 z_inverse,
                 seed + 1,
                 columns_first + turned,
                 z_ptr.dtype.element_ty,
+                z.dtype,
                 Z_MAXIMUM,
                 Z_STOCHASTIC,
             )
@@ -222,9 +225,10 @@ def _relu_rope_backward_kernel(
                 store(rows_ptr + first, wide, q, inside, EVEN)
                 lost += tiles.count_of_eight(tiles.is_lost(ds, v, MAXIMUM))
                 if STOCHASTIC:
-                    q_t = tiles.cast(tl.trans(v), dtype)
+                    q_t = tiles.cast_turned(tl.trans(v), dtype, tl.float32)
                 else:
-                    q_t, _ = to_fp8(tl.trans(narrow).to(tl.float32), inverse, seed, 0, dtype, MAXIMUM, False)
+                    x_t = tl.trans(narrow).to(tl.float32)
+                    q_t = to_fp8_turned(x_t, inverse, seed, 0, dtype, narrow.dtype, MAXIMUM, False)
                 columns_first = (bh % H * N + n0).to(tl.int64) * M + bh // H * T + t0
                 store(columns_ptr + columns_first, turned, q_t, inside_t, EVEN)
     most, bad, beyond = look_at(top, float("inf") if MEASURE else scale * MAXIMUM)

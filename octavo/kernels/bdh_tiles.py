@@ -83,6 +83,15 @@ def to_fp8(x, inverse, seed, where, dtype: tl.constexpr, MAXIMUM: tl.constexpr, 
 
 
 @triton.jit
+def to_fp8_turned(
+    x, inverse, seed, where, dtype: tl.constexpr, source: tl.constexpr, MAXIMUM: tl.constexpr, STOCHASTIC: tl.constexpr
+):
+    """A tile in FP8 that was transposed since it was made of `source`."""
+    v = tiles.saturate(x * inverse, seed, where, MAXIMUM, STOCHASTIC)
+    return tiles.cast_turned(v, dtype, tl.float32 if STOCHASTIC else source)
+
+
+@triton.jit
 def look_at(top, limit):
     """What a program's bit patterns say: the largest, whether it is finite, whether to walk over the tiles again."""
     bits = tiles.largest(top)

@@ -28,6 +28,7 @@ from octavo.kernels.bdh_tiles import (
     state,
     store,
     to_fp8,
+    to_fp8_turned,
 )
 from octavo.numerics.config import OperandRecipe
 
@@ -103,9 +104,10 @@ def _causal_kernel(
                 q, v = to_fp8(x, inverse, seed, first + inner, dtype, MAXIMUM, STOCHASTIC)
                 store(rows_ptr + first, inner, q, inside, EVEN)
                 if STOCHASTIC:
-                    q_t = tiles.cast(tl.trans(v), dtype)
+                    q_t = tiles.cast_turned(tl.trans(v), dtype, tl.float32)
                 else:
-                    q_t, _ = to_fp8(tl.trans(narrow).to(tl.float32), inverse, seed, 0, dtype, MAXIMUM, False)
+                    x_t = tl.trans(narrow).to(tl.float32)
+                    q_t = to_fp8_turned(x_t, inverse, seed, 0, dtype, narrow.dtype, MAXIMUM, False)
                 if SYMMETRIC:
                     if i > j:
                         store(turned_ptr + first_t, inner_t, q_t, inside_t, EVEN)

@@ -5,6 +5,7 @@ three GEMMs after it want: the gradient of gate and up in both layouts, and h ag
 down projection. So h is never kept: recomputing it costs nothing but the write, which was due anyway.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels import tiles
-from octavo.kernels.launch import launch
+from octavo.kernels.launch import SEED, Plan, kind
 from octavo.kernels.quantize_tensor import load_tile, offsets, store_tile
 from octavo.kernels.tiles import multiprocessors
 from octavo.numerics.config import OperandRecipe
@@ -226,17 +227,17 @@ def _gated_backward_kernel(
                     if tiles.is_sampled(tile, step):
                         lost += tiles.count_of_eight(tiles.is_lost(wide, v, MAXIMUM))
                 if STOCHASTIC:
-                    q_t = tiles.cast(tl.trans(v), columns_ptr.dtype.element_ty)
+                    q_t = tiles.cast_turned(tl.trans(v), columns_ptr.dtype.element_ty, tl.float32)
                 else:
                     v_t = tiles.saturate(tl.trans(d).to(tl.float32) * inverse, 0, 0, MAXIMUM, False, False)
-                    q_t = tiles.cast(v_t, columns_ptr.dtype.element_ty)
+                    q_t = tiles.cast_turned(v_t, columns_ptr.dtype.element_ty, d.dtype)
                 half_t = columns_ptr + half * F.to(tl.int64) * M
                 store_tile(half_t, q_t, j, i, inner_t, F, M, M, EVEN, TILE_F, TILE_M)
         if TASK == QUANTIZE:
             where = j.to(tl.int64) * TILE_F * M + i * TILE_M + inner_t if H_STOCHASTIC else 0
             h_v = tl.trans(h).to(tl.float32) * h_inverse
             h_v = tiles.saturate(h_v, seed + 1, where, H_MAXIMUM, H_STOCHASTIC)
-            h_q = tiles.cast(h_v, h_ptr.dtype.element_ty)
+            h_q = tiles.cast_turned(h_v, h_ptr.dtype.element_ty, tl.float32 if H_STOCHASTIC else h.dtype)
             store_tile(h_ptr, h_q, j, i, inner_t, F, M, M, EVEN, TILE_F, TILE_M)
     if TASK == MEASURE or RECORD:
         top_bits = tiles.largest(top)
@@ -263,7 +264,7 @@ def _gated_backward_kernel(
                             v = tiles.saturate(d * inverse, 0, 0, MAXIMUM, False)
                             q = tiles.cast(v, rows_ptr.dtype.element_ty)
                             store_tile(rows_ptr + half * F, q, i, j, inner, M, F, 2 * F, EVEN, TILE_M, TILE_F)
-                            q_t = tiles.cast(tl.trans(v), columns_ptr.dtype.element_ty)
+                            q_t = tiles.cast_turned(tl.trans(v), columns_ptr.dtype.element_ty, dgate.dtype)
                             half_t = columns_ptr + half * F.to(tl.int64) * M
                             store_tile(half_t, q_t, j, i, inner_t, F, M, M, EVEN, TILE_F, TILE_M)
         if TASK == MEASURE:
@@ -281,10 +282,17 @@ def _gated_backward_kernel(
                 tiles.record_use(row_ptr)
 
 
+_PLANS: dict[tuple[Any, ...], Plan] = {}
+
+
 def can_quantize(gate_up: Tensor, *recipes: OperandRecipe) -> bool:
     """Whether these kernels quantise on the way: one scale per tensor. Other granularities quantise after."""
-    plain = all(r.granularity == "tensor" and r.percentile is None and r.format in (E4M3, E5M2) for r in recipes)
-    return plain and can_gate(gate_up)
+    return can_gate(gate_up) and all(_has_kernel(recipe) for recipe in recipes)
+
+
+@cache
+def _has_kernel(recipe: OperandRecipe) -> bool:
+    return recipe.granularity == "tensor" and recipe.percentile is None and recipe.format in (E4M3, E5M2)
 
 
 def can_gate(gate_up: Tensor) -> bool:
@@ -294,37 +302,51 @@ def can_gate(gate_up: Tensor) -> bool:
 def gated(gate_up: Tensor, activation: str) -> Tensor:
     """As `numerics.activation.gated`, of `gate_up[M, 2F]`."""
     gate_up = gate_up.contiguous()
-    m, f = gate_up.shape[0], gate_up.shape[1] // 2
-    out, none = gate_up.new_empty(m, f), gate_up.new_empty(1, dtype=torch.float32)
-    grid, constants = _launch(gate_up, m, f, _FORWARD, None, activation, PLAIN, False)
-    launch(_gated_kernel, grid, (gate_up, none, none, out, none, m, f, 0.0, 0), constants)
-    return out
+    key = ("gated", activation, kind(gate_up))
+    if key not in _PLANS:
+        m, f = gate_up.shape[0], gate_up.shape[1] // 2
+        plan = _PLANS[key] = Plan(given=1)
+        out, none = plan.make((m, f), gate_up.dtype), plan.make((1,), torch.float32)
+        grid, constants = _arrange(gate_up, m, f, _FORWARD, None, activation, PLAIN, False)
+        plan.launch(_gated_kernel, grid, (0, none, none, out, none), (m, f, 0.0, 0), constants)
+        plan.results = (out,)
+    return _PLANS[key].run(gate_up)[0]
 
 
 def gated_backward(dh: Tensor, gate_up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     """As `numerics.activation.gated_backward`, and h again."""
     dh, gate_up = dh.contiguous(), gate_up.contiguous()
-    m, f = dh.shape
-    out, h, none = torch.empty_like(gate_up), torch.empty_like(dh), dh.new_empty(1, dtype=torch.float32)
-    grid, constants = _launch(gate_up, m, f, _FORWARD, None, activation, PLAIN, False)
-    constants |= {"H_MAXIMUM": 1.0, "H_STOCHASTIC": False}
-    pointers = (dh, gate_up, none, none, none, out, out, none, none, h)
-    launch(_gated_backward_kernel, grid, (*pointers, m, f, 0.0, 0), constants)
-    return out, h
+    key = ("gated_backward", activation, kind(dh, gate_up))
+    if key not in _PLANS:
+        m, f = dh.shape
+        plan = _PLANS[key] = Plan(given=2)
+        out, h = plan.make((m, 2 * f), gate_up.dtype), plan.make((m, f), dh.dtype)
+        none = plan.make((1,), torch.float32)
+        grid, constants = _arrange(gate_up, m, f, _FORWARD, None, activation, PLAIN, False)
+        constants |= {"H_MAXIMUM": 1.0, "H_STOCHASTIC": False}
+        tensors = (0, 1, none, none, none, out, out, none, none, h)
+        plan.launch(_gated_backward_kernel, grid, tensors, (m, f, 0.0, 0), constants)
+        plan.results = (out, h)
+    out_h = _PLANS[key].run(dh, gate_up)
+    return out_h[0], out_h[1]
 
 
 def gated_quantize(gate_up: Tensor, row: Tensor, recipe: OperandRecipe, activation: str, *, record: bool) -> Quantized:
     """`gated(gate_up[M, 2F])`, quantised."""
     gate_up = gate_up.contiguous()
-    m, f = gate_up.shape[0], gate_up.shape[1] // 2
     row = row if record or not recipe.delayed else row.clone()
-    amax = row if recipe.delayed else row.new_zeros(1)
-    out, scale = gate_up.new_empty(m, f, dtype=recipe.format.dtype), row.new_empty(())
-    for task in (MEASURE, QUANTIZE):
-        grid, constants = _launch(gate_up, m, f, _FORWARD, recipe, activation, task, record)
-        args = (gate_up, row, amax, out, scale, m, f, 1.0 / (m * f), _seed(recipe))
-        launch(_gated_kernel, grid, args, constants)
-    return Quantized(out, scale)
+    key = ("gated_quantize", recipe, activation, record, kind(gate_up, row))
+    if key not in _PLANS:
+        m, f = gate_up.shape[0], gate_up.shape[1] // 2
+        plan = _PLANS[key] = Plan(given=2)
+        amax = 1 if recipe.delayed else plan.make((1,), torch.float32, zeros=True)
+        out, scale = plan.make((m, f), recipe.format.dtype), plan.make((), torch.float32)
+        for task in (MEASURE, QUANTIZE):
+            grid, constants = _arrange(gate_up, m, f, _FORWARD, recipe, activation, task, record)
+            numbers = (m, f, 1.0 / (m * f), _seed(recipe))
+            plan.launch(_gated_kernel, grid, (0, 1, amax, out, scale), numbers, constants)
+        plan.results = (out, scale)
+    return Quantized(*_PLANS[key].run(gate_up, row))
 
 
 def gated_quantize_backward(
@@ -338,20 +360,26 @@ def gated_quantize_backward(
 ) -> tuple[Quantized, Quantized, Quantized]:
     """The gradient of gate and up as rows and as columns, and h as columns."""
     dh, gate_up = dh.contiguous(), gate_up.contiguous()
-    m, f = dh.shape
-    amax = row if recipe.delayed else row.new_zeros(1)
-    rows = Quantized(dh.new_empty(m, 2 * f, dtype=recipe.format.dtype), row.new_empty(()))
-    columns = Quantized(dh.new_empty(2 * f, m, dtype=recipe.format.dtype), row.new_empty(()))
-    h = Quantized(dh.new_empty(f, m, dtype=recipe_h.format.dtype), h_scale.clone())
-    pointers = (dh, gate_up, row, amax, h_scale, rows.data, columns.data, rows.scale, columns.scale, h.data)
-    for task in (MEASURE, QUANTIZE):
-        grid, constants = _launch(gate_up, m, f, _BACKWARD, recipe, activation, task, True)
-        constants |= {"H_MAXIMUM": recipe_h.format.max, "H_STOCHASTIC": recipe_h.rounding == "stochastic"}
-        launch(_gated_backward_kernel, grid, (*pointers, m, f, 0.5 / (m * f), _seed(recipe)), constants)
-    return rows, columns, h
+    key = ("gated_quantize_backward", recipe, recipe_h, activation, kind(dh, gate_up, h_scale, row))
+    if key not in _PLANS:
+        m, f = dh.shape
+        plan = _PLANS[key] = Plan(given=4)
+        amax = 3 if recipe.delayed else plan.make((1,), torch.float32, zeros=True)
+        rows, columns = plan.make((m, 2 * f), recipe.format.dtype), plan.make((2 * f, m), recipe.format.dtype)
+        scale, scale_t = plan.make((), torch.float32), plan.make((), torch.float32)
+        h = plan.make((f, m), recipe_h.format.dtype)
+        for task in (MEASURE, QUANTIZE):
+            grid, constants = _arrange(gate_up, m, f, _BACKWARD, recipe, activation, task, True)
+            constants |= {"H_MAXIMUM": recipe_h.format.max, "H_STOCHASTIC": recipe_h.rounding == "stochastic"}
+            numbers = (m, f, 0.5 / (m * f), _seed(recipe, recipe_h))
+            tensors = (0, 1, 3, amax, 2, rows, columns, scale, scale_t, h)
+            plan.launch(_gated_backward_kernel, grid, tensors, numbers, constants)
+        plan.results = (rows, scale, columns, scale_t, h)
+    *found, turned = _PLANS[key].run(dh, gate_up, h_scale, row)
+    return Quantized(*found[:2]), Quantized(*found[2:]), Quantized(turned, h_scale.clone())
 
 
-def _launch(
+def _arrange(
     x: Tensor, m: int, f: int, tile: Tile, recipe: OperandRecipe | None, activation: str, task: Any, record: bool
 ) -> tuple[tuple[int], dict[str, Any]]:
     """The grid, and everything constant. Without a recipe: no FP8."""
@@ -376,5 +404,5 @@ def _launch(
     return (min(count, programs * multiprocessors(x.device)),), constants
 
 
-def _seed(recipe: OperandRecipe) -> int:
-    return int(torch.randint(2**31 - 2, ())) if recipe.rounding == "stochastic" else 0
+def _seed(*recipes: OperandRecipe) -> Any:
+    return SEED if any(recipe.rounding == "stochastic" for recipe in recipes) else 0

@@ -36,6 +36,32 @@ def can_multiply(a: Quantized, b: Quantized) -> bool:
     return all(q.data.dtype in OCP_DTYPES and _has_known_scale(q) for q in (a, b))
 
 
+def is_one_call(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out: torch.dtype) -> bool:
+    """Whether `torch._scaled_mm` takes it as it is: what nearly every product of a decoder is, found out quickly."""
+    return (
+        a_scale.dim() == b_scale.dim() == 0
+        and bias is None
+        and _is_one_call(a.shape, a.dtype, b.shape, b.dtype)
+        and a.is_contiguous()
+        and b.is_contiguous()
+        and out in (torch.bfloat16, torch.float32, torch.float16)
+    )
+
+
+@cache
+def _is_one_call(a: torch.Size, a_dtype: torch.dtype, b: torch.Size, b_dtype: torch.dtype) -> bool:
+    return (
+        len(a) == len(b) == 2
+        and a[1] == b[1]
+        and a.numel() * b.numel() > 0
+        and a[1] % ALIGNMENT == 0
+        and b[0] % ALIGNMENT == 0
+        and a_dtype in OCP_DTYPES
+        and b_dtype in OCP_DTYPES
+        and not a_dtype == b_dtype == torch.float8_e5m2
+    )
+
+
 def gemm_nt(
     a: Quantized, b: Quantized, *, bias: Tensor | None, out_dtype: torch.dtype, batch: Sequence[int], fast: bool
 ) -> Tensor:

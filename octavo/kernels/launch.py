@@ -1,54 +1,114 @@
-"""Launching a Triton kernel without asking everything again.
+"""Launching Triton kernels without working everything out again.
 
-Triton's own launch binds arguments, builds a key from their types and alignments and checks globals, every time, and a
-decoder layer makes some forty launches. A kernel that was launched once with the same shapes, types, alignments and
-constants is called directly.
+Triton's own launch binds arguments, builds a key from their types and alignments, checks globals and asks the driver
+about every pointer, every time; a decoder layer makes some forty launches, and for a 1B model all that Python took
+longer than the GPU (docs/LOG.md). A `Plan` is worked out once for tensors of one kind (shapes, strides, dtypes,
+alignments, device). Running it allocates, draws seeds, and calls compiled kernels with plain addresses.
 """
 
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-_COMPILED: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+SEED = object()  # stands last among a launch's numbers: drawn anew for every run
 
 
-def launch(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> None:
-    """`kernel[grid](*args, **constants)`, where `args` are all that is not constant, in the kernel's order."""
-    device = args[0].device
-    if device.type != "cuda":
-        kernel[grid](*args, **constants)  # the interpreter
-        return
-    if device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            launch(kernel, grid, args, constants)
-        return
-    key = (
-        kernel.fn,
-        device.index,
-        *constants.values(),
-        *[(a.dtype, a.data_ptr() & 15) if isinstance(a, Tensor) else a for a in args],
-    )
-    found = _COMPILED.get(key)
-    if found is None:
-        compiled = kernel[grid](*args, **constants)
-        _COMPILED[key] = compiled, tuple(constants[name] for name in kernel.arg_names if name in constants)
-        return
-    compiled, values = found
-    across, down = grid if len(grid) == 2 else (grid[0], 1)
-    stream = torch._C._cuda_getCurrentRawStream(device.index)
-    hooks = triton.knobs.runtime
-    compiled.run(
-        across,
-        down,
-        1,
-        stream,
-        compiled.function,
-        compiled.packed_metadata,
-        None,
-        hooks.launch_enter_hook,
-        hooks.launch_exit_hook,
-        *args,
-        *values,
-    )
+@dataclass
+class _Launch:
+    kernel: Any
+    grid: tuple[int, ...]
+    tensors: tuple[int, ...]
+    numbers: tuple[Any, ...]
+    constants: dict[str, Any]
+    seeded: bool
+    compiled: Any = None
+    rest: tuple[Any, ...] = ()
+
+    def first(self, tensors: Sequence[Tensor]) -> None:
+        """By Triton's own launch, which compiles."""
+        numbers = (*self.numbers, _seed()) if self.seeded else self.numbers
+        compiled = self.kernel[self.grid](*[tensors[i] for i in self.tensors], *numbers, **self.constants)
+        if tensors[0].is_cuda:
+            self.rest = tuple(self.constants[name] for name in self.kernel.arg_names if name in self.constants)
+            self.compiled = compiled
+
+    def again(self, addresses: Sequence[int], stream: int, hooks: tuple[Any, Any]) -> None:
+        """The compiled kernel, told nothing but what it reads."""
+        compiled, grid = self.compiled, self.grid
+        numbers = (*self.numbers, _seed()) if self.seeded else self.numbers
+        compiled.run(
+            grid[0],
+            grid[1] if len(grid) == 2 else 1,
+            1,
+            stream,
+            compiled.function,
+            compiled.packed_metadata,
+            None,
+            *hooks,
+            *[addresses[i] for i in self.tensors],
+            *numbers,
+            *self.rest,
+        )
+
+
+@dataclass
+class Plan:
+    """Launches over tensors that are given and tensors that it makes, both named by number, the given ones first."""
+
+    given: int
+    results: tuple[int, ...] = ()
+    _made: list[tuple[Callable[..., Tensor], tuple[int, ...], torch.dtype]] = field(default_factory=list)
+    _launches: list[_Launch] = field(default_factory=list)
+
+    def make(self, shape: Sequence[int], dtype: torch.dtype, *, zeros: bool = False) -> int:
+        self._made.append((torch.zeros if zeros else torch.empty, tuple(shape), dtype))
+        return self.given + len(self._made) - 1
+
+    def launch(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        tensors: Sequence[int],
+        numbers: Sequence[Any],
+        constants: dict[str, Any],
+    ) -> None:
+        """`kernel[grid](*tensors, *numbers, **constants)`, in the kernel's order."""
+        seeded = bool(numbers) and numbers[-1] is SEED
+        numbers = tuple(numbers[:-1] if seeded else numbers)
+        self._launches.append(_Launch(kernel, grid, tuple(tensors), numbers, constants, seeded))
+
+    def run(self, *given: Tensor) -> list[Tensor]:
+        """The tensors named by `results`."""
+        device = given[0].device
+        tensors = [*given, *[make(shape, dtype=dtype, device=device) for make, shape, dtype in self._made]]
+        if device.index is None or device.index == torch._C._cuda_getDevice():
+            self._launch(tensors, device.index)
+        else:
+            with torch.cuda.device(device):
+                self._launch(tensors, device.index)
+        return [tensors[i] for i in self.results]
+
+    def _launch(self, tensors: Sequence[Tensor], index: int | None) -> None:
+        if index is None or self._launches[-1].compiled is None:
+            for launch in self._launches:
+                launch.first(tensors)
+            return
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        stream = torch._C._cuda_getCurrentRawStream(index)
+        runtime = triton.knobs.runtime
+        hooks = runtime.launch_enter_hook, runtime.launch_exit_hook
+        for launch in self._launches:
+            launch.again(addresses, stream, hooks)
+
+
+def kind(*tensors: Tensor) -> tuple[Hashable, ...]:
+    """What a plan may depend on."""
+    return tuple((x.shape, x.stride(), x.dtype, x.data_ptr() & 15, x.get_device()) for x in tensors)
+
+
+def _seed() -> int:
+    return int(torch.randint(2**31 - 2, ()))

@@ -102,7 +102,7 @@ def scaled_kernel(
             store_tile(rows_ptr + batch * R * C, q, i, j, inner_out, end - r0, C, C, EVEN, TILE_R, TILE_C)
         if MODE_C != NONE:
             if WHOLE and STOCHASTIC and MODE_R != NONE:
-                v_t = tl.trans(v)  # the very same values
+                q_t = tiles.cast_turned(tl.trans(v), columns_ptr.dtype.element_ty, tl.float32)  # the very same values
             else:
                 x_t = tl.trans(narrow).to(tl.float32)
                 if WHOLE:
@@ -119,7 +119,7 @@ def scaled_kernel(
                         lost_t += tiles.count_of_eight(tiles.is_lost(x_t, v_t, MAXIMUM))
                     if CLIPS:
                         clipped += tiles.count(tiles.is_clipped(x_t, spread_t, MAXIMUM))
-            q_t = tiles.cast(v_t, columns_ptr.dtype.element_ty)
+                q_t = tiles.cast_turned(v_t, columns_ptr.dtype.element_ty, tl.float32 if STOCHASTIC else narrow.dtype)
             store_tile(columns_ptr + batch * R * C, q_t, j, i, inner_t, C, end - r0, R, EVEN, TILE_C, TILE_R)
 
     if RECORD:

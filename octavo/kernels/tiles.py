@@ -153,6 +153,19 @@ def cast(v, dtype: tl.constexpr):
 
 
 @triton.jit
+def cast_turned(v, dtype: tl.constexpr, source: tl.constexpr):
+    """As `cast`, for a tile that was transposed since it was made of `source`.
+
+    A tile is transposed in its narrowest form, for which 16 bits are right: ptxas 12.9, which Triton 3.6 brings, makes
+    wrong code for transposed FP8 stores next to others (triton-lang/triton#11111). What has no 16-bit form yet gets
+    one: FP16 holds all FP8 values.
+    """
+    if source == tl.float32 and not INTERPRETED:
+        v = cast(v, dtype).to(tl.float32).to(tl.float16).to(tl.float32)
+    return cast(v, dtype)
+
+
+@triton.jit
 def narrow(v, dtype: tl.constexpr):
     """FP32 to BF16 (or what `dtype` is), to nearest even."""
     if INTERPRETED and dtype == tl.bfloat16:

@@ -49,6 +49,16 @@ class OperandRecipe:
     mx_rule: str = "up"
     columns: str | None = None
 
+    def __post_init__(self) -> None:
+        # Kernels look up their plans by recipe, in every call.
+        object.__setattr__(self, "_hash", hash(self.encode()))
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OperandRecipe.decode, (self.encode(),)  # hashes of strings differ from process to process
+
     def encode(self) -> str:
         """As one string: custom operators take no dataclasses."""
         rows, columns = self.block

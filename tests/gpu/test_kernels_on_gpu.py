@@ -159,6 +159,16 @@ def test_stochastic_rounding(format, granularity):
         assert (q.double().mean() - constant[0, 0].double()).abs() < 5 * step / 2 / q.numel() ** 0.5
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
+@pytest.mark.parametrize("shape", [(4, 1, 64, 128), (512, 512), (130, 77)], ids=str)
+def test_both_layouts_where_something_saturates(shape, dtype):
+    """Programs that met something beyond the range walk over their tiles again: another transposed store."""
+    for recipe in (CONFIGS["delayed"].recipe.x, CONFIGS["delayed"].recipe.g):
+        x = torch.randn(shape, device="cuda").to(dtype)
+        compare(x, recipe, "both", row=new_row(float(x.abs().max()) / recipe.format.max * 0.7, "cuda"))
+        compare(x, recipe, "both")
+
+
 @pytest.mark.parametrize(
     ("name", "activation", "dtype"),
     [("delayed", "silu", BF16), ("E5M2", "gelu_tanh", BF16), ("delayed", "gelu_tanh", torch.float32),

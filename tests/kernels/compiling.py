@@ -1,0 +1,73 @@
+"""Compiles kernels for a Hopper GPU, on a machine without one, and looks at what came out.
+
+Run as a script, in a process of its own: the tests beside it have Triton interpret kernels, this one has it compile
+them. Prints one JSON object per kernel, and writes the PTX into a folder if one is named.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from octavo import FP8TrainingConfig
+from octavo.kernels import causal, gated, quantize
+from octavo.numerics.scaling import new_rows
+
+HOPPER = GPUTarget("cuda", 90, 32)
+TYPES = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.float8_e5m2: "*fp8e5",
+    torch.uint8: "*u8",
+}
+
+
+def compile_instead(kernel, *args, grid, warmup, **constants):  # noqa: ARG001
+    """In place of `JITFunction.run`."""
+    options = {name: constants[name] for name in ("num_warps", "maxnreg", "num_stages") if name in constants}
+    constants = {name: value for name, value in constants.items() if name not in options}
+    free = [name for name in kernel.arg_names if name not in constants]
+    signature = dict.fromkeys(constants, "constexpr")
+    attributes = {}
+    for name, value in zip(free, args, strict=True):
+        if isinstance(value, torch.Tensor):
+            signature[name] = TYPES[value.dtype]
+        else:
+            signature[name] = "fp32" if isinstance(value, float) else "i32"
+        if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
+            attributes[(kernel.arg_names.index(name),)] = [["tt.divisibility", 16]]
+    signature = {name: signature[name] for name in kernel.arg_names}
+    compiled = triton.compile(ASTSource(kernel, signature, constants, attributes), target=HOPPER, options=options)
+    conversions = [line for line in compiled.asm["ttgir"].splitlines() if "ttg.convert_layout" in line]
+    found = {
+        "kernel": kernel.fn.__name__,
+        "bytes_turned": sum("xf8E" in line or "xi8" in line for line in conversions),
+        "conversions": len(conversions),
+        "one_layout": 0 in (constants.get("MODE_R"), constants.get("MODE_C")),
+    }
+    if len(sys.argv) > 3:
+        path = Path(sys.argv[3]) / f"{found['kernel']}-{len(list(Path(sys.argv[3]).iterdir()))}"
+        path.with_suffix(".ptx").write_text(compiled.asm["ptx"])
+    print(json.dumps(found), flush=True)
+
+
+def main(dtype: torch.dtype, rounding: str) -> None:
+    triton.runtime.jit.JITFunction.run = compile_instead
+    for name, granularity in (("delayed", "tensor"), ("current", "channel"), ("current", "block")):
+        config = FP8TrainingConfig(scaling=name, granularity=granularity, rounding=rounding)
+        for shape in ((256, 256), (250, 130)):
+            x = torch.zeros(shape, dtype=dtype)
+            quantize.quantize_operand(x, new_rows(device="cpu"), config.recipe.g, layout="both")
+    recipe = FP8TrainingConfig(rounding=rounding).recipe
+    gate_up, dh = torch.zeros(256, 512, dtype=dtype), torch.zeros(256, 256, dtype=dtype)
+    gated.gated_quantize_backward(dh, gate_up, torch.ones(()), new_rows(device="cpu"), recipe.g, recipe.x, "silu")
+    causal.causal_quantize(torch.zeros(1, 2, 128, 128, dtype=dtype), new_rows(device="cpu"), recipe.x, record=True)
+
+
+if __name__ == "__main__":
+    main(getattr(torch, sys.argv[1]), sys.argv[2])

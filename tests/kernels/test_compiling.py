@@ -1,0 +1,26 @@
+"""What Triton makes of the kernels for a Hopper GPU, found out without one."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize(("dtype", "rounding"), [("float32", "nearest"), ("bfloat16", "stochastic")])
+def test_tiles_are_transposed_in_16_bits(dtype, rounding):
+    """FP8 bytes turned next to another store come out wrong on Hopper (triton-lang/triton#11111): NaN in training."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.kernels.compiling", dtype, rounding]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert run.returncode == 0, run.stderr
+    kernels = [json.loads(line) for line in run.stdout.splitlines()]
+    assert {k["kernel"] for k in kernels} >= {
+        "tensor_kernel",
+        "scaled_kernel",
+        "_gated_backward_kernel",
+        "_causal_kernel",
+    }
+    assert sum(k["conversions"] for k in kernels) > 0  # else this looks for the wrong thing
+    assert not [k for k in kernels if k["bytes_turned"] and not k["one_layout"]]
