@@ -103,7 +103,13 @@ def fuse_loss(model: nn.Module, config: FP8TrainingConfig | None, scaling: FP8Sc
     if config is not None and config.fp8_head:
         assert scaling is not None
         recipe = head_recipe(config)
-        head = FP8Head(recipe.x, recipe.w, emulate=config.emulate is True)
+        head = FP8Head(
+            recipe.x,
+            recipe.w,
+            emulate=config.emulate is True,
+            fast_forward=config.fast_accumulation != "none",
+            fast_backward=config.fast_accumulation == "all",
+        )
         rows = tuple(
             scaling.register(f"lm_head.{operand}", r.format, r.margin) for operand, r in (("x", head.x), ("w", head.w))
         )

@@ -39,7 +39,6 @@ from octavo.kernels.bdh_tiles import (
     state,
     store,
     to_fp8,
-    to_fp8_turned,
     turn,
 )
 from octavo.numerics.config import OperandRecipe
@@ -97,6 +96,7 @@ def _relu_rope_kernel(
     s_scale = tiles.tensor_scale(s_row_ptr, s_amax_ptr, DELAYED, MAXIMUM, MARGIN)
     q_inverse, s_inverse = tiles.reciprocal(q_scale), tiles.reciprocal(s_scale)
     dtype: tl.constexpr = q_ptr.dtype.element_ty
+    source: tl.constexpr = s_pre_ptr.dtype.element_ty
     across = tl.cdiv(N, TILE_N)
     count = tl.cdiv(T, TILE_T) * across
     wide, flat = offsets(H * N, TILE_T, TILE_N), offsets(N, TILE_T, TILE_N)
@@ -114,8 +114,8 @@ def _relu_rope_kernel(
             if not MEASURE:
                 q_first = stacked(bh // H, bh % H, H, t0, n0, T, N)
                 s_first = joined(bh // H, bh % H, t0, n0, H, T, N)
-                q8, v = to_fp8(q, q_inverse, seed, q_first + flat, dtype, MAXIMUM, STOCHASTIC)
-                s8, _ = to_fp8(s, s_inverse, seed + 1, s_first + wide, dtype, MAXIMUM, STOCHASTIC)
+                q8, v = to_fp8(q, q_inverse, seed, q_first + flat, dtype, source, MAXIMUM, STOCHASTIC)
+                s8, _ = to_fp8(s, s_inverse, seed + 1, s_first + wide, dtype, source, MAXIMUM, STOCHASTIC)
                 store(q_ptr + q_first, flat, q8, inside, EVEN)
                 store(s_ptr + s_first, wide, s8, inside, EVEN)
                 if RECORD:
@@ -186,7 +186,7 @@ def _rope_columns_kernel(
             q = tl.trans(tiles.narrow(turn(s, cos, sin), DTYPE)).to(tl.float32)
             first = (bh * N + n0).to(tl.int64) * T + t0
             dtype: tl.constexpr = columns_ptr.dtype.element_ty
-            q8 = to_fp8_turned(q, q_inverse, seed, first + turned, dtype, DTYPE, MAXIMUM, STOCHASTIC)
+            q8, _ = to_fp8(q, q_inverse, seed, first + turned, dtype, DTYPE, MAXIMUM, STOCHASTIC)
             store(columns_ptr + first, turned, q8, inside_t, EVEN)
 
 
@@ -234,6 +234,7 @@ def _gate_kernel(
     t_scale = tiles.tensor_scale(t_row_ptr, t_amax_ptr, DELAYED, MAXIMUM, MARGIN)
     z_inverse, t_inverse = tiles.reciprocal(z_scale), tiles.reciprocal(t_scale)
     dtype: tl.constexpr = z_ptr.dtype.element_ty
+    source: tl.constexpr = s_pre_ptr.dtype.element_ty
     across = tl.cdiv(N, TILE_N)
     each = tl.cdiv(T, TILE_T) * across
     wide, flat = offsets(H * N, TILE_T, TILE_N), offsets(N, TILE_T, TILE_N)
@@ -249,8 +250,8 @@ def _gate_kernel(
         z_top = tl.maximum(z_top, tiles.largest_of_eight(tiles.magnitude_bits(z)))
         t_top = tl.maximum(t_top, tiles.largest_of_eight(tiles.magnitude_bits(t)))
         if not MEASURE:
-            z8, v = to_fp8(z, z_inverse, seed, first + wide, dtype, MAXIMUM, STOCHASTIC)
-            t8, _ = to_fp8(t, t_inverse, seed + 1, first + wide, dtype, MAXIMUM, STOCHASTIC)
+            z8, v = to_fp8(z, z_inverse, seed, first + wide, dtype, source, MAXIMUM, STOCHASTIC)
+            t8, _ = to_fp8(t, t_inverse, seed + 1, first + wide, dtype, source, MAXIMUM, STOCHASTIC)
             store(z_ptr + first, wide, z8, inside, EVEN)
             store(t_ptr + first, wide, t8, inside, EVEN)
             if RECORD:

@@ -30,7 +30,6 @@ from octavo.kernels.bdh_tiles import (
     state,
     store,
     to_fp8,
-    to_fp8_turned,
     turn,
 )
 from octavo.numerics.config import OperandRecipe
@@ -108,17 +107,17 @@ def _gate_backward_kernel(
         top = tl.maximum(top, tiles.largest_of_eight(tiles.magnitude_bits(dt)))
         if not MEASURE:
             rows_first = stacked(h, b, B, t0, n0, T, N)
-            q, v = to_fp8(dt, inverse, seed, rows_first + flat, dtype, MAXIMUM, STOCHASTIC)
+            q, v = to_fp8(dt, inverse, seed, rows_first + flat, dtype, narrow.dtype, MAXIMUM, STOCHASTIC)
             store(rows_ptr + rows_first, flat, q, inside, EVEN)
             lost += tiles.count_of_eight(tiles.is_lost(dt, v, MAXIMUM))
             columns_first = (h * N + n0).to(tl.int64) * M + b * T + t0
             if STOCHASTIC:
-                q_t = tiles.cast_turned(tl.trans(v), dtype, tl.float32)  # the very same values
+                q_t = tiles.cast(tl.trans(v), dtype, tl.float32)  # the very same values
             else:
                 x_t = tl.trans(narrow).to(tl.float32)
-                q_t = to_fp8_turned(x_t, inverse, seed, 0, dtype, narrow.dtype, MAXIMUM, False)
+                q_t, _ = to_fp8(x_t, inverse, seed, 0, dtype, narrow.dtype, MAXIMUM, False)
             store(columns_ptr + columns_first, turned, q_t, inside_t, EVEN)
-            z_t = to_fp8_turned(
+            z_t, _ = to_fp8(
                 tl.trans(z).to(tl.float32),
                 z_inverse,
                 seed + 1,
@@ -221,14 +220,14 @@ def _relu_rope_backward_kernel(
             top = tl.maximum(top, tiles.largest_of_eight(tiles.magnitude_bits(ds)))
             if not MEASURE:
                 first = joined(bh // H, bh % H, t0, n0, H, T, N)
-                q, v = to_fp8(ds, inverse, seed, first + wide, dtype, MAXIMUM, STOCHASTIC)
+                q, v = to_fp8(ds, inverse, seed, first + wide, dtype, narrow.dtype, MAXIMUM, STOCHASTIC)
                 store(rows_ptr + first, wide, q, inside, EVEN)
                 lost += tiles.count_of_eight(tiles.is_lost(ds, v, MAXIMUM))
                 if STOCHASTIC:
-                    q_t = tiles.cast_turned(tl.trans(v), dtype, tl.float32)
+                    q_t = tiles.cast(tl.trans(v), dtype, tl.float32)
                 else:
                     x_t = tl.trans(narrow).to(tl.float32)
-                    q_t = to_fp8_turned(x_t, inverse, seed, 0, dtype, narrow.dtype, MAXIMUM, False)
+                    q_t, _ = to_fp8(x_t, inverse, seed, 0, dtype, narrow.dtype, MAXIMUM, False)
                 columns_first = (bh % H * N + n0).to(tl.int64) * M + bh // H * T + t0
                 store(columns_ptr + columns_first, turned, q_t, inside_t, EVEN)
     most, bad, beyond = look_at(top, float("inf") if MEASURE else scale * MAXIMUM)

@@ -76,19 +76,12 @@ def stacked(outer, inner, inners, t0, n0, T, N):
 
 
 @triton.jit
-def to_fp8(x, inverse, seed, where, dtype: tl.constexpr, MAXIMUM: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """A tile in FP8, and what went into the cast."""
-    v = tiles.saturate(x * inverse, seed, where, MAXIMUM, STOCHASTIC)
-    return tiles.cast(v, dtype), v
-
-
-@triton.jit
-def to_fp8_turned(
+def to_fp8(
     x, inverse, seed, where, dtype: tl.constexpr, source: tl.constexpr, MAXIMUM: tl.constexpr, STOCHASTIC: tl.constexpr
 ):
-    """A tile in FP8 that was transposed since it was made of `source`."""
+    """A tile made of `source` in FP8, and what went into the cast."""
     v = tiles.saturate(x * inverse, seed, where, MAXIMUM, STOCHASTIC)
-    return tiles.cast_turned(v, dtype, tl.float32 if STOCHASTIC else source)
+    return tiles.cast(v, dtype, tl.float32 if STOCHASTIC else source), v
 
 
 @triton.jit

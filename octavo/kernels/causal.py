@@ -28,7 +28,6 @@ from octavo.kernels.bdh_tiles import (
     state,
     store,
     to_fp8,
-    to_fp8_turned,
 )
 from octavo.numerics.config import OperandRecipe
 
@@ -101,13 +100,13 @@ def _causal_kernel(
             x = narrow.to(tl.float32)
             top = tl.maximum(top, tiles.largest_of_eight(tiles.magnitude_bits(x)))
             if not MEASURE:
-                q, v = to_fp8(x, inverse, seed, first + inner, dtype, MAXIMUM, STOCHASTIC)
+                q, v = to_fp8(x, inverse, seed, first + inner, dtype, narrow.dtype, MAXIMUM, STOCHASTIC)
                 store(rows_ptr + first, inner, q, inside, EVEN)
                 if STOCHASTIC:
-                    q_t = tiles.cast_turned(tl.trans(v), dtype, tl.float32)
+                    q_t = tiles.cast(tl.trans(v), dtype, tl.float32)
                 else:
                     x_t = tl.trans(narrow).to(tl.float32)
-                    q_t = to_fp8_turned(x_t, inverse, seed, 0, dtype, narrow.dtype, MAXIMUM, False)
+                    q_t, _ = to_fp8(x_t, inverse, seed, 0, dtype, narrow.dtype, MAXIMUM, False)
                 if SYMMETRIC:
                     if i > j:
                         store(turned_ptr + first_t, inner_t, q_t, inside_t, EVEN)

@@ -77,9 +77,9 @@ def _gradient_kernel(
         unit = tl.div_rn(1.0, MAXIMUM)
         multiplier = tl.div_rn(1.0, unit)
         q = tiles.saturate(narrow.to(tl.float32) * multiplier, 0, 0, MAXIMUM, False)
-        tl.store(rows_ptr + t[:, None].to(tl.int64) * V + v[None, :], tiles.cast(q, dtype), mask=inside)
+        tl.store(rows_ptr + t[:, None].to(tl.int64) * V + v[None, :], tiles.cast(q, dtype, narrow.dtype), mask=inside)
         q_t = tiles.saturate(tl.trans(narrow).to(tl.float32) * multiplier, 0, 0, MAXIMUM, False)
-        q8_t = tiles.cast_turned(q_t, dtype, narrow.dtype)
+        q8_t = tiles.cast(q_t, dtype, narrow.dtype)
         inside_t = (v[:, None] < V) & (t[None, :] < T)
         tl.store(columns_ptr + v[:, None].to(tl.int64) * T + t[None, :], q8_t, mask=inside_t)
         if pid == 0:

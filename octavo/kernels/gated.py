@@ -103,7 +103,7 @@ def _gated_kernel(
         elif TASK == QUANTIZE:
             where = i.to(tl.int64) * TILE_M * F + j * TILE_F + inner_out if STOCHASTIC else 0
             v = tiles.saturate(h * inverse, seed, where, MAXIMUM, STOCHASTIC, not RECORD)
-            q = tiles.cast(v, out_ptr.dtype.element_ty)
+            q = tiles.cast(v, out_ptr.dtype.element_ty, tl.float32 if STOCHASTIC else gate.dtype)
             store_tile(out_ptr, q, i, j, inner_out, M, F, F, EVEN, TILE_M, TILE_F)
             if RECORD:
                 if tiles.is_sampled(tile, step):
@@ -127,7 +127,8 @@ def _gated_kernel(
                 if TASK == QUANTIZE:
                     clipped += tiles.count(tiles.is_clipped(h, scale, MAXIMUM))
                     if not STOCHASTIC:
-                        q = tiles.cast(tiles.saturate(h * inverse, 0, 0, MAXIMUM, False), out_ptr.dtype.element_ty)
+                        v = tiles.saturate(h * inverse, 0, 0, MAXIMUM, False)
+                        q = tiles.cast(v, out_ptr.dtype.element_ty, gate.dtype)
                         store_tile(out_ptr, q, i, j, inner_out, M, F, F, EVEN, TILE_M, TILE_F)
         if TASK == MEASURE:
             if finite_top > 0:
@@ -221,23 +222,23 @@ def _gated_backward_kernel(
             elif TASK == QUANTIZE:
                 where = i.to(tl.int64) * TILE_M * 2 * F + j * TILE_F + half * F + inner if STOCHASTIC else 0
                 v = tiles.saturate(wide * inverse, seed, where, MAXIMUM, STOCHASTIC, False)
-                q = tiles.cast(v, rows_ptr.dtype.element_ty)
+                q = tiles.cast(v, rows_ptr.dtype.element_ty, tl.float32 if STOCHASTIC else d.dtype)
                 store_tile(rows_ptr + half * F, q, i, j, inner, M, F, 2 * F, EVEN, TILE_M, TILE_F)
                 if RECORD:
                     if tiles.is_sampled(tile, step):
                         lost += tiles.count_of_eight(tiles.is_lost(wide, v, MAXIMUM))
                 if STOCHASTIC:
-                    q_t = tiles.cast_turned(tl.trans(v), columns_ptr.dtype.element_ty, tl.float32)
+                    q_t = tiles.cast(tl.trans(v), columns_ptr.dtype.element_ty, tl.float32)
                 else:
                     v_t = tiles.saturate(tl.trans(d).to(tl.float32) * inverse, 0, 0, MAXIMUM, False, False)
-                    q_t = tiles.cast_turned(v_t, columns_ptr.dtype.element_ty, d.dtype)
+                    q_t = tiles.cast(v_t, columns_ptr.dtype.element_ty, d.dtype)
                 half_t = columns_ptr + half * F.to(tl.int64) * M
                 store_tile(half_t, q_t, j, i, inner_t, F, M, M, EVEN, TILE_F, TILE_M)
         if TASK == QUANTIZE:
             where = j.to(tl.int64) * TILE_F * M + i * TILE_M + inner_t if H_STOCHASTIC else 0
             h_v = tl.trans(h).to(tl.float32) * h_inverse
             h_v = tiles.saturate(h_v, seed + 1, where, H_MAXIMUM, H_STOCHASTIC)
-            h_q = tiles.cast_turned(h_v, h_ptr.dtype.element_ty, tl.float32 if H_STOCHASTIC else h.dtype)
+            h_q = tiles.cast(h_v, h_ptr.dtype.element_ty, tl.float32 if H_STOCHASTIC else h.dtype)
             store_tile(h_ptr, h_q, j, i, inner_t, F, M, M, EVEN, TILE_F, TILE_M)
     if TASK == MEASURE or RECORD:
         top_bits = tiles.largest(top)
@@ -262,9 +263,9 @@ def _gated_backward_kernel(
                         clipped += tiles.count(tiles.is_clipped(d, scale, MAXIMUM))
                         if not STOCHASTIC:
                             v = tiles.saturate(d * inverse, 0, 0, MAXIMUM, False)
-                            q = tiles.cast(v, rows_ptr.dtype.element_ty)
+                            q = tiles.cast(v, rows_ptr.dtype.element_ty, dgate.dtype)
                             store_tile(rows_ptr + half * F, q, i, j, inner, M, F, 2 * F, EVEN, TILE_M, TILE_F)
-                            q_t = tiles.cast_turned(tl.trans(v), columns_ptr.dtype.element_ty, dgate.dtype)
+                            q_t = tiles.cast(tl.trans(v), columns_ptr.dtype.element_ty, dgate.dtype)
                             half_t = columns_ptr + half * F.to(tl.int64) * M
                             store_tile(half_t, q_t, j, i, inner_t, F, M, M, EVEN, TILE_F, TILE_M)
         if TASK == MEASURE:

@@ -3,8 +3,8 @@
 `x[R, C]` is read once and written as `rows[R, C]`, as `columns[C, R]`, or as both. Where the scale comes from:
 
     tensor         one scale: delayed, from the row; else from an amax pass (which ends at once where a scale is known)
-    channel        one per row, or per column, from an amax pass
-    128×128        from an amax pass
+    channel        one per row, or per column, from an amax pass, or found by the pass over the other layout
+    128×128        of a tile
     1×128          of a tile's own rows (128 elements along the contracted dimension), or columns; each in its own pass
     1×32 (mx)      the same with 32, a power of two
 
@@ -32,12 +32,14 @@ Tile = tuple[int, int, int, int, int, int | None]
 # Rows and columns of a tile, warps, loads in flight, programs per multiprocessor, and registers per thread: the best of
 # some dozen each on an H200, at 8,192 × 4,096 and 28,672 × 4,096.
 _TENSOR_TILE: Tile = (64, 64, 8, 3, 4, 64)
+_TENSOR_TILE_BOTH: Tile = (64, 64, 4, 4, 2, 128)
 _SCALED_TILE: Tile = (64, 64, 4, 1, 8, None)
+_BLOCK_TILE: Tile = (128, 128, 16, 1, 2, 64)  # one block
 _ROWS_TILE: Tile = (32, 128, 4, 1, 8, None)  # as wide as a block
 _COLUMNS_TILE: Tile = (128, 32, 4, 1, 8, None)  # as high as one
 _AMAX_TILE: Tile = (64, 64, 4, 3, 8, None)
 _WIDE = (torch.bfloat16, torch.float16, torch.float32)
-_SMALL_TILES = {NONE.value, TENSOR.value, CHANNEL.value, BLOCK_128X128.value}  # scales known before the tile
+_SMALL_TILES = {NONE.value, TENSOR.value, CHANNEL.value}  # scales known before the tile
 
 
 _PLANS: dict[tuple[Any, ...], Plan] = {}
@@ -111,11 +113,12 @@ class _Planner:
             # Without a transposed copy, a batch is just more rows.
             self.heights, self.b = [self.b * r], 1
             self.r = self.heights[0]
-        measured = self._measure(plan, mode_r, mode_c)
         passes = _passes(mode_r, mode_c)
-        for pass_r, pass_c in passes:
+        measured = self._measure(plan, mode_r, mode_c, on_the_way=len(passes) == 2)
+        for i, (pass_r, pass_c) in enumerate(passes):
             outputs = (rows if pass_r else columns, columns if pass_c else rows)
-            self._write(plan, pass_r, pass_c, outputs, measured, record and (pass_r, pass_c) == passes[0])
+            column_amax = len(passes) == 2 and i == 0 and mode_c == CHANNEL.value
+            self._write(plan, pass_r, pass_c, outputs, measured, record=record and i == 0, column_amax=column_amax)
         plan.results = (*(rows if mode_r else ()), *(columns if mode_c else ()))
         return plan
 
@@ -139,22 +142,24 @@ class _Planner:
         dtype = torch.uint8 if mode == MX.value else torch.float32
         return plan.make((*self.batch, r, c), self.recipe.format.dtype), plan.make(shape, dtype)
 
-    def _measure(self, plan: Plan, mode_r: int, mode_c: int) -> tuple[int, int, int]:
-        """What must be known before quantising: the amax of everything, of each row, of each column, where needed."""
+    def _measure(self, plan: Plan, mode_r: int, mode_c: int, on_the_way: bool) -> tuple[int, int, int]:
+        """What must be known before quantising: the amax of everything, of each row, of each column, where needed.
+
+        `on_the_way`: the columns have a pass of their own, before which the other pass will have found their amax.
+        """
         b, r, c, delayed = self.b, self.r, self.c, self.recipe.delayed
         whole = TENSOR.value in (mode_r, mode_c)
         by_row, by_column = mode_r == CHANNEL.value, mode_c == CHANNEL.value
-        by_block = BLOCK_128X128.value in (mode_r, mode_c)
         amax = row_amax = column_amax = self.row
         if whole and not delayed:
             amax = plan.make((1,), torch.float32, zeros=True)
-        if by_row or by_block:
-            size = b * -(-r // BLOCK) * -(-c // BLOCK) if by_block else b * r
-            row_amax = plan.make((size,), torch.float32, zeros=True)
+        if by_row:
+            row_amax = plan.make((b * r,), torch.float32, zeros=True)
         if by_column:
             column_amax = plan.make((b * c,), torch.float32, zeros=True)
-        if by_row or by_column or by_block or (whole and not (self.known and delayed)):
-            how = {"DELAYED": delayed, "ROWS": by_row, "COLUMNS": by_column, "WHOLE": whole, "BLOCKS": by_block}
+            by_column = not on_the_way
+        if by_row or by_column or (whole and not (self.known and delayed)):
+            how = {"DELAYED": delayed, "ROWS": by_row, "COLUMNS": by_column, "WHOLE": whole}
             for i, r0, end in self._parts():
                 grid, constants = self._arrange(i, 1, _AMAX_TILE)
                 sizes = (r0, end, r, c, *self._strides(self.xs[i]))
@@ -168,14 +173,21 @@ class _Planner:
         mode_c: int,
         outputs: tuple[tuple[int, int], tuple[int, int]],
         measured: tuple[int, int, int],
+        *,
         record: bool,
+        column_amax: bool,
     ) -> None:
         """One pass over every matrix of the group."""
         recipe, b, r, c = self.recipe, self.b, self.r, self.c
         whole = TENSOR.value in (mode_r, mode_c)
         small = {mode_r, mode_c} <= _SMALL_TILES
-        tile = _TENSOR_TILE if whole else _SCALED_TILE if small else _ROWS_TILE if mode_r else _COLUMNS_TILE
-        amax, row_amax, column_amax = measured
+        if whole:
+            tile = _TENSOR_TILE_BOTH if mode_r and mode_c else _TENSOR_TILE
+        elif BLOCK_128X128.value in (mode_r, mode_c):
+            tile = _BLOCK_TILE
+        else:
+            tile = _SCALED_TILE if small else _ROWS_TILE if mode_r else _COLUMNS_TILE
+        amax, *amaxes = measured
         (first, first_scale), (second, second_scale) = outputs
         stochastic = recipe.rounding == "stochastic"
         for i, r0, end in self._parts():
@@ -190,17 +202,23 @@ class _Planner:
             }
             if whole:
                 constants |= {"ROWS": mode_r > 0, "COLUMNS": mode_c > 0, "DELAYED": recipe.delayed}
-                tensors = (i, self.row, amax, first, second, first_scale, second_scale)
-                plan.launch(tensor_kernel, grid, tensors, numbers, constants)
+                outs = (first, second, first_scale, second_scale)
+                plan.launch(tensor_kernel, grid, (i, self.row, amax, *outs), numbers, constants)
             else:
                 constants |= {
                     "MODE_R": mode_r,
                     "MODE_C": mode_c,
+                    "COLUMN_AMAX": column_amax,
                     "CLIPS": recipe.margin < 1 or (recipe.granularity == "mx" and recipe.mx_rule == "floor"),
                     "MX_UP": recipe.mx_rule == "up",
                 }
-                tensors = (i, self.row, row_amax, column_amax, first, first_scale, second, second_scale)
-                plan.launch(scaled_kernel, grid, tensors, numbers, constants)
+                plan.launch(
+                    scaled_kernel,
+                    grid,
+                    (i, self.row, *amaxes, first, first_scale, second, second_scale),
+                    numbers,
+                    constants,
+                )
 
     def _parts(self) -> list[tuple[int, int, int]]:
         """Each matrix of the group: its number, and its first and last rows among all."""
@@ -226,7 +244,8 @@ class _Planner:
 
 def _passes(mode_r: int, mode_c: int) -> list[tuple[int, int]]:
     """Both layouts at once, or one after the other where each wants tiles of another shape for its own blocks."""
-    if mode_r and mode_c and not {mode_r, mode_c} <= _SMALL_TILES:
+    in_one_tile = {mode_r, mode_c} <= _SMALL_TILES or mode_r == mode_c == BLOCK_128X128.value
+    if mode_r and mode_c and not in_one_tile:
         return [(mode_r, NONE.value), (NONE.value, mode_c)]
     return [(mode_r, mode_c)]
 

@@ -1,8 +1,8 @@
 """Quantising with many scales, for rows and for columns: per channel, per 1×128 or 128×128 block, per 1×32 (mx).
 
-A program walks over tiles of `x[R, C]`. Scales of channels and of 128×128 blocks come from an amax pass before, so that
-tiles can be small; those of 1×128 and 1×32 from the tile itself, which is as wide as a block. The transposed tile is a
-tile of the transposed matrix: the same code, with rows and columns exchanged.
+A program walks over tiles of `x[R, C]`. Scales of blocks come from the tile itself, which holds whole blocks; those of
+channels from a pass before, which may be the pass that writes the other layout. The transposed tile is a tile of the
+transposed matrix: the same code, with rows and columns exchanged.
 """
 
 import triton
@@ -37,6 +37,7 @@ def scaled_kernel(
     seed,
     MODE_R: tl.constexpr,
     MODE_C: tl.constexpr,
+    COLUMN_AMAX: tl.constexpr,
     RECORD: tl.constexpr,
     FIRST: tl.constexpr,
     CLIPS: tl.constexpr,
@@ -49,7 +50,7 @@ def scaled_kernel(
     TILE_C: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """`x` is rows r0 to end of R. `CLIPS`: whether these scales let anything saturate."""
+    """`x` is rows r0 to end of R. `CLIPS`: these scales saturate. `COLUMN_AMAX`: find it, too, for a later pass."""
     across = tl.cdiv(C, TILE_C)
     per_matrix = tl.cdiv(end - r0, TILE_R) * across
     rows_ptr += r0.to(tl.int64) * C
@@ -76,13 +77,17 @@ def scaled_kernel(
         if WHOLE:
             block_r, block_c = i_all * TILE_R // _BLOCK, j * TILE_C // _BLOCK
             down, wide = tl.cdiv(R, _BLOCK), tl.cdiv(C, _BLOCK)
-            amax = tl.load(row_amax_ptr + (batch * down + block_r) * wide + block_c)
+            amax = tiles.largest(tiles.finite_magnitude(x))
             scale = tiles.scale_from_amax(amax, MAXIMUM, MARGIN)
             inverse = tiles.reciprocal(scale)
             if MODE_R == BLOCK_128X128:
                 tl.store(row_scale_ptr + (batch * down + block_r) * wide + block_c, scale)
             if MODE_C == BLOCK_128X128:
                 tl.store(column_scale_ptr + (batch * wide + block_c) * down + block_r, scale)
+        if COLUMN_AMAX:
+            c = j * TILE_C + tl.arange(0, TILE_C)
+            column_top = tl.max(tiles.finite_magnitude(x), axis=0)
+            tl.atomic_max(column_amax_ptr + batch * C + c, column_top, mask=c < C, sem="relaxed")
         if MODE_R != NONE:
             if WHOLE:
                 v, spread = x * inverse, scale
@@ -98,11 +103,11 @@ def scaled_kernel(
                     lost += tiles.count_of_eight(tiles.is_lost(x, v, MAXIMUM))
                 if CLIPS:
                     clipped += tiles.count(tiles.is_clipped(x, spread, MAXIMUM))
-            q = tiles.cast(v, rows_ptr.dtype.element_ty)
+            q = tiles.cast(v, rows_ptr.dtype.element_ty, tl.float32 if STOCHASTIC else narrow.dtype)
             store_tile(rows_ptr + batch * R * C, q, i, j, inner_out, end - r0, C, C, EVEN, TILE_R, TILE_C)
         if MODE_C != NONE:
             if WHOLE and STOCHASTIC and MODE_R != NONE:
-                q_t = tiles.cast_turned(tl.trans(v), columns_ptr.dtype.element_ty, tl.float32)  # the very same values
+                q_t = tiles.cast(tl.trans(v), columns_ptr.dtype.element_ty, tl.float32)  # the very same values
             else:
                 x_t = tl.trans(narrow).to(tl.float32)
                 if WHOLE:
@@ -119,7 +124,7 @@ def scaled_kernel(
                         lost_t += tiles.count_of_eight(tiles.is_lost(x_t, v_t, MAXIMUM))
                     if CLIPS:
                         clipped += tiles.count(tiles.is_clipped(x_t, spread_t, MAXIMUM))
-                q_t = tiles.cast_turned(v_t, columns_ptr.dtype.element_ty, tl.float32 if STOCHASTIC else narrow.dtype)
+                q_t = tiles.cast(v_t, columns_ptr.dtype.element_ty, tl.float32 if STOCHASTIC else narrow.dtype)
             store_tile(columns_ptr + batch * R * C, q_t, j, i, inner_t, C, end - r0, R, EVEN, TILE_C, TILE_R)
 
     if RECORD:
@@ -209,13 +214,12 @@ def amax_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     WHOLE: tl.constexpr,
-    BLOCKS: tl.constexpr,
     EVEN: tl.constexpr,
     TILE_R: tl.constexpr,
     TILE_C: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """The largest finite magnitude of everything, of each row, of each column, of each 128×128: atomics into zeros."""
+    """The largest finite magnitude of everything, of each row, of each column: atomics into zeros."""
     if DELAYED:
         if tl.load(row_ptr + tiles.SCALE) > 0:
             return
@@ -234,10 +238,6 @@ def amax_kernel(
             tl.atomic_max(row_amax_ptr + batch * R + r, tl.max(magnitude, axis=1), mask=r < end, sem="relaxed")
         if COLUMNS:
             tl.atomic_max(column_amax_ptr + batch * C + c, tl.max(magnitude, axis=0), mask=c < C, sem="relaxed")
-        if BLOCKS:
-            block = (r0 + i * TILE_R) // _BLOCK * tl.cdiv(C, _BLOCK) + j * TILE_C // _BLOCK
-            block += batch * tl.cdiv(R, _BLOCK) * tl.cdiv(C, _BLOCK)
-            tl.atomic_max(row_amax_ptr + block, tiles.largest(magnitude), sem="relaxed")
         if WHOLE:
             top = tl.maximum(top, tiles.largest_of_eight(magnitude))
     if WHOLE:

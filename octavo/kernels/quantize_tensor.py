@@ -122,15 +122,15 @@ def tensor_kernel(
         else:
             v = tiles.saturate(v, 0, 0, MAXIMUM, False, not RECORD)
         if ROWS:
-            q = tiles.cast(v, rows_ptr.dtype.element_ty)
+            q = tiles.cast(v, rows_ptr.dtype.element_ty, tl.float32 if STOCHASTIC else narrow.dtype)
             store_tile(rows_ptr + batch * R * C, q, i, j, inner_out, end - r0, C, C, EVEN, TILE_R, TILE_C)
         if COLUMNS:
             if STOCHASTIC:
-                q_t = tiles.cast_turned(tl.trans(v), columns_ptr.dtype.element_ty, tl.float32)  # the very same values
+                q_t = tiles.cast(tl.trans(v), columns_ptr.dtype.element_ty, tl.float32)  # the very same values
             else:
                 v_t = tl.trans(narrow).to(tl.float32) * inverse
                 v_t = tiles.saturate(v_t, 0, 0, MAXIMUM, False, not RECORD)
-                q_t = tiles.cast_turned(v_t, columns_ptr.dtype.element_ty, narrow.dtype)
+                q_t = tiles.cast(v_t, columns_ptr.dtype.element_ty, narrow.dtype)
             store_tile(columns_ptr + batch * R * C, q_t, j, i, inner_t, C, end - r0, R, EVEN, TILE_C, TILE_R)
 
     if RECORD:
@@ -149,10 +149,10 @@ def tensor_kernel(
                 if not STOCHASTIC:
                     v = tiles.saturate(x * inverse, 0, 0, MAXIMUM, False)
                     if ROWS:
-                        q = tiles.cast(v, rows_ptr.dtype.element_ty)
+                        q = tiles.cast(v, rows_ptr.dtype.element_ty, narrow.dtype)
                         store_tile(rows_ptr + batch * R * C, q, i, j, inner_out, end - r0, C, C, EVEN, TILE_R, TILE_C)
                     if COLUMNS:
-                        q_t = tiles.cast_turned(tl.trans(v), columns_ptr.dtype.element_ty, narrow.dtype)
+                        q_t = tiles.cast(tl.trans(v), columns_ptr.dtype.element_ty, narrow.dtype)
                         out = columns_ptr + batch * R * C
                         store_tile(out, q_t, j, i, inner_t, C, end - r0, R, EVEN, TILE_C, TILE_R)
         all_lost = tiles.from_sample(lost, count, step)

@@ -137,8 +137,21 @@ def needs_care(top_bits, scale, maximum: tl.constexpr):
 
 
 @triton.jit
-def cast(v, dtype: tl.constexpr):
-    """FP32 to FP8, to nearest even."""
+def cast(v, dtype: tl.constexpr, source: tl.constexpr):
+    """FP32 to FP8, to nearest even. `source`: of what the tile was made, FP32 if it was rounded at random since.
+
+    On its way to memory a tile may change hands between threads (to be transposed, to suit a store), which Triton lets
+    happen in its narrowest form. That must not be FP8: ptxas 12.9, which Triton 3.6 brings, then makes wrong code on
+    Hopper (triton-lang/triton#11111). Tiles made of 16 bits change hands in 16 bits; others get such a form here, and
+    FP16 holds all FP8 values.
+    """
+    if source == tl.float32 and not INTERPRETED:
+        v = _cast(v, dtype).to(tl.float32).to(tl.float16).to(tl.float32)
+    return _cast(v, dtype)
+
+
+@triton.jit
+def _cast(v, dtype: tl.constexpr):
     if INTERPRETED:
         bits: tl.constexpr = 3 if dtype == tl.float8e4nv else 2
         exponent = tl.maximum((v.to(tl.int32, bitcast=True) >> 23) & 0xFF, (-6 if bits == 3 else -14) + 127)
@@ -150,19 +163,6 @@ def cast(v, dtype: tl.constexpr):
             tl.float32, bitcast=True
         )  # a NaN that is one in FP8, too
     return v.to(dtype)
-
-
-@triton.jit
-def cast_turned(v, dtype: tl.constexpr, source: tl.constexpr):
-    """As `cast`, for a tile that was transposed since it was made of `source`.
-
-    A tile is transposed in its narrowest form, for which 16 bits are right: ptxas 12.9, which Triton 3.6 brings, makes
-    wrong code for transposed FP8 stores next to others (triton-lang/triton#11111). What has no 16-bit form yet gets
-    one: FP16 holds all FP8 values.
-    """
-    if source == tl.float32 and not INTERPRETED:
-        v = cast(v, dtype).to(tl.float32).to(tl.float16).to(tl.float32)
-    return cast(v, dtype)
 
 
 @triton.jit

@@ -2,9 +2,9 @@
 
 Shapes: M tokens, K inputs, N outputs of all the weights together.
 
-    forward    x_MK → xq_MK, xqT_KM        y_MN  = xq · wqᵀ       fast accumulation
-    backward   g_MN → gq_MN, gqT_NM        dx_MK = gq · wq        FP32 accumulation
-                                           dw_NK = gqT · xqTᵀ     FP32 accumulation
+    forward    x_MK → xq_MK, xqT_KM        y_MN  = xq · wqᵀ
+    backward   g_MN → gq_MN, gqT_NM        dx_MK = gq · wq
+                                           dw_NK = gqT · xqTᵀ
     kept       xqT_KM in FP8, and the weights themselves, which are in memory anyway and quantised anew
 
 A linear alone is a group of one; q, k and v are a group of three with one quantised input and one GEMM. Each weight

@@ -26,11 +26,13 @@ CHUNK_BYTES = 2**30  # of logits
 
 @dataclass(frozen=True)
 class FP8Head:
-    """How an FP8 head is computed: recipes of h and w."""
+    """How an FP8 head is computed: recipes of h and w, and what `Product` says of the rest."""
 
     x: OperandRecipe
     w: OperandRecipe
     emulate: bool = False
+    fast_forward: bool = True
+    fast_backward: bool = False
 
 
 def linear_cross_entropy(
@@ -135,11 +137,12 @@ def _chunks_fp8(
     h_q = ops.quantize(hidden, row_x, head.x, record=record, layout="rows")[0]
     dh = torch.empty_like(hidden) if needs_h else None
     dw = None
+    how: dict[str, Any] = {"batch": (), "fast": head.fast_backward, "emulate": head.emulate}
     losses = []
     for start, stop in _bounds(len(labels), weight.shape[0], compute):
         label = labels[start:stop]
         h = h_q._replace(data=h_q.data[start:stop])
-        logits = ops.gemm_nt(h, w_q[0], out_dtype=compute, batch=(), fast=True, emulate=head.emulate)
+        logits = ops.gemm_nt(h, w_q[0], out_dtype=compute, **(how | {"fast": head.fast_forward}))
         loss, lse = ops_loss.cross_entropy(logits, label)
         losses.append(loss.sum())
         if not record:
@@ -147,10 +150,10 @@ def _chunks_fp8(
         rows, columns = ops_loss.cross_entropy_quantize(logits, label, lse, factor, E5M2)
         del logits
         if dh is not None:
-            dh[start:stop] = ops.gemm_nt(rows, w_q[1], out_dtype=hidden.dtype, batch=(), emulate=head.emulate)
+            dh[start:stop] = ops.gemm_nt(rows, w_q[1], out_dtype=hidden.dtype, **how)
         if needs_w:
             h_t = ops.quantize(hidden[start:stop], row_x, head.x, record=False, layout="columns")[0]
-            part = ops.gemm_nt(columns, h_t, out_dtype=weight.dtype, batch=(), emulate=head.emulate)
+            part = ops.gemm_nt(columns, h_t, out_dtype=weight.dtype, **how)
             dw = part if dw is None else dw.add_(part)
     return torch.stack(losses).sum(), dh, dw
 

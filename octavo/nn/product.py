@@ -9,8 +9,7 @@ Shapes: M rows of the left operand, K contracted, N columns of the right one; le
 All three are NT products (both operands contiguous along the contracted dimension), so each operand is wanted in two
 layouts. Kept for backward: the FP8 copy of an activation, never its high-precision value; a weight itself, quantised
 anew, because it is in memory anyway. `b_is_nk` says that b arrives as `[N, K]`, as the weight of a linear does.
-Forward may use the tensor cores' fast accumulation; gradients, which cancel more, add up in FP32 unless the
-configuration says otherwise.
+The configuration says where the tensor cores' fast accumulation may be used.
 
 A transposed view as b, `a @ k.mT`, is taken as the `[N, K]` it is a view of: no copy that lays it out anew. And where
 it is a view of a itself, `q @ q.mT`, one quantised q serves as both, and both gradients are one product:

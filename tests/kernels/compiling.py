@@ -64,8 +64,9 @@ def main(dtype: torch.dtype, rounding: str) -> None:
             x = torch.zeros(shape, dtype=dtype)
             quantize.quantize_operand(x, new_rows(device="cpu"), config.recipe.g, layout="both")
     recipe = FP8TrainingConfig(rounding=rounding).recipe
-    gate_up, dh = torch.zeros(256, 512, dtype=dtype), torch.zeros(256, 256, dtype=dtype)
-    gated.gated_quantize_backward(dh, gate_up, torch.ones(()), new_rows(device="cpu"), recipe.g, recipe.x, "silu")
+    for m, f in ((256, 256), (257, 300)):
+        gate_up, dh = torch.zeros(m, 2 * f, dtype=dtype), torch.zeros(m, f, dtype=dtype)
+        gated.gated_quantize_backward(dh, gate_up, torch.ones(()), new_rows(device="cpu"), recipe.g, recipe.x, "silu")
     causal.causal_quantize(torch.zeros(1, 2, 128, 128, dtype=dtype), new_rows(device="cpu"), recipe.x, record=True)
 
 

@@ -28,7 +28,7 @@ DEFAULTS = {
     "skip": ("lm_head",),
     "mx_rule": "up",
     "fp8_head": False,
-    "fast_accumulation": "forward",
+    "fast_accumulation": "all",
     "wgrad": None,
     "emulate": None,
 }
