@@ -241,7 +241,12 @@ def bench(
     tokens: Annotated[int | None, _option("Model", "--tokens", "Tokens a step (default: 8192; tiny: 256).")] = None,
     seq: Annotated[int | None, _option("Model", "--seq", "Tokens a sequence (default: 2048; tiny: 64).")] = None,
     recipe: Annotated[
-        str, _option("Contenders", "--recipe", "delayed, current, channel, block, mx: several by commas.")
+        str,
+        _option(
+            "Contenders",
+            "--recipe",
+            "delayed, current, channel, block, mx: several by commas; each with +fp8-head or +wgrad-channel if you like.",
+        ),
     ] = "delayed",
     head: Annotated[str, _option("Contenders", "--head", "bf16, fp8 or both (default: bf16).")] = "bf16",
     wgrad: Annotated[

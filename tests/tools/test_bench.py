@@ -124,6 +124,8 @@ def test_gemm_and_kernels(tmp_path: Path) -> None:
         (["--preset", "8b", "--device", "cpu"], ["8b", "parameters", "--preset tiny", "--force"]),
         (["--preset", "tiny", "--mode", "lora"], ["--mode lora", "comes with LoRA support"]),
         (["--preset", "tiny", "--recipe", "delayed,magic"], ["recipe='magic'", "channel"]),
+        (["--preset", "tiny", "--recipe", "delayed+magic"], ["magic", "fp8-head"]),
+        (["--preset", "tiny", "--recipe", "delayed+wgrad-channel"], ["delayed+wgrad-channel", "block recipe"]),
         (["--preset", "tiny", "--against", "apex"], ["against='apex'", "torchao"]),
         (["--preset", "tiny", "--tokens", "100", "--seq", "64"], ["tokens=100", "multiple"]),
         (["--preset", "tiny", "--rounds", "0"], ["rounds=0"]),

@@ -83,6 +83,12 @@ def test_contenders():
         return [contender.name for contender in found], reasons
 
     llama = preset("tiny")
+    chosen = ["delayed+fp8-head", "block+wgrad-channel", "block+wgrad-channel+fp8-head"]
+    assert names(llama, recipes=chosen)[0][1:] == [
+        "octavo delayed fp8-head",
+        "octavo block wgrad-channel",
+        "octavo block wgrad-channel fp8-head",
+    ]
     assert names(llama, recipes=["delayed", "block"], head="both", wgrad="both")[0] == [
         "bf16-eager",
         "octavo delayed",

@@ -13,6 +13,7 @@ from octavo.training.errors import UserError
 BASELINE = "bf16-compiled"
 OWN_BASELINE = "octavo-bf16"
 AGAINST = ("bf16-eager", BASELINE, OWN_BASELINE, "torchao", "torchao-row", "te", "unsloth")
+EXTRAS = ("fp8-head", "wgrad-channel")
 HEADS = ("bf16", "fp8", "both")
 WGRADS = ("recipe", "channel", "both")
 MODES = ("full", "lora")
@@ -50,19 +51,30 @@ def make_contenders(
         raise UserError("--mode lora comes with LoRA support; use --mode full")
     check_choice("head", head, HEADS)
     check_choice("wgrad", wgrad, WGRADS)
-    for name in recipes:
+    for item in recipes:
+        name, *extras = item.split("+")
         check_choice("recipe", name, tuple(RECIPES))
+        for extra in extras:
+            check_choice(f"recipe {name}+", extra, EXTRAS)
+        if "wgrad-channel" in extras and name != "block":
+            raise UserError(f"--recipe {item}: wgrad-channel is a choice within the block recipe")
     for name in against:
         check_choice("against", name, AGAINST)
     if wgrad != "recipe" and "block" not in recipes:
         raise UserError(f"--wgrad {wgrad}: a choice within the block recipe; add block to --recipe")
-    if case.is_bdh and head != "bf16":
+    if case.is_bdh and (head != "bf16" or any("+" in item for item in recipes)):
         raise UserError(f"--head {head}: BDH's head of {case.vocabulary} bytes stays in BF16; leave it out")
 
     reasons = {name: reason for name in against if (reason := _why_not(name, case, compile))}
     found = [_other(name, compile) for name in against if name not in reasons]
-    for recipe in recipes:
-        found += _own(recipe, case, head, wgrad if recipe == "block" else "recipe", compile)
+    for item in recipes:
+        recipe, *extras = item.split("+")
+        if extras:
+            found.append(
+                _octavo(recipe, "fp8-head" in extras, "channel" if "wgrad-channel" in extras else None, compile)
+            )
+        else:
+            found += _own(recipe, case, head, wgrad if recipe == "block" else "recipe", compile)
     return found, reasons
 
 
@@ -73,9 +85,13 @@ def _own(recipe: str, case: Case, head: str, wgrad: str, compile: bool) -> list[
     found = []
     for fp8_head in {"bf16": (False,), "fp8": (True,), "both": (False, True)}[head]:
         for w in {"recipe": (None,), "channel": ("channel",), "both": (None, "channel")}[wgrad]:
-            name = f"octavo {recipe}" + (f" wgrad-{w}" if w else "") + (" fp8-head" if fp8_head else "")
-            found.append(Contender(name, "octavo", compile, recipe, fp8_head, w))
+            found.append(_octavo(recipe, fp8_head, w, compile))
     return found
+
+
+def _octavo(recipe: str, fp8_head: bool, wgrad: str | None, compile: bool) -> Contender:
+    name = f"octavo {recipe}" + (f" wgrad-{wgrad}" if wgrad else "") + (" fp8-head" if fp8_head else "")
+    return Contender(name, "octavo", compile, recipe, fp8_head, wgrad)
 
 
 def _other(name: str, compile: bool) -> Contender:
