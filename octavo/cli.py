@@ -245,7 +245,7 @@ def bench(
         _option(
             "Contenders",
             "--recipe",
-            "delayed, current, channel, block, mx: several by commas; each with +fp8-head or +wgrad-channel if you like.",
+            "delayed, current, channel, block, mx: several by commas; +fp8-head and +wgrad-channel go with one.",
         ),
     ] = "delayed",
     head: Annotated[str, _option("Contenders", "--head", "bf16, fp8 or both (default: bf16).")] = "bf16",

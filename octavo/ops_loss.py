@@ -13,8 +13,8 @@ _LIBRARY = torch.library.Library("octavo", "FRAGMENT")
 _LIBRARY.define("cross_entropy(Tensor logits, Tensor labels) -> (Tensor, Tensor)")
 _LIBRARY.define("cross_entropy_backward_(Tensor(a!) logits, Tensor labels, Tensor lse, Tensor factor) -> ()")
 _LIBRARY.define(
-    "cross_entropy_quantize(Tensor logits, Tensor labels, Tensor lse, Tensor factor, str format) "
-    "-> (Tensor, Tensor, Tensor, Tensor)"
+    "cross_entropy_quantize(Tensor logits, Tensor labels, Tensor lse, Tensor factor, Tensor(a!) columns, str format) "
+    "-> (Tensor, Tensor)"
 )
 _LIBRARY.define("scale_(Tensor(a!) x, Tensor factor) -> ()")
 
@@ -31,11 +31,10 @@ def cross_entropy_backward_(logits: Tensor, labels: Tensor, lse: Tensor, factor:
 
 
 def cross_entropy_quantize(
-    logits: Tensor, labels: Tensor, lse: Tensor, factor: Tensor, format: Format
-) -> tuple[Quantized, Quantized]:
-    """The same gradient in FP8, as rows and as columns."""
-    found = torch.ops.octavo.cross_entropy_quantize(logits, labels, lse, factor, format.name)
-    return Quantized(*found[:2]), Quantized(*found[2:])
+    logits: Tensor, labels: Tensor, lse: Tensor, factor: Tensor, columns: Tensor, format: Format
+) -> Quantized:
+    """The same gradient in FP8, as rows `[T, V]`; and with the same scale into `columns[V, T]`."""
+    return Quantized(*torch.ops.octavo.cross_entropy_quantize(logits, labels, lse, factor, columns, format.name))
 
 
 def scale_(x: Tensor, factor: Tensor) -> Tensor:
@@ -62,16 +61,16 @@ def _cross_entropy_backward_(logits: Tensor, labels: Tensor, lse: Tensor, factor
 
 
 def _cross_entropy_quantize(
-    logits: Tensor, labels: Tensor, lse: Tensor, factor: Tensor, format: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    logits: Tensor, labels: Tensor, lse: Tensor, factor: Tensor, columns: Tensor, format: str
+) -> tuple[Tensor, Tensor]:
     if has_fp8_tensor_cores(logits.device):
         from octavo.kernels import cross_entropy as kernels
 
-        rows, columns = kernels.cross_entropy_quantize(logits, labels, lse, factor, get_format(format))
+        rows, _ = kernels.cross_entropy_quantize(logits, labels, lse, factor, get_format(format), columns)
     else:
-        rows, columns = spec.cross_entropy_quantize(logits, labels, lse, factor, get_format(format))
-    # An operator may not return the same tensor twice.
-    return rows.data, rows.scale, columns.data, columns.scale.clone()
+        rows, turned = spec.cross_entropy_quantize(logits, labels, lse, factor, get_format(format))
+        columns.copy_(turned.data)
+    return rows.data, rows.scale
 
 
 def _scale_(x: Tensor, factor: Tensor) -> None:
@@ -89,11 +88,9 @@ def _cross_entropy_fake(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _cross_entropy_quantize_fake(
-    logits: Tensor, labels: Tensor, lse: Tensor, factor: Tensor, format: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rows = torch.empty_like(logits, dtype=get_format(format).dtype)
-    columns = logits.new_empty(logits.shape[::-1], dtype=rows.dtype)
-    return rows, lse.new_empty(()), columns, lse.new_empty(())
+    logits: Tensor, labels: Tensor, lse: Tensor, factor: Tensor, columns: Tensor, format: str
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(logits, dtype=get_format(format).dtype), lse.new_empty(())
 
 
 for _name, _implementation, _fake in (

@@ -55,6 +55,7 @@ def _gradient_kernel(
     T,
     V,
     stride,
+    stride_t,
     FP8: tl.constexpr,
     MAXIMUM: tl.constexpr,
     TILE_T: tl.constexpr,
@@ -81,7 +82,7 @@ def _gradient_kernel(
         q_t = tiles.saturate(tl.trans(narrow).to(tl.float32) * multiplier, 0, 0, MAXIMUM, False)
         q8_t = tiles.cast(q_t, dtype, narrow.dtype)
         inside_t = (v[:, None] < V) & (t[None, :] < T)
-        tl.store(columns_ptr + v[:, None].to(tl.int64) * T + t[None, :], q8_t, mask=inside_t)
+        tl.store(columns_ptr + v[:, None].to(tl.int64) * stride_t + t[None, :], q8_t, mask=inside_t)
         if pid == 0:
             scale = unit * tl.load(factor_ptr)
             tl.store(scale_ptr, scale)
@@ -124,6 +125,7 @@ def cross_entropy_backward_(logits: Tensor, labels: Tensor, lse: Tensor, factor:
         lse,
         *logits.shape,
         logits.stride(0),
+        0,
         FP8=False,
         MAXIMUM=1.0,
         TILE_T=_TILE_T,
@@ -133,31 +135,34 @@ def cross_entropy_backward_(logits: Tensor, labels: Tensor, lse: Tensor, factor:
 
 
 def cross_entropy_quantize(
-    logits: Tensor, labels: Tensor, lse: Tensor, factor: Tensor, format: Format
+    logits: Tensor, labels: Tensor, lse: Tensor, factor: Tensor, format: Format, columns: Tensor | None = None
 ) -> tuple[Quantized, Quantized]:
-    """As `numerics.cross_entropy.cross_entropy_quantize`."""
+    """As `numerics.cross_entropy.cross_entropy_quantize`; into `columns[V, T]` if given, which may be part of more."""
     t, v = logits.shape
     rows = Quantized(logits.new_empty(t, v, dtype=format.dtype), lse.new_empty(()))
-    columns = Quantized(logits.new_empty(v, t, dtype=format.dtype), lse.new_empty(()))
+    if columns is None:
+        columns = logits.new_empty(v, t, dtype=format.dtype)
+    scale_t = lse.new_empty(())
     _gradient_kernel[_grid(logits)](
         logits,
         labels,
         lse,
         factor,
         rows.data,
-        columns.data,
+        columns,
         rows.scale,
-        columns.scale,
+        scale_t,
         t,
         v,
         logits.stride(0),
+        columns.stride(0),
         FP8=True,
         MAXIMUM=format.max,
         TILE_T=_TILE_T,
         TILE_V=_TILE_V,
         num_warps=4,
     )
-    return rows, columns
+    return rows, Quantized(columns, scale_t)
 
 
 def scale_(x: Tensor, factor: Tensor) -> None:

@@ -6,7 +6,8 @@ Shapes: T tokens, K width, V vocabulary. For every chunk of tokens:
 
 Both gradients are computed with the loss, while a chunk's logits are there; backward only multiplies them by the
 gradient of the loss, in place, which is 1 as a rule and then costs nothing. With `head`, the three products are in FP8:
-h and w with one scale per tensor, dl in E5M2 with a constant one, since it lies in [−1, 1].
+h and w with one scale per tensor, dl in E5M2 with a constant one, since it lies in [−1, 1]. Then dw is one product for
+several chunks, whose dlᵀ in FP8 take the room that the logits of one took: adding up dw costs a pass over it each time.
 """
 
 from dataclasses import dataclass
@@ -19,9 +20,9 @@ from torch.autograd.function import once_differentiable
 from octavo import ops, ops_loss
 from octavo.numerics import E5M2, OperandRecipe
 from octavo.numerics.cross_entropy import IGNORED
-from octavo.numerics.quantize import reciprocal
+from octavo.numerics.quantize import Quantized, reciprocal
 
-CHUNK_BYTES = 2**30  # of logits
+CHUNK_BYTES = 2**30  # of logits, or of their gradient in FP8
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def _chunks(
     dh = torch.empty_like(hidden) if needs_h else None
     dw = None
     losses = []
-    for start, stop in _bounds(len(labels), weight.shape[0], compute):
+    for start, stop in _bounds(0, len(labels), weight.shape[0] * compute.itemsize):
         h, label = hidden[start:stop].to(compute), labels[start:stop]
         logits = h @ w.t()
         loss, lse = ops_loss.cross_entropy(logits, label)
@@ -139,22 +140,26 @@ def _chunks_fp8(
     dw = None
     how: dict[str, Any] = {"batch": (), "fast": head.fast_backward, "emulate": head.emulate}
     losses = []
-    for start, stop in _bounds(len(labels), weight.shape[0], compute):
-        label = labels[start:stop]
-        h = h_q._replace(data=h_q.data[start:stop])
-        logits = ops.gemm_nt(h, w_q[0], out_dtype=compute, **(how | {"fast": head.fast_forward}))
-        loss, lse = ops_loss.cross_entropy(logits, label)
-        losses.append(loss.sum())
-        if not record:
-            continue
-        rows, columns = ops_loss.cross_entropy_quantize(logits, label, lse, factor, E5M2)
-        del logits
-        if dh is not None:
-            dh[start:stop] = ops.gemm_nt(rows, w_q[1], out_dtype=hidden.dtype, **how)
-        if needs_w:
-            h_t = ops.quantize(hidden[start:stop], row_x, head.x, record=False, layout="columns")[0]
-            part = ops.gemm_nt(columns, h_t, out_dtype=weight.dtype, **how)
-            dw = part if dw is None else dw.add_(part)
+    vocabulary = weight.shape[0]
+    for first, last in _bounds(0, len(labels), vocabulary * E5M2.dtype.itemsize):
+        columns = hidden.new_empty(vocabulary, last - first, dtype=E5M2.dtype) if record else None
+        for start, stop in _bounds(first, last, 2 * vocabulary * compute.itemsize):  # half a chunk
+            label = labels[start:stop]
+            h = h_q._replace(data=h_q.data[start:stop])
+            logits = ops.gemm_nt(h, w_q[0], out_dtype=compute, **(how | {"fast": head.fast_forward}))
+            loss, lse = ops_loss.cross_entropy(logits, label)
+            losses.append(loss.sum())
+            if columns is None:
+                continue
+            part = columns[:, start - first : stop - first]
+            rows = ops_loss.cross_entropy_quantize(logits, label, lse, factor, part, E5M2)
+            del logits
+            if dh is not None:
+                dh[start:stop] = ops.gemm_nt(rows, w_q[1], out_dtype=hidden.dtype, **how)
+        if needs_w and columns is not None:
+            h_t = ops.quantize(hidden[first:last], row_x, head.x, record=False, layout="columns")[0]
+            product = ops.gemm_nt(Quantized(columns, rows.scale), h_t, out_dtype=weight.dtype, **how)
+            dw = product if dw is None else dw.add_(product)
     return torch.stack(losses).sum(), dh, dw
 
 
@@ -166,10 +171,10 @@ def _added(dw: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tenso
     return a @ b if dw is None else dw.addmm_(a, b)
 
 
-def _bounds(tokens: int, vocabulary: int, dtype: torch.dtype) -> list[tuple[int, int]]:
-    """Chunks of about `CHUNK_BYTES` of logits, in multiples of 128 tokens."""
-    chunk = max(CHUNK_BYTES // (vocabulary * dtype.itemsize) // 128 * 128, 128)
-    return [(start, min(start + chunk, tokens)) for start in range(0, tokens, chunk)]
+def _bounds(first: int, last: int, bytes_per_token: int) -> list[tuple[int, int]]:
+    """Chunks of about `CHUNK_BYTES`, in multiples of 128 tokens."""
+    chunk = max(CHUNK_BYTES // bytes_per_token // 128 * 128, 128)
+    return [(start, min(start + chunk, last)) for start in range(first, last, chunk)]
 
 
 def _autocast(x: Tensor) -> bool:

@@ -236,6 +236,11 @@ def test_cross_entropy(shape, dtype):
         for one, other in zip(found, expected, strict=True):
             assert_nearly_same(one, other)
         assert torch.equal(bytes_of(found[1].data), bytes_of(found[0].data).mT)
+        wider = torch.full((shape[1], shape[0] + 64), 7.0, device="cuda").to(format.dtype)
+        part = wider[:, 16 : 16 + shape[0]]
+        rows, _ = loss_kernel.cross_entropy_quantize(logits, labels, lse, factor, format, part)
+        assert torch.equal(bytes_of(part), bytes_of(rows.data).mT)
+        assert (wider[:, :16].float() == 7).all() and (wider[:, 16 + shape[0] :].float() == 7).all()
     expected = loss_spec.cross_entropy_backward(logits, labels, lse, factor)
     loss_kernel.cross_entropy_backward_(logits, labels, lse, factor)
     torch.testing.assert_close(logits, expected, rtol=2.0**-7 if dtype == BF16 else 1e-4, atol=1e-6)

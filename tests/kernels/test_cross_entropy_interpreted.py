@@ -51,6 +51,15 @@ def test_gradient_in_fp8(shape, format, dtype):
     assert torch.equal(logits, before)
 
 
+def test_columns_as_part_of_more():
+    logits, labels = logits_and_labels(20, 40, torch.bfloat16)
+    _, lse = spec.cross_entropy(logits, labels)
+    columns = torch.full((40, 60), 7.0).to(E5M2.dtype)
+    rows, part = kernel.cross_entropy_quantize(logits, labels, lse, FACTOR, E5M2, columns[:, 16:36])
+    assert torch.equal(part.data.view(torch.uint8), rows.data.view(torch.uint8).mT)
+    assert (columns[:, :16].float() == 7).all() and (columns[:, 36:].float() == 7).all()
+
+
 def test_a_slice_of_wider_logits():
     wide, labels = torch.randn(6, 50), torch.tensor([0, 1, 2, 39, 5, -100])
     logits = wide[:, :40]
