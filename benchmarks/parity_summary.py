@@ -1,6 +1,7 @@
 """What `parity.py` found, as a Markdown table and, with `--png`, as curves.
 
     python benchmarks/parity_summary.py benchmarks/results/<date>-h200-parity.json --png parity.png
+    python benchmarks/parity_summary.py part1.json part2.json --merged parity.json    # runs that went side by side
 
     spread     = largest - smallest held-out loss of the BF16 runs, which differ in rounding-sized noise only
     difference = held-out loss - mean of the BF16 runs
@@ -32,6 +33,23 @@ HEADINGS = (
 
 def read_records(paths: list[Path]) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in paths]
+
+
+def merge(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """One record of runs that were done in several processes: the same experiment, on the same kind of machine."""
+    whole = records[0] | {"tasks": {}, "runs": [], "not_run": [], "command": []}
+    for record in records:
+        for field in ("gpu", "versions", "corpus", "shared_gpu"):
+            if record[field] != whole[field]:
+                raise SystemExit(f"{field} differs: {record[field]} and {whole[field]}; these are two experiments")
+        for name, task in record["tasks"].items():
+            if whole["tasks"].setdefault(name, task) != task:
+                raise SystemExit(f"{name} was not trained alike: {task} and {whole['tasks'][name]}")
+        whole["runs"] += record["runs"]
+        whole["not_run"] += record["not_run"]
+        whole["command"].append(" ".join(record["command"]))
+    whole["runs"].sort(key=lambda run: (list(whole["tasks"]).index(run["task"]), not is_bf16(run)))
+    return whole
 
 
 def summarise(record: dict[str, Any]) -> str:
@@ -145,8 +163,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, nargs="+")
     parser.add_argument("--png", type=Path, help="write the curves here")
+    parser.add_argument("--merged", type=Path, help="take the files as parts of one, and write that here")
     options = parser.parse_args()
     records = read_records(options.results)
+    if options.merged:
+        records = [merge(records)]
+        options.merged.write_text(json.dumps(records[0], indent=1) + "\n")
     print("\n\n".join(summarise(record) for record in records))
     if options.png:
         plot(records, options.png)

@@ -69,7 +69,7 @@ def rewrite(page: Path, results: Sequence[dict[str, Any]]) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    if not arguments:
+    if not arguments or arguments[0].startswith("-"):
         sys.exit("usage: python -m octavo.tools.bench.table RESULT.json… (from the folder with README.md)")
     rewrite(Path("README.md"), [json.loads(Path(name).read_text()) for name in sorted(arguments)])
 
