@@ -17,7 +17,7 @@ from torch import Tensor
 from octavo.kernels import gemm as kernels
 from octavo.kernels.ranges import ranged
 from octavo.numerics import OperandRecipe, Quantized, padded_gemm_nt
-from octavo.numerics.activation import gated, gated_backward
+from octavo.numerics import activation as spec
 from octavo.numerics.formats import E8M0_DTYPE
 from octavo.numerics.operand import quantize_group
 from octavo.numerics.quantize import MX_BLOCK
@@ -233,11 +233,12 @@ def _gated_quantize_op(
 ) -> tuple[Tensor, Tensor]:
     operand = OperandRecipe.decode(recipe)
     if has_fp8_tensor_cores(gate_up.device):
-        from octavo.kernels import gated as kernel
+        from octavo.kernels import gated, gated_scaled
 
-        if kernel.can_quantize(gate_up, operand):
-            h = kernel.gated_quantize(gate_up, row, operand, activation, record=record)
-            return h.data, h.scale
+        for kernel in (gated, gated_scaled):
+            if kernel.can_quantize(gate_up, operand):
+                h = kernel.gated_quantize(gate_up, row, operand, activation, record=record)
+                return h.data, h.scale
     data, scale = quantize_directly(_gated(gate_up, activation), row, operand, record, "rows")[0]
     return data, _pack(scale)
 
@@ -253,10 +254,13 @@ def _gated_quantize_backward_op(
 ) -> tuple[Tensor, ...]:
     operand, operand_h = OperandRecipe.decode(recipe), OperandRecipe.decode(recipe_h)
     if has_fp8_tensor_cores(dh.device):
-        from octavo.kernels import gated as kernel
+        from octavo.kernels import gated, gated_scaled
 
-        if kernel.can_quantize(gate_up, operand, operand_h):
-            turned = kernel.gated_quantize_backward(dh, gate_up, h_scale, row, operand, operand_h, activation)
+        if gated.can_quantize(gate_up, operand, operand_h):
+            turned = gated.gated_quantize_backward(dh, gate_up, h_scale, row, operand, operand_h, activation)
+            return tuple(part for q in turned for part in q)
+        if gated_scaled.can_quantize_backward(gate_up, operand, operand_h):
+            turned = gated_scaled.gated_quantize_backward(dh, gate_up, row, operand, operand_h, activation)
             return tuple(part for q in turned for part in q)
     gradient, h = _gated_backward(dh, gate_up, activation)
     found = _quantize_both_op(gradient, row, recipe, True)
@@ -274,7 +278,7 @@ def _gated(gate_up: Tensor, activation: str) -> Tensor:
 
         if kernel.can_gate(gate_up):
             return kernel.gated(gate_up, activation)
-    return gated(gate_up, activation)
+    return spec.gated(gate_up, activation)
 
 
 def _gated_backward(dh: Tensor, gate_up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
@@ -283,7 +287,7 @@ def _gated_backward(dh: Tensor, gate_up: Tensor, activation: str) -> tuple[Tenso
 
         if kernel.can_gate(gate_up):
             return kernel.gated_backward(dh, gate_up, activation)
-    return gated_backward(dh, gate_up, activation), gated(gate_up, activation)
+    return spec.gated_backward(dh, gate_up, activation), spec.gated(gate_up, activation)
 
 
 def _gated_quantize_backward_fake(

@@ -33,7 +33,7 @@ _BACKWARD: Tile = (64, 64, 8, 1, 2, 128)
 
 
 @triton.jit
-def _activate(gate, SILU: tl.constexpr):
+def activate(gate, SILU: tl.constexpr):
     """act(gate) and its derivative."""
     if SILU:
         sigmoid = tiles.sigmoid(gate)
@@ -44,7 +44,7 @@ def _activate(gate, SILU: tl.constexpr):
 
 
 @triton.jit
-def _load(gate_up_ptr, m0, f0, inner, M, F, TILE_M: tl.constexpr, TILE_F: tl.constexpr, EVEN: tl.constexpr):
+def load_gate_up(gate_up_ptr, m0, f0, inner, M, F, TILE_M: tl.constexpr, TILE_F: tl.constexpr, EVEN: tl.constexpr):
     """A tile of gate and of up."""
     base = gate_up_ptr + m0.to(tl.int64) * (2 * F) + f0
     if EVEN:
@@ -92,8 +92,8 @@ def _gated_kernel(
     step = tiles.sample_step(count)
     for tile in tl.range(tl.program_id(0), count, tl.num_programs(0), num_stages=STAGES):
         i, j = tile // across, tile % across
-        gate, up = _load(gate_up_ptr, i * TILE_M, j * TILE_F, inner, M, F, TILE_M, TILE_F, EVEN)
-        value, _ = _activate(gate.to(tl.float32), SILU)
+        gate, up = load_gate_up(gate_up_ptr, i * TILE_M, j * TILE_F, inner, M, F, TILE_M, TILE_F, EVEN)
+        value, _ = activate(gate.to(tl.float32), SILU)
         narrow = tiles.narrow(value * up.to(tl.float32), gate.dtype)
         h = narrow.to(tl.float32)
         if TASK == MEASURE or RECORD:
@@ -120,8 +120,8 @@ def _gated_kernel(
             finite_top = 0.0
             for tile in range(tl.program_id(0), count, tl.num_programs(0)):
                 i, j = tile // across, tile % across
-                gate, up = _load(gate_up_ptr, i * TILE_M, j * TILE_F, inner, M, F, TILE_M, TILE_F, EVEN)
-                value, _ = _activate(gate.to(tl.float32), SILU)
+                gate, up = load_gate_up(gate_up_ptr, i * TILE_M, j * TILE_F, inner, M, F, TILE_M, TILE_F, EVEN)
+                value, _ = activate(gate.to(tl.float32), SILU)
                 h = tiles.narrow(value * up.to(tl.float32), gate.dtype).to(tl.float32)
                 finite_top = tl.maximum(finite_top, tiles.largest(tiles.finite_magnitude(h)))
                 if TASK == QUANTIZE:
@@ -145,15 +145,15 @@ def _gated_kernel(
 
 
 @triton.jit
-def _gradients(
+def gradients(
     dh_ptr, gate_up_ptr, i, j, inner, inner_h, M, F, SILU: tl.constexpr, EVEN: tl.constexpr, TILE_M: tl.constexpr,
     TILE_F: tl.constexpr,
 ):  # fmt: skip
     """The gradients of gate and of up, and h: one tile of each, rounded as they would be in memory."""
-    gate, up = _load(gate_up_ptr, i * TILE_M, j * TILE_F, inner, M, F, TILE_M, TILE_F, EVEN)
+    gate, up = load_gate_up(gate_up_ptr, i * TILE_M, j * TILE_F, inner, M, F, TILE_M, TILE_F, EVEN)
     dh = load_tile(dh_ptr, i, j, inner_h, M, F, F, EVEN, TILE_M, TILE_F).to(tl.float32)
     wide = up.to(tl.float32)
-    value, slope = _activate(gate.to(tl.float32), SILU)
+    value, slope = activate(gate.to(tl.float32), SILU)
     dgate = tiles.narrow(dh * wide * slope, gate.dtype)
     return dgate, tiles.narrow(dh * value, gate.dtype), tiles.narrow(value * wide, gate.dtype)
 
@@ -206,7 +206,7 @@ def _gated_backward_kernel(
     step = tiles.sample_step(count)
     for tile in tl.range(tl.program_id(0), count, tl.num_programs(0), num_stages=STAGES):
         i, j = tile // across, tile % across
-        dgate, dup, h = _gradients(dh_ptr, gate_up_ptr, i, j, inner, inner_h, M, F, SILU, EVEN, TILE_M, TILE_F)
+        dgate, dup, h = gradients(dh_ptr, gate_up_ptr, i, j, inner, inner_h, M, F, SILU, EVEN, TILE_M, TILE_F)
         if TASK == PLAIN:
             store_tile(h_ptr, h, i, j, inner_h, M, F, F, EVEN, TILE_M, TILE_F)
         for half in tl.static_range(2):
@@ -252,7 +252,7 @@ def _gated_backward_kernel(
             finite_top = 0.0
             for tile in range(tl.program_id(0), count, tl.num_programs(0)):
                 i, j = tile // across, tile % across
-                dgate, dup, _ = _gradients(dh_ptr, gate_up_ptr, i, j, inner, inner_h, M, F, SILU, EVEN, TILE_M, TILE_F)
+                dgate, dup, _ = gradients(dh_ptr, gate_up_ptr, i, j, inner, inner_h, M, F, SILU, EVEN, TILE_M, TILE_F)
                 for half in tl.static_range(2):
                     if half == 0:
                         d = dgate.to(tl.float32)

@@ -86,8 +86,7 @@ def scaled_kernel(
                 tl.store(column_scale_ptr + (batch * wide + block_c) * down + block_r, scale)
         if COLUMN_AMAX:
             c = j * TILE_C + tl.arange(0, TILE_C)
-            column_top = tl.max(tiles.finite_magnitude(x), axis=0)
-            tl.atomic_max(column_amax_ptr + batch * C + c, column_top, mask=c < C, sem="relaxed")
+            tiles.raise_to(column_amax_ptr + batch * C + c, tl.max(tiles.finite_magnitude(x), axis=0), c < C)
         if MODE_R != NONE:
             if WHOLE:
                 v, spread = x * inverse, scale
@@ -235,9 +234,9 @@ def amax_kernel(
         magnitude = tiles.finite_magnitude(x.to(tl.float32))
         r, c = r0 + i * TILE_R + tl.arange(0, TILE_R), j * TILE_C + tl.arange(0, TILE_C)
         if ROWS:
-            tl.atomic_max(row_amax_ptr + batch * R + r, tl.max(magnitude, axis=1), mask=r < end, sem="relaxed")
+            tiles.raise_to(row_amax_ptr + batch * R + r, tl.max(magnitude, axis=1), r < end)
         if COLUMNS:
-            tl.atomic_max(column_amax_ptr + batch * C + c, tl.max(magnitude, axis=0), mask=c < C, sem="relaxed")
+            tiles.raise_to(column_amax_ptr + batch * C + c, tl.max(magnitude, axis=0), c < C)
         if WHOLE:
             top = tl.maximum(top, tiles.largest_of_eight(magnitude))
     if WHOLE:

@@ -239,6 +239,13 @@ def record(row_ptr, top, non_finite, lost, clipped, per_element):
 
 
 @triton.jit
+def raise_to(amax_ptr, amax, inside):
+    """Several maxima in memory, raised to these. Looking first, as above; what was read may be old, which is fine."""
+    known = tl.load(amax_ptr, mask=inside, other=float("inf"))
+    tl.atomic_max(amax_ptr, amax, mask=inside & (amax > known), sem="relaxed")
+
+
+@triton.jit
 def record_scale(row_ptr, scale, amax):
     """By one program only: the scale of this use (a tensor of zeros teaches nothing)."""
     if amax > 0:

@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from octavo import FP8TrainingConfig
-from octavo.kernels import causal, gated, quantize
+from octavo.kernels import causal, gated, gated_scaled, quantize
 from octavo.numerics.scaling import new_rows
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -67,6 +67,12 @@ def main(dtype: torch.dtype, rounding: str) -> None:
     for m, f in ((256, 256), (257, 300)):
         gate_up, dh = torch.zeros(m, 2 * f, dtype=dtype), torch.zeros(m, f, dtype=dtype)
         gated.gated_quantize_backward(dh, gate_up, torch.ones(()), new_rows(device="cpu"), recipe.g, recipe.x, "silu")
+    for recipe_b in (
+        FP8TrainingConfig.from_recipe("block", wgrad=w, rounding=rounding).recipe for w in (None, "channel")
+    ):
+        gate_up, dh = torch.zeros(256, 512, dtype=dtype), torch.zeros(256, 256, dtype=dtype)
+        gated_scaled.gated_quantize(gate_up, new_rows(device="cpu"), recipe_b.x, "silu", record=True)
+        gated_scaled.gated_quantize_backward(dh, gate_up, new_rows(device="cpu"), recipe_b.g, recipe_b.x, "silu")
     causal.causal_quantize(torch.zeros(1, 2, 128, 128, dtype=dtype), new_rows(device="cpu"), recipe.x, record=True)
 
 

@@ -1,0 +1,345 @@
+"""SwiGLU (or GELU) straight to FP8 with a scale per block, and back: `gated.py` for the recipes `block` and `mx`.
+
+Scales along a row are those of 1×128 or 1×32 elements, found in the tile. Along a column they are the same, or one per
+channel, whose amax the pass over the rows finds. So backward is two passes, and both compute the gradients anew from
+what memory holds: gate, up and the gradient of h. Neither the gradients nor h are ever there in high precision.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.kernels import tiles
+from octavo.kernels.gated import activate, can_gate, gradients, load_gate_up
+from octavo.kernels.launch import SEED, Plan, kind
+from octavo.kernels.quantize_scaled import scale_rows
+from octavo.kernels.quantize_tensor import offsets, store_tile
+from octavo.kernels.tiles import BLOCK_1X128, CHANNEL, MX, multiprocessors
+from octavo.numerics.config import OperandRecipe
+from octavo.numerics.formats import E4M3, E5M2
+from octavo.numerics.quantize import BLOCK, MX_BLOCK, Quantized
+
+Tile = tuple[int, int, int, int]
+
+# Tokens and features of a tile, warps, programs per multiprocessor.
+_ROWS: Tile = (32, 128, 8, 4)
+_BACKWARD_ROWS: Tile = (16, 128, 8, 2)
+_COLUMNS: dict[int, Tile] = {
+    CHANNEL.value: (64, 64, 8, 2),
+    BLOCK_1X128.value: (128, 32, 8, 2),
+    MX.value: (128, 32, 8, 2),
+}
+
+
+@triton.jit(do_not_specialize=["seed"])
+def _rows_kernel(
+    gate_up_ptr,
+    row_ptr,
+    out_ptr,
+    scale_ptr,
+    M,
+    F,
+    per_element,
+    seed,
+    MODE: tl.constexpr,
+    RECORD: tl.constexpr,
+    SILU: tl.constexpr,
+    CLIPS: tl.constexpr,
+    MAXIMUM: tl.constexpr,
+    MARGIN: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    MX_UP: tl.constexpr,
+    EVEN: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_F: tl.constexpr,
+):
+    across = tl.cdiv(F, TILE_F)
+    count = tl.cdiv(M, TILE_M) * across
+    inner, inner_out = offsets(2 * F, TILE_M, TILE_F), offsets(F, TILE_M, TILE_F)
+    top = tl.zeros([TILE_M, TILE_F // 8], tl.int32)
+    finite_top = tl.zeros([TILE_M, TILE_F // 8], tl.float32)
+    lost = tl.zeros([TILE_M, TILE_F // 8], tl.int32)
+    clipped = tl.program_id(0) * 0
+    step = tiles.sample_step(count)
+    for tile in range(tl.program_id(0), count, tl.num_programs(0)):
+        i, j = tile // across, tile % across
+        gate, up = load_gate_up(gate_up_ptr, i * TILE_M, j * TILE_F, inner, M, F, TILE_M, TILE_F, EVEN)
+        value, _ = activate(gate.to(tl.float32), SILU)
+        h = tiles.narrow(value * up.to(tl.float32), gate.dtype).to(tl.float32)
+        v, spread = scale_rows(
+            h, i, j, 0, M, M, F, row_ptr, scale_ptr, MODE, MAXIMUM, MARGIN, MX_UP, TILE_M, TILE_F
+        )  # fmt: skip
+        where = i.to(tl.int64) * TILE_M * F + j * TILE_F + inner_out if STOCHASTIC else 0
+        v = tiles.saturate(v, seed, where, MAXIMUM, STOCHASTIC)
+        q = tiles.cast(v, out_ptr.dtype.element_ty, tl.float32 if STOCHASTIC else gate.dtype)
+        store_tile(out_ptr, q, i, j, inner_out, M, F, F, EVEN, TILE_M, TILE_F)
+        if RECORD:
+            top = tl.maximum(top, tiles.largest_of_eight(tiles.magnitude_bits(h)))
+            finite_top = tl.maximum(finite_top, tiles.largest_of_eight(tiles.finite_magnitude(h)))
+            if CLIPS:
+                clipped += tiles.count(tiles.is_clipped(h, spread, MAXIMUM))
+            if tiles.is_sampled(tile, step):
+                lost += tiles.count_of_eight(tiles.is_lost(h, v, MAXIMUM))
+    if RECORD:
+        all_lost = tiles.from_sample(lost, count, step)
+        bad = tiles.largest(top) >= tiles.INFINITY_BITS
+        tiles.record(row_ptr, tiles.largest(finite_top), bad, all_lost, clipped, per_element)
+        if tl.program_id(0) == 0:
+            tiles.record_use(row_ptr)
+
+
+@triton.jit(do_not_specialize=["seed"])
+def _backward_rows_kernel(
+    dh_ptr,
+    gate_up_ptr,
+    row_ptr,
+    rows_ptr,
+    scale_ptr,
+    column_amax_ptr,
+    h_amax_ptr,
+    M,
+    F,
+    per_element,
+    seed,
+    MODE: tl.constexpr,
+    COLUMN_AMAX: tl.constexpr,
+    H_AMAX: tl.constexpr,
+    SILU: tl.constexpr,
+    CLIPS: tl.constexpr,
+    MAXIMUM: tl.constexpr,
+    MARGIN: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    MX_UP: tl.constexpr,
+    EVEN: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_F: tl.constexpr,
+):
+    """The gradients of gate and up as rows `[M, 2F]`, and on the way the amax of their columns and of those of h."""
+    across = tl.cdiv(F, TILE_F)
+    count = tl.cdiv(M, TILE_M) * across
+    inner, inner_h = offsets(2 * F, TILE_M, TILE_F), offsets(F, TILE_M, TILE_F)
+    top = tl.zeros([TILE_M, TILE_F // 8], tl.int32)
+    finite_top = tl.zeros([TILE_M, TILE_F // 8], tl.float32)
+    lost = tl.zeros([TILE_M, TILE_F // 8], tl.int32)
+    clipped = tl.program_id(0) * 0
+    step = tiles.sample_step(count)
+    for tile in range(tl.program_id(0), count, tl.num_programs(0)):
+        i, j = tile // across, tile % across
+        dgate, dup, h = gradients(dh_ptr, gate_up_ptr, i, j, inner, inner_h, M, F, SILU, EVEN, TILE_M, TILE_F)
+        f = j * TILE_F + tl.arange(0, TILE_F)
+        if H_AMAX:
+            tiles.raise_to(h_amax_ptr + f, tl.max(tiles.finite_magnitude(h.to(tl.float32)), axis=0), f < F)
+        for half in tl.static_range(2):
+            if half == 0:
+                d = dgate.to(tl.float32)
+            else:
+                d = dup.to(tl.float32)
+            if COLUMN_AMAX:
+                tiles.raise_to(column_amax_ptr + half * F + f, tl.max(tiles.finite_magnitude(d), axis=0), f < F)
+            v, spread = scale_rows(
+                d, i, j + half * across, 0, M, M, 2 * F, row_ptr, scale_ptr, MODE, MAXIMUM, MARGIN, MX_UP, TILE_M,
+                TILE_F,
+            )  # fmt: skip
+            where = i.to(tl.int64) * TILE_M * 2 * F + j * TILE_F + half * F + inner if STOCHASTIC else 0
+            v = tiles.saturate(v, seed, where, MAXIMUM, STOCHASTIC)
+            q = tiles.cast(v, rows_ptr.dtype.element_ty, tl.float32 if STOCHASTIC else dgate.dtype)
+            store_tile(rows_ptr + half * F, q, i, j, inner, M, F, 2 * F, EVEN, TILE_M, TILE_F)
+            top = tl.maximum(top, tiles.largest_of_eight(tiles.magnitude_bits(d)))
+            finite_top = tl.maximum(finite_top, tiles.largest_of_eight(tiles.finite_magnitude(d)))
+            if CLIPS:
+                clipped += tiles.count(tiles.is_clipped(d, spread, MAXIMUM))
+            if tiles.is_sampled(tile, step):
+                lost += tiles.count_of_eight(tiles.is_lost(d, v, MAXIMUM))
+    all_lost = tiles.from_sample(lost, count, step)
+    bad = tiles.largest(top) >= tiles.INFINITY_BITS
+    tiles.record(row_ptr, tiles.largest(finite_top), bad, all_lost, clipped, per_element)
+    if tl.program_id(0) == 0:
+        tiles.record_use(row_ptr)
+
+
+@triton.jit(do_not_specialize=["seed"])
+def _backward_columns_kernel(
+    dh_ptr,
+    gate_up_ptr,
+    column_amax_ptr,
+    h_amax_ptr,
+    columns_ptr,
+    column_scale_ptr,
+    h_ptr,
+    h_scale_ptr,
+    M,
+    F,
+    seed,
+    MODE: tl.constexpr,
+    SILU: tl.constexpr,
+    MAXIMUM: tl.constexpr,
+    MARGIN: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    MX_UP: tl.constexpr,
+    H_MAXIMUM: tl.constexpr,
+    H_MARGIN: tl.constexpr,
+    H_STOCHASTIC: tl.constexpr,
+    H_MX_UP: tl.constexpr,
+    EVEN: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_F: tl.constexpr,
+):
+    """The gradients of gate and up as `[2F, M]`, and h as `[F, M]`."""
+    across = tl.cdiv(F, TILE_F)
+    count = tl.cdiv(M, TILE_M) * across
+    inner, inner_h = offsets(2 * F, TILE_M, TILE_F), offsets(F, TILE_M, TILE_F)
+    inner_t = offsets(M, TILE_F, TILE_M)
+    # With the scale found in the tile, Triton would transpose the FP8 bytes; see `tiles.cast`.
+    source: tl.constexpr = gate_up_ptr.dtype.element_ty if MODE == CHANNEL else tl.float32
+    for tile in range(tl.program_id(0), count, tl.num_programs(0)):
+        i, j = tile // across, tile % across
+        dgate, dup, h = gradients(dh_ptr, gate_up_ptr, i, j, inner, inner_h, M, F, SILU, EVEN, TILE_M, TILE_F)
+        where = j.to(tl.int64) * TILE_F * M + i * TILE_M + inner_t if STOCHASTIC or H_STOCHASTIC else 0
+        for half in tl.static_range(2):
+            if half == 0:
+                d = tl.trans(dgate).to(tl.float32)
+            else:
+                d = tl.trans(dup).to(tl.float32)
+            v, _ = scale_rows(
+                d, j + half * across, i, 0, 2 * F, 2 * F, M, column_amax_ptr, column_scale_ptr, MODE, MAXIMUM, MARGIN,
+                MX_UP, TILE_F, TILE_M,
+            )  # fmt: skip
+            v = tiles.saturate(v, seed + 1 + half, where, MAXIMUM, STOCHASTIC)
+            q = tiles.cast(v, columns_ptr.dtype.element_ty, tl.float32 if STOCHASTIC else source)
+            half_t = columns_ptr + half * F.to(tl.int64) * M
+            store_tile(half_t, q, j, i, inner_t, F, M, M, EVEN, TILE_F, TILE_M)
+        v, _ = scale_rows(
+            tl.trans(h).to(tl.float32), j, i, 0, F, F, M, h_amax_ptr, h_scale_ptr, MODE, H_MAXIMUM, H_MARGIN, H_MX_UP,
+            TILE_F, TILE_M,
+        )  # fmt: skip
+        v = tiles.saturate(v, seed + 3, where, H_MAXIMUM, H_STOCHASTIC)
+        q = tiles.cast(v, h_ptr.dtype.element_ty, tl.float32 if H_STOCHASTIC else source)
+        store_tile(h_ptr, q, j, i, inner_t, F, M, M, EVEN, TILE_F, TILE_M)
+
+
+_PLANS: dict[tuple[Any, ...], Plan] = {}
+
+
+def can_quantize(gate_up: Tensor, recipe: OperandRecipe) -> bool:
+    """Whether these kernels cover the rows: whole blocks along a row, formats that NVIDIA has."""
+    return _rows_mode(recipe) is not None and gate_up.shape[1] % (2 * BLOCK) == 0 and can_gate(gate_up)
+
+
+def can_quantize_backward(gate_up: Tensor, recipe: OperandRecipe, recipe_h: OperandRecipe) -> bool:
+    """Both passes: columns that are scaled alike, too."""
+    return can_quantize(gate_up, recipe) and can_quantize(gate_up, recipe_h) and _mode_t(recipe) == _mode_t(recipe_h)
+
+
+@cache
+def _rows_mode(recipe: OperandRecipe) -> int | None:
+    if recipe.format not in (E4M3, E5M2) or recipe.percentile is not None:
+        return None
+    if recipe.granularity == "mx":
+        return MX.value
+    return BLOCK_1X128.value if recipe.granularity == "block" and recipe.block == (1, BLOCK) else None
+
+
+@cache
+def _mode_t(recipe: OperandRecipe) -> int | None:
+    return CHANNEL.value if recipe.columns == "channel" else _rows_mode(recipe)
+
+
+def gated_quantize(gate_up: Tensor, row: Tensor, recipe: OperandRecipe, activation: str, *, record: bool) -> Quantized:
+    """`gated(gate_up[M, 2F])`, quantised as rows."""
+    gate_up = gate_up.contiguous()
+    key = ("rows", recipe, activation, record, kind(gate_up, row))
+    if key not in _PLANS:
+        m, f = gate_up.shape[0], gate_up.shape[1] // 2
+        mode = _rows_mode(recipe)
+        plan = _PLANS[key] = Plan(given=2)
+        out, scale = plan.make((m, f), recipe.format.dtype), _make_scale(plan, mode, m, f)
+        grid, constants = _arrange(gate_up, m, f, _ROWS)
+        constants |= {"MODE": mode, "RECORD": record, "SILU": activation == "silu", "CLIPS": _clips(recipe)}
+        numbers = (m, f, 1.0 / (m * f), _seed(recipe))
+        plan.launch(_rows_kernel, grid, (0, 1, out, scale), numbers, constants | _rounding(recipe))
+        plan.results = (out, scale)
+    return Quantized(*_PLANS[key].run(gate_up, row))
+
+
+def gated_quantize_backward(
+    dh: Tensor, gate_up: Tensor, row: Tensor, recipe: OperandRecipe, recipe_h: OperandRecipe, activation: str
+) -> tuple[Quantized, Quantized, Quantized]:
+    """The gradient of gate and up as rows and as columns, and h as columns."""
+    dh, gate_up = dh.contiguous(), gate_up.contiguous()
+    key = ("backward", recipe, recipe_h, activation, kind(dh, gate_up, row))
+    if key not in _PLANS:
+        _PLANS[key] = _plan_backward(dh, gate_up, recipe, recipe_h, activation)
+    found = _PLANS[key].run(dh, gate_up, row)
+    return Quantized(*found[:2]), Quantized(*found[2:4]), Quantized(*found[4:])
+
+
+def _plan_backward(
+    dh: Tensor, gate_up: Tensor, recipe: OperandRecipe, recipe_h: OperandRecipe, activation: str
+) -> Plan:
+    m, f = dh.shape
+    mode, mode_t = _rows_mode(recipe), _mode_t(recipe)
+    assert mode is not None and mode_t is not None
+    by_channel, silu = mode_t == CHANNEL.value, activation == "silu"
+    plan = Plan(given=3)
+    rows, scale = plan.make((m, 2 * f), recipe.format.dtype), _make_scale(plan, mode, m, 2 * f)
+    columns, scale_t = plan.make((2 * f, m), recipe.format.dtype), _make_scale(plan, mode_t, 2 * f, m)
+    h, h_scale = plan.make((f, m), recipe_h.format.dtype), _make_scale(plan, mode_t, f, m)
+    column_amax = h_amax = 2
+    if by_channel:
+        column_amax, h_amax = (plan.make((n,), torch.float32, zeros=True) for n in (2 * f, f))
+
+    grid, constants = _arrange(gate_up, m, f, _BACKWARD_ROWS)
+    constants |= {"MODE": mode, "COLUMN_AMAX": by_channel, "H_AMAX": by_channel, "SILU": silu, "CLIPS": _clips(recipe)}
+    tensors = (0, 1, 2, rows, scale, column_amax, h_amax)
+    numbers = (m, f, 0.5 / (m * f), _seed(recipe))
+    plan.launch(_backward_rows_kernel, grid, tensors, numbers, constants | _rounding(recipe))
+
+    grid, constants = _arrange(gate_up, m, f, _COLUMNS[mode_t])
+    constants |= {"MODE": mode_t, "SILU": silu}
+    constants |= _rounding(recipe) | {f"H_{name}": value for name, value in _rounding(recipe_h).items()}
+    outs = (columns, scale_t, h, h_scale)
+    numbers_t = (m, f, _seed(recipe, recipe_h))
+    plan.launch(_backward_columns_kernel, grid, (0, 1, column_amax, h_amax, *outs), numbers_t, constants)
+    plan.results = (rows, scale, columns, scale_t, h, h_scale)
+    return plan
+
+
+def _make_scale(plan: Plan, mode: int | None, r: int, c: int) -> int:
+    if mode == CHANNEL.value:
+        return plan.make((r, 1), torch.float32)
+    if mode == MX.value:
+        return plan.make((r, -(-c // MX_BLOCK)), torch.uint8)
+    return plan.make((r, -(-c // BLOCK)), torch.float32)
+
+
+def _rounding(recipe: OperandRecipe) -> dict[str, Any]:
+    return {
+        "MAXIMUM": recipe.format.max,
+        "MARGIN": recipe.margin,
+        "STOCHASTIC": recipe.rounding == "stochastic",
+        "MX_UP": recipe.mx_rule == "up",
+    }
+
+
+def _clips(recipe: OperandRecipe) -> bool:
+    return recipe.margin < 1 or (recipe.granularity == "mx" and recipe.mx_rule == "floor")
+
+
+def _arrange(x: Tensor, m: int, f: int, tile: Tile) -> tuple[tuple[int], dict[str, Any]]:
+    tile_m, tile_f, warps, programs = tile
+    count = -(-m // tile_m) * -(-f // tile_f)
+    constants = {
+        "EVEN": m % tile_m == 0 and f % tile_f == 0,
+        "TILE_M": tile_m,
+        "TILE_F": tile_f,
+        "num_warps": warps,
+    }
+    return (min(count, programs * multiprocessors(x.device)),), constants
+
+
+def _seed(*recipes: OperandRecipe) -> Any:
+    return SEED if any(recipe.rounding == "stochastic" for recipe in recipes) else 0
