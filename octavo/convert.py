@@ -66,6 +66,11 @@ def convert_to_fp8(
     check_choice("precision", precision, PRECISIONS)
     if tokens is not None:
         check_positive_int("tokens", tokens)
+    if precision == "fp8" and config.fp8_dpa:
+        raise ValueError(
+            "fp8_dpa=True: convert_to_fp8 runs linears in FP8 and leaves attention as it is; leave fp8_dpa out, "
+            "or run the forward under octavo.fp8_autocast(config), which computes attention in FP8, slowly"
+        )
     modules = dict(model.named_modules())
     if any(isinstance(module, FP8Linear) or _FUSED in module.__dict__ for module in modules.values()):
         raise ValueError(f"{type(model).__name__} is already converted; call octavo.restore(model) first")
