@@ -1,9 +1,9 @@
-"""Where does FP8 pay for a single linear? Forward and backward of linears of many shapes, FP8 against BF16, on this GPU.
+"""Where does FP8 pay for a single linear? Forward and backward of many shapes, FP8 against BF16, on this GPU.
 
     python benchmarks/linears.py --out linears.json
 
-Times are the GPU's own (replayed from CUDA graphs, weights and inputs that no cache holds), so they show what a step gains
-that keeps the GPU busy. Beside them stands what `octavo.nn.planner` expects: its constants come from such a table.
+Times are the GPU's own (replayed from CUDA graphs), so they show what a step gains that keeps the GPU busy. Beside them
+stands what `octavo.nn.planner` expects.
 """
 
 import argparse
@@ -75,8 +75,8 @@ def main() -> None:
             rows[-1] |= {"expected_bf16_ms": expected.bf16 * 1e3, "expected_fp8_ms": expected.fp8 * 1e3}
             right = (fp8 < bf16) == expected.pays
             print(
-                f"{tokens:6d} × {inputs:5d} → {outputs:5d}   BF16 {bf16:7.3f} ms   FP8 {fp8:7.3f}   {bf16 / fp8:5.2f}x   "
-                f"expected {expected.bf16 / expected.fp8:5.2f}x{'' if right else '   WRONG'}",
+                f"{tokens:6d} × {inputs:5d} → {outputs:5d}   BF16 {bf16:7.3f} ms   FP8 {fp8:7.3f}   {bf16 / fp8:5.2f}x"
+                f"   expected {expected.bf16 / expected.fp8:5.2f}x{'' if right else '   WRONG'}",
                 flush=True,
             )
     if options.out:
