@@ -16,6 +16,7 @@ ORDER = [
     "support",
     "kernels",
     "ops",
+    "ops_linear",
     "ops_loss",
     "ops_bdh",
     "nn",

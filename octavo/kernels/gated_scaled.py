@@ -14,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels import tiles
-from octavo.kernels.gated import activate, can_gate, gradients, load_gate_up
+from octavo.kernels.gated import can_gate
+from octavo.kernels.gated_tiles import activate, gradients, load_gate_up
 from octavo.kernels.launch import SEED, Plan, kind
 from octavo.kernels.quantize_scaled import scale_rows
 from octavo.kernels.quantize_tensor import offsets, store_tile

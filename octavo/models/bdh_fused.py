@@ -20,10 +20,11 @@ from torch import Tensor
 from octavo.models.bdh import BDH, rope_angles
 from octavo.nn.autocast import is_skipped
 from octavo.nn.bdh import OPERANDS, WEIGHTS, Layer, fp8_bdh_layer, quantize_weights
-from octavo.nn.product import Product, fp8_product
+from octavo.nn.product import fp8_product
 from octavo.nn.report import FP8, Entry, Report
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 from octavo.numerics.config import check_config
+from octavo.ops import Product
 from octavo.support import require_tensor_cores
 
 _FUSED = "_octavo_fused"

@@ -29,11 +29,12 @@ from torch.utils.checkpoint import checkpoint
 
 from octavo.nn.autocast_functions import FUNCTIONS
 from octavo.nn.checkpointing import attach_to_recomputation
-from octavo.nn.product import Product, fp8_product
+from octavo.nn.product import fp8_product
 from octavo.nn.report import FP8, Entry, Report
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 from octavo.numerics.config import check_config
 from octavo.numerics.scaling import new_rows
+from octavo.ops import Product
 from octavo.support import require_tensor_cores
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from octavo.nn.linears import fp8_linears
-from octavo.nn.product import Product
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
+from octavo.ops import Product
 from octavo.support import require_tensor_cores
 
 

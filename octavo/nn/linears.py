@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from octavo import ops
-from octavo.nn.product import Product
+from octavo import ops_linear
 from octavo.numerics.quantize import Quantized
+from octavo.ops import Product
 
 Rows = tuple[Tensor, Tensor, Tensor]
 
@@ -45,20 +45,8 @@ class _FP8Linears(torch.autograd.Function):
         *weights: Tensor,
     ) -> Tensor:
         keep_x = any(ctx.needs_input_grad[6:])
-        x_q = ops.quantize(x, row_x, product.a, record=product.record, layout="both" if keep_x else "rows")
-        # y = x · wᵀ
-        y = ops.weight_gemm(
-            x_q[0],
-            weights,
-            row_w,
-            product.b,
-            bias=bias,
-            record=product.record,
-            out_dtype=product.out_dtype,
-            fast=product.fast_forward,
-            emulate=product.emulate,
-        )
-        ctx.save_for_backward(*(x_q[1] if keep_x else (None, None)), *weights)
+        y, x_columns = ops_linear.linear(x, weights, bias, (row_x, row_w), product, keep=keep_x)
+        ctx.save_for_backward(*x_columns, *weights)
         # Not saved as tensors: rows change with every use, which autograd's version check would take for a mistake.
         ctx.rows = (row_w, row_g)
         ctx.product = product
@@ -73,20 +61,14 @@ class _FP8Linears(torch.autograd.Function):
         x_dtype, bias_dtype = ctx.like
         needs_x, needs_bias, needs_w = ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[6:]
         dx = dbias = None
-        how = {"fast": product.fast_backward, "emulate": product.emulate}
         dws: list[Tensor | None] = [None] * len(weights)
         if needs_x or any(needs_w):
-            layout = "both" if needs_x and any(needs_w) else "rows" if needs_x else "columns"
-            g_q = ops.quantize(g, row_g, product.g, record=True, layout=layout)
-        if needs_x:
-            # dx = g · w
-            dx = ops.weight_gemm(g_q[0], weights, row_w, product.b, transpose=True, out_dtype=x_dtype, **how)
-        if any(needs_w):
-            # dw = gᵀ · x
-            x_km = Quantized(x_data, x_scale)
-            dw = ops.gemm_nt(g_q[-1], x_km, out_dtype=weights[0].dtype, batch=(), **how)
-            parts = dw.split([w.shape[0] for w in weights])
-            dws = [part if needed else None for part, needed in zip(parts, needs_w, strict=True)]
+            x = Quantized(x_data, x_scale)
+            needs = {"needs_x": needs_x, "needs_w": any(needs_w), "dtype": x_dtype}
+            dx, dw = ops_linear.linear_backward(g, x, weights, (row_g, row_w), product, **needs)
+            if any(needs_w):
+                parts = dw.split([w.shape[0] for w in weights])
+                dws = [part if needed else None for part, needed in zip(parts, needs_w, strict=True)]
         if needs_bias:
             dbias = g.float().sum(dim=0).to(bias_dtype)
-        return dx, dbias, None, None, None, None, *dws
+        return dx if needs_x else None, dbias, None, None, None, None, *dws

@@ -20,7 +20,7 @@ it is a view of a itself, `q @ q.mT`, one quantised q serves as both, and both g
 The scaling state of b is then a copy of that of a.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,25 +28,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from octavo import ops
-from octavo.numerics import OperandRecipe
 from octavo.numerics.quantize import Quantized
-
-
-@dataclass(frozen=True)
-class Product:
-    """How a product is computed: everything about it but its tensors."""
-
-    a: OperandRecipe
-    b: OperandRecipe
-    g: OperandRecipe
-    out_dtype: torch.dtype
-    b_is_nk: bool = False
-    a_is_weight: bool = False
-    b_is_weight: bool = True
-    record: bool = True  # learn scales and statistics from this use
-    emulate: bool = False  # by the specification even where there are kernels
-    fast_forward: bool = True  # tensor cores may keep about 14 bits of a running sum
-    fast_backward: bool = False
+from octavo.ops import Product
 
 
 def fp8_product(

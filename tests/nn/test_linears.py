@@ -6,10 +6,10 @@ from bounds import assert_product_close
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from octavo import FP8Linear, FP8TrainingConfig, ops
+from octavo import FP8Linear, FP8TrainingConfig, ops_linear
 from octavo.nn.linears import fp8_linears
-from octavo.nn.product import Product
 from octavo.numerics.scaling import SCALE, new_rows
+from octavo.ops import Product
 
 CONFIGS = {
     **{name: FP8TrainingConfig.from_recipe(name) for name in ("delayed", "current", "channel", "block", "mx")},
@@ -79,8 +79,8 @@ def test_frozen_weights_cost_nothing(name, trained, monkeypatch):
     for i, w in enumerate(weights):
         w.requires_grad_(i in trained)
     layouts = []
-    quantize = ops.quantize
-    monkeypatch.setattr(ops, "quantize", lambda *a, **k: (layouts.append(k["layout"]), quantize(*a, **k))[1])
+    quantize = ops_linear.quantize_directly
+    monkeypatch.setattr(ops_linear, "quantize_directly", lambda *a: (layouts.append(a[-1]), quantize(*a))[1])
     y = fp8_linears(x, weights, None, product_of(CONFIGS[name]), rows())
     saved = [t for t in y.grad_fn.next_functions[0][0].saved_tensors if t is not None]
     y.backward(torch.randn_like(y))
@@ -93,8 +93,8 @@ def test_frozen_weights_cost_nothing(name, trained, monkeypatch):
 def test_an_input_without_gradient(monkeypatch):
     x, weights = build()
     layouts = []
-    quantize = ops.quantize
-    monkeypatch.setattr(ops, "quantize", lambda *a, **k: (layouts.append(k["layout"]), quantize(*a, **k))[1])
+    quantize = ops_linear.quantize_directly
+    monkeypatch.setattr(ops_linear, "quantize_directly", lambda *a: (layouts.append(a[-1]), quantize(*a))[1])
     fp8_linears(x.detach(), weights, None, product_of(CONFIGS["delayed"]), rows()).sum().backward()
     assert layouts == ["both", "columns"] and all(w.grad is not None for w in weights)
 

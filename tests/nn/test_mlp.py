@@ -9,11 +9,11 @@ from bounds import cosine
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from octavo import FP8TrainingConfig, ops
+from octavo import FP8TrainingConfig, ops_linear
 from octavo.nn.mlp import MLP, fp8_mlp
-from octavo.nn.product import Product
 from octavo.numerics.activation import ACTIVATIONS, gated, gated_backward
 from octavo.numerics.scaling import new_rows
+from octavo.ops import Product
 
 CONFIGS = {
     **{name: FP8TrainingConfig.from_recipe(name) for name in ("delayed", "current", "channel", "block", "mx")},
@@ -78,12 +78,12 @@ def test_frozen_weights(trained, monkeypatch):
     for i, w in enumerate(leaves[1:]):
         w.requires_grad_(i in trained)
     layouts = []
-    quantize = ops.quantize
-    monkeypatch.setattr(ops, "quantize", lambda *a, **k: (layouts.append(k["layout"]), quantize(*a, **k))[1])
+    quantize = ops_linear.quantize_directly
+    monkeypatch.setattr(ops_linear, "quantize_directly", lambda *a: (layouts.append(a[-1]), quantize(*a))[1])
     y = fp8_mlp(*leaves, mlp_of(CONFIGS["delayed"]), rows(), rows())
     y.square().sum().backward()
     assert layouts[0] == ("both" if {0, 1} & set(trained) else "rows")  # x: its columns are for gate and up
-    assert layouts[1] == ("both" if 2 in trained else "rows")  # g: its columns are for down
+    assert layouts[2] == ("both" if 2 in trained else "rows")  # g, after h: its columns are for down
     assert [w.grad is not None for w in leaves[1:]] == [i in trained for i in range(3)]
     assert leaves[0].grad is not None
 

@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 
 from octavo import fp8_autocast
 from octavo.nn import product as product_module
-from octavo.nn.product import Product, fp8_product
+from octavo.nn.product import fp8_product
 from octavo.numerics import FP8TrainingConfig
 from octavo.numerics.scaling import ROW
+from octavo.ops import Product
 
 RECIPES = ("delayed", "current", "channel", "block", "mx")
 CASES = {

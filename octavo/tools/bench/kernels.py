@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo import ops
+from octavo import ops, ops_linear
 from octavo.numerics import FP8TrainingConfig, Quantized
 from octavo.numerics.config import RECIPES, OperandRecipe, Recipe
 from octavo.numerics.operand import LAYOUTS
@@ -74,12 +74,12 @@ def _quantize(recipe: OperandRecipe, layout: str, row: Tensor, x: Tensor) -> lis
 
 
 def _gated(recipe: Recipe, row: Tensor, gate_up: Tensor) -> list[Quantized]:
-    return [ops.gated_quantize(gate_up, row, recipe.x, "silu", record=True)]
+    return [ops_linear.gated_quantize(gate_up, row, recipe.x, "silu", record=True)]
 
 
 def _gated_backward(recipe: Recipe, row: Tensor, dh: Tensor, gate_up: Tensor) -> list[Quantized]:
     h_scale = torch.full((), 2.0**-6, device=dh.device)  # of |h| up to 7: only the time matters here
-    return list(ops.gated_quantize_backward(dh, gate_up, h_scale, row, recipe.g, recipe.x, "silu"))
+    return list(ops_linear.gated_quantize_backward(dh, gate_up, h_scale, row, recipe.g, recipe.x, "silu"))
 
 
 def copy_bandwidth(device: str) -> float:

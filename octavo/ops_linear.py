@@ -1,0 +1,308 @@
+"""The operations of whole layers, beside those of `ops.py`: linears and the gated MLP, forward and backward.
+
+Each is one operator. Python takes tens of microseconds for every operator of a compiled layer, and a small model's GPU
+waits for that (docs/LOG.md); and what is quantised inside one lives no longer than that and cannot be moved: the
+partitioner of `torch.compile` would take backward's quantising of weights into forward, and keep the result.
+
+Shapes: M tokens, K inputs, N outputs, F hidden. Scales are packed as operators need them; see `ops.pack_scale`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.ranges import ranged
+from octavo.numerics import OperandRecipe, Quantized
+from octavo.numerics import activation as spec
+from octavo.numerics.scaling import SCALE
+from octavo.ops import Product, fake_quantize, multiply, pack_scale, quantize_directly, quantize_group
+from octavo.support import has_fp8_tensor_cores
+
+_LIBRARY = torch.library.Library("octavo", "FRAGMENT")
+_LIBRARY.define(
+    "linear(Tensor x, Tensor(a!) row_x, Tensor[] weights, Tensor(b!) row_w, Tensor? bias, str recipe_x, str recipe_w, "
+    "bool record, bool keep, ScalarType dtype, bool fast, bool emulate) -> (Tensor, Tensor, Tensor)"
+)
+_LIBRARY.define(
+    "linear_backward(Tensor g, Tensor(a!) row_g, Tensor x, Tensor x_scale, Tensor[] weights, Tensor row_w, "
+    "str recipe_g, str recipe_w, bool needs_x, bool needs_w, ScalarType dtype, bool fast, bool emulate) "
+    "-> (Tensor, Tensor)"
+)
+_LIBRARY.define(
+    "mlp(Tensor x, Tensor gate, Tensor up, Tensor down, Tensor(a!) row_x, Tensor(b!) row_gate_up, Tensor(c!) row_h, "
+    "Tensor(d!) row_down, str recipe_x, str recipe_w, str activation, bool record, bool keep, ScalarType dtype, "
+    "bool fast, bool emulate) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+_LIBRARY.define(
+    "mlp_backward(Tensor g, Tensor x, Tensor x_scale, Tensor gate_up, Tensor h_scale, Tensor gate, Tensor up, "
+    "Tensor down, Tensor(a!) row_g, Tensor row_down, Tensor(b!) row_dgate_up, Tensor row_gate_up, str recipe_x, "
+    "str recipe_w, str recipe_g, str activation, bool[] needs, ScalarType dtype, bool fast, bool emulate) "
+    "-> (Tensor, Tensor, Tensor)"
+)
+
+
+def linear(
+    x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, rows: tuple[Tensor, Tensor], how: Product, *, keep: bool
+) -> tuple[Tensor, Quantized]:
+    """`x[M, K] · w[N, K]ᵀ + bias` for `w` the weights side by side, and x as columns: empty unless kept."""
+    y, data, scale = torch.ops.octavo.linear(
+        x, rows[0], list(weights), rows[1], bias, how.a.encode(), how.b.encode(), how.record, keep, how.out_dtype,
+        how.fast_forward, how.emulate,
+    )  # fmt: skip
+    return y, Quantized(data, scale)
+
+
+def linear_backward(
+    g: Tensor, x: Quantized, weights: Sequence[Tensor], rows: tuple[Tensor, Tensor], how: Product,
+    *, needs_x: bool, needs_w: bool, dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """dx in `dtype` and dw, of all weights; empty where not needed. `rows`: of g and of the weights."""
+    return torch.ops.octavo.linear_backward(
+        g, rows[0], *x, list(weights), rows[1], how.g.encode(), how.b.encode(), needs_x, needs_w, dtype,
+        how.fast_backward, how.emulate,
+    )  # fmt: skip
+
+
+def mlp(
+    x: Tensor, weights: tuple[Tensor, Tensor, Tensor], rows: tuple[Tensor, Tensor, Tensor, Tensor], how: Product,
+    activation: str, *, keep: bool,
+) -> tuple[Tensor, Quantized, Tensor, Tensor]:  # fmt: skip
+    """y, x as columns if it is to be kept, gate and up side by side, and the scale of h.
+
+    `weights`: gate, up, down. `rows`: of x, of gate and up, of h, of down.
+    """
+    y, data, scale, gate_up, h_scale = torch.ops.octavo.mlp(
+        x, *weights, *rows, how.a.encode(), how.b.encode(), activation, how.record, keep, how.out_dtype,
+        how.fast_forward, how.emulate,
+    )  # fmt: skip
+    return y, Quantized(data, scale), gate_up, h_scale
+
+
+def mlp_backward(
+    g: Tensor, x: Quantized, gate_up: Tensor, h_scale: Tensor, weights: tuple[Tensor, Tensor, Tensor],
+    rows: tuple[Tensor, Tensor, Tensor, Tensor], how: Product, activation: str, *, needs: Sequence[bool],
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dx in `dtype`, dw of gate and up together, dw of down; empty where not needed.
+
+    `rows`: of g, of down, of the gradient of gate and up, of gate and up. `needs`: of x, of gate or up, of down.
+    """
+    return torch.ops.octavo.mlp_backward(
+        g, *x, gate_up, h_scale, *weights, *rows, how.a.encode(), how.b.encode(), how.g.encode(), activation,
+        list(needs), dtype, how.fast_backward, how.emulate,
+    )  # fmt: skip
+
+
+def weight_gemm(
+    a: Quantized, weights: Sequence[Tensor], row: Tensor, recipe: OperandRecipe, *, bias: Tensor | None = None,
+    record: bool = False, transpose: bool = False, dtype: torch.dtype, fast: bool, emulate: bool,
+) -> Tensor:  # fmt: skip
+    """`a[M, K] · w[N, K]ᵀ + bias`, or with `transpose` `a[M, N] · w[N, K]`, for `w` the weights side by side."""
+    # In backward the weights have the scale that forward found.
+    layout = "columns" if transpose else "rows"
+    w = quantize_group(weights, row, recipe, record, layout, known=transpose)[0]
+    return multiply(a, w, bias, dtype, [], fast, emulate)
+
+
+def gated_quantize(gate_up: Tensor, row: Tensor, recipe: OperandRecipe, activation: str, *, record: bool) -> Quantized:
+    """`numerics.activation.gated(gate_up)`, quantised as rows."""
+    if has_fp8_tensor_cores(gate_up.device):
+        from octavo.kernels import gated, gated_scaled
+
+        for kernel in (gated, gated_scaled):
+            if kernel.can_quantize(gate_up, recipe):
+                return kernel.gated_quantize(gate_up, row, recipe, activation, record=record)
+    return quantize_directly(_gated(gate_up, activation), row, recipe, record, "rows")[0]
+
+
+def gated_quantize_backward(
+    dh: Tensor, gate_up: Tensor, h_scale: Tensor, row: Tensor, recipe: OperandRecipe, recipe_h: OperandRecipe,
+    activation: str,
+) -> Sequence[Quantized]:  # fmt: skip
+    """The gradient of `gate_up` as rows and as columns, and `gated(gate_up)` as columns.
+
+    `h_scale` is what forward quantised h with; a granularity other than `tensor` finds its own for the columns.
+    """
+    if has_fp8_tensor_cores(dh.device):
+        from octavo.kernels import gated, gated_scaled
+
+        if gated.can_quantize(gate_up, recipe, recipe_h):
+            return gated.gated_quantize_backward(dh, gate_up, h_scale, row, recipe, recipe_h, activation)
+        if gated_scaled.can_quantize_backward(gate_up, recipe, recipe_h):
+            return gated_scaled.gated_quantize_backward(dh, gate_up, row, recipe, recipe_h, activation)
+    gradient, h = _gated_backward(dh, gate_up, activation)
+    found = quantize_directly(gradient, row, recipe, True, "both")
+    known = row.new_zeros(row.shape)
+    if recipe_h.granularity == "tensor":
+        recipe_h = replace(recipe_h, delayed=True)
+        known[SCALE] = h_scale
+    return [*found, *quantize_directly(h, known, recipe_h, False, "columns")]
+
+
+def _gated(gate_up: Tensor, activation: str) -> Tensor:
+    if has_fp8_tensor_cores(gate_up.device):
+        from octavo.kernels import gated as kernel
+
+        if kernel.can_gate(gate_up):
+            return kernel.gated(gate_up, activation)
+    return spec.gated(gate_up, activation)
+
+
+def _gated_backward(dh: Tensor, gate_up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    if has_fp8_tensor_cores(gate_up.device):
+        from octavo.kernels import gated as kernel
+
+        if kernel.can_gate(gate_up):
+            return kernel.gated_backward(dh, gate_up, activation)
+    return spec.gated_backward(dh, gate_up, activation), spec.gated(gate_up, activation)
+
+
+def _quantize_input(x: Tensor, row: Tensor, recipe: OperandRecipe, record: bool, keep: bool) -> tuple[Quantized, ...]:
+    """x as rows, and as columns if it is to be kept, else something empty."""
+    found = quantize_directly(x, row, recipe, record, "both" if keep else "rows")
+    return found[0], found[1] if keep else Quantized(*_empty(x, 2))
+
+
+def _empty(like: Tensor, count: int) -> list[Tensor]:
+    """An operator returns tensors, and never one twice."""
+    return [like.new_empty(0) for _ in range(count)]
+
+
+def _fresh_scale(q: Quantized, other: Quantized) -> Tensor:
+    """Per tensor, both layouts may share one scale."""
+    return pack_scale(q.scale.clone() if q.scale is other.scale else q.scale)
+
+
+def _linear(
+    x: Tensor, row_x: Tensor, weights: list[Tensor], row_w: Tensor, bias: Tensor | None, recipe_x: str, recipe_w: str,
+    record: bool, keep: bool, dtype: torch.dtype, fast: bool, emulate: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    x_mk, x_km = _quantize_input(x, row_x, OperandRecipe.decode(recipe_x), record, keep)
+    # y = x · wᵀ
+    w = OperandRecipe.decode(recipe_w)
+    y = weight_gemm(x_mk, weights, row_w, w, bias=bias, record=record, dtype=dtype, fast=fast, emulate=emulate)
+    return y, x_km.data, _fresh_scale(x_km, x_mk)
+
+
+def _linear_backward(
+    g: Tensor, row_g: Tensor, x: Tensor, x_scale: Tensor, weights: list[Tensor], row_w: Tensor, recipe_g: str,
+    recipe_w: str, needs_x: bool, needs_w: bool, dtype: torch.dtype, fast: bool, emulate: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    dx, dw = _empty(g, 2)
+    layout = "both" if needs_x and needs_w else "rows" if needs_x else "columns"
+    g_q = quantize_directly(g, row_g, OperandRecipe.decode(recipe_g), True, layout)
+    if needs_x:
+        # dx = g · w
+        w = OperandRecipe.decode(recipe_w)
+        dx = weight_gemm(g_q[0], weights, row_w, w, transpose=True, dtype=dtype, fast=fast, emulate=emulate)
+    if needs_w:
+        # dw = gᵀ · x
+        dw = multiply(g_q[-1], Quantized(x, x_scale), None, weights[0].dtype, [], fast, emulate)
+    return dx, dw
+
+
+def _mlp(
+    x: Tensor, gate: Tensor, up: Tensor, down: Tensor, row_x: Tensor, row_gate_up: Tensor, row_h: Tensor,
+    row_down: Tensor, recipe_x: str, recipe_w: str, activation: str, record: bool, keep: bool, dtype: torch.dtype,
+    fast: bool, emulate: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    x_recipe, w_recipe = OperandRecipe.decode(recipe_x), OperandRecipe.decode(recipe_w)
+    how: dict[str, Any] = {"record": record, "dtype": dtype, "fast": fast, "emulate": emulate}
+    x_mk, x_km = _quantize_input(x, row_x, x_recipe, record, keep)
+    # gu = x · [w_gate; w_up]ᵀ
+    gate_up = weight_gemm(x_mk, (gate, up), row_gate_up, w_recipe, **how)
+    h = gated_quantize(gate_up, row_h, x_recipe, activation, record=record)
+    # y = h · w_downᵀ
+    y = weight_gemm(h, (down,), row_down, w_recipe, **how)
+    h_scale = h.scale if x_recipe.granularity == "tensor" else _empty(row_h, 1)[0]
+    return y, x_km.data, _fresh_scale(x_km, x_mk), gate_up, h_scale
+
+
+def _mlp_backward(
+    g: Tensor, x: Tensor, x_scale: Tensor, gate_up: Tensor, h_scale: Tensor, gate: Tensor, up: Tensor, down: Tensor,
+    row_g: Tensor, row_down: Tensor, row_dgate_up: Tensor, row_gate_up: Tensor, recipe_x: str, recipe_w: str,
+    recipe_g: str, activation: str, needs: list[bool], dtype: torch.dtype, fast: bool, emulate: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    needs_x, needs_gate_up, needs_down = needs
+    x_recipe, w_recipe, g_recipe = (OperandRecipe.decode(text) for text in (recipe_x, recipe_w, recipe_g))
+    how: dict[str, Any] = {"fast": fast, "emulate": emulate}
+    dx, dgate_up, ddown = _empty(g, 3)
+    g_q = quantize_directly(g, row_g, g_recipe, True, "both" if needs_down else "rows")
+    # dh = g · w_down
+    dh = weight_gemm(g_q[0], (down,), row_down, w_recipe, transpose=True, dtype=gate_up.dtype, **how)
+    d_rows, d_columns, h = gated_quantize_backward(
+        dh, gate_up, h_scale, row_dgate_up, g_recipe, x_recipe, activation
+    )  # fmt: skip
+    del dh
+    if needs_down:
+        # dw_down = gᵀ · h
+        ddown = multiply(g_q[-1], h, None, down.dtype, [], **how)
+    del g_q, h
+    if needs_x:
+        # dx = dgu · [w_gate; w_up]
+        dx = weight_gemm(d_rows, (gate, up), row_gate_up, w_recipe, transpose=True, dtype=dtype, **how)
+    del d_rows
+    if needs_gate_up:
+        # dw_gate_up = dguᵀ · x
+        dgate_up = multiply(d_columns, Quantized(x, x_scale), None, gate.dtype, [], **how)
+    return dx, dgate_up, ddown
+
+
+def _fake_input(x: Tensor, row: Tensor, recipe: str, keep: bool) -> tuple[Tensor, Tensor]:
+    if not keep:
+        return x.new_empty(0), x.new_empty(0)
+    return fake_quantize(x, OperandRecipe.decode(recipe), transpose=True)
+
+
+def _linear_fake(
+    x: Tensor, row_x: Tensor, weights: list[Tensor], row_w: Tensor, bias: Tensor | None, recipe_x: str, recipe_w: str,
+    record: bool, keep: bool, dtype: torch.dtype, fast: bool, emulate: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    y = x.new_empty([x.shape[0], sum(w.shape[0] for w in weights)], dtype=dtype)
+    return y, *_fake_input(x, row_x, recipe_x, keep)
+
+
+def _linear_backward_fake(
+    g: Tensor, row_g: Tensor, x: Tensor, x_scale: Tensor, weights: list[Tensor], row_w: Tensor, recipe_g: str,
+    recipe_w: str, needs_x: bool, needs_w: bool, dtype: torch.dtype, fast: bool, emulate: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    k, w_dtype = weights[0].shape[1], weights[0].dtype
+    dx = g.new_empty([g.shape[0], k], dtype=dtype) if needs_x else g.new_empty(0)
+    return dx, g.new_empty([g.shape[1], k], dtype=w_dtype) if needs_w else g.new_empty(0)
+
+
+def _mlp_fake(
+    x: Tensor, gate: Tensor, up: Tensor, down: Tensor, row_x: Tensor, row_gate_up: Tensor, row_h: Tensor,
+    row_down: Tensor, recipe_x: str, recipe_w: str, activation: str, record: bool, keep: bool, dtype: torch.dtype,
+    fast: bool, emulate: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    y = x.new_empty([x.shape[0], down.shape[0]], dtype=dtype)
+    gate_up = x.new_empty([x.shape[0], gate.shape[0] + up.shape[0]], dtype=dtype)
+    one_scale = OperandRecipe.decode(recipe_x).granularity == "tensor"
+    h_scale = row_h.new_empty(()) if one_scale else row_h.new_empty(0)
+    return y, *_fake_input(x, row_x, recipe_x, keep), gate_up, h_scale
+
+
+def _mlp_backward_fake(
+    g: Tensor, x: Tensor, x_scale: Tensor, gate_up: Tensor, h_scale: Tensor, gate: Tensor, up: Tensor, down: Tensor,
+    row_g: Tensor, row_down: Tensor, row_dgate_up: Tensor, row_gate_up: Tensor, recipe_x: str, recipe_w: str,
+    recipe_g: str, activation: str, needs: list[bool], dtype: torch.dtype, fast: bool, emulate: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    needs_x, needs_gate_up, needs_down = needs
+    dx = g.new_empty([g.shape[0], gate.shape[1]], dtype=dtype) if needs_x else g.new_empty(0)
+    both = [gate.shape[0] + up.shape[0], gate.shape[1]]
+    dgate_up = g.new_empty(both, dtype=gate.dtype) if needs_gate_up else g.new_empty(0)
+    return dx, dgate_up, g.new_empty(down.shape, dtype=down.dtype) if needs_down else g.new_empty(0)
+
+
+for _name, _implementation, _fake in (
+    ("linear", _linear, _linear_fake),
+    ("linear_backward", _linear_backward, _linear_backward_fake),
+    ("mlp", _mlp, _mlp_fake),
+    ("mlp_backward", _mlp_backward, _mlp_backward_fake),
+):
+    _LIBRARY.impl(_name, ranged(f"octavo.{_name}", _implementation), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"octavo::{_name}", _fake, lib=_LIBRARY)
