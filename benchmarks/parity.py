@@ -26,12 +26,12 @@ from typing import Any
 import numpy as np
 import torch
 from corpus import DEFAULT, Corpus, byte_corpus, load_corpus
-from parity_runs import BF16, FP8, LLAMA_1B, LLAMA_TINY, Data, Task, train
+from parity_runs import BF16, FP8, LLAMA_1B, LLAMA_TINY, VARIANTS, Data, Task, train
 
 from octavo.models.bdh import PRESETS
 from octavo.training.files import write_json
 
-ORDER = ("bf16", "delayed", "block", "channel", "bf16-noise1", "bf16-noise2", "current", "mx", "e5m2")
+ORDER = ("bf16", "delayed", "block", "channel", "bf16-noise1", "bf16-noise2", "current", "mx", "e5m2", *VARIANTS)
 LLAMA_RECIPES = ("delayed", "block", "channel")
 TASKS = {
     "bdh": Task("bdh", "byte", PRESETS["25m"], 1000, 8, 512, lr=1e-3, warmup=50, held_out_tokens=2**20),
@@ -85,7 +85,7 @@ def plan(options: argparse.Namespace) -> list[tuple[Task, str]]:
             return run in BF16[: options.bf16_runs] and (options.recipes is None or "bf16" in options.recipes)
         if options.recipes is not None:
             return run in options.recipes
-        return task.name == "bdh" or run in LLAMA_RECIPES
+        return run not in VARIANTS and (task.name == "bdh" or run in LLAMA_RECIPES)
 
     return [(task, run) for run in ORDER for task in tasks if wanted(task, run)]
 

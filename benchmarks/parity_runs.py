@@ -37,6 +37,16 @@ FP8 = {
     "mx": FP8TrainingConfig.from_recipe("mx"),
     "e5m2": FP8TrainingConfig(fp8_format="E5M2"),
 }
+# To find out what a difference comes from; run when named.
+VARIANTS = {
+    "delayed-sums-in-fp32": FP8TrainingConfig(fast_accumulation="none"),
+    "delayed-fast-forward": FP8TrainingConfig(fast_accumulation="forward"),
+    "delayed-e4m3": FP8TrainingConfig(fp8_format="E4M3"),
+    "channel-sums-in-fp32": FP8TrainingConfig.from_recipe("channel", fast_accumulation="none"),
+    "channel-e4m3": FP8TrainingConfig.from_recipe("channel", fp8_format="E4M3"),
+    "block-hybrid": FP8TrainingConfig.from_recipe("block", fp8_format="HYBRID"),
+}
+FP8 |= VARIANTS
 NOISE = 2.0**-9
 CHECK = 25
 WARM = 10  # steps not timed: they compile

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from octavo.kernels import tiles
 from octavo.kernels.gated_tiles import activate, gradients, load_gate_up
-from octavo.kernels.launch import SEED, Plan, kind
+from octavo.kernels.launch import SEED, Plan, Plans, kind
 from octavo.kernels.quantize_tensor import offsets, store_tile
 from octavo.kernels.tiles import multiprocessors
 from octavo.numerics.config import OperandRecipe
@@ -249,7 +249,7 @@ def _gated_backward_kernel(
                 tiles.record_use(row_ptr)
 
 
-_PLANS: dict[tuple[Any, ...], Plan] = {}
+_PLANS = Plans()
 
 
 def can_quantize(gate_up: Tensor, *recipes: OperandRecipe) -> bool:
@@ -270,23 +270,26 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
     """As `numerics.activation.gated`, of `gate_up[M, 2F]`."""
     gate_up = gate_up.contiguous()
     key = ("gated", activation, kind(gate_up))
-    if key not in _PLANS:
+    plan = _PLANS.get(key)
+    if plan is None:
         m, f = gate_up.shape[0], gate_up.shape[1] // 2
-        plan = _PLANS[key] = Plan(given=1)
+        plan = Plan(given=1)
         out, none = plan.make((m, f), gate_up.dtype), plan.make((1,), torch.float32)
         grid, constants = _arrange(gate_up, m, f, _FORWARD, None, activation, PLAIN, False)
         plan.launch(_gated_kernel, grid, (0, none, none, out, none), (m, f, 0.0, 0), constants)
         plan.results = (out,)
-    return _PLANS[key].run(gate_up)[0]
+        _PLANS[key] = plan
+    return plan.run(gate_up)[0]
 
 
 def gated_backward(dh: Tensor, gate_up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     """As `numerics.activation.gated_backward`, and h again."""
     dh, gate_up = dh.contiguous(), gate_up.contiguous()
     key = ("gated_backward", activation, kind(dh, gate_up))
-    if key not in _PLANS:
+    plan = _PLANS.get(key)
+    if plan is None:
         m, f = dh.shape
-        plan = _PLANS[key] = Plan(given=2)
+        plan = Plan(given=2)
         out, h = plan.make((m, 2 * f), gate_up.dtype), plan.make((m, f), dh.dtype)
         none = plan.make((1,), torch.float32)
         grid, constants = _arrange(gate_up, m, f, _FORWARD, None, activation, PLAIN, False)
@@ -294,7 +297,8 @@ def gated_backward(dh: Tensor, gate_up: Tensor, activation: str) -> tuple[Tensor
         tensors = (0, 1, none, none, none, out, out, none, none, h)
         plan.launch(_gated_backward_kernel, grid, tensors, (m, f, 0.0, 0), constants)
         plan.results = (out, h)
-    out_h = _PLANS[key].run(dh, gate_up)
+        _PLANS[key] = plan
+    out_h = plan.run(dh, gate_up)
     return out_h[0], out_h[1]
 
 
@@ -303,9 +307,10 @@ def gated_quantize(gate_up: Tensor, row: Tensor, recipe: OperandRecipe, activati
     gate_up = gate_up.contiguous()
     row = row if record or not recipe.delayed else row.clone()
     key = ("gated_quantize", recipe, activation, record, kind(gate_up, row))
-    if key not in _PLANS:
+    plan = _PLANS.get(key)
+    if plan is None:
         m, f = gate_up.shape[0], gate_up.shape[1] // 2
-        plan = _PLANS[key] = Plan(given=2)
+        plan = Plan(given=2)
         amax = 1 if recipe.delayed else plan.make((1,), torch.float32, zeros=True)
         out, scale = plan.make((m, f), recipe.format.dtype), plan.make((), torch.float32)
         for task in (MEASURE, QUANTIZE):
@@ -313,7 +318,8 @@ def gated_quantize(gate_up: Tensor, row: Tensor, recipe: OperandRecipe, activati
             numbers = (m, f, 1.0 / (m * f), _seed(recipe))
             plan.launch(_gated_kernel, grid, (0, 1, amax, out, scale), numbers, constants)
         plan.results = (out, scale)
-    return Quantized(*_PLANS[key].run(gate_up, row))
+        _PLANS[key] = plan
+    return Quantized(*plan.run(gate_up, row))
 
 
 def gated_quantize_backward(
@@ -328,9 +334,10 @@ def gated_quantize_backward(
     """The gradient of gate and up as rows and as columns, and h as columns."""
     dh, gate_up = dh.contiguous(), gate_up.contiguous()
     key = ("gated_quantize_backward", recipe, recipe_h, activation, kind(dh, gate_up, h_scale, row))
-    if key not in _PLANS:
+    plan = _PLANS.get(key)
+    if plan is None:
         m, f = dh.shape
-        plan = _PLANS[key] = Plan(given=4)
+        plan = Plan(given=4)
         amax = 3 if recipe.delayed else plan.make((1,), torch.float32, zeros=True)
         rows, columns = plan.make((m, 2 * f), recipe.format.dtype), plan.make((2 * f, m), recipe.format.dtype)
         scale, scale_t = plan.make((), torch.float32), plan.make((), torch.float32)
@@ -342,7 +349,8 @@ def gated_quantize_backward(
             tensors = (0, 1, 3, amax, 2, rows, columns, scale, scale_t, h)
             plan.launch(_gated_backward_kernel, grid, tensors, numbers, constants)
         plan.results = (rows, scale, columns, scale_t, h)
-    *found, turned = _PLANS[key].run(dh, gate_up, h_scale, row)
+        _PLANS[key] = plan
+    *found, turned = plan.run(dh, gate_up, h_scale, row)
     return Quantized(*found[:2]), Quantized(*found[2:]), Quantized(turned, h_scale.clone())
 
 

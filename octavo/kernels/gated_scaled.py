@@ -16,7 +16,7 @@ from torch import Tensor
 from octavo.kernels import tiles
 from octavo.kernels.gated import can_gate
 from octavo.kernels.gated_tiles import activate, gradients, load_gate_up
-from octavo.kernels.launch import SEED, Plan, kind
+from octavo.kernels.launch import SEED, Plan, Plans, kind
 from octavo.kernels.quantize_scaled import scale_rows
 from octavo.kernels.quantize_tensor import offsets, store_tile
 from octavo.kernels.tiles import BLOCK_1X128, CHANNEL, MX, multiprocessors
@@ -222,7 +222,7 @@ def _backward_columns_kernel(
         store_tile(h_ptr, q, j, i, inner_t, F, M, M, EVEN, TILE_F, TILE_M)
 
 
-_PLANS: dict[tuple[Any, ...], Plan] = {}
+_PLANS = Plans()
 
 
 def can_quantize(gate_up: Tensor, recipe: OperandRecipe) -> bool:
@@ -253,17 +253,19 @@ def gated_quantize(gate_up: Tensor, row: Tensor, recipe: OperandRecipe, activati
     """`gated(gate_up[M, 2F])`, quantised as rows."""
     gate_up = gate_up.contiguous()
     key = ("rows", recipe, activation, record, kind(gate_up, row))
-    if key not in _PLANS:
+    plan = _PLANS.get(key)
+    if plan is None:
         m, f = gate_up.shape[0], gate_up.shape[1] // 2
         mode = _rows_mode(recipe)
-        plan = _PLANS[key] = Plan(given=2)
+        plan = Plan(given=2)
         out, scale = plan.make((m, f), recipe.format.dtype), _make_scale(plan, mode, m, f)
         grid, constants = _arrange(gate_up, m, f, _ROWS)
         constants |= {"MODE": mode, "RECORD": record, "SILU": activation == "silu", "CLIPS": _clips(recipe)}
         numbers = (m, f, 1.0 / (m * f), _seed(recipe))
         plan.launch(_rows_kernel, grid, (0, 1, out, scale), numbers, constants | _rounding(recipe))
         plan.results = (out, scale)
-    return Quantized(*_PLANS[key].run(gate_up, row))
+        _PLANS[key] = plan
+    return Quantized(*plan.run(gate_up, row))
 
 
 def gated_quantize_backward(
@@ -272,9 +274,10 @@ def gated_quantize_backward(
     """The gradient of gate and up as rows and as columns, and h as columns."""
     dh, gate_up = dh.contiguous(), gate_up.contiguous()
     key = ("backward", recipe, recipe_h, activation, kind(dh, gate_up, row))
-    if key not in _PLANS:
-        _PLANS[key] = _plan_backward(dh, gate_up, recipe, recipe_h, activation)
-    found = _PLANS[key].run(dh, gate_up, row)
+    plan = _PLANS.get(key)
+    if plan is None:
+        plan = _PLANS[key] = _plan_backward(dh, gate_up, recipe, recipe_h, activation)
+    found = plan.run(dh, gate_up, row)
     return Quantized(*found[:2]), Quantized(*found[2:4]), Quantized(*found[4:])
 
 

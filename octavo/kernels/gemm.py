@@ -18,7 +18,7 @@ accumulation the tensor cores keep about 14 bits of the running sum, else it is 
 import itertools
 import math
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -48,7 +48,7 @@ def is_one_call(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Te
     )
 
 
-@cache
+@lru_cache(maxsize=4096)
 def _is_one_call(a: torch.Size, a_dtype: torch.dtype, b: torch.Size, b_dtype: torch.dtype) -> bool:
     return (
         len(a) == len(b) == 2

@@ -105,6 +105,17 @@ class Plan:
             launch.again(addresses, stream, hooks)
 
 
+class Plans(dict[tuple[Any, ...], Plan]):
+    """Plans by what they were made for. Not for ever: sequence lengths may change with every step."""
+
+    LIMIT = 2048
+
+    def __setitem__(self, key: tuple[Any, ...], plan: Plan) -> None:
+        if len(self) >= self.LIMIT:
+            self.clear()
+        super().__setitem__(key, plan)
+
+
 def kind(*tensors: Tensor) -> tuple[Hashable, ...]:
     """What a plan may depend on."""
     return tuple((x.shape, x.stride(), x.dtype, x.data_ptr() & 15, x.get_device()) for x in tensors)

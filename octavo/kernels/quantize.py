@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.kernels.launch import SEED, Plan, kind
+from octavo.kernels.launch import SEED, Plan, Plans, kind
 from octavo.kernels.quantize_scaled import amax_kernel, scaled_kernel
 from octavo.kernels.quantize_tensor import tensor_kernel
 from octavo.kernels.tiles import BLOCK_1X128, BLOCK_128X128, CHANNEL, MX, NONE, TENSOR, multiprocessors
@@ -42,7 +42,7 @@ _WIDE = (torch.bfloat16, torch.float16, torch.float32)
 _SMALL_TILES = {NONE.value, TENSOR.value, CHANNEL.value}  # scales known before the tile
 
 
-_PLANS: dict[tuple[Any, ...], Plan] = {}
+_PLANS = Plans()
 
 
 def can_quantize(xs: Sequence[Tensor], recipe: OperandRecipe) -> bool:
