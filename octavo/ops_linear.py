@@ -21,6 +21,8 @@ from octavo.numerics.scaling import SCALE
 from octavo.ops import Product, fake_quantize, multiply, pack_scale, quantize_directly, quantize_group
 from octavo.support import has_fp8_tensor_cores
 
+TILE = 64  # tokens
+
 _LIBRARY = torch.library.Library("octavo", "FRAGMENT")
 _LIBRARY.define(
     "linear(Tensor x, Tensor(a!) row_x, Tensor[] weights, Tensor(b!) row_w, Tensor? bias, str recipe_x, str recipe_w, "
@@ -160,6 +162,20 @@ def _gated_backward(dh: Tensor, gate_up: Tensor, activation: str) -> tuple[Tenso
     return spec.gated_backward(dh, gate_up, activation), spec.gated(gate_up, activation)
 
 
+def _pads(device: torch.device, emulate: bool) -> bool:
+    """Whether zero rows are added: kernels and GEMMs on tensor cores want whole tiles. They change no result."""
+    return not emulate and has_fp8_tensor_cores(device)
+
+
+def _padded_rows(rows: int) -> int:
+    return -(-rows // TILE) * TILE
+
+
+def _padded(x: Tensor, emulate: bool) -> Tensor:
+    missing = _padded_rows(x.shape[0]) - x.shape[0] if _pads(x.device, emulate) else 0
+    return torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x
+
+
 def _quantize_input(x: Tensor, row: Tensor, recipe: OperandRecipe, record: bool, keep: bool) -> tuple[Quantized, ...]:
     """x as rows, and as columns if it is to be kept, else something empty."""
     found = quantize_directly(x, row, recipe, record, "both" if keep else "rows")
@@ -180,11 +196,11 @@ def _linear(
     x: Tensor, row_x: Tensor, weights: list[Tensor], row_w: Tensor, bias: Tensor | None, recipe_x: str, recipe_w: str,
     record: bool, keep: bool, dtype: torch.dtype, fast: bool, emulate: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    x_mk, x_km = _quantize_input(x, row_x, OperandRecipe.decode(recipe_x), record, keep)
+    x_mk, x_km = _quantize_input(_padded(x, emulate), row_x, OperandRecipe.decode(recipe_x), record, keep)
     # y = x · wᵀ
     w = OperandRecipe.decode(recipe_w)
     y = weight_gemm(x_mk, weights, row_w, w, bias=bias, record=record, dtype=dtype, fast=fast, emulate=emulate)
-    return y, x_km.data, _fresh_scale(x_km, x_mk)
+    return y[: x.shape[0]], x_km.data, _fresh_scale(x_km, x_mk)
 
 
 def _linear_backward(
@@ -193,11 +209,12 @@ def _linear_backward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     dx, dw = _empty(g, 2)
     layout = "both" if needs_x and needs_w else "rows" if needs_x else "columns"
-    g_q = quantize_directly(g, row_g, OperandRecipe.decode(recipe_g), True, layout)
+    g_q = quantize_directly(_padded(g, emulate), row_g, OperandRecipe.decode(recipe_g), True, layout)
     if needs_x:
         # dx = g · w
         w = OperandRecipe.decode(recipe_w)
         dx = weight_gemm(g_q[0], weights, row_w, w, transpose=True, dtype=dtype, fast=fast, emulate=emulate)
+        dx = dx[: g.shape[0]]
     if needs_w:
         # dw = gᵀ · x
         dw = multiply(g_q[-1], Quantized(x, x_scale), None, weights[0].dtype, [], fast, emulate)
@@ -211,14 +228,14 @@ def _mlp(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     x_recipe, w_recipe = OperandRecipe.decode(recipe_x), OperandRecipe.decode(recipe_w)
     how: dict[str, Any] = {"record": record, "dtype": dtype, "fast": fast, "emulate": emulate}
-    x_mk, x_km = _quantize_input(x, row_x, x_recipe, record, keep)
+    x_mk, x_km = _quantize_input(_padded(x, emulate), row_x, x_recipe, record, keep)
     # gu = x · [w_gate; w_up]ᵀ
     gate_up = weight_gemm(x_mk, (gate, up), row_gate_up, w_recipe, **how)
     h = gated_quantize(gate_up, row_h, x_recipe, activation, record=record)
     # y = h · w_downᵀ
     y = weight_gemm(h, (down,), row_down, w_recipe, **how)
     h_scale = h.scale if x_recipe.granularity == "tensor" else _empty(row_h, 1)[0]
-    return y, x_km.data, _fresh_scale(x_km, x_mk), gate_up, h_scale
+    return y[: x.shape[0]], x_km.data, _fresh_scale(x_km, x_mk), gate_up, h_scale
 
 
 def _mlp_backward(
@@ -230,7 +247,7 @@ def _mlp_backward(
     x_recipe, w_recipe, g_recipe = (OperandRecipe.decode(text) for text in (recipe_x, recipe_w, recipe_g))
     how: dict[str, Any] = {"fast": fast, "emulate": emulate}
     dx, dgate_up, ddown = _empty(g, 3)
-    g_q = quantize_directly(g, row_g, g_recipe, True, "both" if needs_down else "rows")
+    g_q = quantize_directly(_padded(g, emulate), row_g, g_recipe, True, "both" if needs_down else "rows")
     # dh = g · w_down
     dh = weight_gemm(g_q[0], (down,), row_down, w_recipe, transpose=True, dtype=gate_up.dtype, **how)
     d_rows, d_columns, h = gated_quantize_backward(
@@ -243,7 +260,7 @@ def _mlp_backward(
     del g_q, h
     if needs_x:
         # dx = dgu · [w_gate; w_up]
-        dx = weight_gemm(d_rows, (gate, up), row_gate_up, w_recipe, transpose=True, dtype=dtype, **how)
+        dx = weight_gemm(d_rows, (gate, up), row_gate_up, w_recipe, transpose=True, dtype=dtype, **how)[: g.shape[0]]
     del d_rows
     if needs_gate_up:
         # dw_gate_up = dguᵀ · x
@@ -251,10 +268,14 @@ def _mlp_backward(
     return dx, dgate_up, ddown
 
 
-def _fake_input(x: Tensor, row: Tensor, recipe: str, keep: bool) -> tuple[Tensor, Tensor]:
+def _fake_padded(x: Tensor, emulate: bool) -> Tensor:
+    return x.new_empty([_padded_rows(x.shape[0]), x.shape[1]]) if _pads(x.device, emulate) else x
+
+
+def _fake_input(x: Tensor, recipe: str, keep: bool, emulate: bool) -> tuple[Tensor, Tensor]:
     if not keep:
         return x.new_empty(0), x.new_empty(0)
-    return fake_quantize(x, OperandRecipe.decode(recipe), transpose=True)
+    return fake_quantize(_fake_padded(x, emulate), OperandRecipe.decode(recipe), transpose=True)
 
 
 def _linear_fake(
@@ -262,7 +283,7 @@ def _linear_fake(
     record: bool, keep: bool, dtype: torch.dtype, fast: bool, emulate: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     y = x.new_empty([x.shape[0], sum(w.shape[0] for w in weights)], dtype=dtype)
-    return y, *_fake_input(x, row_x, recipe_x, keep)
+    return y, *_fake_input(x, recipe_x, keep, emulate)
 
 
 def _linear_backward_fake(
@@ -280,10 +301,11 @@ def _mlp_fake(
     fast: bool, emulate: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     y = x.new_empty([x.shape[0], down.shape[0]], dtype=dtype)
-    gate_up = x.new_empty([x.shape[0], gate.shape[0] + up.shape[0]], dtype=dtype)
+    tokens = _fake_padded(x, emulate).shape[0]
+    gate_up = x.new_empty([tokens, gate.shape[0] + up.shape[0]], dtype=dtype)
     one_scale = OperandRecipe.decode(recipe_x).granularity == "tensor"
     h_scale = row_h.new_empty(()) if one_scale else row_h.new_empty(0)
-    return y, *_fake_input(x, row_x, recipe_x, keep), gate_up, h_scale
+    return y, *_fake_input(x, recipe_x, keep, emulate), gate_up, h_scale
 
 
 def _mlp_backward_fake(

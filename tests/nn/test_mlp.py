@@ -142,3 +142,23 @@ def test_activation_of_large_values_is_finite(activation):
 def test_activation_is_rounded_once(dtype):
     gate_up = torch.randn(20, 60, dtype=dtype)
     assert torch.equal(gated(gate_up, "silu"), gated(gate_up.float(), "silu").to(dtype))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_zero_rows_change_nothing(name, compiled, monkeypatch):
+    """On tensor cores tokens are padded to whole tiles; here the specification is given the same rows."""
+    torch._dynamo.reset()
+    leaves = build()
+    g = torch.randn(3, 19, K)
+    function = torch.compile(fp8_mlp, backend="aot_eager", fullgraph=True) if compiled else fp8_mlp
+
+    def run():
+        y = function(*leaves, mlp_of(CONFIGS[name]), rows(), rows())
+        return y, *torch.autograd.grad(y, leaves, g)
+
+    plain = run()
+    monkeypatch.setattr(ops_linear, "_pads", lambda *_: True)
+    torch._dynamo.reset()
+    for one, other in zip(run(), plain, strict=True):
+        torch.testing.assert_close(one, other)
