@@ -136,4 +136,4 @@ def constants(recipe: OperandRecipe) -> dict[str, object]:
 
 
 def seed_of(recipe: OperandRecipe) -> int:
-    return int(torch.randint(2**31 - 2, ())) if recipe.rounding == "stochastic" else 0
+    return int(torch.randint(2**31 - 2, (), device="cpu")) if recipe.rounding == "stochastic" else 0

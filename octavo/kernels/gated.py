@@ -198,7 +198,7 @@ def _gated_backward_kernel(
                 else:
                     v_t = tiles.saturate(tl.trans(d).to(tl.float32) * inverse, 0, 0, MAXIMUM, False, False)
                     q_t = tiles.cast(v_t, columns_ptr.dtype.element_ty, d.dtype)
-                half_t = columns_ptr + half * F.to(tl.int64) * M
+                half_t = columns_ptr + half * tl.cast(F, tl.int64) * M
                 store_tile(half_t, q_t, j, i, inner_t, F, M, M, EVEN, TILE_F, TILE_M)
         if TASK == QUANTIZE:
             where = j.to(tl.int64) * TILE_F * M + i * TILE_M + inner_t if H_STOCHASTIC else 0
@@ -232,7 +232,7 @@ def _gated_backward_kernel(
                             q = tiles.cast(v, rows_ptr.dtype.element_ty, dgate.dtype)
                             store_tile(rows_ptr + half * F, q, i, j, inner, M, F, 2 * F, EVEN, TILE_M, TILE_F)
                             q_t = tiles.cast(tl.trans(v), columns_ptr.dtype.element_ty, dgate.dtype)
-                            half_t = columns_ptr + half * F.to(tl.int64) * M
+                            half_t = columns_ptr + half * tl.cast(F, tl.int64) * M
                             store_tile(half_t, q_t, j, i, inner_t, F, M, M, EVEN, TILE_F, TILE_M)
         if TASK == MEASURE:
             if finite_top > 0:

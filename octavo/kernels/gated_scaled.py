@@ -211,7 +211,7 @@ def _backward_columns_kernel(
             )  # fmt: skip
             v = tiles.saturate(v, seed + 1 + half, where, MAXIMUM, STOCHASTIC)
             q = tiles.cast(v, columns_ptr.dtype.element_ty, tl.float32 if STOCHASTIC else source)
-            half_t = columns_ptr + half * F.to(tl.int64) * M
+            half_t = columns_ptr + half * tl.cast(F, tl.int64) * M
             store_tile(half_t, q, j, i, inner_t, F, M, M, EVEN, TILE_F, TILE_M)
         v, _ = scale_rows(
             tl.trans(h).to(tl.float32), j, i, 0, F, F, M, h_amax_ptr, h_scale_ptr, MODE, H_MAXIMUM, H_MARGIN, H_MX_UP,

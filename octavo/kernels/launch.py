@@ -36,7 +36,7 @@ class _Launch:
             self.rest = tuple(self.constants[name] for name in self.kernel.arg_names if name in self.constants)
             self.compiled = compiled
 
-    def again(self, addresses: Sequence[int], stream: int, hooks: tuple[Any, Any]) -> None:
+    def again(self, addresses: Sequence[int], stream: int) -> None:
         """The compiled kernel, told nothing but what it reads."""
         compiled, grid = self.compiled, self.grid
         numbers = (*self.numbers, _seed()) if self.seeded else self.numbers
@@ -48,7 +48,8 @@ class _Launch:
             compiled.function,
             compiled.packed_metadata,
             None,
-            *hooks,
+            None,
+            None,
             *[addresses[i] for i in self.tensors],
             *numbers,
             *self.rest,
@@ -93,16 +94,16 @@ class Plan:
         return [tensors[i] for i in self.results]
 
     def _launch(self, tensors: Sequence[Tensor], index: int | None) -> None:
-        if index is None or self._launches[-1].compiled is None:
+        runtime = triton.knobs.runtime
+        watched = any(getattr(hook, "calls", hook) for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook))
+        if index is None or watched or self._launches[-1].compiled is None:
             for launch in self._launches:
                 launch.first(tensors)
             return
         addresses = [tensor.data_ptr() for tensor in tensors]
         stream = torch._C._cuda_getCurrentRawStream(index)
-        runtime = triton.knobs.runtime
-        hooks = runtime.launch_enter_hook, runtime.launch_exit_hook
         for launch in self._launches:
-            launch.again(addresses, stream, hooks)
+            launch.again(addresses, stream)
 
 
 class Plans(dict[tuple[Any, ...], Plan]):
@@ -122,4 +123,4 @@ def kind(*tensors: Tensor) -> tuple[Hashable, ...]:
 
 
 def _seed() -> int:
-    return int(torch.randint(2**31 - 2, ()))
+    return int(torch.randint(2**31 - 2, (), device="cpu"))

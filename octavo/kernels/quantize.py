@@ -38,6 +38,7 @@ _BLOCK_TILE: Tile = (128, 128, 16, 1, 2, 64)  # one block
 _ROWS_TILE: Tile = (32, 128, 4, 1, 8, None)  # as wide as a block
 _COLUMNS_TILE: Tile = (128, 32, 4, 1, 8, None)  # as high as one
 _AMAX_TILE: Tile = (64, 64, 4, 3, 8, None)
+_LARGEST_BATCH = 65_535  # the second dimension of a grid
 _WIDE = (torch.bfloat16, torch.float16, torch.float32)
 _SMALL_TILES = {NONE.value, TENSOR.value, CHANNEL.value}  # scales known before the tile
 
@@ -48,6 +49,8 @@ _PLANS = Plans()
 def can_quantize(xs: Sequence[Tensor], recipe: OperandRecipe) -> bool:
     """Whether the kernel covers this: formats that NVIDIA has, no percentile, groups that no block straddles."""
     if len(xs) > 1 and not all(x.dim() == 2 and x.shape[0] % BLOCK == 0 for x in xs):
+        return False
+    if xs[0].dim() > 2 and xs[0].shape[:-2].numel() > _LARGEST_BATCH:
         return False
     return _has_kernel(recipe) and all(x.dtype in _WIDE and x.dim() >= 2 and x.numel() for x in xs)
 

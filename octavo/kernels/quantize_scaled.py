@@ -59,6 +59,8 @@ def scaled_kernel(
     inner_out = offsets(C, TILE_R, TILE_C)
     inner_t = offsets(R, TILE_C, TILE_R)
     WHOLE: tl.constexpr = MODE_R == BLOCK_128X128 or (MODE_R == NONE and MODE_C == BLOCK_128X128)
+    # With scales found in the transposed tile, Triton would transpose the FP8 bytes; see `tiles.cast`.
+    source_t: tl.constexpr = x_ptr.dtype.element_ty if WHOLE or MODE_C == CHANNEL else tl.float32
     top = tl.zeros([TILE_R, TILE_C // 8], tl.int32)
     lost = tl.zeros([TILE_R, TILE_C // 8], tl.int32)
     lost_t = tl.zeros([TILE_C, TILE_R // 8], tl.int32)
@@ -123,7 +125,7 @@ def scaled_kernel(
                         lost_t += tiles.count_of_eight(tiles.is_lost(x_t, v_t, MAXIMUM))
                     if CLIPS:
                         clipped += tiles.count(tiles.is_clipped(x_t, spread_t, MAXIMUM))
-                q_t = tiles.cast(v_t, columns_ptr.dtype.element_ty, tl.float32 if STOCHASTIC else narrow.dtype)
+                q_t = tiles.cast(v_t, columns_ptr.dtype.element_ty, tl.float32 if STOCHASTIC else source_t)
             store_tile(columns_ptr + batch * R * C, q_t, j, i, inner_t, C, end - r0, R, EVEN, TILE_C, TILE_R)
 
     if RECORD:

@@ -28,7 +28,9 @@ Rows = tuple[Tensor, Tensor, Tensor]
 
 def fp8_linears(x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, product: Product, rows: Rows) -> Tensor:
     """`x[..., K]` times the weights `[Nᵢ, K]` side by side, `[..., N]`. `rows`: scaling state of x, w and g."""
-    y = _FP8Linears.apply(x.reshape(-1, x.shape[-1]), bias, product, *rows, *weights)
+    # Inside an autograd function nothing tells whether gradients are enabled.
+    keep_x = torch.is_grad_enabled() and any(w.requires_grad for w in weights)
+    y = _FP8Linears.apply(x.reshape(-1, x.shape[-1]), bias, product, keep_x, *rows, *weights)
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
@@ -39,12 +41,12 @@ class _FP8Linears(torch.autograd.Function):
         x: Tensor,
         bias: Tensor | None,
         product: Product,
+        keep_x: bool,
         row_x: Tensor,
         row_w: Tensor,
         row_g: Tensor,
         *weights: Tensor,
     ) -> Tensor:
-        keep_x = any(ctx.needs_input_grad[6:])
         y, x_columns = ops_linear.linear(x, weights, bias, (row_x, row_w), product, keep=keep_x)
         ctx.save_for_backward(*x_columns, *weights)
         # Not saved as tensors: rows change with every use, which autograd's version check would take for a mistake.
@@ -59,7 +61,7 @@ class _FP8Linears(torch.autograd.Function):
         x_data, x_scale, *weights = ctx.saved_tensors
         product, (row_w, row_g) = ctx.product, ctx.rows
         x_dtype, bias_dtype = ctx.like
-        needs_x, needs_bias, needs_w = ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[6:]
+        needs_x, needs_bias, needs_w = ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[7:]
         dx = dbias = None
         dws: list[Tensor | None] = [None] * len(weights)
         if needs_x or any(needs_w):
@@ -71,4 +73,4 @@ class _FP8Linears(torch.autograd.Function):
                 dws = [part if needed else None for part, needed in zip(parts, needs_w, strict=True)]
         if needs_bias:
             dbias = g.float().sum(dim=0).to(bias_dtype)
-        return dx if needs_x else None, dbias, None, None, None, None, *dws
+        return dx if needs_x else None, dbias, None, None, None, None, None, *dws

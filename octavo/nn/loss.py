@@ -50,14 +50,16 @@ def linear_cross_entropy(
     `count`: divide the sum by this instead of the number of labels. `head` and `rows`: an FP8 head and its scaling
     state for h and w.
     """
-    hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).contiguous()
     if count is None:
         count = (labels != IGNORED).sum()
     if not isinstance(count, Tensor):
         count = torch.full((), float(count), device=hidden.device)
     count = count.to(device=hidden.device, dtype=torch.float32)
     row_x, row_w = rows or (None, None)
-    return _LinearCrossEntropy.apply(hidden, weight, labels, count, head, row_x, row_w)
+    # Inside an autograd function nothing tells whether gradients are enabled.
+    enabled = torch.is_grad_enabled()
+    return _LinearCrossEntropy.apply(hidden, weight, labels, count, head, enabled, row_x, row_w)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -69,11 +71,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         labels: Tensor,
         count: Tensor,
         head: FP8Head | None,
+        enabled: bool,
         row_x: Tensor | None,
         row_w: Tensor | None,
     ) -> Tensor:
         factor = torch.where(count > 0, reciprocal(count), 0.0)  # without labels there is no gradient
-        needs_h, needs_w = ctx.needs_input_grad[:2]
+        needs_h, needs_w = (enabled and needed for needed in ctx.needs_input_grad[:2])
         compute = torch.get_autocast_dtype(hidden.device.type) if _autocast(hidden) else hidden.dtype
         with torch.autocast(hidden.device.type, enabled=False):
             if head is None:
@@ -96,7 +99,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for gradient in (dh, dw):
             if gradient is not None:
                 ops_loss.scale_(gradient, g)
-        return dh, dw, None, None, None, None, None
+        return dh, dw, None, None, None, None, None, None
 
 
 def _chunks(

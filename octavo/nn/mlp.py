@@ -33,15 +33,18 @@ class MLP:
 
 def fp8_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, mlp: MLP, rows_gate_up: Rows, rows_down: Rows) -> Tensor:
     """`x[..., K]` through the MLP. `rows_…`: scaling state of input, weight and gradient of each product."""
-    y = _FP8MLP.apply(x.reshape(-1, x.shape[-1]), gate, up, down, mlp, *rows_gate_up, *rows_down)
+    # Inside an autograd function nothing tells whether gradients are enabled.
+    keep_x = torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad)
+    y = _FP8MLP.apply(x.reshape(-1, x.shape[-1]), gate, up, down, mlp, keep_x, *rows_gate_up, *rows_down)
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
 class _FP8MLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor, mlp: MLP, *rows: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor, mlp: MLP, keep_x: bool, *rows: Tensor
+    ) -> Tensor:
         row_x, row_gate_up, _, row_h, row_down, _ = rows
-        keep_x = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
         used = (row_x, row_gate_up, row_h, row_down)
         y, x_columns, gate_up, h_scale = ops_linear.mlp(
             x, (gate, up, down), used, mlp.product, mlp.activation, keep=keep_x
@@ -75,4 +78,4 @@ class _FP8MLP(torch.autograd.Function):
             dgate, dup = dgate_up.split([gate.shape[0], up.shape[0]])
         found = (dx, dgate, dup, ddown)
         wanted = (needs_x, needs_gate, needs_up, needs_down)
-        return *[d if needed else None for d, needed in zip(found, wanted, strict=True)], *[None] * 7
+        return *[d if needed else None for d, needed in zip(found, wanted, strict=True)], *[None] * 8

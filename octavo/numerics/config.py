@@ -50,6 +50,9 @@ class OperandRecipe:
     columns: str | None = None
 
     def __post_init__(self) -> None:
+        # Equal recipes are to be written, and so hashed, alike.
+        object.__setattr__(self, "margin", float(self.margin))
+        object.__setattr__(self, "percentile", None if self.percentile is None else float(self.percentile))
         # Kernels look up their plans by recipe, in every call.
         object.__setattr__(self, "_hash", hash(self.encode()))
 

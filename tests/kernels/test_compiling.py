@@ -8,7 +8,7 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize(("dtype", "rounding"), [("float32", "nearest"), ("bfloat16", "stochastic")])
+@pytest.mark.parametrize(("dtype", "rounding"), [("float32", "nearest"), ("bfloat16", "nearest")])
 def test_tiles_are_transposed_in_16_bits(dtype, rounding):
     """FP8 bytes turned next to another store come out wrong on Hopper (triton-lang/triton#11111): NaN in training."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -23,4 +23,4 @@ def test_tiles_are_transposed_in_16_bits(dtype, rounding):
         "_causal_kernel",
     }
     assert sum(k["conversions"] for k in kernels) > 0  # else this looks for the wrong thing
-    assert not [k for k in kernels if k["bytes_turned"] and not k["one_layout"]]
+    assert not [k for k in kernels if k["bytes_turned"]]

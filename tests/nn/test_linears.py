@@ -170,3 +170,14 @@ def test_zero_rows_change_nothing(name, compiled, monkeypatch):
         torch.testing.assert_close(one, other)
     for one, other in zip(state, plain_rows, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0.1)  # shares of elements are of more elements
+
+
+def test_nothing_is_kept_without_gradients(monkeypatch):
+    x, weights = build()
+    layouts = []
+    quantize = ops_linear.quantize_directly
+    monkeypatch.setattr(ops_linear, "quantize_directly", lambda *a: (layouts.append(a[-1]), quantize(*a))[1])
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            fp8_linears(x, weights, None, product_of(CONFIGS["delayed"], record=False), rows())
+    assert layouts == ["rows", "rows"]

@@ -198,3 +198,25 @@ def test_the_planner_is_monotone():
             assert turned == found
         more = [planner.estimate(t, tokens, tokens) for t in sizes]
         assert [e.pays for e in more] == sorted(e.pays for e in more)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_without_gradients(fp8, monkeypatch):
+    """Only the loss, and nothing learnt from it."""
+    hidden, weight, labels = build()
+    rows = head_rows()
+    how = {"head": head_of(), "rows": rows} if fp8 else {}
+    expected = linear_cross_entropy(hidden, weight, labels, **how)
+    before = [row.clone() for row in rows]
+    for name in ("cross_entropy_backward_", "cross_entropy_quantize"):
+        monkeypatch.setattr(module.ops_loss, name, lambda *_: pytest.fail("a gradient that nobody asked for"))
+    with torch.no_grad():
+        torch.testing.assert_close(linear_cross_entropy(hidden, weight, labels, **how), expected.detach())
+    assert all(torch.equal(row, old) for row, old in zip(rows, before, strict=True))
+
+
+def test_labels_with_steps_between_them():
+    hidden, weight, _ = build()
+    wide = torch.randint(0, V, (T, 3))
+    found, expected = (linear_cross_entropy(hidden, weight, wide[:, 0].clone() if c else wide[:, 0]) for c in (0, 1))
+    torch.testing.assert_close(found, expected)

@@ -1,9 +1,12 @@
 """FP8TrainingConfig and the recipes it stands for."""
 
+import copy
 import dataclasses
 import itertools
 import json
 import math
+import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -268,3 +271,12 @@ def test_choices_are_the_documented_ones():
 def test_a_recipe_prints_what_it_does():
     text = str(FP8TrainingConfig.from_recipe("channel").recipe)
     assert all(word in text for word in ("E4M3", "E5M2", "channel"))
+
+
+def test_equal_operand_recipes_are_one_key():
+    """Kernels find their plans by them; copies from another process, where strings hash otherwise, too."""
+    recipe = FP8TrainingConfig(percentile=99).recipe.x
+    same = replace(recipe, percentile=99.0, margin=1)
+    assert same == recipe and hash(same) == hash(recipe)
+    for copied in (pickle.loads(pickle.dumps(recipe)), copy.deepcopy(recipe), type(recipe).decode(recipe.encode())):
+        assert copied == recipe and hash(copied) == hash(recipe)
