@@ -136,9 +136,7 @@ def multiply(
     """`gemm_nt`, not as an operator. Scales may be packed."""
     on_tensor_cores = not emulate and has_fp8_tensor_cores(a.data.device)
     if on_tensor_cores and not batch and kernels.is_one_call(*a, *b, bias, out_dtype):
-        return torch._scaled_mm(
-            a.data, b.data.t(), a.scale, b.scale, out_dtype=out_dtype, use_fast_accum=fast
-        )  # fmt: skip
+        return torch._scaled_mm(a.data, b.data.t(), a.scale, b.scale, out_dtype=out_dtype, use_fast_accum=fast)
     a, b = (Quantized(q.data, _unpack(q.scale)) for q in (a, b))
     if not on_tensor_cores or not kernels.can_multiply(a, b):
         return padded_gemm_nt(a, b, bias=bias, out_dtype=out_dtype, batch=batch)

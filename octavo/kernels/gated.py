@@ -15,7 +15,7 @@ from torch import Tensor
 
 from octavo.kernels import tiles
 from octavo.kernels.gated_tiles import activate, gradients, load_gate_up
-from octavo.kernels.launch import SEED, Plan, Plans, kind
+from octavo.kernels.launch import Plan, Plans, kind, seed_of
 from octavo.kernels.quantize_tensor import offsets, store_tile
 from octavo.kernels.tiles import multiprocessors
 from octavo.numerics.config import OperandRecipe
@@ -315,7 +315,7 @@ def gated_quantize(gate_up: Tensor, row: Tensor, recipe: OperandRecipe, activati
         out, scale = plan.make((m, f), recipe.format.dtype), plan.make((), torch.float32)
         for task in (MEASURE, QUANTIZE):
             grid, constants = _arrange(gate_up, m, f, _FORWARD, recipe, activation, task, record)
-            numbers = (m, f, 1.0 / (m * f), _seed(recipe))
+            numbers = (m, f, 1.0 / (m * f), seed_of(recipe))
             plan.launch(_gated_kernel, grid, (0, 1, amax, out, scale), numbers, constants)
         plan.results = (out, scale)
         _PLANS[key] = plan
@@ -345,7 +345,7 @@ def gated_quantize_backward(
         for task in (MEASURE, QUANTIZE):
             grid, constants = _arrange(gate_up, m, f, _BACKWARD, recipe, activation, task, True)
             constants |= {"H_MAXIMUM": recipe_h.format.max, "H_STOCHASTIC": recipe_h.rounding == "stochastic"}
-            numbers = (m, f, 0.5 / (m * f), _seed(recipe, recipe_h))
+            numbers = (m, f, 0.5 / (m * f), seed_of(recipe, recipe_h))
             tensors = (0, 1, 3, amax, 2, rows, columns, scale, scale_t, h)
             plan.launch(_gated_backward_kernel, grid, tensors, numbers, constants)
         plan.results = (rows, scale, columns, scale_t, h)
@@ -377,7 +377,3 @@ def _arrange(
         constants["maxnreg"] = registers
     count = -(-m // tile_m) * -(-f // tile_f)
     return (min(count, programs * multiprocessors(x.device)),), constants
-
-
-def _seed(*recipes: OperandRecipe) -> Any:
-    return SEED if any(recipe.rounding == "stochastic" for recipe in recipes) else 0

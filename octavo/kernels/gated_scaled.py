@@ -16,7 +16,8 @@ from torch import Tensor
 from octavo.kernels import tiles
 from octavo.kernels.gated import can_gate
 from octavo.kernels.gated_tiles import activate, gradients, load_gate_up
-from octavo.kernels.launch import SEED, Plan, Plans, kind
+from octavo.kernels.launch import Plan, Plans, kind, seed_of
+from octavo.kernels.quantize import clips
 from octavo.kernels.quantize_scaled import scale_rows
 from octavo.kernels.quantize_tensor import offsets, store_tile
 from octavo.kernels.tiles import BLOCK_1X128, CHANNEL, MX, multiprocessors
@@ -34,6 +35,24 @@ _COLUMNS: dict[int, Tile] = {
     BLOCK_1X128.value: (128, 32, 8, 2),
     MX.value: (128, 32, 8, 2),
 }
+
+
+@triton.jit
+def _watch(x, spread, top, finite_top, clipped, CLIPS: tl.constexpr, MAXIMUM: tl.constexpr):
+    """What a tile adds to the largest bit pattern, the largest finite magnitude, and the count of what saturates."""
+    top = tl.maximum(top, tiles.largest_of_eight(tiles.magnitude_bits(x)))
+    finite_top = tl.maximum(finite_top, tiles.largest_of_eight(tiles.finite_magnitude(x)))
+    if CLIPS:
+        clipped += tiles.count(tiles.is_clipped(x, spread, MAXIMUM))
+    return top, finite_top, clipped
+
+
+@triton.jit
+def _record(row_ptr, top, finite_top, lost, clipped, per_element):
+    bad = tiles.largest(top) >= tiles.INFINITY_BITS
+    tiles.record(row_ptr, tiles.largest(finite_top), bad, lost, clipped, per_element)
+    if tl.program_id(0) == 0:
+        tiles.record_use(row_ptr)
 
 
 @triton.jit(do_not_specialize=["seed"])
@@ -79,18 +98,11 @@ def _rows_kernel(
         q = tiles.cast(v, out_ptr.dtype.element_ty, tl.float32 if STOCHASTIC else gate.dtype)
         store_tile(out_ptr, q, i, j, inner_out, M, F, F, EVEN, TILE_M, TILE_F)
         if RECORD:
-            top = tl.maximum(top, tiles.largest_of_eight(tiles.magnitude_bits(h)))
-            finite_top = tl.maximum(finite_top, tiles.largest_of_eight(tiles.finite_magnitude(h)))
-            if CLIPS:
-                clipped += tiles.count(tiles.is_clipped(h, spread, MAXIMUM))
+            top, finite_top, clipped = _watch(h, spread, top, finite_top, clipped, CLIPS, MAXIMUM)
             if tiles.is_sampled(tile, step):
                 lost += tiles.count_of_eight(tiles.is_lost(h, v, MAXIMUM))
     if RECORD:
-        all_lost = tiles.from_sample(lost, count, step)
-        bad = tiles.largest(top) >= tiles.INFINITY_BITS
-        tiles.record(row_ptr, tiles.largest(finite_top), bad, all_lost, clipped, per_element)
-        if tl.program_id(0) == 0:
-            tiles.record_use(row_ptr)
+        _record(row_ptr, top, finite_top, tiles.from_sample(lost, count, step), clipped, per_element)
 
 
 @triton.jit(do_not_specialize=["seed"])
@@ -108,7 +120,6 @@ def _backward_rows_kernel(
     seed,
     MODE: tl.constexpr,
     COLUMN_AMAX: tl.constexpr,
-    H_AMAX: tl.constexpr,
     SILU: tl.constexpr,
     CLIPS: tl.constexpr,
     MAXIMUM: tl.constexpr,
@@ -132,7 +143,7 @@ def _backward_rows_kernel(
         i, j = tile // across, tile % across
         dgate, dup, h = gradients(dh_ptr, gate_up_ptr, i, j, inner, inner_h, M, F, SILU, EVEN, TILE_M, TILE_F)
         f = j * TILE_F + tl.arange(0, TILE_F)
-        if H_AMAX:
+        if COLUMN_AMAX:
             tiles.raise_to(h_amax_ptr + f, tl.max(tiles.finite_magnitude(h.to(tl.float32)), axis=0), f < F)
         for half in tl.static_range(2):
             if half == 0:
@@ -149,17 +160,10 @@ def _backward_rows_kernel(
             v = tiles.saturate(v, seed, where, MAXIMUM, STOCHASTIC)
             q = tiles.cast(v, rows_ptr.dtype.element_ty, tl.float32 if STOCHASTIC else dgate.dtype)
             store_tile(rows_ptr + half * F, q, i, j, inner, M, F, 2 * F, EVEN, TILE_M, TILE_F)
-            top = tl.maximum(top, tiles.largest_of_eight(tiles.magnitude_bits(d)))
-            finite_top = tl.maximum(finite_top, tiles.largest_of_eight(tiles.finite_magnitude(d)))
-            if CLIPS:
-                clipped += tiles.count(tiles.is_clipped(d, spread, MAXIMUM))
+            top, finite_top, clipped = _watch(d, spread, top, finite_top, clipped, CLIPS, MAXIMUM)
             if tiles.is_sampled(tile, step):
                 lost += tiles.count_of_eight(tiles.is_lost(d, v, MAXIMUM))
-    all_lost = tiles.from_sample(lost, count, step)
-    bad = tiles.largest(top) >= tiles.INFINITY_BITS
-    tiles.record(row_ptr, tiles.largest(finite_top), bad, all_lost, clipped, per_element)
-    if tl.program_id(0) == 0:
-        tiles.record_use(row_ptr)
+    _record(row_ptr, top, finite_top, tiles.from_sample(lost, count, step), clipped, per_element)
 
 
 @triton.jit(do_not_specialize=["seed"])
@@ -260,8 +264,8 @@ def gated_quantize(gate_up: Tensor, row: Tensor, recipe: OperandRecipe, activati
         plan = Plan(given=2)
         out, scale = plan.make((m, f), recipe.format.dtype), _make_scale(plan, mode, m, f)
         grid, constants = _arrange(gate_up, m, f, _ROWS)
-        constants |= {"MODE": mode, "RECORD": record, "SILU": activation == "silu", "CLIPS": _clips(recipe)}
-        numbers = (m, f, 1.0 / (m * f), _seed(recipe))
+        constants |= {"MODE": mode, "RECORD": record, "SILU": activation == "silu", "CLIPS": clips(recipe)}
+        numbers = (m, f, 1.0 / (m * f), seed_of(recipe))
         plan.launch(_rows_kernel, grid, (0, 1, out, scale), numbers, constants | _rounding(recipe))
         plan.results = (out, scale)
         _PLANS[key] = plan
@@ -297,16 +301,16 @@ def _plan_backward(
         column_amax, h_amax = (plan.make((n,), torch.float32, zeros=True) for n in (2 * f, f))
 
     grid, constants = _arrange(gate_up, m, f, _BACKWARD_ROWS)
-    constants |= {"MODE": mode, "COLUMN_AMAX": by_channel, "H_AMAX": by_channel, "SILU": silu, "CLIPS": _clips(recipe)}
+    constants |= {"MODE": mode, "COLUMN_AMAX": by_channel, "SILU": silu, "CLIPS": clips(recipe)}
     tensors = (0, 1, 2, rows, scale, column_amax, h_amax)
-    numbers = (m, f, 0.5 / (m * f), _seed(recipe))
+    numbers = (m, f, 0.5 / (m * f), seed_of(recipe))
     plan.launch(_backward_rows_kernel, grid, tensors, numbers, constants | _rounding(recipe))
 
     grid, constants = _arrange(gate_up, m, f, _COLUMNS[mode_t])
     constants |= {"MODE": mode_t, "SILU": silu}
     constants |= _rounding(recipe) | {f"H_{name}": value for name, value in _rounding(recipe_h).items()}
     outs = (columns, scale_t, h, h_scale)
-    numbers_t = (m, f, _seed(recipe, recipe_h))
+    numbers_t = (m, f, seed_of(recipe, recipe_h))
     plan.launch(_backward_columns_kernel, grid, (0, 1, column_amax, h_amax, *outs), numbers_t, constants)
     plan.results = (rows, scale, columns, scale_t, h, h_scale)
     return plan
@@ -329,10 +333,6 @@ def _rounding(recipe: OperandRecipe) -> dict[str, Any]:
     }
 
 
-def _clips(recipe: OperandRecipe) -> bool:
-    return recipe.margin < 1 or (recipe.granularity == "mx" and recipe.mx_rule == "floor")
-
-
 def _arrange(x: Tensor, m: int, f: int, tile: Tile) -> tuple[tuple[int], dict[str, Any]]:
     tile_m, tile_f, warps, programs = tile
     count = -(-m // tile_m) * -(-f // tile_f)
@@ -343,7 +343,3 @@ def _arrange(x: Tensor, m: int, f: int, tile: Tile) -> tuple[tuple[int], dict[st
         "num_warps": warps,
     }
     return (min(count, programs * multiprocessors(x.device)),), constants
-
-
-def _seed(*recipes: OperandRecipe) -> Any:
-    return SEED if any(recipe.rounding == "stochastic" for recipe in recipes) else 0

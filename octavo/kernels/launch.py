@@ -14,6 +14,8 @@ import torch
 import triton
 from torch import Tensor
 
+from octavo.numerics.config import OperandRecipe
+
 SEED = object()  # stands last among a launch's numbers: drawn anew for every run
 
 
@@ -115,6 +117,11 @@ class Plans(dict[tuple[Any, ...], Plan]):
         if len(self) >= self.LIMIT:
             self.clear()
         super().__setitem__(key, plan)
+
+
+def seed_of(*recipes: OperandRecipe) -> Any:
+    """The number for a kernel's seed: drawn in every run if anything is rounded at random."""
+    return SEED if any(recipe.rounding == "stochastic" for recipe in recipes) else 0
 
 
 def kind(*tensors: Tensor) -> tuple[Hashable, ...]:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.kernels.launch import SEED, Plan, Plans, kind
+from octavo.kernels.launch import Plan, Plans, kind, seed_of
 from octavo.kernels.quantize_scaled import amax_kernel, scaled_kernel
 from octavo.kernels.quantize_tensor import tensor_kernel
 from octavo.kernels.tiles import BLOCK_1X128, BLOCK_128X128, CHANNEL, MX, NONE, TENSOR, multiprocessors
@@ -53,6 +53,11 @@ def can_quantize(xs: Sequence[Tensor], recipe: OperandRecipe) -> bool:
     if xs[0].dim() > 2 and xs[0].shape[:-2].numel() > _LARGEST_BATCH:
         return False
     return _has_kernel(recipe) and all(x.dtype in _WIDE and x.dim() >= 2 and x.numel() for x in xs)
+
+
+def clips(recipe: OperandRecipe) -> bool:
+    """Whether scales found in the tensor itself let anything saturate."""
+    return recipe.margin < 1 or (recipe.granularity == "mx" and recipe.mx_rule == "floor")
 
 
 @cache
@@ -192,16 +197,15 @@ class _Planner:
             tile = _SCALED_TILE if small else _ROWS_TILE if mode_r else _COLUMNS_TILE
         amax, *amaxes = measured
         (first, first_scale), (second, second_scale) = outputs
-        stochastic = recipe.rounding == "stochastic"
         for i, r0, end in self._parts():
             grid, constants = self._arrange(i, b, tile)
-            numbers = (r0, end, r, c, b, *self._strides(self.xs[i]), 1.0 / (b * r * c), SEED if stochastic else 0)
+            numbers = (r0, end, r, c, b, *self._strides(self.xs[i]), 1.0 / (b * r * c), seed_of(recipe))
             constants |= {
                 "RECORD": record,
                 "FIRST": r0 == 0,
                 "MAXIMUM": recipe.format.max,
                 "MARGIN": recipe.margin,
-                "STOCHASTIC": stochastic,
+                "STOCHASTIC": recipe.rounding == "stochastic",
             }
             if whole:
                 constants |= {"ROWS": mode_r > 0, "COLUMNS": mode_c > 0, "DELAYED": recipe.delayed}
@@ -212,7 +216,7 @@ class _Planner:
                     "MODE_R": mode_r,
                     "MODE_C": mode_c,
                     "COLUMN_AMAX": column_amax,
-                    "CLIPS": recipe.margin < 1 or (recipe.granularity == "mx" and recipe.mx_rule == "floor"),
+                    "CLIPS": clips(recipe),
                     "MX_UP": recipe.mx_rule == "up",
                 }
                 plan.launch(

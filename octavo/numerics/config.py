@@ -5,7 +5,7 @@ A product has three operands: the input `x`, the weight `w`, and in backward the
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from typing import Any, Self
 
@@ -48,6 +48,7 @@ class OperandRecipe:
     percentile: float | None = None
     mx_rule: str = "up"
     columns: str | None = None
+    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         # Equal recipes are to be written, and so hashed, alike.
@@ -57,7 +58,7 @@ class OperandRecipe:
         object.__setattr__(self, "_hash", hash(self.encode()))
 
     def __hash__(self) -> int:
-        return self._hash  # type: ignore[attr-defined]
+        return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
         return OperandRecipe.decode, (self.encode(),)  # hashes of strings differ from process to process

@@ -231,7 +231,10 @@ def test_gated_with_scales_for_blocks(name, dtype):
 
 
 def assert_mostly_same(found, expected):
-    """Blocks whose amax came out a step of BF16 apart have other scales; nearly all are the same to the bit."""
+    """Blocks whose amax came out a step of BF16 apart have other scales; nearly all are the same to the bit.
+
+    A step of E4M3 is up to 12.5 % of a value.
+    """
     for one, other in zip(found, expected, strict=True):
         assert one.data.shape == other.data.shape and one.scale.shape == other.scale.shape
         assert (scale_bits(one.scale) == scale_bits(other.scale)).float().mean() > 0.99

@@ -8,7 +8,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from octavo import FP8Linear, FP8TrainingConfig, ops_linear
 from octavo.nn.linears import fp8_linears
-from octavo.numerics.scaling import SCALE, new_rows
+from octavo.numerics.scaling import SATURATED, SCALE, UNDERFLOW, new_rows
 from octavo.ops import Product
 
 CONFIGS = {
@@ -169,7 +169,8 @@ def test_zero_rows_change_nothing(name, compiled, monkeypatch):
     for one, other in zip(run(state), plain, strict=True):
         torch.testing.assert_close(one, other)
     for one, other in zip(state, plain_rows, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0.1)  # shares of elements are of more elements
+        other[[SATURATED, UNDERFLOW]] *= 26 / ops_linear.TILE  # shares of more elements
+        torch.testing.assert_close(one, other)
 
 
 def test_nothing_is_kept_without_gradients(monkeypatch):
