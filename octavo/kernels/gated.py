@@ -29,7 +29,7 @@ QUANTIZE = tl.constexpr(1)
 PLAIN = tl.constexpr(2)  # no FP8
 
 # Tokens and features of a tile, warps, loads in flight, programs per multiprocessor, and registers per thread.
-_FORWARD: Tile = (32, 128, 8, 3, 4, 64)
+_FORWARD: Tile = (16, 128, 4, 1, 8, 64)
 _BACKWARD: Tile = (64, 64, 8, 1, 2, 128)
 
 

@@ -18,9 +18,9 @@ from octavo.kernels.gated import can_gate
 from octavo.kernels.gated_tiles import activate, gradients, load_gate_up
 from octavo.kernels.launch import Plan, Plans, kind, seed_of
 from octavo.kernels.quantize import clips
-from octavo.kernels.quantize_scaled import scale_rows
+from octavo.kernels.quantize_scaled import amax_of_columns, amax_of_rows, scale_rows
 from octavo.kernels.quantize_tensor import offsets, store_tile
-from octavo.kernels.tiles import BLOCK_1X128, CHANNEL, MX, multiprocessors
+from octavo.kernels.tiles import BLOCK_1X128, CHANNEL, MX, multiprocessors, programs_in_strips
 from octavo.numerics.config import OperandRecipe
 from octavo.numerics.formats import E4M3, E5M2
 from octavo.numerics.quantize import BLOCK, MX_BLOCK, Quantized
@@ -29,28 +29,18 @@ Tile = tuple[int, int, int, int]
 
 # Tokens and features of a tile, warps, programs per multiprocessor.
 _ROWS: Tile = (32, 128, 8, 4)
-_BACKWARD_ROWS: Tile = (16, 128, 8, 2)
+_BACKWARD_ROWS: Tile = (16, 128, 4, 6)
+_BACKWARD_ROWS_AMAX: Tile = (8, 128, 4, 8)  # looking for the amax of columns, too
 _COLUMNS: dict[int, Tile] = {
-    CHANNEL.value: (64, 64, 8, 2),
-    BLOCK_1X128.value: (128, 32, 8, 2),
+    CHANNEL.value: (64, 64, 4, 4),
+    BLOCK_1X128.value: (128, 16, 4, 4),
     MX.value: (128, 32, 8, 2),
 }
 
 
 @triton.jit
-def _watch(x, spread, top, finite_top, clipped, CLIPS: tl.constexpr, MAXIMUM: tl.constexpr):
-    """What a tile adds to the largest bit pattern, the largest finite magnitude, and the count of what saturates."""
-    top = tl.maximum(top, tiles.largest_of_eight(tiles.magnitude_bits(x)))
-    finite_top = tl.maximum(finite_top, tiles.largest_of_eight(tiles.finite_magnitude(x)))
-    if CLIPS:
-        clipped += tiles.count(tiles.is_clipped(x, spread, MAXIMUM))
-    return top, finite_top, clipped
-
-
-@triton.jit
-def _record(row_ptr, top, finite_top, lost, clipped, per_element):
-    bad = tiles.largest(top) >= tiles.INFINITY_BITS
-    tiles.record(row_ptr, tiles.largest(finite_top), bad, lost, clipped, per_element)
+def _record(row_ptr, top, trouble, lost, clipped, per_element):
+    tiles.record(row_ptr, tl.max(top, axis=0), tiles.is_trouble(trouble), lost, clipped, per_element)
     if tl.program_id(0) == 0:
         tiles.record_use(row_ptr)
 
@@ -80,8 +70,8 @@ def _rows_kernel(
     across = tl.cdiv(F, TILE_F)
     count = tl.cdiv(M, TILE_M) * across
     inner, inner_out = offsets(2 * F, TILE_M, TILE_F), offsets(F, TILE_M, TILE_F)
-    top = tl.zeros([TILE_M, TILE_F // 8], tl.int32)
-    finite_top = tl.zeros([TILE_M, TILE_F // 8], tl.float32)
+    top = tl.zeros([TILE_M], tl.float32)
+    trouble = tl.zeros([TILE_M, TILE_F // 8], tl.float32)
     lost = tl.zeros([TILE_M, TILE_F // 8], tl.int32)
     clipped = tl.program_id(0) * 0
     step = tiles.sample_step(count)
@@ -90,19 +80,22 @@ def _rows_kernel(
         gate, up = load_gate_up(gate_up_ptr, i * TILE_M, j * TILE_F, inner, M, F, TILE_M, TILE_F, EVEN)
         value, _ = activate(gate.to(tl.float32), SILU)
         h = tiles.narrow(value * up.to(tl.float32), gate.dtype).to(tl.float32)
-        v, spread = scale_rows(
-            h, i, j, 0, M, M, F, row_ptr, scale_ptr, MODE, MAXIMUM, MARGIN, MX_UP, TILE_M, TILE_F
+        v, spread, amax = scale_rows(
+            h, amax_of_rows(h, MODE), i, j, 0, M, M, F, row_ptr, scale_ptr, MODE, MAXIMUM, MARGIN, MX_UP, TILE_M, TILE_F
         )  # fmt: skip
         where = i.to(tl.int64) * TILE_M * F + j * TILE_F + inner_out if STOCHASTIC else 0
         v = tiles.saturate(v, seed, where, MAXIMUM, STOCHASTIC)
         q = tiles.cast(v, out_ptr.dtype.element_ty, tl.float32 if STOCHASTIC else gate.dtype)
         store_tile(out_ptr, q, i, j, inner_out, M, F, F, EVEN, TILE_M, TILE_F)
         if RECORD:
-            top, finite_top, clipped = _watch(h, spread, top, finite_top, clipped, CLIPS, MAXIMUM)
+            top = tl.maximum(top, amax)
+            trouble += tiles.trouble_of_eight(h)
             if tiles.is_sampled(tile, step):
                 lost += tiles.count_of_eight(tiles.is_lost(h, v, MAXIMUM))
+            if CLIPS:
+                clipped += tiles.count(tiles.is_clipped(h, spread, MAXIMUM))
     if RECORD:
-        _record(row_ptr, top, finite_top, tiles.from_sample(lost, count, step), clipped, per_element)
+        _record(row_ptr, top, trouble, tiles.from_sample(lost, count, step), clipped, per_element)
 
 
 @triton.jit(do_not_specialize=["seed"])
@@ -130,40 +123,53 @@ def _backward_rows_kernel(
     TILE_M: tl.constexpr,
     TILE_F: tl.constexpr,
 ):
-    """The gradients of gate and up as rows `[M, 2F]`, and on the way the amax of their columns and of those of h."""
+    """The gradients of gate and up as rows `[M, 2F]`, and on the way the amax of their columns and of those of h.
+
+    For the amax there must be as many programs as columns of tiles, or a multiple: each keeps to its columns.
+    """
     across = tl.cdiv(F, TILE_F)
     count = tl.cdiv(M, TILE_M) * across
     inner, inner_h = offsets(2 * F, TILE_M, TILE_F), offsets(F, TILE_M, TILE_F)
-    top = tl.zeros([TILE_M, TILE_F // 8], tl.int32)
-    finite_top = tl.zeros([TILE_M, TILE_F // 8], tl.float32)
+    top = tl.zeros([TILE_M], tl.float32)
+    trouble = tl.zeros([TILE_M, TILE_F // 8], tl.float32)
     lost = tl.zeros([TILE_M, TILE_F // 8], tl.int32)
+    gate_top = tl.zeros([TILE_M, TILE_F], tl.float32)
+    up_top, h_top = gate_top, gate_top
     clipped = tl.program_id(0) * 0
     step = tiles.sample_step(count)
     for tile in range(tl.program_id(0), count, tl.num_programs(0)):
         i, j = tile // across, tile % across
         dgate, dup, h = gradients(dh_ptr, gate_up_ptr, i, j, inner, inner_h, M, F, SILU, EVEN, TILE_M, TILE_F)
-        f = j * TILE_F + tl.arange(0, TILE_F)
         if COLUMN_AMAX:
-            tiles.raise_to(h_amax_ptr + f, tl.max(tiles.finite_magnitude(h.to(tl.float32)), axis=0), f < F)
+            h_top = tl.maximum(h_top, tiles.finite_magnitude(h.to(tl.float32)))
         for half in tl.static_range(2):
-            if half == 0:
-                d = dgate.to(tl.float32)
-            else:
-                d = dup.to(tl.float32)
+            d = (dgate if half == 0 else dup).to(tl.float32)
             if COLUMN_AMAX:
-                tiles.raise_to(column_amax_ptr + half * F + f, tl.max(tiles.finite_magnitude(d), axis=0), f < F)
-            v, spread = scale_rows(
-                d, i, j + half * across, 0, M, M, 2 * F, row_ptr, scale_ptr, MODE, MAXIMUM, MARGIN, MX_UP, TILE_M,
-                TILE_F,
+                columns = tiles.finite_magnitude(d)
+                if half == 0:
+                    gate_top = tl.maximum(gate_top, columns)
+                else:
+                    up_top = tl.maximum(up_top, columns)
+            v, spread, amax = scale_rows(
+                d, amax_of_rows(d, MODE), i, j + half * across, 0, M, M, 2 * F, row_ptr, scale_ptr, MODE, MAXIMUM,
+                MARGIN, MX_UP, TILE_M, TILE_F,
             )  # fmt: skip
             where = i.to(tl.int64) * TILE_M * 2 * F + j * TILE_F + half * F + inner if STOCHASTIC else 0
             v = tiles.saturate(v, seed, where, MAXIMUM, STOCHASTIC)
             q = tiles.cast(v, rows_ptr.dtype.element_ty, tl.float32 if STOCHASTIC else dgate.dtype)
             store_tile(rows_ptr + half * F, q, i, j, inner, M, F, 2 * F, EVEN, TILE_M, TILE_F)
-            top, finite_top, clipped = _watch(d, spread, top, finite_top, clipped, CLIPS, MAXIMUM)
+            top = tl.maximum(top, amax)
+            trouble += tiles.trouble_of_eight(d)
             if tiles.is_sampled(tile, step):
                 lost += tiles.count_of_eight(tiles.is_lost(d, v, MAXIMUM))
-    _record(row_ptr, top, finite_top, tiles.from_sample(lost, count, step), clipped, per_element)
+            if CLIPS:
+                clipped += tiles.count(tiles.is_clipped(d, spread, MAXIMUM))
+    if COLUMN_AMAX:
+        f = tl.program_id(0) % across * TILE_F + tl.arange(0, TILE_F)
+        tiles.raise_to(column_amax_ptr + f, tl.max(gate_top, axis=0), f < F)
+        tiles.raise_to(column_amax_ptr + F + f, tl.max(up_top, axis=0), f < F)
+        tiles.raise_to(h_amax_ptr + f, tl.max(h_top, axis=0), f < F)
+    _record(row_ptr, top, trouble, tiles.from_sample(lost, count, step), clipped, per_element)
 
 
 @triton.jit(do_not_specialize=["seed"])
@@ -205,21 +211,20 @@ def _backward_columns_kernel(
         dgate, dup, h = gradients(dh_ptr, gate_up_ptr, i, j, inner, inner_h, M, F, SILU, EVEN, TILE_M, TILE_F)
         where = j.to(tl.int64) * TILE_F * M + i * TILE_M + inner_t if STOCHASTIC or H_STOCHASTIC else 0
         for half in tl.static_range(2):
-            if half == 0:
-                d = tl.trans(dgate).to(tl.float32)
-            else:
-                d = tl.trans(dup).to(tl.float32)
-            v, _ = scale_rows(
-                d, j + half * across, i, 0, 2 * F, 2 * F, M, column_amax_ptr, column_scale_ptr, MODE, MAXIMUM, MARGIN,
-                MX_UP, TILE_F, TILE_M,
+            d = dgate if half == 0 else dup
+            amax = amax_of_columns(d.to(tl.float32), MODE)
+            v, _, _ = scale_rows(
+                tl.trans(d).to(tl.float32), amax, j + half * across, i, 0, 2 * F, 2 * F, M, column_amax_ptr,
+                column_scale_ptr, MODE, MAXIMUM, MARGIN, MX_UP, TILE_F, TILE_M,
             )  # fmt: skip
             v = tiles.saturate(v, seed + 1 + half, where, MAXIMUM, STOCHASTIC)
             q = tiles.cast(v, columns_ptr.dtype.element_ty, tl.float32 if STOCHASTIC else source)
             half_t = columns_ptr + half * tl.cast(F, tl.int64) * M
             store_tile(half_t, q, j, i, inner_t, F, M, M, EVEN, TILE_F, TILE_M)
-        v, _ = scale_rows(
-            tl.trans(h).to(tl.float32), j, i, 0, F, F, M, h_amax_ptr, h_scale_ptr, MODE, H_MAXIMUM, H_MARGIN, H_MX_UP,
-            TILE_F, TILE_M,
+        amax = amax_of_columns(h.to(tl.float32), MODE)
+        v, _, _ = scale_rows(
+            tl.trans(h).to(tl.float32), amax, j, i, 0, F, F, M, h_amax_ptr, h_scale_ptr, MODE, H_MAXIMUM, H_MARGIN,
+            H_MX_UP, TILE_F, TILE_M,
         )  # fmt: skip
         v = tiles.saturate(v, seed + 3, where, H_MAXIMUM, H_STOCHASTIC)
         q = tiles.cast(v, h_ptr.dtype.element_ty, tl.float32 if H_STOCHASTIC else source)
@@ -300,7 +305,8 @@ def _plan_backward(
     if by_channel:
         column_amax, h_amax = (plan.make((n,), torch.float32, zeros=True) for n in (2 * f, f))
 
-    grid, constants = _arrange(gate_up, m, f, _BACKWARD_ROWS)
+    tile = _BACKWARD_ROWS_AMAX if by_channel else _BACKWARD_ROWS
+    grid, constants = _arrange(gate_up, m, f, tile, strips=by_channel)
     constants |= {"MODE": mode, "COLUMN_AMAX": by_channel, "SILU": silu, "CLIPS": clips(recipe)}
     tensors = (0, 1, 2, rows, scale, column_amax, h_amax)
     numbers = (m, f, 0.5 / (m * f), seed_of(recipe))
@@ -333,13 +339,15 @@ def _rounding(recipe: OperandRecipe) -> dict[str, Any]:
     }
 
 
-def _arrange(x: Tensor, m: int, f: int, tile: Tile) -> tuple[tuple[int], dict[str, Any]]:
+def _arrange(x: Tensor, m: int, f: int, tile: Tile, *, strips: bool = False) -> tuple[tuple[int], dict[str, Any]]:
     tile_m, tile_f, warps, programs = tile
-    count = -(-m // tile_m) * -(-f // tile_f)
+    across = -(-f // tile_f)
+    count = -(-m // tile_m) * across
+    programs *= multiprocessors(x.device)
     constants = {
         "EVEN": m % tile_m == 0 and f % tile_f == 0,
         "TILE_M": tile_m,
         "TILE_F": tile_f,
         "num_warps": warps,
     }
-    return (min(count, programs * multiprocessors(x.device)),), constants
+    return (programs_in_strips(across, count, programs) if strips else min(count, programs),), constants

@@ -4,7 +4,7 @@
 
     tensor         one scale: delayed, from the row; else from an amax pass (which ends at once where a scale is known)
     channel        one per row, or per column, from an amax pass, or found by the pass over the other layout
-    128×128        of a tile
+    128×128        of a block, over whose tiles a program walks twice
     1×128          of a tile's own rows (128 elements along the contracted dimension), or columns; each in its own pass
     1×32 (mx)      the same with 32, a power of two
 
@@ -20,9 +20,19 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.launch import Plan, Plans, kind, seed_of
+from octavo.kernels.quantize_block import block_kernel
 from octavo.kernels.quantize_scaled import amax_kernel, scaled_kernel
 from octavo.kernels.quantize_tensor import tensor_kernel
-from octavo.kernels.tiles import BLOCK_1X128, BLOCK_128X128, CHANNEL, MX, NONE, TENSOR, multiprocessors
+from octavo.kernels.tiles import (
+    BLOCK_1X128,
+    BLOCK_128X128,
+    CHANNEL,
+    MX,
+    NONE,
+    TENSOR,
+    multiprocessors,
+    programs_in_strips,
+)
 from octavo.numerics.config import OperandRecipe
 from octavo.numerics.formats import E4M3, E5M2
 from octavo.numerics.quantize import BLOCK, MX_BLOCK, Quantized
@@ -33,11 +43,16 @@ Tile = tuple[int, int, int, int, int, int | None]
 # some dozen each on an H200, at 8,192 × 4,096 and 28,672 × 4,096.
 _TENSOR_TILE: Tile = (64, 64, 8, 3, 4, 64)
 _TENSOR_TILE_BOTH: Tile = (64, 64, 4, 4, 2, 128)
-_SCALED_TILE: Tile = (64, 64, 4, 1, 8, None)
-_BLOCK_TILE: Tile = (128, 128, 16, 1, 2, 64)  # one block
-_ROWS_TILE: Tile = (32, 128, 4, 1, 8, None)  # as wide as a block
-_COLUMNS_TILE: Tile = (128, 32, 4, 1, 8, None)  # as high as one
+_CHANNEL_TILE: Tile = (64, 64, 4, 1, 8, None)
+_CHANNEL_TILE_BOTH: Tile = (64, 64, 8, 1, 4, None)
+_BLOCK_TILE: Tile = (64, 128, 8, 1, 2, None)  # of a block of 128 × 128
+_BLOCK_TILE_T: Tile = (64, 64, 8, 1, 3, 80)
+_BLOCK_TILE_BOTH: Tile = (128, 64, 8, 1, 2, None)
+_ROWS_TILE: Tile = (32, 128, 8, 4, 4, 64)  # as wide as a block
+_ROWS_TILE_AMAX: Tile = (16, 128, 8, 4, 4, 64)  # and looking for the amax of columns
+_COLUMNS_TILE: Tile = (128, 64, 8, 1, 4, None)  # as high as a block
 _AMAX_TILE: Tile = (64, 64, 4, 3, 8, None)
+_CHANNEL_AMAX_TILE: Tile = (16, 128, 8, 3, 4, 64)
 _LARGEST_BATCH = 65_535  # the second dimension of a grid
 _WIDE = (torch.bfloat16, torch.float16, torch.float32)
 _SMALL_TILES = {NONE.value, TENSOR.value, CHANNEL.value}  # scales known before the tile
@@ -122,10 +137,11 @@ class _Planner:
             self.heights, self.b = [self.b * r], 1
             self.r = self.heights[0]
         passes = _passes(mode_r, mode_c)
-        measured = self._measure(plan, mode_r, mode_c, on_the_way=len(passes) == 2)
+        on_the_way = len(passes) == 2 and mode_r != BLOCK_128X128.value
+        measured = self._measure(plan, mode_r, mode_c, on_the_way)
         for i, (pass_r, pass_c) in enumerate(passes):
             outputs = (rows if pass_r else columns, columns if pass_c else rows)
-            column_amax = len(passes) == 2 and i == 0 and mode_c == CHANNEL.value
+            column_amax = on_the_way and i == 0 and mode_c == CHANNEL.value
             self._write(plan, pass_r, pass_c, outputs, measured, record=record and i == 0, column_amax=column_amax)
         plan.results = (*(rows if mode_r else ()), *(columns if mode_c else ()))
         return plan
@@ -169,7 +185,8 @@ class _Planner:
         if by_row or by_column or (whole and not (self.known and delayed)):
             how = {"DELAYED": delayed, "ROWS": by_row, "COLUMNS": by_column, "WHOLE": whole}
             for i, r0, end in self._parts():
-                grid, constants = self._arrange(i, 1, _AMAX_TILE)
+                tile = _CHANNEL_AMAX_TILE if by_row or by_column else _AMAX_TILE
+                grid, constants = self._arrange(i, 1, tile, strips=by_column)
                 sizes = (r0, end, r, c, *self._strides(self.xs[i]))
                 plan.launch(amax_kernel, (*grid, b), (i, self.row, amax, row_amax, column_amax), sizes, constants | how)
         return amax, row_amax, column_amax
@@ -187,18 +204,12 @@ class _Planner:
     ) -> None:
         """One pass over every matrix of the group."""
         recipe, b, r, c = self.recipe, self.b, self.r, self.c
-        whole = TENSOR.value in (mode_r, mode_c)
-        small = {mode_r, mode_c} <= _SMALL_TILES
-        if whole:
-            tile = _TENSOR_TILE_BOTH if mode_r and mode_c else _TENSOR_TILE
-        elif BLOCK_128X128.value in (mode_r, mode_c):
-            tile = _BLOCK_TILE
-        else:
-            tile = _SCALED_TILE if small else _ROWS_TILE if mode_r else _COLUMNS_TILE
+        whole, blocks = TENSOR.value in (mode_r, mode_c), BLOCK_128X128.value in (mode_r, mode_c)
+        tile = _tile(mode_r, mode_c, column_amax)
         amax, *amaxes = measured
         (first, first_scale), (second, second_scale) = outputs
         for i, r0, end in self._parts():
-            grid, constants = self._arrange(i, b, tile)
+            grid, constants = self._arrange(i, b, tile, strips=column_amax, whole_blocks=blocks)
             numbers = (r0, end, r, c, b, *self._strides(self.xs[i]), 1.0 / (b * r * c), seed_of(recipe))
             constants |= {
                 "RECORD": record,
@@ -207,38 +218,36 @@ class _Planner:
                 "MARGIN": recipe.margin,
                 "STOCHASTIC": recipe.rounding == "stochastic",
             }
+            kernel: Any
             if whole:
+                kernel, tensors = tensor_kernel, (amax, first, second, first_scale, second_scale)
                 constants |= {"ROWS": mode_r > 0, "COLUMNS": mode_c > 0, "DELAYED": recipe.delayed}
-                outs = (first, second, first_scale, second_scale)
-                plan.launch(tensor_kernel, grid, (i, self.row, amax, *outs), numbers, constants)
+            elif blocks:
+                kernel, tensors = block_kernel, (first, first_scale, second, second_scale)
+                constants |= {"ROWS": mode_r > 0, "COLUMNS": mode_c > 0, "CLIPS": clips(recipe)}
+                del constants["STAGES"]
             else:
-                constants |= {
-                    "MODE_R": mode_r,
-                    "MODE_C": mode_c,
-                    "COLUMN_AMAX": column_amax,
-                    "CLIPS": clips(recipe),
-                    "MX_UP": recipe.mx_rule == "up",
-                }
-                plan.launch(
-                    scaled_kernel,
-                    grid,
-                    (i, self.row, *amaxes, first, first_scale, second, second_scale),
-                    numbers,
-                    constants,
-                )
+                kernel, tensors = scaled_kernel, (*amaxes, first, first_scale, second, second_scale)
+                constants |= {"MODE_R": mode_r, "MODE_C": mode_c, "COLUMN_AMAX": column_amax}
+                constants |= {"CLIPS": clips(recipe), "MX_UP": recipe.mx_rule == "up"}
+            plan.launch(kernel, grid, (i, self.row, *tensors), numbers, constants)
 
     def _parts(self) -> list[tuple[int, int, int]]:
         """Each matrix of the group: its number, and its first and last rows among all."""
         ends = list(accumulate(self.heights))
         return [(i, end - height, end) for i, (end, height) in enumerate(zip(ends, self.heights, strict=True))]
 
-    def _arrange(self, i: int, b: int, tile: Tile) -> tuple[tuple[int], dict[str, Any]]:
-        """The grid for one matrix, and the constants that go with the tile."""
+    def _arrange(
+        self, i: int, b: int, tile: Tile, *, strips: bool = False, whole_blocks: bool = False
+    ) -> tuple[tuple[int], dict[str, Any]]:
+        """The grid for one matrix, and the constants of the tile. `strips`: a program keeps to its columns."""
         tile_r, tile_c, warps, stages, programs, registers = tile
         r, c = self.heights[i], self.c
-        count = b * -(-r // tile_r) * -(-c // tile_c)
+        down, across = (BLOCK, BLOCK) if whole_blocks else (tile_r, tile_c)
+        count = b * -(-r // down) * -(-c // across)
+        programs *= multiprocessors(self.xs[0].device)
         constants = {
-            "EVEN": r % tile_r == 0 and c % tile_c == 0,
+            "EVEN": r % down == 0 and c % across == 0,
             "TILE_R": tile_r,
             "TILE_C": tile_c,
             "STAGES": stages,
@@ -246,7 +255,23 @@ class _Planner:
         }
         if registers is not None:
             constants["maxnreg"] = registers
-        return (min(count, programs * multiprocessors(self.xs[0].device)),), constants
+        return (
+            programs_in_strips(b * -(-c // across), count, programs) if strips else min(count, programs),
+        ), constants
+
+
+def _tile(mode_r: int, mode_c: int, column_amax: bool) -> Tile:
+    """The shape of tiles for one pass."""
+    both = bool(mode_r and mode_c)
+    if TENSOR.value in (mode_r, mode_c):
+        return _TENSOR_TILE_BOTH if both else _TENSOR_TILE
+    if BLOCK_128X128.value in (mode_r, mode_c):
+        return _BLOCK_TILE_BOTH if both else _BLOCK_TILE if mode_r else _BLOCK_TILE_T
+    if {mode_r, mode_c} <= _SMALL_TILES:
+        return _CHANNEL_TILE_BOTH if both else _CHANNEL_TILE
+    if mode_r:
+        return _ROWS_TILE_AMAX if column_amax else _ROWS_TILE
+    return _COLUMNS_TILE
 
 
 def _passes(mode_r: int, mode_c: int) -> list[tuple[int, int]]:

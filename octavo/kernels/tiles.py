@@ -1,7 +1,7 @@
 """What the quantising kernels share: scales, rounding and counting for one tile held in registers.
 
 Each function says in Triton what `octavo/numerics` says in torch, in the same order of operations: one correctly
-rounded reciprocal, then a multiplication (`/` is not correctly rounded in Triton, `tl.div_rn` is).
+rounded reciprocal, then a multiplication (`/` is not correctly rounded in Triton).
 
 What is rare is looked for, not computed: a program keeps the largest bit pattern it saw (NaN and infinities sort above
 all finite magnitudes), and only one that saw something beyond the format's range walks over its tiles again to count.
@@ -49,27 +49,60 @@ def magnitude_bits(v):
 
 @triton.jit
 def finite_magnitude(v):
-    """|v|, and 0 in place of NaN and infinities."""
-    return tl.where(magnitude_bits(v) < INFINITY_BITS, tl.abs(v), 0.0)
+    """|v|, to take the maximum of: NaN and infinities do not count.
+
+    Compiled, both are NaN here (v + 0 · v), which maxima pass over; only one over nothing else is NaN. Two instructions
+    an element, where comparing and selecting takes four.
+    """
+    if INTERPRETED:
+        return tl.where(magnitude_bits(v) < INFINITY_BITS, tl.abs(v), 0.0)
+    return tl.abs(tl.fma(v, 0.0, v))
+
+
+@triton.jit
+def trouble_of_eight(v):
+    """0 for every eight neighbours that are finite, else NaN: to be added up."""
+    return tl.sum(tl.reshape(v * 0.0, [v.shape[0], v.shape[1] // 8, 8]), axis=2)
+
+
+@triton.jit
+def is_trouble(trouble):
+    return tl.sum(tl.sum(trouble, axis=1), axis=0) != 0.0
+
+
+@triton.jit
+def divide(amax, divisor: tl.constexpr):
+    """Correctly rounded, for a constant: a quotient, what it leaves, and the quotient of that (Markstein).
+
+    Below the smallest scale it may be off. Every thread does this for its own eight elements, so it should be short.
+    """
+    if INTERPRETED:
+        return tl.div_rn(amax, tl.full(amax.shape, divisor, tl.float32))
+    inverse: tl.constexpr = 1.0 / divisor
+    quotient = amax * inverse
+    return tl.fma(tl.fma(-quotient, divisor, amax), inverse, quotient)
 
 
 @triton.jit
 def scale_from_amax(amax, maximum: tl.constexpr, margin: tl.constexpr):
-    scale = tl.div_rn(amax, tl.full(amax.shape, maximum, tl.float32)) * margin
+    scale = divide(amax, maximum) * margin
     scale = tl.minimum(tl.maximum(scale, SMALLEST_SCALE), LARGEST_SCALE)
     return tl.where(amax > 0, scale, 1.0)
 
 
 @triton.jit
 def reciprocal(scale):
-    return tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    """Correctly rounded."""
+    if INTERPRETED:
+        return tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    return tl.inline_asm_elementwise("rcp.rn.f32 $0, $1;", "=f,f", [scale], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
 def mx_exponent(amax, maximum: tl.constexpr, margin: tl.constexpr, up: tl.constexpr):
     """The biased exponent of a block's power-of-two scale."""
     if up:
-        bits = (tl.div_rn(amax, tl.full(amax.shape, maximum, tl.float32)) * margin).to(tl.int32, bitcast=True)
+        bits = (divide(amax, maximum) * margin).to(tl.int32, bitcast=True)
         exponent = (bits >> 23) + tl.where((bits & 0x7FFFFF) != 0, 1, 0)
     else:
         top: tl.constexpr = 8 if maximum == 448.0 else 15  # ⌊log2 of the largest value⌋
@@ -146,7 +179,7 @@ def cast(v, dtype: tl.constexpr, source: tl.constexpr):
     FP16 holds all FP8 values.
     """
     if source == tl.float32 and not INTERPRETED:
-        v = _cast(v, dtype).to(tl.float32).to(tl.float16).to(tl.float32)
+        v = _cast(v, dtype).to(tl.float16).to(tl.float32)
     return _cast(v, dtype)
 
 
@@ -167,10 +200,18 @@ def _cast(v, dtype: tl.constexpr):
 
 @triton.jit
 def narrow(v, dtype: tl.constexpr):
-    """FP32 to BF16 (or what `dtype` is), to nearest even."""
-    if INTERPRETED and dtype == tl.bfloat16:
-        bits = v.to(tl.int32, bitcast=True)
-        v = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
+    """FP32 to BF16 (or what `dtype` is), to nearest even.
+
+    To BF16 by pairs: rounded one by one, they would pass through the slow unit that does exponentials.
+    """
+    if dtype == tl.bfloat16:
+        if INTERPRETED:
+            bits = v.to(tl.int32, bitcast=True)
+            v = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
+        else:
+            return tl.inline_asm_elementwise(
+                "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [v], dtype=tl.bfloat16, is_pure=True, pack=2
+            )
     return v.to(dtype)
 
 
@@ -267,6 +308,11 @@ def tensor_scale(row_ptr, amax_ptr, DELAYED: tl.constexpr, maximum: tl.constexpr
         known = tl.load(row_ptr + SCALE)
         scale = tl.where(known > 0, known, scale)
     return scale
+
+
+def programs_in_strips(strips: int, tiles: int, programs: int) -> int:
+    """How many programs: a multiple of `strips` (columns of tiles), near `programs`, no more than there are tiles."""
+    return strips * max(1, min(programs, tiles) // strips)
 
 
 @cache

@@ -64,6 +64,8 @@ def main(dtype: torch.dtype, rounding: str) -> None:
         for shape in ((256, 256), (250, 130)):
             x = torch.zeros(shape, dtype=dtype)
             quantize.quantize_operand(x, new_rows(device="cpu"), config.recipe.g, layout="both")
+            if granularity == "block":
+                quantize.quantize_operand(x, new_rows(device="cpu"), config.recipe.w, layout="both")
     recipe = FP8TrainingConfig(rounding=rounding).recipe
     for m, f in ((256, 256), (257, 300)):
         gate_up, dh = torch.zeros(m, 2 * f, dtype=dtype), torch.zeros(m, f, dtype=dtype)
@@ -72,6 +74,7 @@ def main(dtype: torch.dtype, rounding: str) -> None:
         FP8TrainingConfig.from_recipe("block", wgrad=w, rounding=rounding).recipe for w in (None, "channel")
     ):
         gate_up, dh = torch.zeros(256, 512, dtype=dtype), torch.zeros(256, 256, dtype=dtype)
+        quantize.quantize_operand(dh, new_rows(device="cpu"), recipe_b.g, layout="both")
         gated_scaled.gated_quantize(gate_up, new_rows(device="cpu"), recipe_b.x, "silu", record=True)
         gated_scaled.gated_quantize_backward(dh, gate_up, new_rows(device="cpu"), recipe_b.g, recipe_b.x, "silu")
     logits, labels, lse = torch.zeros(256, 512, dtype=dtype), torch.zeros(256, dtype=torch.int64), torch.zeros(256)

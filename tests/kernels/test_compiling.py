@@ -19,6 +19,7 @@ def test_tiles_are_transposed_in_16_bits(dtype, rounding):
     assert {k["kernel"] for k in kernels} >= {
         "tensor_kernel",
         "scaled_kernel",
+        "block_kernel",
         "_gated_backward_kernel",
         "_causal_kernel",
     }
