@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from octavo.nn import planner
+from octavo.nn.attention import NOT_ON_A_GPU
 from octavo.nn.autocast import is_skipped
 from octavo.nn.linear import FP8Linear
 from octavo.nn.report import FP8, Entry, Report
@@ -68,8 +69,7 @@ def convert_to_fp8(
         check_positive_int("tokens", tokens)
     if precision == "fp8" and config.fp8_dpa:
         raise ValueError(
-            "fp8_dpa=True: convert_to_fp8 runs linears in FP8 and leaves attention as it is; leave fp8_dpa out, "
-            "or run the forward under octavo.fp8_autocast(config), which computes attention in FP8, slowly"
+            "fp8_dpa=True: convert_to_fp8 runs linears in FP8 and leaves attention as it is. " + NOT_ON_A_GPU
         )
     modules = dict(model.named_modules())
     if any(isinstance(module, FP8Linear) or _FUSED in module.__dict__ for module in modules.values()):

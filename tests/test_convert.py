@@ -108,7 +108,7 @@ def test_errors():
         convert_to_fp8([build()])
     with pytest.raises(TypeError, match="FP8TrainingConfig"):
         convert_to_fp8(build(), "E4M3")
-    with pytest.raises(ValueError, match=r"fp8_dpa=True: .* leave fp8_dpa out"):
+    with pytest.raises(ValueError, match=r"fp8_dpa=True: .* Leave fp8_dpa out"):
         convert_to_fp8(build(), FP8TrainingConfig(fp8_dpa=True))
     model = build()
     convert_to_fp8(model)

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from octavo.nn.attention import refuse_on_gpu
 from octavo.nn.autocast_functions import FUNCTIONS
 from octavo.nn.checkpointing import attach_to_recomputation
 from octavo.nn.product import fp8_product
@@ -109,6 +110,8 @@ class FP8Autocast(TorchFunctionMode):
             if func is F.scaled_dot_product_attention and not self.config.fp8_dpa:
                 result: Tensor | str = "fp8_dpa is off"
             else:
+                if func is F.scaled_dot_product_attention and not self.config.emulate:
+                    refuse_on_gpu(args[0] if args else kwargs["query"])
                 result = compute(self.multiply, *args, **kwargs)
             if not isinstance(result, str):
                 return result

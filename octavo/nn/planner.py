@@ -13,15 +13,15 @@ from dataclasses import dataclass
 class Rates:
     """What a GPU does per second.
 
-    The two rates of multiplying and the bandwidth are rounded down from what was seen on one H200 (docs/LOG.md). What a
-    launch and the shortest GEMM take is assumed, not measured.
+    Fitted to 66 linears timed on an H200 (`benchmarks/linears.py`, 2026-11-15). Five of them come out on the wrong side,
+    where FP8 is 0.97x to 1.2x as fast.
     """
 
-    bf16_flops: float = 700e12
-    fp8_flops: float = 1250e12
-    bytes: float = 2.8e12
-    launch: float = 2.5e-6
-    shortest_gemm: float = 8e-6
+    bf16_flops: float = 750e12
+    fp8_flops: float = 1430e12
+    bytes: float = 3.25e12
+    launch: float = 2e-6
+    start_of_gemm: float = 4.7e-6
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def estimate(tokens: int, inputs: int, outputs: int, rates: Rates | None = None)
     flops = 2.0 * tokens * inputs * outputs
 
     def products(rate: float) -> float:
-        return 3 * max(flops / rate, rates.shortest_gemm)
+        return 3 * (flops / rate + rates.start_of_gemm)
 
     moved = 4 * tokens * (inputs + outputs) + 6 * inputs * outputs
     return Estimate(products(rates.bf16_flops), products(rates.fp8_flops) + moved / rates.bytes + 8 * rates.launch)

@@ -109,7 +109,8 @@ class FP8TrainingConfig:
         amax_compute_algo: how the history is read: `max`, `most_recent` or `ema` (0.9 / 0.1).
         margin: an *exponent* of headroom: the scale is 2^margin larger than needed, so values may grow by 2^margin
             before they saturate. One number, or one for each of x, w, g (a sequence, or a dict of those names).
-        fp8_dpa: also run `scaled_dot_product_attention` in FP8 (under the autocast).
+        fp8_dpa: also run `scaled_dot_product_attention` in FP8 (under the autocast; refused on a GPU, where it does not
+            pay, unless `emulate`).
         granularity: one scale per `tensor`, `channel` (row), `block` (1×128 for x and g, 128×128 for w) or `mx` (1×32).
         scaling: `delayed` (from earlier steps; per tensor only) or `current` (from the tensor itself). Not given:
             delayed per tensor, current otherwise.

@@ -139,3 +139,12 @@ def test_moving_a_converted_model():
     model(torch.randn(4, 32)).sum().backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     assert model[0].scaling.state_dict()["_steps"].tolist() == [2] * 6
+
+
+def test_attention_in_fp8_is_refused():
+    q, k, v = (torch.randn(1, 2, 64, 32, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    with fp8_autocast(FP8TrainingConfig(fp8_dpa=True)), pytest.raises(ValueError, match="Measured on an H200"):
+        F.scaled_dot_product_attention(q, k, v)
+    with fp8_autocast(FP8TrainingConfig(fp8_dpa=True, emulate=True)):
+        found = F.scaled_dot_product_attention(query=q, key=k, value=v)
+    assert cosine(found, F.scaled_dot_product_attention(q, k, v)) > 0.99

@@ -7,6 +7,7 @@ Live recording of amax, underflow and saturation is part of what is timed. Besid
 of a gated MLP, with h = silu(gate) · up: h→FP8 in forward; in backward the gradients of gate and up, and h again.
 """
 
+import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +23,7 @@ from octavo.numerics.operand import LAYOUTS
 from octavo.numerics.scaling import new_rows
 from octavo.tools.bench.cases import Case
 from octavo.tools.bench.result import FAILED, TIMED
-from octavo.tools.bench.timing import device_time, try_device_time
+from octavo.tools.bench.timing import time_each, try_device_time
 
 WORKING_SET = 2**28  # bytes of input that the calls on a GPU go through: several times its last cache
 MOST_INPUTS = 16
@@ -83,10 +84,11 @@ def _gated_backward(recipe: Recipe, row: Tensor, dh: Tensor, gate_up: Tensor) ->
 
 
 def copy_bandwidth(device: str) -> float:
-    """TB/s of torch's copy within the device: read once, written once."""
+    """TB/s of torch's copy within the device: read once, written once. Not in a CUDA graph, where it is slower."""
     source = torch.ones(COPY_BYTES[device] // 2, dtype=torch.bfloat16, device=device)
     target = torch.empty_like(source)
-    return 2 * source.nbytes / device_time([lambda: target.copy_(source)], device) / 1e12
+    seconds = statistics.median(time_each(lambda: target.copy_(source), 10, device, lambda: None))
+    return 2 * source.nbytes / seconds / 1e12
 
 
 def _measure(work: Work, device: str, copy: float) -> dict[str, Any]:
