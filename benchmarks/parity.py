@@ -16,6 +16,7 @@ import datetime
 import gc
 import json
 import platform
+import re
 import sys
 import time
 import traceback
@@ -49,7 +50,10 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/<date>-<gpu>-parity.json")
     parser.add_argument("--corpus", type=Path, default=DEFAULT)
     parser.add_argument("--only", choices=tuple(TASKS), help="one of the two tasks")
-    parser.add_argument("--recipes", help=f"comma-separated, of {', '.join(('bf16', *FP8))}; default: see above")
+    parser.add_argument(
+        "--recipes",
+        help=f"comma-separated, of {', '.join(('bf16', *FP8))}, with another seed as in bf16-seed1; default: see above",
+    )
     parser.add_argument("--bf16-runs", type=int, default=3, choices=(1, 2, 3))
     parser.add_argument("--steps", type=int, help="instead of the task's")
     parser.add_argument("--batch", type=int, help="sequences in a step, instead of the task's")
@@ -64,7 +68,7 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error("no CUDA device here; to try the script: --tiny --device cpu")
     options.recipes = options.recipes.split(",") if options.recipes else None
     for recipe in options.recipes or ():
-        if recipe not in ("bf16", *FP8):
+        if re.sub(r"-seed[1-9]$", "", recipe) not in ("bf16", *FP8):
             parser.error(f"--recipes: {recipe!r} is none of bf16, {', '.join(FP8)}")
     if options.backend is None:
         options.backend = "inductor" if options.device.startswith("cuda") else "none"
@@ -87,7 +91,10 @@ def plan(options: argparse.Namespace) -> list[tuple[Task, str]]:
             return run in options.recipes
         return run not in VARIANTS and (task.name == "bdh" or run in LLAMA_RECIPES)
 
-    return [(task, run) for run in ORDER for task in tasks if wanted(task, run)]
+    seeded = [run for run in options.recipes or () if "-seed" in run]
+    return [(task, run) for run in ORDER for task in tasks if wanted(task, run)] + [
+        (task, run) for run in seeded for task in tasks
+    ]
 
 
 def put_data(task: Task, corpus: Corpus, device: torch.device) -> tuple[Task, Data]:

@@ -7,6 +7,7 @@ Parameters are FP32 and the rest runs under `torch.autocast(bfloat16)`, in every
     bf16              nothing else
     bf16-noise1, 2    initial weights w · (1 + 2⁻⁹ · N(0, 1)): one rounding of BF16, to see how far luck alone carries
     delayed, …        the products in FP8: BDH under `octavo.fp8_autocast`, Llama's linears by `octavo.convert_to_fp8`
+    …-seed1, …        any of these with other initial weights and other batches, for a comparison seed by seed
 
 Nothing waits for the device but a look every `CHECK` steps: is the loss finite, will the time suffice.
 
@@ -104,9 +105,9 @@ class Data:
         dtype = np.uint8 if train.dtype == np.uint8 else np.int32  # CUDA hardly knows uint16
         return cls(*(torch.tensor(part.astype(dtype, copy=False), device=device) for part in (train, held_out)))
 
-    def train_starts(self, task: Task) -> Tensor:
+    def train_starts(self, task: Task, seed: int = SEED) -> Tensor:
         """Where the sequences of every step begin, [steps, batch, 1]; drawn on the CPU, so alike on every machine."""
-        generator = torch.Generator().manual_seed(SEED)
+        generator = torch.Generator().manual_seed(seed)
         starts = torch.randint(len(self.train) - task.sequence, (task.steps, task.batch, 1), generator=generator)
         return starts.to(self.train.device)
 
@@ -120,11 +121,18 @@ class Data:
         return starts.view(batches, task.batch, 1).to(self.held_out.device)
 
 
+def split_seed(run: str) -> tuple[str, int]:
+    """`block-seed2` is `block` with seed 2."""
+    name, _, seed = run.partition("-seed")
+    return name, int(seed) if seed else SEED
+
+
 class Subject:
     """A task's model in the precision of one run."""
 
     def __init__(self, task: Task, run: str, device: torch.device, compile_backend: str | None) -> None:
-        torch.manual_seed(SEED)
+        run, seed = split_seed(run)
+        torch.manual_seed(seed)
         self.device = device
         self.is_bdh = task.name == "bdh"
         self.model: nn.Module = build_bdh(task.shape, device) if self.is_bdh else build_llama(task.shape, device)
@@ -207,7 +215,7 @@ def train(
         "initial_weights_sum": sum(p.detach().double().sum().item() for p in parameters),
     }
     optimizer = torch.optim.AdamW(parameters, lr=task.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    starts, offsets = data.train_starts(task), torch.arange(task.sequence + 1, device=device)
+    starts, offsets = data.train_starts(task, split_seed(run)[1]), torch.arange(task.sequence + 1, device=device)
     losses, norms = torch.zeros(2, task.steps, device=device).unbind()
     evaluation_s = 0.0
     for step in range(1, task.steps + 1):

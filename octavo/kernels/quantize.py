@@ -219,6 +219,7 @@ class _Planner:
                 "STOCHASTIC": recipe.rounding == "stochastic",
             }
             kernel: Any
+            tensors: tuple[int, ...]
             if whole:
                 kernel, tensors = tensor_kernel, (amax, first, second, first_scale, second_scale)
                 constants |= {"ROWS": mode_r > 0, "COLUMNS": mode_c > 0, "DELAYED": recipe.delayed}

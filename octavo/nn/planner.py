@@ -13,8 +13,8 @@ from dataclasses import dataclass
 class Rates:
     """What a GPU does per second.
 
-    Fitted to 66 linears timed on an H200 (`benchmarks/linears.py`, 2026-11-15). Five of them come out on the wrong side,
-    where FP8 is 0.97x to 1.2x as fast.
+    Fitted to 66 linears timed on an H200 (`benchmarks/linears.py`, 2026-11-15). Five of them come out on the wrong
+    side, where FP8 is 0.97x to 1.2x as fast.
     """
 
     bf16_flops: float = 750e12

@@ -65,6 +65,25 @@ def test_resume_does_only_what_is_missing(result):
         parity.main([*common, "--batch", "2"])
 
 
+def test_seeds_are_compared_in_pairs(tmp_path):
+    import parity
+    import parity_summary
+
+    out = tmp_path / "parity.json"
+    runs = "bf16,delayed,bf16-seed1,delayed-seed1"
+    parity.main(f"--tiny --device cpu --steps 4 --only llama --bf16-runs 1 --recipes {runs} --out {out}".split())
+    record = json.loads(out.read_text())
+    by_name = {run["run"]: run for run in record["runs"]}
+    assert list(by_name) == runs.split(",")
+    assert by_name["delayed-seed1"]["initial_weights_sum"] == by_name["bf16-seed1"]["initial_weights_sum"]
+    assert by_name["bf16-seed1"]["initial_weights_sum"] != by_name["bf16"]["initial_weights_sum"]
+    losses = {name: run["held_out_loss"] for name, run in by_name.items()}
+    difference = (losses["delayed"] / losses["bf16"] + losses["delayed-seed1"] / losses["bf16-seed1"]) / 2 - 1
+    table = parity_summary.summarise(record)
+    assert table.count(f"pass ({difference:+.3%} over 2 seeds)") == 2
+    assert "over 2 seeds." in table
+
+
 def test_no_run_starts_or_goes_on_without_time(tmp_path):
     import parity
 
