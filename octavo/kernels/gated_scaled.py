@@ -33,8 +33,8 @@ _BACKWARD_ROWS: Tile = (16, 128, 4, 6)
 _BACKWARD_ROWS_AMAX: Tile = (8, 128, 4, 8)  # looking for the amax of columns, too
 _COLUMNS: dict[int, Tile] = {
     CHANNEL.value: (64, 64, 4, 4),
-    BLOCK_1X128.value: (128, 16, 4, 4),
-    MX.value: (128, 32, 8, 2),
+    BLOCK_1X128.value: (128, 32, 8, 3),
+    MX.value: (64, 64, 8, 3),
 }
 
 
@@ -204,8 +204,7 @@ def _backward_columns_kernel(
     count = tl.cdiv(M, TILE_M) * across
     inner, inner_h = offsets(2 * F, TILE_M, TILE_F), offsets(F, TILE_M, TILE_F)
     inner_t = offsets(M, TILE_F, TILE_M)
-    # With the scale found in the tile, Triton would transpose the FP8 bytes; see `tiles.cast`.
-    source: tl.constexpr = gate_up_ptr.dtype.element_ty if MODE == CHANNEL else tl.float32
+    source: tl.constexpr = gate_up_ptr.dtype.element_ty
     for tile in range(tl.program_id(0), count, tl.num_programs(0)):
         i, j = tile // across, tile % across
         dgate, dup, h = gradients(dh_ptr, gate_up_ptr, i, j, inner, inner_h, M, F, SILU, EVEN, TILE_M, TILE_F)
@@ -215,7 +214,7 @@ def _backward_columns_kernel(
             amax = amax_of_columns(d.to(tl.float32), MODE)
             v, _, _ = scale_rows(
                 tl.trans(d).to(tl.float32), amax, j + half * across, i, 0, 2 * F, 2 * F, M, column_amax_ptr,
-                column_scale_ptr, MODE, MAXIMUM, MARGIN, MX_UP, TILE_F, TILE_M,
+                column_scale_ptr, MODE, MAXIMUM, MARGIN, MX_UP, TILE_F, TILE_M, True,
             )  # fmt: skip
             v = tiles.saturate(v, seed + 1 + half, where, MAXIMUM, STOCHASTIC)
             q = tiles.cast(v, columns_ptr.dtype.element_ty, tl.float32 if STOCHASTIC else source)
@@ -224,7 +223,7 @@ def _backward_columns_kernel(
         amax = amax_of_columns(h.to(tl.float32), MODE)
         v, _, _ = scale_rows(
             tl.trans(h).to(tl.float32), amax, j, i, 0, F, F, M, h_amax_ptr, h_scale_ptr, MODE, H_MAXIMUM, H_MARGIN,
-            H_MX_UP, TILE_F, TILE_M,
+            H_MX_UP, TILE_F, TILE_M, True,
         )  # fmt: skip
         v = tiles.saturate(v, seed + 3, where, H_MAXIMUM, H_STOCHASTIC)
         q = tiles.cast(v, h_ptr.dtype.element_ty, tl.float32 if H_STOCHASTIC else source)

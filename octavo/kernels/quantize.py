@@ -50,9 +50,10 @@ _BLOCK_TILE_T: Tile = (64, 64, 8, 1, 3, 80)
 _BLOCK_TILE_BOTH: Tile = (128, 64, 8, 1, 2, None)
 _ROWS_TILE: Tile = (32, 128, 8, 4, 4, 64)  # as wide as a block
 _ROWS_TILE_AMAX: Tile = (16, 128, 8, 4, 4, 64)  # and looking for the amax of columns
-_COLUMNS_TILE: Tile = (128, 64, 8, 1, 4, None)  # as high as a block
+_COLUMNS_TILE: Tile = (128, 64, 8, 1, 4, 64)  # as high as a block
+_MX_COLUMNS_TILE: Tile = (64, 64, 8, 1, 4, 64)
 _AMAX_TILE: Tile = (64, 64, 4, 3, 8, None)
-_CHANNEL_AMAX_TILE: Tile = (16, 128, 8, 3, 4, 64)
+_CHANNEL_AMAX_TILE: Tile = (16, 256, 8, 3, 4, 64)  # a warp holds a row
 _LARGEST_BATCH = 65_535  # the second dimension of a grid
 _WIDE = (torch.bfloat16, torch.float16, torch.float32)
 _SMALL_TILES = {NONE.value, TENSOR.value, CHANNEL.value}  # scales known before the tile
@@ -206,6 +207,8 @@ class _Planner:
         recipe, b, r, c = self.recipe, self.b, self.r, self.c
         whole, blocks = TENSOR.value in (mode_r, mode_c), BLOCK_128X128.value in (mode_r, mode_c)
         tile = _tile(mode_r, mode_c, column_amax)
+        if record and not mode_r and not whole and not blocks:
+            tile = (*tile[:5], None)  # counting in a transposed tile takes registers; hardly anybody asks for it
         amax, *amaxes = measured
         (first, first_scale), (second, second_scale) = outputs
         for i, r0, end in self._parts():
@@ -272,7 +275,7 @@ def _tile(mode_r: int, mode_c: int, column_amax: bool) -> Tile:
         return _CHANNEL_TILE_BOTH if both else _CHANNEL_TILE
     if mode_r:
         return _ROWS_TILE_AMAX if column_amax else _ROWS_TILE
-    return _COLUMNS_TILE
+    return _MX_COLUMNS_TILE if mode_c == MX.value else _COLUMNS_TILE
 
 
 def _passes(mode_r: int, mode_c: int) -> list[tuple[int, int]]:

@@ -61,8 +61,7 @@ def scaled_kernel(
     inner = offsets(stride_r, TILE_R, TILE_C)
     inner_out = offsets(C, TILE_R, TILE_C)
     inner_t = offsets(R, TILE_C, TILE_R)
-    # With scales found in the tile, Triton would transpose the FP8 bytes; see `tiles.cast`.
-    source_t: tl.constexpr = x_ptr.dtype.element_ty if MODE_C == CHANNEL and not STOCHASTIC else tl.float32
+    source_t: tl.constexpr = tl.float32 if STOCHASTIC else x_ptr.dtype.element_ty
     trouble = tl.zeros([TILE_R, TILE_C // 8], tl.float32)
     top = tl.zeros([TILE_R if MODE_R != NONE else TILE_C], tl.float32)
     lost = tl.zeros([TILE_R, TILE_C // 8], tl.int32)
@@ -105,7 +104,7 @@ def scaled_kernel(
             x_t = tl.trans(narrow).to(tl.float32)
             v_t, spread_t, amax_t = scale_rows(
                 x_t, amax_of_columns(x, MODE_C), j, i_all, batch, C, C, R, column_amax_ptr, column_scale_ptr, MODE_C,
-                MAXIMUM, MARGIN, MX_UP, TILE_C, TILE_R,
+                MAXIMUM, MARGIN, MX_UP, TILE_C, TILE_R, True,
             )  # fmt: skip
             where_t = (batch * C + j * TILE_C) * R + i_all * TILE_R + inner_t
             v_t = tiles.saturate(v_t, seed + 1, where_t, MAXIMUM, STOCHASTIC)
@@ -171,10 +170,13 @@ def scale_rows(
     MX_UP: tl.constexpr,
     TILE_R: tl.constexpr,
     TILE_C: tl.constexpr,
+    TURNED: tl.constexpr = False,
 ):
     """Tile (i, j) divided by scales along its rows, these scales, and the largest amax of each row. Stores the scales.
 
-    `amax` is that of the tile's blocks; of channels it is in memory.
+    `amax` is that of the tile's blocks; of channels it is in memory. `TURNED`: x is a transposed tile. Then scales that
+    were found in it are read back from memory, because they can be read into any layout, so Triton transposes x itself;
+    with scales from registers it transposes the result, in FP8 (see `tiles.cast`).
     """
     r = i * TILE_R + tl.arange(0, TILE_R)
     if MODE == MX:
@@ -183,7 +185,11 @@ def scale_rows(
         g = j * GROUPS + tl.arange(0, GROUPS)
         per_row = tl.cdiv(C, _MX_BLOCK)
         where = scale_ptr + (batch * R + r[:, None]) * per_row + g[None, :]
-        tl.store(where, exponent.to(tl.uint8), mask=(r[:, None] < end) & (g[None, :] < per_row))
+        wanted = (r[:, None] < end) & (g[None, :] < per_row)
+        tl.store(where, exponent.to(tl.uint8), mask=wanted)
+        if TURNED:
+            tl.debug_barrier()
+            exponent = tl.load(where, mask=wanted, other=127).to(tl.int32)
         spread = _spread(tiles.mx_factor(exponent), TILE_R, GROUPS)
         factor = _spread(tiles.mx_factor(254 - exponent), TILE_R, GROUPS)
         amax = tl.max(amax, axis=1)
@@ -197,6 +203,9 @@ def scale_rows(
             wanted = r < end
         scale = tiles.scale_from_amax(amax, MAXIMUM, MARGIN)
         tl.store(where, scale, mask=wanted)
+        if TURNED and MODE != CHANNEL:
+            tl.debug_barrier()  # written by other threads
+            scale = tl.load(where, mask=wanted, other=1.0)
         spread = scale[:, None]
         factor = tiles.reciprocal(scale)[:, None]
     return x * factor, spread, amax

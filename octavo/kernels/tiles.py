@@ -281,9 +281,11 @@ def record(row_ptr, top, non_finite, lost, clipped, per_element):
 
 @triton.jit
 def raise_to(amax_ptr, amax, inside):
-    """Several maxima in memory, raised to these. Looking first, as above; what was read may be old, which is fine."""
-    known = tl.load(amax_ptr, mask=inside, other=float("inf"))
-    tl.atomic_max(amax_ptr, amax, mask=inside & (amax > known), sem="relaxed")
+    """Several maxima in memory, raised to these, which may be NaN where there was nothing finite.
+
+    Without looking first: a loop that waits for what it reads here takes longer than the atomics.
+    """
+    tl.atomic_max(amax_ptr, amax, mask=inside & (amax > 0.0), sem="relaxed")
 
 
 @triton.jit
