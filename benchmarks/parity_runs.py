@@ -13,6 +13,7 @@ Nothing waits for the device but a look every `CHECK` steps: is the loss finite,
 
 The held-out loss is taken with gradients enabled, without a backward: it is the very graph that was trained, with the
 scales it was trained with. Under `no_grad` a compiled autocast would trace its products anew, each with a fresh scale.
+A model trained in FP8 is then evaluated in BF16, too: what it would score where it is served like that.
 """
 
 import math
@@ -164,6 +165,14 @@ class Subject:
                 return self.forward(tokens, targets)[1]
             return self.forward(input_ids=tokens, labels=tokens).loss
 
+    def leave_fp8(self) -> None:
+        """For good: the trained weights, in BF16 from here on."""
+        if self.autocast is not None:
+            self.autocast = None
+        else:
+            octavo.restore(self.model)
+        self.forward = self.model
+
     def fp8_found(self) -> dict[str, Any]:
         """What ran in FP8, and mean and largest share of elements that underflowed or saturated, over all steps."""
         if self.report is None:
@@ -254,6 +263,10 @@ def train(
         result["held_out_loss"], result["held_out_tokens"] = evaluate(subject, task, data)
         if result["held_out_loss"] is None:
             result["status"] = "nan"
+        if subject.report is not None:
+            subject.leave_fp8()
+            with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+                result["held_out_loss_in_bf16"], _ = evaluate(subject, task, data)
     if device.type == "cuda":
         result["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
     result["seconds"] = time.perf_counter() - began

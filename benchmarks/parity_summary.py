@@ -9,7 +9,8 @@
     allowed    = max(0.25 % of the mean, 2 × spread)
 
 delayed, channel and block must stay within what is allowed, on average over the seeds they were run with; the other
-recipes are reported. A loss *lower* than BF16's by more than that passes, and the table says so.
+recipes are reported. A loss *lower* than BF16's by more than that passes, and the table says so. `evaluated in BF16` is
+the difference when what was trained in FP8 is then run in BF16.
 """
 
 import argparse
@@ -27,6 +28,7 @@ HEADINGS = (
     "difference",
     "allowed",
     "verdict",
+    "evaluated in BF16",
     "underflow mean / max",
     "saturated mean / max",
     "ms a step",
@@ -140,12 +142,14 @@ def row(run: dict[str, Any], runs: list[dict[str, Any]], baseline: Baseline) -> 
         for quantity in ("underflow", "saturated")
     )
     difference = baseline.difference(run)
+    in_bf16, exact = run.get("held_out_loss_in_bf16"), baseline.by_seed.get(seed_of(run))
     return (
         run["run"],
         f"{run['held_out_loss']:.4f}" if run["status"] == "complete" else "",
         "" if difference is None else f"{difference:+.3%}",
         "" if difference is None or is_bf16(run) else f"{baseline.allowed:.3%}",
         verdict(run, runs, baseline),
+        "" if in_bf16 is None or exact is None else f"{in_bf16 / exact - 1:+.3%}",
         *rates,
         speed,
     )

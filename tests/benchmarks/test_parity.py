@@ -49,6 +49,8 @@ def test_runs_go_by_importance_and_the_table_judges_them(result):
         if "bf16" not in run["run"]:
             assert 0 <= run["underflow"]["mean"] <= run["underflow"]["max"] < 0.05
             assert run["held_out_loss"] != first[run["task"]]["held_out_loss"]
+            assert run["held_out_loss_in_bf16"] == pytest.approx(run["held_out_loss"], rel=0.01)
+            assert run["held_out_loss_in_bf16"] != run["held_out_loss"]
     table = parity_summary.summarise(record)
     assert table.count("| baseline |") == 6 and "FAIL" not in table and "ERROR" not in table
 
