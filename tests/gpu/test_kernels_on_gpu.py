@@ -309,3 +309,13 @@ def test_scaling_in_place():
         assert torch.equal(x, before)
         loss_kernel.scale_(x, torch.tensor(0.37, device="cuda"))
         assert torch.equal(x, (before.float() * torch.tensor(0.37)).to(BF16))
+
+
+@pytest.mark.parametrize("shape", [(128, 64), (130, 66), (4096, 14336), (4, 300), (1024, 4096)])
+def test_transposed_bytes(shape):
+    from octavo.kernels import transpose as transpose_kernel
+
+    data = torch.randint(256, shape, dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
+    for _ in range(3):  # the transposed store is checked on every run, and more than once
+        found = transpose_kernel.transpose(data)
+        assert torch.equal(found.view(torch.uint8), data.view(torch.uint8).t())

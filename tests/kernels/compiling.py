@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from octavo import FP8TrainingConfig
-from octavo.kernels import causal, cross_entropy, gated, gated_scaled, quantize
+from octavo.kernels import causal, cross_entropy, gated, gated_scaled, quantize, transpose
 from octavo.numerics import E5M2
 from octavo.numerics.scaling import new_rows
 
@@ -25,6 +25,7 @@ TYPES = {
     torch.float8_e4m3fn: "*fp8e4nv",
     torch.float8_e5m2: "*fp8e5",
     torch.uint8: "*u8",
+    torch.int16: "*i16",
     torch.int64: "*i64",
 }
 
@@ -79,6 +80,8 @@ def main(dtype: torch.dtype, rounding: str) -> None:
         gated_scaled.gated_quantize_backward(dh, gate_up, new_rows(device="cpu"), recipe_b.g, recipe_b.x, "silu")
     logits, labels, lse = torch.zeros(256, 512, dtype=dtype), torch.zeros(256, dtype=torch.int64), torch.zeros(256)
     cross_entropy.cross_entropy_quantize(logits, labels, lse, torch.ones(()), E5M2)
+    for shape in ((256, 256), (130, 66)):
+        transpose.transpose(torch.zeros(shape, dtype=torch.uint8).view(torch.float8_e4m3fn))
     causal.causal_quantize(torch.zeros(1, 2, 128, 128, dtype=dtype), new_rows(device="cpu"), recipe.x, record=True)
 
 

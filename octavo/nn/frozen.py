@@ -1,0 +1,284 @@
+"""A linear whose weight is frozen in FP8: what LoRA trains its adapters on.
+
+The FP8 copy is the only one, one byte an element, and serves forward and dgrad alike (see `ops_frozen.py`). It is held
+as bytes, its scales as integers with their bits: `.to(bfloat16)` on a model turns every floating-point tensor into
+BF16, float8 ones silently, too, and would ruin both. The state dict shows them as what they are, `weight` in float8
+and `weight_scale_inv` in FP32: the names of Hugging Face's FP8 checkpoints. (`inv` is theirs: it is the factor that
+dequantises.)
+"""
+
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from octavo import ops_frozen
+from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
+from octavo.numerics.checks import check_choice
+from octavo.numerics.config import check_config
+from octavo.numerics.formats import Format, format_of
+from octavo.numerics.quantize import BLOCK, Quantized, quantize
+from octavo.ops import Product
+from octavo.support import require_tensor_cores
+
+GRANULARITIES = ("block", "channel", "tensor")
+SCALE_NAME = "weight_scale_inv"
+
+
+class FrozenTensor(nn.Parameter):
+    """A Parameter, so that it moves and is sharded like one, that cannot be trained and says why."""
+
+    def __new__(cls, data: Tensor) -> Self:
+        return super().__new__(cls, data, requires_grad=False)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "FrozenTensor":
+        return memo.setdefault(id(self), FrozenTensor(self.data.clone()))
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return FrozenTensor, (self.data,)
+
+    @property
+    def requires_grad(self) -> bool:
+        return False
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        if requires_grad:
+            raise ValueError(
+                "requires_grad=True: this weight is frozen in FP8 and would never change. To train it, load the model "
+                "with full_finetuning=True; to train adapters beside it, use FastLanguageModel.get_peft_model or "
+                "peft.get_peft_model"
+            )
+        return self
+
+
+class FP8FrozenLinear(nn.Linear):
+    """y = x · wᵀ + b with w in FP8. Gradients flow to x (and b), never to w."""
+
+    config: FP8TrainingConfig
+    scaling: FP8ScalingManager
+    granularity: str
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        granularity: str = "block",
+        config: FP8TrainingConfig | None = None,
+        scaling: FP8ScalingManager | None = None,
+        name: str = "linear",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Without a weight yet: `fill` it, or load one. `dtype` is that of the bias and of unquantised weights."""
+        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+        self._become(granularity, config, scaling, name)
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        granularity: str = "block",
+        config: FP8TrainingConfig | None = None,
+        *,
+        scaling: FP8ScalingManager | None = None,
+        name: str = "linear",
+    ) -> Self:
+        """A frozen copy of a linear: its weight quantised, its bias the very same."""
+        new = cls.__new__(cls)
+        nn.Module.__init__(new)
+        new.in_features, new.out_features = linear.in_features, linear.out_features
+        new.weight, new.bias = linear.weight, linear.bias
+        new.train(linear.training)
+        new._become(granularity, config, scaling, name)
+        new.fill(quantize_weight(linear.weight, granularity))
+        return new
+
+    def _become(
+        self, granularity: str, config: FP8TrainingConfig | None, scaling: FP8ScalingManager | None, name: str
+    ) -> None:
+        check_choice("granularity", granularity, GRANULARITIES)
+        config = check_config(config or activation_config(granularity))
+        require_tensor_cores(self.weight.device, config)
+        if scaling is None:
+            scaling = FP8ScalingManager.from_config(config, self.scaling_device)
+            scaling.follow_optimizers(self)
+        self.granularity, self.config, self.scaling = granularity, config, scaling
+        self.recipe = config.recipe
+        self.row_x, self.row_g = (
+            scaling.register(f"{name}.{operand}", recipe.format, recipe.margin)
+            for operand, recipe in (("x", self.recipe.x), ("g", self.recipe.g))
+        )
+        self.register_parameter(SCALE_NAME, None)
+        self.format: Format | None = None
+
+    def fill(self, weight: Quantized) -> None:
+        """Take a quantised weight. FP8 data and FP32 scales, whose shape says what they belong to."""
+        if tuple(weight.data.shape) != (self.out_features, self.in_features):
+            raise ValueError(
+                f"weight has shape {tuple(weight.data.shape)}; this linear takes "
+                f"{(self.out_features, self.in_features)}"
+            )
+        self.format = format_of(weight.data.dtype)
+        scale = self._check_scale(weight.scale.float())
+        self.weight = FrozenTensor(weight.data.contiguous().view(torch.uint8))
+        setattr(self, SCALE_NAME, FrozenTensor(scale.contiguous().view(torch.int32)))
+
+    def settle(self) -> None:
+        """Freeze what a loader has put in place: FP8 data with its scales, or a weight still to be quantised."""
+        if not isinstance(self.weight, FrozenTensor):
+            scale = getattr(self, SCALE_NAME)
+            if self.weight.element_size() == 1:
+                if scale is None:
+                    raise ValueError(
+                        f"weight in {self.weight.dtype} without {SCALE_NAME}: the checkpoint lacks its scales"
+                    )
+                self.fill(Quantized(self.weight.data, scale.data))
+            else:
+                self.fill(quantize_weight(self.weight.data, self.granularity))
+
+    def _check_scale(self, scale: Tensor) -> Tensor:
+        n, k = self.out_features, self.in_features
+        if self.granularity == "tensor":
+            if scale.numel() != 1:
+                raise ValueError(f"{SCALE_NAME} has shape {tuple(scale.shape)}; per tensor there is one")
+            return scale.reshape(())
+        expected = (n, 1) if self.granularity == "channel" else (-(-n // BLOCK), -(-k // BLOCK))
+        if scale.shape == expected[:1]:
+            scale = scale[:, None]
+        if tuple(scale.shape) != expected:
+            raise ValueError(
+                f"{SCALE_NAME} has shape {tuple(scale.shape)}; granularity={self.granularity!r} of a weight "
+                f"{(n, k)} takes {expected}"
+            )
+        return scale
+
+    @property
+    def is_filled(self) -> bool:
+        return isinstance(self.weight, FrozenTensor)
+
+    @property
+    def quantized(self) -> Quantized:
+        """The weight as FP8 and FP32, without a copy."""
+        if self.format is None:
+            raise RuntimeError("this FP8FrozenLinear has no weight yet: load one, or call fill")
+        scale: Tensor = getattr(self, SCALE_NAME)
+        return Quantized(self.weight.data.view(self.format.dtype), scale.data.view(torch.float32))
+
+    def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return self.quantized.dequantize(dtype)
+
+    @property
+    def scaling_device(self) -> torch.device:
+        return torch.device("cpu") if self.weight.device.type == "meta" else self.weight.device
+
+    def forward(self, input: Tensor) -> Tensor:
+        if input.shape[-1] != self.in_features:
+            raise ValueError(f"input has {input.shape[-1]} features; this FP8FrozenLinear takes {self.in_features}")
+        if input.numel() == 0:
+            return nn.functional.linear(input, self.dequantize(input.dtype), self.bias)
+        x = input.reshape(-1, self.in_features)
+        y = _FrozenLinear.apply(x, self.bias, self.product(input), self.row_x, self.row_g, *self.quantized)
+        return y.reshape(*input.shape[:-1], self.out_features)
+
+    def product(self, input: Tensor) -> Product:
+        """How to multiply this input."""
+        autocast = torch.is_autocast_enabled(input.device.type)
+        return Product(
+            a=self.recipe.x,
+            b=self.recipe.w,
+            g=self.recipe.g,
+            out_dtype=torch.get_autocast_dtype(input.device.type) if autocast else input.dtype,
+            b_is_nk=True,
+            record=torch.is_grad_enabled(),
+            emulate=self.config.emulate is True,
+            fast_forward=self.config.fast_accumulation != "none",
+            fast_backward=self.config.fast_accumulation == "all",
+        )
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        self.scaling.to(self.scaling_device)
+        return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.format is not None:
+            destination[prefix + "weight"], destination[prefix + SCALE_NAME] = self.quantized
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """FP8 with scales, or a weight in high precision, which is quantised."""
+        state_dict = dict(state_dict)
+        weight, scale = (state_dict.get(prefix + name) for name in ("weight", SCALE_NAME))
+        if weight is not None and weight.element_size() == 1 and scale is None:
+            error_msgs.append(f"{prefix}weight is in {weight.dtype}, but {prefix}{SCALE_NAME} is missing")
+            del state_dict[prefix + "weight"]
+        elif weight is not None:
+            device = self.weight.device
+            if weight.element_size() == 1:
+                data = weight.view(torch.float8_e4m3fn) if weight.dtype == torch.uint8 else weight
+                self.fill(Quantized(data.to(device), scale.to(device)))
+            else:
+                self.fill(quantize_weight(weight.to(device), self.granularity))
+            # Taken already; shown as held, so that what comes now copies it onto itself.
+            state_dict[prefix + "weight"], state_dict[prefix + SCALE_NAME] = self.weight, getattr(self, SCALE_NAME)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, frozen in {self.format or 'FP8'} per {self.granularity}"
+
+
+def activation_config(granularity: str) -> FP8TrainingConfig:
+    """How inputs and gradients are quantised beside a weight of this granularity."""
+    return FP8TrainingConfig.from_recipe({"tensor": "current"}.get(granularity, granularity))
+
+
+def quantize_weight(weight: Tensor, granularity: str, format: str = "E4M3") -> Quantized:
+    """A weight `[N, K]` with one scale per tensor, per row, or per 128×128 block."""
+    return quantize(weight.detach(), format=format, granularity=granularity, block=(BLOCK, BLOCK))
+
+
+class _FrozenLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        bias: Tensor | None,
+        product: Product,
+        row_x: Tensor,
+        row_g: Tensor,
+        data: Tensor,
+        scale: Tensor,
+    ) -> Tensor:
+        ctx.weight = Quantized(data, scale)  # neither changes nor needs a gradient
+        ctx.row_g, ctx.product = row_g, product
+        ctx.like = (x.dtype, bias.dtype if bias is not None else None)
+        return ops_frozen.frozen_linear(x, ctx.weight, bias, row_x, product)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x_dtype, bias_dtype = ctx.like
+        dx = dbias = None
+        if ctx.needs_input_grad[0]:
+            dx = ops_frozen.frozen_linear_backward(g, ctx.weight, ctx.row_g, ctx.product, x_dtype)
+        if ctx.needs_input_grad[1]:
+            dbias = g.float().sum(dim=0).to(bias_dtype)
+        return dx, dbias, None, None, None, None, None
