@@ -137,7 +137,7 @@ def multiply(
     on_tensor_cores = not emulate and has_fp8_tensor_cores(a.data.device)
     if on_tensor_cores and not batch and kernels.is_one_call(*a, *b, bias, out_dtype):
         return torch._scaled_mm(a.data, b.data.t(), a.scale, b.scale, out_dtype=out_dtype, use_fast_accum=fast)
-    a, b = (Quantized(q.data, _unpack(q.scale)) for q in (a, b))
+    a, b = (Quantized(q.data, unpack_scale(q.scale)) for q in (a, b))
     if not on_tensor_cores or not kernels.can_multiply(a, b):
         return padded_gemm_nt(a, b, bias=bias, out_dtype=out_dtype, batch=batch)
     return kernels.gemm_nt(a, b, bias=bias, out_dtype=out_dtype, batch=torch.Size(batch), fast=fast)
@@ -176,7 +176,7 @@ def pack_scale(scale: Tensor) -> Tensor:
     return scale.view(torch.uint8) if scale.dtype == E8M0_DTYPE else scale
 
 
-def _unpack(scale: Tensor) -> Tensor:
+def unpack_scale(scale: Tensor) -> Tensor:
     return scale.view(E8M0_DTYPE) if scale.dtype == torch.uint8 else scale
 
 

@@ -17,26 +17,30 @@ from torch import Tensor
 from octavo.kernels.ranges import ranged
 from octavo.numerics import OperandRecipe, Quantized
 from octavo.numerics.gemm import constant_along_k
-from octavo.ops import Product, multiply, quantize_directly
-from octavo.ops_linear import _padded
+from octavo.ops import Product, fake_quantize, multiply, pack_scale, quantize_directly, unpack_scale
+from octavo.ops_linear import fake_padded, padded
 from octavo.support import has_fp8_tensor_cores
 
 _LIBRARY = torch.library.Library("octavo", "FRAGMENT")
 _LIBRARY.define(
     "frozen_linear(Tensor x, Tensor(a!) row_x, Tensor weight, Tensor scale, Tensor? bias, str recipe_x, bool record, "
-    "ScalarType dtype, bool fast, bool emulate) -> Tensor"
+    "bool keep, ScalarType dtype, bool fast, bool emulate) -> (Tensor, Tensor, Tensor)"
 )
 _LIBRARY.define(
     "frozen_linear_backward(Tensor g, Tensor(a!) row_g, Tensor weight, Tensor scale, str recipe_g, ScalarType dtype, "
     "bool fast, bool emulate) -> Tensor"
 )
+_LIBRARY.define("adapter_gradient(Tensor u, Tensor x, Tensor x_scale) -> Tensor")
 
 
-def frozen_linear(x: Tensor, weight: Quantized, bias: Tensor | None, row_x: Tensor, how: Product) -> Tensor:
-    """`x[M, K] · w[N, K]ᵀ + bias`."""
-    return torch.ops.octavo.frozen_linear(
-        x, row_x, *weight, bias, how.a.encode(), how.record, how.out_dtype, how.fast_forward, how.emulate
+def frozen_linear(
+    x: Tensor, weight: Quantized, bias: Tensor | None, row_x: Tensor, how: Product, *, keep: bool = False
+) -> tuple[Tensor, Quantized]:
+    """`x[M, K] · w[N, K]ᵀ + bias`, and x as rows in FP8: empty unless kept."""
+    y, data, scale = torch.ops.octavo.frozen_linear(
+        x, row_x, *weight, bias, how.a.encode(), how.record, keep, how.out_dtype, how.fast_forward, how.emulate
     )
+    return y, Quantized(data, scale)
 
 
 def frozen_linear_backward(g: Tensor, weight: Quantized, row_g: Tensor, how: Product, dtype: torch.dtype) -> Tensor:
@@ -44,6 +48,11 @@ def frozen_linear_backward(g: Tensor, weight: Quantized, row_g: Tensor, how: Pro
     return torch.ops.octavo.frozen_linear_backward(
         g, row_g, *weight, how.g.encode(), dtype, how.fast_backward, how.emulate
     )
+
+
+def adapter_gradient(u: Tensor, x: Quantized) -> Tensor:
+    """`u[M, R]ᵀ · x[M, K]`, in the dtype of u, for x kept in FP8 as rows. It may have more rows, of zeros."""
+    return torch.ops.octavo.adapter_gradient(u, *x)
 
 
 def transpose_bytes(data: Tensor) -> Tensor:
@@ -69,11 +78,14 @@ def turned_for_dgrad(g: Tensor, weight: Quantized) -> tuple[Tensor, Quantized]:
 
 def _frozen_linear(
     x: Tensor, row_x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, recipe_x: str, record: bool,
-    dtype: torch.dtype, fast: bool, emulate: bool,
-) -> Tensor:  # fmt: skip
-    x_q = quantize_directly(_padded(x, emulate), row_x, OperandRecipe.decode(recipe_x), record, "rows")[0]
+    keep: bool, dtype: torch.dtype, fast: bool, emulate: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    x_q = quantize_directly(padded(x, emulate), row_x, OperandRecipe.decode(recipe_x), record, "rows")[0]
     # y = x · wᵀ
-    return multiply(x_q, Quantized(weight, scale), bias, dtype, [], fast, emulate)[: x.shape[0]]
+    y = multiply(x_q, Quantized(weight, scale), bias, dtype, [], fast, emulate)[: x.shape[0]]
+    if not keep:
+        return y, x.new_empty(0), x.new_empty(0)
+    return y, x_q.data, pack_scale(x_q.scale)
 
 
 def _frozen_linear_backward(
@@ -81,16 +93,29 @@ def _frozen_linear_backward(
     emulate: bool,
 ) -> Tensor:  # fmt: skip
     scaled, w = turned_for_dgrad(g, Quantized(weight, scale))
-    g_q = quantize_directly(_padded(scaled, emulate), row_g, OperandRecipe.decode(recipe_g), True, "rows")[0]
+    g_q = quantize_directly(padded(scaled, emulate), row_g, OperandRecipe.decode(recipe_g), True, "rows")[0]
     # dx = g · w
     return multiply(g_q, w, None, dtype, [], fast, emulate)[: g.shape[0]]
 
 
+def _adapter_gradient(u: Tensor, x: Tensor, x_scale: Tensor) -> Tensor:
+    x_hp = Quantized(x, unpack_scale(x_scale)).dequantize(u.dtype)[: u.shape[0]]
+    # dA = uᵀ · x
+    return u.t() @ x_hp
+
+
 def _frozen_linear_fake(
     x: Tensor, row_x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, recipe_x: str, record: bool,
-    dtype: torch.dtype, fast: bool, emulate: bool,
-) -> Tensor:  # fmt: skip
-    return x.new_empty([x.shape[0], weight.shape[0]], dtype=dtype)
+    keep: bool, dtype: torch.dtype, fast: bool, emulate: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    y = x.new_empty([x.shape[0], weight.shape[0]], dtype=dtype)
+    if not keep:
+        return y, x.new_empty(0), x.new_empty(0)
+    return y, *fake_quantize(fake_padded(x, emulate), OperandRecipe.decode(recipe_x), transpose=False)
+
+
+def _adapter_gradient_fake(u: Tensor, x: Tensor, x_scale: Tensor) -> Tensor:
+    return u.new_empty([u.shape[1], x.shape[1]])
 
 
 def _frozen_linear_backward_fake(
@@ -103,6 +128,7 @@ def _frozen_linear_backward_fake(
 for _name, _implementation, _fake in (
     ("frozen_linear", _frozen_linear, _frozen_linear_fake),
     ("frozen_linear_backward", _frozen_linear_backward, _frozen_linear_backward_fake),
+    ("adapter_gradient", _adapter_gradient, _adapter_gradient_fake),
 ):
     _LIBRARY.impl(_name, ranged(f"octavo.{_name}", _implementation), "CompositeExplicitAutograd")
     torch.library.register_fake(f"octavo::{_name}", _fake, lib=_LIBRARY)

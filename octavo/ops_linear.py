@@ -171,7 +171,7 @@ def _padded_rows(rows: int) -> int:
     return -(-rows // TILE) * TILE
 
 
-def _padded(x: Tensor, emulate: bool) -> Tensor:
+def padded(x: Tensor, emulate: bool) -> Tensor:
     missing = _padded_rows(x.shape[0]) - x.shape[0] if _pads(x.device, emulate) else 0
     return torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x
 
@@ -179,10 +179,10 @@ def _padded(x: Tensor, emulate: bool) -> Tensor:
 def _quantize_input(x: Tensor, row: Tensor, recipe: OperandRecipe, record: bool, keep: bool) -> tuple[Quantized, ...]:
     """x as rows, and as columns if it is to be kept, else something empty."""
     found = quantize_directly(x, row, recipe, record, "both" if keep else "rows")
-    return found[0], found[1] if keep else Quantized(*_empty(x, 2))
+    return found[0], found[1] if keep else Quantized(*empty(x, 2))
 
 
-def _empty(like: Tensor, count: int) -> list[Tensor]:
+def empty(like: Tensor, count: int) -> list[Tensor]:
     """An operator returns tensors, and never one twice."""
     return [like.new_empty(0) for _ in range(count)]
 
@@ -196,7 +196,7 @@ def _linear(
     x: Tensor, row_x: Tensor, weights: list[Tensor], row_w: Tensor, bias: Tensor | None, recipe_x: str, recipe_w: str,
     record: bool, keep: bool, dtype: torch.dtype, fast: bool, emulate: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    x_mk, x_km = _quantize_input(_padded(x, emulate), row_x, OperandRecipe.decode(recipe_x), record, keep)
+    x_mk, x_km = _quantize_input(padded(x, emulate), row_x, OperandRecipe.decode(recipe_x), record, keep)
     # y = x · wᵀ
     w = OperandRecipe.decode(recipe_w)
     y = weight_gemm(x_mk, weights, row_w, w, bias=bias, record=record, dtype=dtype, fast=fast, emulate=emulate)
@@ -207,9 +207,9 @@ def _linear_backward(
     g: Tensor, row_g: Tensor, x: Tensor, x_scale: Tensor, weights: list[Tensor], row_w: Tensor, recipe_g: str,
     recipe_w: str, needs_x: bool, needs_w: bool, dtype: torch.dtype, fast: bool, emulate: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    dx, dw = _empty(g, 2)
+    dx, dw = empty(g, 2)
     layout = "both" if needs_x and needs_w else "rows" if needs_x else "columns"
-    g_q = quantize_directly(_padded(g, emulate), row_g, OperandRecipe.decode(recipe_g), True, layout)
+    g_q = quantize_directly(padded(g, emulate), row_g, OperandRecipe.decode(recipe_g), True, layout)
     if needs_x:
         # dx = g · w
         w = OperandRecipe.decode(recipe_w)
@@ -228,13 +228,13 @@ def _mlp(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     x_recipe, w_recipe = OperandRecipe.decode(recipe_x), OperandRecipe.decode(recipe_w)
     how: dict[str, Any] = {"record": record, "dtype": dtype, "fast": fast, "emulate": emulate}
-    x_mk, x_km = _quantize_input(_padded(x, emulate), row_x, x_recipe, record, keep)
+    x_mk, x_km = _quantize_input(padded(x, emulate), row_x, x_recipe, record, keep)
     # gu = x · [w_gate; w_up]ᵀ
     gate_up = weight_gemm(x_mk, (gate, up), row_gate_up, w_recipe, **how)
     h = gated_quantize(gate_up, row_h, x_recipe, activation, record=record)
     # y = h · w_downᵀ
     y = weight_gemm(h, (down,), row_down, w_recipe, **how)
-    h_scale = h.scale if x_recipe.granularity == "tensor" else _empty(row_h, 1)[0]
+    h_scale = h.scale if x_recipe.granularity == "tensor" else empty(row_h, 1)[0]
     return y[: x.shape[0]], x_km.data, _fresh_scale(x_km, x_mk), gate_up, h_scale
 
 
@@ -246,8 +246,8 @@ def _mlp_backward(
     needs_x, needs_gate_up, needs_down = needs
     x_recipe, w_recipe, g_recipe = (OperandRecipe.decode(text) for text in (recipe_x, recipe_w, recipe_g))
     how: dict[str, Any] = {"fast": fast, "emulate": emulate}
-    dx, dgate_up, ddown = _empty(g, 3)
-    g_q = quantize_directly(_padded(g, emulate), row_g, g_recipe, True, "both" if needs_down else "rows")
+    dx, dgate_up, ddown = empty(g, 3)
+    g_q = quantize_directly(padded(g, emulate), row_g, g_recipe, True, "both" if needs_down else "rows")
     # dh = g · w_down
     dh = weight_gemm(g_q[0], (down,), row_down, w_recipe, transpose=True, dtype=gate_up.dtype, **how)
     d_rows, d_columns, h = gated_quantize_backward(
@@ -268,14 +268,14 @@ def _mlp_backward(
     return dx, dgate_up, ddown
 
 
-def _fake_padded(x: Tensor, emulate: bool) -> Tensor:
+def fake_padded(x: Tensor, emulate: bool) -> Tensor:
     return x.new_empty([_padded_rows(x.shape[0]), x.shape[1]]) if _pads(x.device, emulate) else x
 
 
 def _fake_input(x: Tensor, recipe: str, keep: bool, emulate: bool) -> tuple[Tensor, Tensor]:
     if not keep:
         return x.new_empty(0), x.new_empty(0)
-    return fake_quantize(_fake_padded(x, emulate), OperandRecipe.decode(recipe), transpose=True)
+    return fake_quantize(fake_padded(x, emulate), OperandRecipe.decode(recipe), transpose=True)
 
 
 def _linear_fake(
@@ -301,7 +301,7 @@ def _mlp_fake(
     fast: bool, emulate: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     y = x.new_empty([x.shape[0], down.shape[0]], dtype=dtype)
-    tokens = _fake_padded(x, emulate).shape[0]
+    tokens = fake_padded(x, emulate).shape[0]
     gate_up = x.new_empty([tokens, gate.shape[0] + up.shape[0]], dtype=dtype)
     one_scale = OperandRecipe.decode(recipe_x).granularity == "tensor"
     h_scale = row_h.new_empty(()) if one_scale else row_h.new_empty(0)

@@ -16,7 +16,7 @@ ORDER = [
     "support",
     "kernels",
     "ops",
-    "ops_linear",
+    "ops_linear", "ops_frozen",
     "ops_loss",
     "ops_bdh",
     "nn",

@@ -285,7 +285,11 @@ def is_same(x: Tensor, parameter: Tensor) -> bool:
 
 def is_skipped(name: str, config: FP8TrainingConfig) -> bool:
     """Whether `config.skip` names this layer or parameter: its name, a part of its dotted name, or by a pattern."""
-    return any(pattern in name.split(".") or fnmatch.fnmatch(name, pattern) for pattern in config.skip)
+    return any(matches(name, pattern) for pattern in config.skip)
+
+
+def matches(name: str, pattern: str) -> bool:
+    return pattern in name.split(".") or fnmatch.fnmatch(name, pattern)
 
 
 def _caller() -> str:

@@ -270,7 +270,7 @@ class _FrozenLinear(torch.autograd.Function):
         ctx.weight = Quantized(data, scale)  # neither changes nor needs a gradient
         ctx.row_g, ctx.product = row_g, product
         ctx.like = (x.dtype, bias.dtype if bias is not None else None)
-        return ops_frozen.frozen_linear(x, ctx.weight, bias, row_x, product)
+        return ops_frozen.frozen_linear(x, ctx.weight, bias, row_x, product)[0]
 
     @staticmethod
     @once_differentiable

@@ -81,11 +81,12 @@ class FP8ScalingManager:
         self._maximum: list[float] = []  # FP8_MAX and margin of each row
         self._margin: list[float] = []
         # Each row's history, the amax its scale was made from, its running mean and its age; grown in `_arrange`.
-        self._history = torch.zeros(0, history_len)
-        self._amax = torch.zeros(0)
-        self._ema = torch.zeros(0)
-        self._steps = torch.zeros(0, dtype=torch.int64)
-        self._limits = torch.zeros(0, 2)  # FP8_MAX and margin again, where the rows are
+        here: dict[str, Any] = {"device": "cpu"}  # the default device is `meta` while transformers loads a model
+        self._history = torch.zeros(0, history_len, **here)
+        self._amax = torch.zeros(0, **here)
+        self._ema = torch.zeros(0, **here)
+        self._steps = torch.zeros(0, dtype=torch.int64, **here)
+        self._limits = torch.zeros(0, 2, **here)  # FP8_MAX and margin again, where the rows are
 
     @classmethod
     def from_config(cls, config: FP8TrainingConfig, device: torch.device | str = "cpu") -> "FP8ScalingManager":

@@ -1,0 +1,92 @@
+"""PEFT's LoRA on linears frozen in FP8: the fused product, and merging that can be undone to the byte.
+
+`install` tells PEFT about `FP8FrozenLinear`, once, when the first such model is loaded: `peft.get_peft_model` and
+`PeftModel.from_pretrained` then wrap it with `FP8LoraLinear`, with no word from the user. (PEFT has a registry for
+that, but keeps it in each `LoraConfig`, and forgets it when an adapter is saved.)
+"""
+
+from functools import cache, wraps
+from typing import Any
+
+import torch
+from peft.tuners.lora import LoraModel
+from peft.tuners.lora import layer as peft_layer
+from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
+from torch import Tensor, nn
+
+from octavo.nn.frozen import FP8FrozenLinear, quantize_weight
+from octavo.nn.lora import Adapter, frozen_lora
+from octavo.numerics.quantize import Quantized
+
+
+@cache
+def install() -> None:
+    create: Any = LoraModel._create_new_module
+
+    @wraps(create)
+    def create_new_module(lora_config: Any, adapter_name: str, target: nn.Module, **kwargs: Any) -> nn.Module:
+        base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
+        if not isinstance(base, FP8FrozenLinear):
+            return create(lora_config, adapter_name, target, **kwargs)
+        kwargs.pop("device_map", None)
+        return FP8LoraLinear(target, adapter_name, config=lora_config, **kwargs)
+
+    model: Any = LoraModel
+    model._create_new_module = staticmethod(create_new_module)
+
+
+class FP8LoraLinear(peft_layer.Linear):
+    """`peft.tuners.lora.Linear` over an `FP8FrozenLinear`."""
+
+    base_layer: FP8FrozenLinear
+    _before_merging: Quantized | None
+
+    def __init__(self, base_layer: nn.Module, adapter_name: str, config: Any, **kwargs: Any) -> None:
+        for option in ("use_dora", "arrow_config", "use_bdlora", "alora_invocation_tokens"):
+            if getattr(config, option, None):
+                raise ValueError(f"{option}={getattr(config, option)!r}: not on a base in FP8; use plain LoRA")
+        super().__init__(base_layer, adapter_name, config, **kwargs)
+        self._before_merging = None
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        adapters = self.fusible(args, kwargs)
+        if adapters is None or x.numel() == 0:
+            return super().forward(x, *args, **kwargs)
+        base = self.base_layer
+        matrices = [self.matrices(name) for name in adapters]
+        parts = [Adapter(0, base.out_features, self.scaling[name]) for name in adapters]
+        return frozen_lora(x, base.quantized, base.bias, base.product(x), (base.row_x, base.row_g), parts, matrices)
+
+    def fusible(self, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> list[str] | None:
+        """The adapters to compute with the base in one function; None if PEFT's own way is called for."""
+        names = [name for name in self.active_adapters if name in self.lora_A]
+        plain = not args and not any((kwargs or {}).values()) and not self.disable_adapters and not self.merged
+        dropped = self.training and any(isinstance(self.lora_dropout[name], nn.Dropout) for name in names)
+        other = any(name in self.lora_variant for name in names) or any(self.lora_bias[name] for name in names)
+        return names if names and plain and not dropped and not other else None
+
+    def matrices(self, name: str) -> tuple[Tensor, Tensor]:
+        down: Any = self.lora_A[name]
+        up: Any = self.lora_B[name]
+        return down.weight, up.weight
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Into the FP8 weight, which is quantised anew. The bytes it had are kept for `unmerge`."""
+        for name in check_adapters_to_merge(self, adapter_names) or ():
+            if name not in self.lora_A:
+                continue
+            base = self.base_layer
+            merged = base.dequantize(torch.float32) + self.get_delta_weight(name).float()
+            if safe_merge and not merged.isfinite().all():
+                raise ValueError(f"NaNs detected in the merged weights. The adapter {name} seems to be broken")
+            if self._before_merging is None:
+                self._before_merging = Quantized(*(part.clone() for part in base.quantized))
+            assert base.format is not None
+            base.fill(quantize_weight(merged, base.granularity, base.format.name))
+            self.merged_adapters.append(name)
+
+    def unmerge(self) -> None:
+        if self._before_merging is not None:
+            self.base_layer.fill(self._before_merging)
+        self._before_merging = None
+        self.merged_adapters.clear()

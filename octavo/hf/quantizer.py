@@ -1,0 +1,254 @@
+"""Loading straight into FP8 by transformers' own door.
+
+    from octavo.hf.quantizer import OctavoConfig                       # also octavo.OctavoConfig
+    model = AutoModelForCausalLM.from_pretrained(name, quantization_config=OctavoConfig("block"))
+
+Every linear but the head becomes an `FP8FrozenLinear`. A weight in high precision is quantised as it is read, one at a
+time, so memory stays near one byte a parameter. A checkpoint that is in FP8 already goes into the layers as it is:
+
+    quant_method: fp8                   `weight_block_size: [128, 128]` (block), or none (tensor)
+    quant_method: compressed-tensors    FP8 weights per `channel`, `tensor`, or `block` of 128×128
+
+The base is frozen: adapters train beside it. transformers itself refuses to train a model that is nothing but
+quantised; whoever trains without its Trainer meets `FP8FrozenLinear`'s own refusal.
+"""
+
+import importlib.util
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.core_model_loading import ConversionOps, WeightRenaming
+from transformers.quantizers import HfQuantizer
+from transformers.quantizers.auto import AutoHfQuantizer, register_quantization_config, register_quantizer
+from transformers.quantizers.quantizers_utils import get_module_from_name
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from octavo.nn.autocast import matches
+from octavo.nn.frozen import GRANULARITIES, SCALE_NAME, FP8FrozenLinear, activation_config, quantize_weight
+from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
+from octavo.numerics.checks import check_choice
+from octavo.numerics.quantize import BLOCK
+
+METHOD = "octavo"
+
+
+@register_quantization_config(METHOD)
+class OctavoConfig(QuantizationConfigMixin):
+    """How a model is loaded into FP8.
+
+    Fields:
+        granularity: one scale per `block` of 128×128, per `channel` (row), or per `tensor` of each weight.
+        fp8: how inputs and gradients are quantised, an `FP8TrainingConfig` or its fields; default: as the weight.
+        skip: linears left as they are: names, parts of dotted names, or patterns. The head always is.
+    """
+
+    def __init__(
+        self,
+        granularity: str = "block",
+        fp8: FP8TrainingConfig | Mapping[str, Any] | None = None,
+        skip: Sequence[str] = (),
+        **kwargs: Any,
+    ) -> None:
+        check_choice("granularity", granularity, GRANULARITIES)
+        unknown = sorted(set(kwargs) - {"quant_method", "checkpoint"})
+        if unknown:
+            raise ValueError(f"{unknown[0]}={kwargs[unknown[0]]!r}: no such field of OctavoConfig")
+        if fp8 is not None and not isinstance(fp8, FP8TrainingConfig):
+            fp8 = FP8TrainingConfig.from_dict(fp8)
+        self.quant_method: Any = METHOD
+        self.granularity = granularity
+        self.fp8 = fp8 or activation_config(granularity)
+        self.skip = tuple(skip)
+        # What the weights on disk are: None in high precision, else where their scales are found.
+        self.checkpoint: str | None = kwargs.get("checkpoint")
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "quant_method": self.quant_method,
+            "granularity": self.granularity,
+            "fp8": self.fp8.to_dict(),
+            "skip": list(self.skip),
+            "checkpoint": SCALE_NAME,
+        }
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        return self.to_dict()
+
+    def read(self, found: Mapping[str, Any]) -> "OctavoConfig":
+        """This configuration for a checkpoint in FP8, by the `quantization_config` of its config.json."""
+        granularity, scales, left = read_layout(found)
+        fp8 = self.fp8 if granularity == self.granularity else activation_config(granularity)
+        return OctavoConfig(granularity, fp8, (*self.skip, *left), checkpoint=scales)
+
+
+def read_layout(found: Mapping[str, Any]) -> tuple[str, str, list[str]]:
+    """Granularity, name of the scales and linears left alone, of a checkpoint in FP8."""
+    method = getattr(found.get("quant_method"), "value", found.get("quant_method"))
+    if method == METHOD:
+        return found["granularity"], SCALE_NAME, list(found.get("skip", ()))
+    if method == "fp8":
+        block = found.get("weight_block_size")
+        if block is not None and list(block) != [BLOCK, BLOCK]:
+            raise ValueError(f"weight_block_size={block}: Octavo reads blocks of {[BLOCK, BLOCK]}")
+        left = list(found.get("modules_to_not_convert") or ())
+        return "tensor" if block is None else "block", SCALE_NAME, left
+    if method == "compressed-tensors":
+        return _read_compressed(found)
+    raise ValueError(f"quant_method={method!r}: Octavo reads fp8, compressed-tensors in FP8, and its own checkpoints")
+
+
+def _read_compressed(found: Mapping[str, Any]) -> tuple[str, str, list[str]]:
+    groups = list((found.get("config_groups") or {}).values())
+    weights = [group.get("weights") or {} for group in groups]
+    if len(groups) != 1 or weights[0].get("num_bits") != 8 or weights[0].get("type") != "float":
+        raise ValueError(f"config_groups={found.get('config_groups')!r}: Octavo reads one group of weights in FP8")
+    strategy, block = weights[0].get("strategy"), weights[0].get("block_structure")
+    if strategy not in GRANULARITIES or (strategy == "block" and list(block or ()) != [BLOCK, BLOCK]):
+        raise ValueError(
+            f"strategy={strategy!r}, block_structure={block!r}: Octavo reads channel, tensor, and blocks of 128×128"
+        )
+    return strategy, "weight_scale", list(found.get("ignore") or ())
+
+
+@register_quantizer(METHOD)
+class OctavoQuantizer(HfQuantizer):
+    """Replaces linears before loading, quantises on the way, freezes afterwards."""
+
+    requires_calibration = False
+    quantization_config: OctavoConfig
+
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
+        config = self.quantization_config
+        left = [*self.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules), *config.skip]
+        scaling = FP8ScalingManager.from_config(config.fp8)
+        linears = {
+            name: module
+            for name, module in model.named_modules()
+            if type(module) is nn.Linear and not any(_is_left(name, pattern) for pattern in left)
+        }
+        if not linears:
+            raise ValueError(f"skip={list(config.skip)}: it leaves {type(model).__name__} no linear to load into FP8")
+        dtypes = (torch.float8_e4m3fn, torch.float32) if config.checkpoint else (None, None)
+        for name, linear in linears.items():
+            parent, attribute = get_module_from_name(model, name)
+            setattr(parent, attribute, _empty(linear, config, scaling, name, *dtypes))
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        frozen = [module for module in model.modules() if isinstance(module, FP8FrozenLinear)]
+        for module in frozen:
+            module.settle()
+        model.requires_grad_(False)
+        _install_lora()
+        scaling = frozen[0].scaling
+        scaling.to(frozen[0].scaling_device)
+        scaling.follow_optimizers(model)
+        self.quantization_config.checkpoint = SCALE_NAME  # what it would be if it were saved
+        return model
+
+    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+        if self.quantization_config.checkpoint:
+            return False
+        module, name = get_module_from_name(model, param_name)
+        return isinstance(module, FP8FrozenLinear) and name == "weight"
+
+    def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
+        return 1 if self.param_needs_quantization(model, param_name) else super().param_element_size(
+            model, param_name, param
+        )  # fmt: skip
+
+    def get_quantize_ops(self) -> ConversionOps:
+        return _Quantize(self.quantization_config.granularity)
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: Any = None) -> list[Any]:
+        """`model` came with transformers 5.21."""
+        name = self.quantization_config.checkpoint
+        if name in (None, SCALE_NAME):
+            return weight_conversions
+        # Scales are called otherwise elsewhere.
+        rename = WeightRenaming(source_patterns=rf"^(.+)\.{name}$", target_patterns=rf"\1.{SCALE_NAME}")
+        return [rename, *weight_conversions]
+
+    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return True  # with adapters
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+
+def _install_lora() -> None:
+    if importlib.util.find_spec("peft") is not None:
+        from octavo.hf import lora
+
+        lora.install()
+
+
+def _is_left(name: str, pattern: str) -> bool:
+    """Checkpoints also name whole modules, or say `re:` before a regular expression."""
+    if pattern.startswith("re:"):
+        return re.match(pattern[3:], name) is not None
+    return matches(name, pattern) or name.startswith(f"{pattern}.")
+
+
+class _Quantize(ConversionOps):
+    """One weight as it is read: FP8 and its scales, on the device it was read to."""
+
+    def __init__(self, granularity: str) -> None:
+        self.granularity = granularity
+
+    def convert(self, input_dict: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        for key, value in input_dict.items():
+            weight = value[0] if isinstance(value, list) else value
+            data, scale = quantize_weight(weight, self.granularity)
+            result |= {key: data, f"{key.removesuffix('weight')}{SCALE_NAME}": scale}
+        return result
+
+
+def _empty(
+    linear: nn.Linear,
+    config: OctavoConfig,
+    scaling: FP8ScalingManager,
+    name: str,
+    dtype: torch.dtype | None,
+    scale_dtype: torch.dtype | None,
+) -> FP8FrozenLinear:
+    """A place for a weight, on the meta device: of the dtype in which it will be read."""
+    with torch.device("meta"):
+        frozen = FP8FrozenLinear(
+            linear.in_features,
+            linear.out_features,
+            bias=linear.bias is not None,
+            granularity=config.granularity,
+            config=config.fp8,
+            scaling=scaling,
+            name=name,
+            dtype=linear.weight.dtype,
+        )
+        if dtype is not None:
+            frozen.weight = nn.Parameter(frozen.weight.to(dtype), requires_grad=False)
+        scale = torch.empty((), dtype=scale_dtype or torch.float32)
+        setattr(frozen, SCALE_NAME, nn.Parameter(scale, requires_grad=False))
+    return frozen
+
+
+_merge = AutoHfQuantizer.merge_quantization_configs
+
+
+def _merge_with_octavo(cls: Any, quantization_config: Any, quantization_config_from_args: Any) -> Any:
+    """transformers takes the checkpoint's own method over the one asked for. Octavo reads the same files."""
+    if not isinstance(quantization_config_from_args, OctavoConfig):
+        return _merge(quantization_config, quantization_config_from_args)
+    found = quantization_config if isinstance(quantization_config, Mapping) else quantization_config.to_dict()
+    return quantization_config_from_args.read(found)
+
+
+_door: Any = AutoHfQuantizer
+_door.merge_quantization_configs = classmethod(_merge_with_octavo)

@@ -1,0 +1,103 @@
+"""Adapters beside a weight frozen in FP8, against the same in float32 on the dequantised weight."""
+
+import pytest
+import torch
+from bounds import cosine
+from torch import nn
+
+from octavo.nn.frozen import GRANULARITIES, FP8FrozenLinear
+from octavo.nn.lora import Adapter, frozen_lora
+
+K, N, R = 300, 320, 8
+PARTS = [Adapter(0, 192, 2.0), Adapter(256, 320, 0.5)]  # outputs 192 to 256 have none
+
+
+def build(granularity, dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    frozen = FP8FrozenLinear.from_linear(nn.Linear(K, N, dtype=dtype), granularity)
+    matrices = [
+        (nn.Parameter(torch.randn(R, K) / K**0.5), nn.Parameter(torch.randn(part.last - part.first, R) / R**0.5))
+        for part in PARTS
+    ]
+    return frozen, matrices
+
+
+def run(frozen, matrices, x):
+    rows = (frozen.row_x, frozen.row_g)
+    return frozen_lora(x, frozen.quantized, frozen.bias, frozen.product(x), rows, PARTS, matrices)
+
+
+def reference(frozen, matrices, x):
+    y = x.float() @ frozen.dequantize(torch.float32).T + frozen.bias.float()
+    pieces = [y[..., :192], y[..., 192:256], y[..., 256:]]
+    for i, (part, (a, b)) in zip((0, 2), zip(PARTS, matrices, strict=True), strict=True):
+        pieces[i] = pieces[i] + part.scaling * (x.float() @ a.T) @ b.T
+    return torch.cat(pieces, dim=-1)
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_values_and_every_gradient(granularity, dtype):
+    frozen, matrices = build(granularity, dtype)
+    x = torch.randn(3, 37, K, dtype=dtype, requires_grad=True)
+    y = run(frozen, matrices, x)
+    g = torch.randn_like(y)
+    y.backward(g)
+    mine = [x.grad, *(m.grad for pair in matrices for m in pair)]
+    assert all(m.grad.dtype == torch.float32 for pair in matrices for m in pair) and x.grad.dtype == dtype
+
+    x_ref = x.detach().float().requires_grad_()
+    for pair in matrices:
+        for m in pair:
+            m.grad = None
+    y_ref = reference(frozen, matrices, x_ref)
+    y_ref.backward(g.float())
+    assert cosine(y, y_ref) > 0.999
+    for found, exact in zip(mine, [x_ref.grad, *(m.grad for pair in matrices for m in pair)], strict=True):
+        assert cosine(found, exact) > 0.9975
+
+
+def test_x_is_not_kept_in_high_precision():
+    frozen, matrices = build("block")
+    x = torch.randn(64, K, dtype=torch.bfloat16, requires_grad=True)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        run(frozen, matrices, x)
+    assert not any(t.shape == x.shape and t.element_size() > 1 for t in kept)
+    assert any(t.shape == x.shape and t.element_size() == 1 for t in kept)
+
+
+def test_frozen_adapters_keep_nothing_and_get_nothing():
+    frozen, matrices = build("channel")
+    for a, b in matrices:
+        a.requires_grad_(False)
+        b.requires_grad_(False)
+    x = torch.randn(5, K, dtype=torch.bfloat16, requires_grad=True)
+    run(frozen, matrices, x).sum().backward()
+    assert x.grad is not None and all(m.grad is None for pair in matrices for m in pair)
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_compiled_as_one_graph(granularity):
+    frozen, matrices = build(granularity)
+    x = torch.randn(6, K, dtype=torch.bfloat16, requires_grad=True)
+
+    def step(function):
+        for m in [x, *(m for pair in matrices for m in pair)]:
+            m.grad = None
+        y = function(frozen, matrices, x)
+        y.float().pow(2).sum().backward()
+        return [y, x.grad, *(m.grad for pair in matrices for m in pair)]
+
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    for found, expected in zip(step(compiled), step(run), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_under_autocast_and_without_gradients():
+    frozen, matrices = build("block", torch.float32)
+    x = torch.randn(4, K)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert run(frozen, matrices, x).dtype == torch.bfloat16
+    with torch.no_grad():
+        assert cosine(run(frozen, matrices, x), reference(frozen, matrices, x)) > 0.999
