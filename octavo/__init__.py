@@ -10,6 +10,8 @@
 `octavo.numerics` says what FP8 means, `octavo.nn` has the layers, `octavo train` is a job to start with.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from octavo.convert import ConversionReport, convert_to_fp8, restore
 from octavo.nn.autocast import FP8Autocast, fp8_autocast, get_fp8_autocast_context
 from octavo.nn.linear import FP8Linear
@@ -31,7 +33,28 @@ from octavo.numerics import (
 from octavo.support import FP8Support, check_fp8_support
 from octavo.training.trainer import FP8Trainer
 
+if TYPE_CHECKING:
+    from octavo.fast import FastLanguageModel
+    from octavo.hf.export import export_fp8
+    from octavo.hf.quantizer import OctavoConfig
+
 __version__ = "0.1.0"
+
+# Names that bring transformers along: imported when first asked for.
+_LATER = {
+    "FastLanguageModel": "octavo.fast",
+    "OctavoConfig": "octavo.hf.quantizer",
+    "export_fp8": "octavo.hf.export",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module 'octavo' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_LATER[name]), name)
+
 
 __all__ = [
     "E4M3",
@@ -45,11 +68,14 @@ __all__ = [
     "FP8Support",
     "FP8Trainer",
     "FP8TrainingConfig",
+    "FastLanguageModel",
+    "OctavoConfig",
     "Quantized",
     "check_fp8_support",
     "compute_scale",
     "convert_to_fp8",
     "dequantize",
+    "export_fp8",
     "fp8_autocast",
     "fp8_linear",
     "fp8_matmul",

@@ -229,6 +229,11 @@ def _causal_lm_forward(self: Any, original: Callable[..., Any], *args: Any, **kw
         shifted = nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
     head, rows = self._octavo_head
     hidden = outputs.last_hidden_state
+    if not hidden.requires_grad and not self.lm_head.weight.requires_grad:
+        raise ValueError(
+            f"{type(self).__name__} is in training, with labels, but none of its weights is trained: load it with "
+            "full_finetuning=True, or add adapters (FastLanguageModel.get_peft_model, peft.get_peft_model)"
+        )
     loss = linear_cross_entropy(
         hidden, self.lm_head.weight, shifted.to(hidden.device), count=count, head=head, rows=rows
     )

@@ -1,0 +1,172 @@
+"""`FastLanguageModel`: a model from the Hub, or a folder, ready to train in FP8.
+
+    from octavo import FastLanguageModel
+
+    model, tokenizer = FastLanguageModel.from_pretrained("meta-llama/Llama-3.1-8B", load_in_fp8=True)
+    model = FastLanguageModel.get_peft_model(model, r=32)
+
+What is trained, and what is in FP8:
+
+| call                                         | weights                           | products          |
+| -------------------------------------------- | --------------------------------- | ----------------- |
+| `load_in_fp8=True`                           | frozen in FP8, the only copy      | FP8; for adapters |
+| `load_in_fp8=True, full_finetuning=True`     | in `dtype`, trained               | FP8               |
+| `full_finetuning=True`                       | in `dtype`, trained               | `dtype`           |
+| neither                                      | in `dtype`, frozen; for adapters  | `dtype`           |
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from octavo.convert import convert_to_fp8
+from octavo.hf import export, loading
+from octavo.nn.frozen import GRANULARITIES
+from octavo.numerics import FP8TrainingConfig
+from octavo.numerics.checks import check_choice, check_positive_int
+
+_RECIPES = {True: "delayed", "tensor": "delayed", "channel": "channel", "block": "block"}
+
+
+class FastLanguageModel:
+    """Loading and adapting causal language models. Nothing to instantiate."""
+
+    @staticmethod
+    def from_pretrained(
+        model_name: str,
+        max_seq_length: int = 2048,
+        dtype: torch.dtype | None = None,
+        load_in_fp8: bool | str = False,
+        load_in_4bit: bool = False,
+        load_in_8bit: bool = False,
+        full_finetuning: bool = False,
+        fast_inference: bool = False,
+        max_lora_rank: int = 64,
+        gpu_memory_utilization: float = 0.6,
+        *,
+        fp8_config: FP8TrainingConfig | None = None,
+        skip: Sequence[str] = (),
+        device_map: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Any, Any]:
+        """The model and its tokenizer.
+
+        `load_in_fp8`: True (block), "block", "channel" or "tensor". Weights are quantised as they are read, so memory
+        stays near one byte a parameter; a checkpoint that is in FP8 already is taken as it is. `fp8_config` says how
+        inputs and gradients are quantised, `skip` which linears are left alone. `dtype`: BF16 unless given. Anything
+        else goes to transformers' `from_pretrained`. `max_lora_rank` and `gpu_memory_utilization` are for
+        `fast_inference`, which is to come.
+        """
+        _check_loading(load_in_fp8, load_in_4bit, load_in_8bit, fast_inference, fp8_config)
+        check_positive_int("max_seq_length", max_seq_length)
+        check_positive_int("max_lora_rank", max_lora_rank)
+        if not 0 < gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization={gpu_memory_utilization!r}: a share of the memory, above 0 to 1")
+        if device_map is None and torch.cuda.is_available():
+            device_map = {"": torch.cuda.current_device()}
+        dtype = dtype or torch.bfloat16
+        granularity = "block" if load_in_fp8 is True else load_in_fp8
+        frozen_fp8 = bool(load_in_fp8) and not full_finetuning
+        model = loading.read_model(
+            model_name,
+            dtype=dtype,
+            device_map=device_map,
+            quantization=loading.octavo_config(str(granularity), fp8_config, skip) if frozen_fp8 else None,
+            options=kwargs,
+        )
+        limit = getattr(model.config, "max_position_embeddings", None)
+        if limit is not None and max_seq_length > limit:
+            raise ValueError(f"max_seq_length={max_seq_length}: {model_name} has {limit} positions")
+        if full_finetuning and load_in_fp8:
+            config = fp8_config or FP8TrainingConfig.from_recipe(_RECIPES[load_in_fp8], skip=_skipped(skip))
+            model.octavo_report = convert_to_fp8(model, config)
+        else:
+            model.octavo_fused = loading.fuse(model, fp8_config)
+        model.requires_grad_(full_finetuning)
+        model.max_seq_length = max_seq_length
+        return model, loading.read_tokenizer(model_name, max_seq_length, kwargs)
+
+    @staticmethod
+    def get_peft_model(
+        model: nn.Module,
+        r: int = 16,
+        target_modules: Sequence[str] | str = loading.LINEARS,
+        lora_alpha: float = 16,
+        lora_dropout: float = 0.0,
+        bias: str = "none",
+        use_gradient_checkpointing: bool | str = True,
+        random_state: int = 3407,
+        max_seq_length: int | None = None,
+        use_rslora: bool = False,
+        modules_to_save: Sequence[str] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """The model with LoRA adapters, which alone are trained.
+
+        `use_gradient_checkpointing`: "unsloth" keeps the checkpoints in pinned host memory. Anything else goes to
+        `peft.LoraConfig`.
+        """
+        check_positive_int("r", r)
+        if use_gradient_checkpointing not in loading.CHECKPOINTING:
+            raise ValueError(f"use_gradient_checkpointing={use_gradient_checkpointing!r}: True, False or 'unsloth'")
+        if not 0 <= lora_dropout < 1:
+            raise ValueError(f"lora_dropout={lora_dropout!r}: a probability below 1")
+        options = {
+            "r": r,
+            "target_modules": target_modules if isinstance(target_modules, str) else list(target_modules),
+            "lora_alpha": lora_alpha,
+            "lora_dropout": lora_dropout,
+            "bias": bias,
+            "use_rslora": use_rslora,
+            "modules_to_save": None if modules_to_save is None else list(modules_to_save),
+            **kwargs,
+        }
+        return loading.add_adapters(
+            model,
+            checkpointing=use_gradient_checkpointing,
+            seed=random_state,
+            max_seq_length=max_seq_length,
+            options=options,
+        )
+
+    @staticmethod
+    def save_pretrained_merged(
+        model: nn.Module, save_directory: str | Path, tokenizer: Any = None, save_method: str = "merged_16bit"
+    ) -> Path:
+        """Write the model with its adapters merged in: `merged_16bit` (BF16) or `merged_fp8`. It stays as it is."""
+        return export.save_merged(model, save_directory, save_method, tokenizer=tokenizer)
+
+    @staticmethod
+    def for_training(model: nn.Module) -> nn.Module:
+        return model.train()
+
+    @staticmethod
+    def for_inference(model: nn.Module) -> nn.Module:
+        return model.eval()
+
+
+def _check_loading(
+    load_in_fp8: bool | str, load_in_4bit: bool, load_in_8bit: bool, fast_inference: bool, fp8_config: Any
+) -> None:
+    if isinstance(load_in_fp8, str):
+        check_choice("load_in_fp8", load_in_fp8, GRANULARITIES)
+    elif not isinstance(load_in_fp8, bool):
+        raise TypeError(f"load_in_fp8={load_in_fp8!r}: True, False, 'block', 'channel' or 'tensor'")
+    for name, value in (("load_in_4bit", load_in_4bit), ("load_in_8bit", load_in_8bit)):
+        if value and load_in_fp8:
+            raise ValueError(f"{name}=True with load_in_fp8={load_in_fp8!r}: a weight has one precision; leave one out")
+        if value:
+            raise ValueError(f"{name}=True: Octavo loads FP8 (load_in_fp8=True) or high precision; leave it out")
+    if fast_inference:
+        raise ValueError(
+            "fast_inference=True: comes with reinforcement learning on shared weights; leave it out for now"
+        )
+    if fp8_config is not None and not load_in_fp8:
+        raise ValueError("fp8_config is given but load_in_fp8=False: nothing would run in FP8; set load_in_fp8")
+
+
+def _skipped(skip: Sequence[str]) -> tuple[str, ...]:
+    return (*FP8TrainingConfig.skip, *skip)

@@ -1,0 +1,152 @@
+"""Checkpoints that others read: plain BF16, or FP8 in Hugging Face's own layout.
+
+    export_fp8(model, "out")                    # quant_method: fp8, weight + weight_scale_inv per 128×128 block
+    save_merged(model, "out", "merged_16bit")   # adapters merged into the weights, in BF16
+
+Weights that are in FP8 per block already are written byte for byte, if no adapter changes them. A folder is filled when
+all of it is there: everything is written beside it first.
+"""
+
+import copy
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.nn.frozen import SCALE_NAME, FP8FrozenLinear, quantize_weight
+from octavo.numerics.checks import check_choice
+from octavo.numerics.quantize import BLOCK, Quantized
+
+METHODS = ("merged_16bit", "merged_fp8")
+_WRAPPED = ".base_layer"
+
+
+def export_fp8(model: nn.Module, path: str | Path, *, tokenizer: Any = None) -> Path:
+    """Write the model with its linears in FP8, per 128×128 block, as `quant_method: fp8`: for transformers and vLLM."""
+    base = _base_model(model)
+    left = sorted(name for name, module in _linears(base) if not _goes_into_fp8(base, name, module))
+    quantization = {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [BLOCK, BLOCK],
+        "modules_to_not_convert": left,
+    }
+    return _write(base, dict(_tensors(base, fp8=True)), quantization, Path(path), tokenizer)
+
+
+def save_merged(model: nn.Module, path: str | Path, method: str = "merged_16bit", *, tokenizer: Any = None) -> Path:
+    """Write the model with its adapters merged into the weights, in BF16 or in FP8. The model itself stays as it is."""
+    check_choice("save_method", method, METHODS)
+    if method == "merged_fp8":
+        return export_fp8(model, path, tokenizer=tokenizer)
+    base = _base_model(model)
+    return _write(base, dict(_tensors(base, fp8=False)), None, Path(path), tokenizer)
+
+
+def _base_model(model: Any) -> Any:
+    """The transformers model, without what PEFT or a wrapper put around it."""
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not hasattr(model, "config") or not hasattr(model, "save_pretrained"):
+        raise TypeError(f"model is a {type(model).__name__}: takes a transformers model, or a PEFT model around one")
+    return model
+
+
+def _linears(base: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Every linear under the name it has without adapters: the layer that PEFT put around it, or itself."""
+    inside: set[str] = set()
+    for name, module in base.named_modules():
+        if hasattr(module, "get_base_layer") and isinstance(module.get_base_layer(), nn.Linear):
+            inside.add(f"{name}{_WRAPPED}")
+            yield name, module
+        elif isinstance(module, nn.Linear) and name not in inside and ".lora_" not in name:
+            yield name, module
+
+
+def _goes_into_fp8(base: Any, name: str, module: Any) -> bool:
+    head = base.get_output_embeddings()
+    inner = module.get_base_layer() if hasattr(module, "get_base_layer") else module
+    return inner is not head and name != "lm_head"
+
+
+def _tensors(base: Any, *, fp8: bool) -> Iterator[tuple[str, Tensor]]:
+    """What goes to disk, under the names of the plain model."""
+    linears = dict(_linears(base))
+    wrapped = tuple(f"{name}." for name, module in linears.items() if hasattr(module, "get_base_layer"))
+    for name, module in linears.items():
+        inner = module.get_base_layer() if hasattr(module, "get_base_layer") else module
+        changed = hasattr(module, "get_base_layer") and bool(_active(module))
+        if fp8 and _goes_into_fp8(base, name, module):
+            q = _as_blocks(inner, None if not changed else _merged(module, inner))
+            yield f"{name}.weight", q.data
+            yield f"{name}.{SCALE_NAME}", q.scale
+        else:
+            yield f"{name}.weight", _merged(module, inner).to(_dtype(base))
+        if inner.bias is not None:
+            yield f"{name}.bias", inner.bias.detach()
+    taken = {f"{name}.{part}" for name in linears for part in ("weight", "bias", SCALE_NAME)}
+    for name, value in base.state_dict().items():
+        if name not in taken and not name.startswith(wrapped) and ".lora_" not in name:
+            yield name, value.detach()
+
+
+def _as_blocks(inner: nn.Linear, merged: Tensor | None) -> Quantized:
+    if merged is None and isinstance(inner, FP8FrozenLinear) and inner.granularity == "block":
+        return inner.quantized
+    return quantize_weight(_high_precision(inner) if merged is None else merged, "block")
+
+
+def _high_precision(inner: nn.Linear) -> Tensor:
+    return inner.dequantize(torch.float32) if isinstance(inner, FP8FrozenLinear) else inner.weight.detach()
+
+
+def _active(module: Any) -> list[str]:
+    return [] if module.merged else [name for name in module.active_adapters if name in module.lora_A]
+
+
+def _merged(module: Any, inner: nn.Linear) -> Tensor:
+    """The weight with the active adapters added, in FP32 if there are any."""
+    weight = _high_precision(inner)
+    for name in _active(module) if hasattr(module, "get_base_layer") else ():
+        weight = weight.float() + module.get_delta_weight(name).detach().float()
+    return weight
+
+
+def _dtype(base: Any) -> torch.dtype:
+    """Of what is not in FP8."""
+    embedding = base.get_input_embeddings()
+    return embedding.weight.dtype if embedding is not None else torch.bfloat16
+
+
+def _write(base: Any, tensors: dict[str, Tensor], quantization: Any, path: Path, tokenizer: Any) -> Path:
+    from huggingface_hub import save_torch_state_dict
+
+    if path.is_file():
+        raise ValueError(f"path={str(path)!r}: a file; give a folder")
+    config = copy.deepcopy(base.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    if quantization is not None:
+        config.quantization_config = quantization
+    config.architectures = [type(base).__name__]
+    config.dtype = _dtype(base)
+    if getattr(config, "tie_word_embeddings", False):
+        tensors.pop("lm_head.weight", None)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as folder:
+        contiguous = {name: value.contiguous() for name, value in tensors.items()}
+        save_torch_state_dict(contiguous, folder, metadata={"format": "pt"})
+        config.save_pretrained(folder)
+        if getattr(base, "generation_config", None) is not None:
+            base.generation_config.save_pretrained(folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        path.mkdir(exist_ok=True)
+        for old in path.glob("model*.safetensors*"):
+            old.unlink()
+        for file in Path(folder).iterdir():
+            shutil.move(str(file), path / file.name)
+    return path

@@ -1,0 +1,82 @@
+"""What `FastLanguageModel` needs of transformers and PEFT: reading models and tokenizers, making adapters."""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from octavo.hf import decoder
+from octavo.nn.frozen import FP8FrozenLinear
+from octavo.numerics import FP8TrainingConfig
+
+LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+CHECKPOINTING = (True, False, "unsloth")
+
+
+def read_model(name: str, *, dtype: torch.dtype, device_map: Any, quantization: Any, options: dict[str, Any]) -> Any:
+    """`AutoModelForCausalLM.from_pretrained`, into FP8 if `quantization` says so."""
+    from transformers import AutoModelForCausalLM
+
+    if quantization is not None:
+        options = {**options, "quantization_config": quantization}
+    return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map=device_map, **options)
+
+
+def read_tokenizer(name: str, max_seq_length: int, options: dict[str, Any]) -> Any:
+    """The model's tokenizer; None, with a warning, if it has none."""
+    from transformers import AutoTokenizer
+
+    kept = {key: options[key] for key in ("revision", "token", "trust_remote_code", "cache_dir") if key in options}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, **kept)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        warnings.warn(f"{name} has no tokenizer that loads ({error}); returning None for it", stacklevel=3)
+        return None
+    tokenizer.model_max_length = max_seq_length
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def octavo_config(granularity: str, fp8: FP8TrainingConfig | None, skip: Sequence[str]) -> Any:
+    from octavo.hf.quantizer import OctavoConfig
+
+    return OctavoConfig(granularity, fp8, skip)
+
+
+def fuse(model: Any, config: FP8TrainingConfig | None) -> list[str]:
+    """The fused pieces that do not depend on who multiplies: loss in chunks, attention. Returns what was done."""
+    if not decoder.is_causal_lm(model):
+        return [f"nothing fused: {type(model).__name__} is not one of {', '.join(decoder.FAMILIES)}"]
+    done = []
+    reason = decoder.why_no_loss(model)
+    if reason:
+        done.append(f"loss not fused: {reason}")
+    else:
+        frozen = next((m for m in model.modules() if isinstance(m, FP8FrozenLinear)), None)
+        in_fp8 = config is not None and config.fp8_head and frozen is not None
+        decoder.fuse_loss(model, config if in_fp8 else None, frozen.scaling if in_fp8 and frozen else None)
+        done.append(f"head and loss in chunks, head in {'FP8' if in_fp8 else 'BF16'}")
+    if decoder.use_fused_attention(model):
+        done.append("attention on cuDNN where it applies")
+    return done
+
+
+def add_adapters(
+    model: nn.Module, *, checkpointing: bool | str, seed: int, max_seq_length: int | None, options: dict[str, Any]
+) -> nn.Module:
+    """`peft.get_peft_model`, with gradient checkpointing if asked for."""
+    import peft
+
+    base: Any = model
+    if checkpointing:
+        # Without an accelerator, checkpoints are in host memory anyway, and there is none to pin.
+        base.gradient_checkpointing_enable(offload=checkpointing == "unsloth" and torch.cuda.is_available())
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        adapted = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **options))
+    if max_seq_length is not None:
+        base.max_seq_length = max_seq_length
+    return adapted

@@ -1,0 +1,207 @@
+"""`FastLanguageModel` and the checkpoints it writes, on a small model."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from bounds import cosine
+from safetensors.torch import load_file
+from small import LINEARS, small_llama, tokens
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import octavo
+from octavo import FastLanguageModel, FP8Linear, FP8TrainingConfig
+from octavo.hf.lora import FP8LoraLinear
+from octavo.nn.frozen import FP8FrozenLinear
+
+WHOLE_BLOCKS = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama")
+    small_llama(**WHOLE_BLOCKS).save_pretrained(folder)
+    return str(folder)
+
+
+def load(folder, **options):
+    with pytest.warns(UserWarning, match="has no tokenizer"):
+        model, tokenizer = FastLanguageModel.from_pretrained(folder, max_seq_length=64, **options)
+    assert tokenizer is None
+    return model
+
+
+def step(model, lr=1e-2):
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
+    for _ in range(3):
+        loss = model(input_ids=tokens(), labels=tokens()).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.item()
+
+
+@pytest.mark.parametrize(
+    ("given", "granularity"), [(True, "block"), ("block", "block"), ("channel", "channel"), ("tensor", "tensor")]
+)
+def test_a_frozen_base_with_adapters(checkpoint, given, granularity):
+    model = load(checkpoint, load_in_fp8=given)
+    frozen = [m for m in model.modules() if isinstance(m, FP8FrozenLinear)]
+    assert len(frozen) == 14 and {m.granularity for m in frozen} == {granularity}
+    assert not any(p.requires_grad for p in model.parameters())
+    model = FastLanguageModel.get_peft_model(model, r=4, use_gradient_checkpointing=False).train()
+    assert sum(isinstance(m, FP8LoraLinear) for m in model.modules()) == 14
+    before = model(input_ids=tokens(), labels=tokens()).loss.item()
+    assert step(model) < before
+
+
+def test_full_finetuning_trains_every_weight_with_products_in_fp8(checkpoint):
+    model = load(checkpoint, load_in_fp8=True, full_finetuning=True).train()
+    assert sum(isinstance(m, FP8Linear) for m in model.modules()) == 14
+    assert "14 of 15" in model.octavo_report.summary() or model.octavo_report.in_fp8
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    step(model)
+    assert not [n for n, p in model.named_parameters() if torch.equal(p, before[n])]
+
+
+def test_plain_loading(checkpoint):
+    model = load(checkpoint)
+    assert type(model.model.layers[0].mlp.up_proj) is nn.Linear and not any(p.requires_grad for p in model.parameters())
+    assert all(p.requires_grad for p in load(checkpoint, full_finetuning=True).parameters())
+
+
+def test_a_base_without_adapters_does_not_train_in_silence(checkpoint):
+    model = load(checkpoint, load_in_fp8=True).train()
+    with pytest.raises(ValueError, match="full_finetuning=True"):
+        model(input_ids=tokens(), labels=tokens())
+    model.eval()
+    assert model(input_ids=tokens(), labels=tokens()).loss.isfinite()
+    with torch.no_grad():
+        assert model.train()(input_ids=tokens(), labels=tokens()).loss.isfinite()
+    with pytest.raises(ValueError, match="full_finetuning=True"):
+        model.requires_grad_(True)
+
+
+@pytest.mark.parametrize("mode", [True, "unsloth"])
+def test_gradient_checkpointing_changes_no_gradient(checkpoint, mode):
+    gradients = []
+    for checkpointing in (False, mode):
+        model = load(checkpoint, load_in_fp8="channel")
+        model = FastLanguageModel.get_peft_model(model, r=4, use_gradient_checkpointing=checkpointing).train()
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                nn.init.constant_(parameter, 0.01)
+        model(input_ids=tokens(), labels=tokens()).loss.backward()
+        gradients.append({n: p.grad for n, p in model.named_parameters() if p.requires_grad})
+    assert all(torch.equal(g, gradients[1][n]) for n, g in gradients[0].items())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"load_in_fp8": True, "load_in_4bit": True}, "load_in_4bit=True with load_in_fp8=True"),
+        ({"load_in_fp8": "block", "load_in_8bit": True}, "load_in_8bit=True with load_in_fp8='block'"),
+        ({"load_in_4bit": True}, "load_in_4bit=True: Octavo loads FP8"),
+        ({"fast_inference": True}, "fast_inference=True: comes with"),
+        ({"load_in_fp8": "row"}, "load_in_fp8='row'"),
+        ({"fp8_config": FP8TrainingConfig()}, "load_in_fp8=False"),
+        ({"max_seq_length": 4096}, "max_seq_length=4096: .* 128 positions"),
+        ({"max_seq_length": 0}, "max_seq_length=0"),
+        ({"gpu_memory_utilization": 0}, "gpu_memory_utilization=0"),
+    ],
+)
+def test_clear_errors(checkpoint, options, message):
+    with pytest.raises(ValueError, match=message):
+        FastLanguageModel.from_pretrained(checkpoint, **{"max_seq_length": 64} | options)
+
+
+def test_adapters_are_checked(checkpoint):
+    model = load(checkpoint, load_in_fp8=True)
+    with pytest.raises(ValueError, match="use_gradient_checkpointing='often'"):
+        FastLanguageModel.get_peft_model(model, use_gradient_checkpointing="often")
+    with pytest.raises(ValueError, match="lora_dropout=1"):
+        FastLanguageModel.get_peft_model(model, lora_dropout=1)
+
+
+def test_the_head_in_fp8(checkpoint):
+    config = FP8TrainingConfig.from_recipe("channel", fp8_head=True)
+    model = load(checkpoint, load_in_fp8="channel", fp8_config=config)
+    assert "head in FP8" in " ".join(model.octavo_fused)
+    model = FastLanguageModel.get_peft_model(model, r=4, use_gradient_checkpointing=False).train()
+    assert step(model) > 0
+
+
+def trained(checkpoint, granularity="block"):
+    model = load(checkpoint, load_in_fp8=granularity)
+    model = FastLanguageModel.get_peft_model(model, r=4, use_gradient_checkpointing=False).train()
+    step(model)
+    return model.eval()
+
+
+@pytest.mark.parametrize("granularity", ["block", "channel"])
+def test_merged_checkpoints_in_a_fresh_process_without_octavo(checkpoint, granularity, tmp_path):
+    model = trained(checkpoint, granularity)
+    expected = model(tokens()).logits
+    for method in ("merged_16bit", "merged_fp8"):
+        folder = tmp_path / method
+        FastLanguageModel.save_pretrained_merged(model, folder, save_method=method)
+        code = (
+            "import sys, torch\n"
+            "from transformers import AutoModelForCausalLM\n"
+            f"model = AutoModelForCausalLM.from_pretrained(r'{folder}', dtype=torch.bfloat16)\n"
+            f"torch.save(model(torch.tensor({tokens().tolist()})).logits, r'{folder / 'logits.pt'}')\n"
+            "assert 'octavo' not in sys.modules\n"
+        )
+        subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+        assert cosine(torch.load(folder / "logits.pt"), expected) > 0.98, method
+    assert torch.equal(model(tokens()).logits, expected)  # as it was
+
+
+def test_export_of_a_full_fine_tune(checkpoint, tmp_path):
+    model = load(checkpoint, load_in_fp8=True, full_finetuning=True).train()
+    step(model, lr=1e-3)
+    model.eval()
+    model.save_pretrained(tmp_path / "bf16")
+    octavo.export_fp8(model, tmp_path / "fp8")
+    expected = model(tokens()).logits
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "bf16", dtype=torch.bfloat16)
+    assert {n: p.dtype for n, p in plain.named_parameters()}.keys() == dict(model.named_parameters()).keys()
+    assert all(torch.equal(p, model.get_parameter(n)) for n, p in plain.named_parameters())
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "fp8", dtype=torch.bfloat16)
+    for found in (plain, stock):
+        assert cosine(found(tokens()).logits, expected) > 0.98
+    state = load_file(tmp_path / "fp8" / "model.safetensors")
+    assert state["model.layers.0.mlp.up_proj.weight"].dtype == torch.float8_e4m3fn
+    config = json.loads((tmp_path / "fp8" / "config.json").read_text())["quantization_config"]
+    assert config["weight_block_size"] == [128, 128] and config["modules_to_not_convert"] == ["lm_head"]
+    # And back into Octavo, byte for byte.
+    again = load(str(tmp_path / "fp8"), load_in_fp8=True)
+    for name in LINEARS[:4]:
+        module = again.get_submodule(f"model.layers.0.self_attn.{name}")
+        written = state[f"model.layers.0.self_attn.{name}.weight"].view(torch.uint8)
+        assert torch.equal(module.quantized.data.view(torch.uint8), written)
+
+
+def test_export_of_odd_sizes_and_tied_heads(tmp_path):
+    model = small_llama(tie_word_embeddings=True)
+    octavo.export_fp8(model, tmp_path / "fp8")
+    again = load(str(tmp_path / "fp8"), load_in_fp8=True)
+    assert cosine(again(tokens()).logits, model(tokens()).logits) > 0.98
+
+
+def test_nothing_half_written(checkpoint, tmp_path, monkeypatch):
+    model = load(checkpoint)
+    octavo.export_fp8(model, tmp_path / "out")
+    before = sorted(p.name for p in (tmp_path / "out").iterdir())
+
+    def fail(*_, **__):
+        raise OSError("disk full")
+
+    monkeypatch.setattr("huggingface_hub.save_torch_state_dict", fail)
+    with pytest.raises(OSError, match="disk full"):
+        octavo.export_fp8(model, tmp_path / "out")
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == before
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
