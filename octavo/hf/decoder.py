@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.hf import attention
+from octavo.hf import attention, frozen
+from octavo.nn.frozen import FP8FrozenLinear
+from octavo.nn.frozen_group import put_together, why_no_group
 from octavo.nn.linear import FP8Linear
 from octavo.nn.linears import fp8_linears
 from octavo.nn.loss import FP8Head, linear_cross_entropy
@@ -174,13 +176,9 @@ def _attention_forward(
     self: Any, original: Callable[..., Any], hidden_states: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
     members = [self.q_proj, self.k_proj, self.v_proj]
-    if not all(type(member) is GroupMember for member in members) or hidden_states.numel() == 0:
+    y = _product_of_group(members, hidden_states)
+    if y is None:
         return original(self, hidden_states, *args, **kwargs)
-    first = members[0]
-    biases = [member.bias for member in members]
-    bias = None if biases[0] is None else torch.cat(biases)
-    weights = [member.weight for member in members]
-    y = fp8_linears(hidden_states, weights, bias, first.product(hidden_states), first.rows)
     q, k, v = y.split([member.out_features for member in members], dim=-1)
     # q and k are turned by their positions, which copies them; v alone would keep all of y in memory for backward.
     parts = (q, k, v.clone(memory_format=torch.contiguous_format))
@@ -191,6 +189,39 @@ def _attention_forward(
     finally:
         for member in members:
             member.ready = None
+
+
+def _product_of_group(members: list[Any], x: Tensor) -> Tensor | None:
+    """The outputs of linears with one input, side by side; None if they have to be computed one by one."""
+    if x.numel() == 0:
+        return None
+    if not all(type(member) is GroupMember for member in members):
+        return frozen.product_of_group(members, x)
+    biases = [member.bias for member in members]
+    bias = None if biases[0] is None else torch.cat(biases)
+    first = members[0]
+    return fp8_linears(x, [member.weight for member in members], bias, first.product(x), first.rows)
+
+
+def fuse_frozen(module: nn.Module) -> str:
+    """Run a frozen attention's q, k and v, or a frozen MLP's gate and up, as one product. Returns why not, if not."""
+    members = [frozen.base_of(getattr(module, name)) for name in (QKV if hasattr(module, QKV[0]) else GATE_UP)]
+    if not all(isinstance(member, FP8FrozenLinear) for member in members):
+        return "not all of them are in FP8"
+    reason = why_no_group(members)
+    if not reason:
+        put_together(members)
+        _take_class(module, _attention_forward if hasattr(module, QKV[0]) else _frozen_mlp_forward)
+    return reason
+
+
+def _frozen_mlp_forward(self: Any, original: Callable[..., Any], x: Tensor) -> Tensor:
+    members = [self.gate_proj, self.up_proj]
+    y = _product_of_group(members, x)
+    if y is None:
+        return original(self, x)
+    gate, up = y.split([member.out_features for member in members], dim=-1)
+    return self.down_proj(self.act_fn(gate) * up)
 
 
 def _mlp_forward(self: Any, original: Callable[..., Any], x: Tensor) -> Tensor:

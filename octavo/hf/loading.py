@@ -50,7 +50,7 @@ def fuse(model: Any, config: FP8TrainingConfig | None) -> list[str]:
     """The fused pieces that do not depend on who multiplies: loss in chunks, attention. Returns what was done."""
     if not decoder.is_causal_lm(model):
         return [f"nothing fused: {type(model).__name__} is not one of {', '.join(decoder.FAMILIES)}"]
-    done = []
+    done = _fuse_groups(model)
     reason = decoder.why_no_loss(model)
     if reason:
         done.append(f"loss not fused: {reason}")
@@ -62,6 +62,18 @@ def fuse(model: Any, config: FP8TrainingConfig | None) -> list[str]:
     if decoder.use_fused_attention(model):
         done.append("attention on cuDNN where it applies")
     return done
+
+
+def _fuse_groups(model: nn.Module) -> list[str]:
+    """q, k and v, and gate and up, of a frozen base, as one product each."""
+    counts: dict[str, int] = {}
+    for module in list(model.modules()):
+        kind = "q, k and v" if decoder.is_attention(module) else "gate and up" if decoder.is_mlp(module) else ""
+        if kind:
+            reason = decoder.fuse_frozen(module)
+            what = f"{kind} one by one: {reason}" if reason else f"{kind} in one product"
+            counts[what] = counts.get(what, 0) + 1
+    return [f"{what} ({count})" for what, count in counts.items() if "not all of them are in FP8" not in what]
 
 
 def add_adapters(

@@ -39,6 +39,7 @@ class FP8LoraLinear(peft_layer.Linear):
     """`peft.tuners.lora.Linear` over an `FP8FrozenLinear`."""
 
     base_layer: FP8FrozenLinear
+    ready: Tensor | None = None  # its part of a group's product, computed before
     _before_merging: Quantized | None
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, config: Any, **kwargs: Any) -> None:
@@ -49,13 +50,15 @@ class FP8LoraLinear(peft_layer.Linear):
         self._before_merging = None
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self.ready is not None:
+            return self.ready
         adapters = self.fusible(args, kwargs)
         if adapters is None or x.numel() == 0:
             return super().forward(x, *args, **kwargs)
         base = self.base_layer
         matrices = [self.matrices(name) for name in adapters]
         parts = [Adapter(0, base.out_features, self.scaling[name]) for name in adapters]
-        return frozen_lora(x, base.quantized, base.bias, base.product(x), (base.row_x, base.row_g), parts, matrices)
+        return frozen_lora(x, [base.quantized], base.bias, base.product(x), (base.row_x, base.row_g), parts, matrices)
 
     def fusible(self, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> list[str] | None:
         """The adapters to compute with the base in one function; None if PEFT's own way is called for."""

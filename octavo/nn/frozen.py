@@ -62,6 +62,7 @@ class FP8FrozenLinear(nn.Linear):
     config: FP8TrainingConfig
     scaling: FP8ScalingManager
     granularity: str
+    ready: Tensor | None = None  # its part of a group's product, computed before
 
     def __init__(
         self,
@@ -179,6 +180,8 @@ class FP8FrozenLinear(nn.Linear):
         return torch.device("cpu") if self.weight.device.type == "meta" else self.weight.device
 
     def forward(self, input: Tensor) -> Tensor:
+        if self.ready is not None:
+            return self.ready
         if input.shape[-1] != self.in_features:
             raise ValueError(f"input has {input.shape[-1]} features; this FP8FrozenLinear takes {self.in_features}")
         if input.numel() == 0:
@@ -270,7 +273,7 @@ class _FrozenLinear(torch.autograd.Function):
         ctx.weight = Quantized(data, scale)  # neither changes nor needs a gradient
         ctx.row_g, ctx.product = row_g, product
         ctx.like = (x.dtype, bias.dtype if bias is not None else None)
-        return ops_frozen.frozen_linear(x, ctx.weight, bias, row_x, product)[0]
+        return ops_frozen.frozen_linear(x, [ctx.weight], bias, row_x, product)[0]
 
     @staticmethod
     @once_differentiable
@@ -278,7 +281,7 @@ class _FrozenLinear(torch.autograd.Function):
         x_dtype, bias_dtype = ctx.like
         dx = dbias = None
         if ctx.needs_input_grad[0]:
-            dx = ops_frozen.frozen_linear_backward(g, ctx.weight, ctx.row_g, ctx.product, x_dtype)
+            dx = ops_frozen.frozen_linear_backward(g, [ctx.weight], ctx.row_g, ctx.product, x_dtype)
         if ctx.needs_input_grad[1]:
             dbias = g.float().sum(dim=0).to(bias_dtype)
         return dx, dbias, None, None, None, None, None

@@ -35,18 +35,29 @@ class Adapter:
 
 def frozen_lora(
     x: Tensor,
-    weight: Quantized,
+    weights: Sequence[Quantized],
     bias: Tensor | None,
     product: Product,
     rows: tuple[Tensor, Tensor],
     adapters: Sequence[Adapter],
     matrices: Sequence[tuple[Tensor, Tensor]],
 ) -> Tensor:
-    """`x[..., K]` times a frozen weight `[N, K]`, plus adapters. `rows`: of x and of g. `matrices`: A and B of each."""
+    """`x[..., K]` times frozen weights `[Nᵢ, K]` side by side, plus adapters.
+
+    `rows`: of x and of g. `matrices`: A and B of each adapter.
+    """
     flat = [matrix for pair in matrices for matrix in pair]
     keep = torch.is_grad_enabled() and any(a.requires_grad for a, _ in matrices)
-    y = _FrozenLora.apply(x.reshape(-1, x.shape[-1]), bias, product, tuple(adapters), keep, *rows, *weight, *flat)
+    y = _FrozenLora.apply(
+        x.reshape(-1, x.shape[-1]), bias, product, tuple(adapters), keep, *rows, len(weights),
+        *(part for weight in weights for part in weight), *flat,
+    )  # fmt: skip
     return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+def _parts(t: Tensor, downs: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Each adapter's columns of `x · [A₁; A₂; …]ᵀ`."""
+    return t.split([a.shape[0] for a in downs], dim=1) if downs else ()
 
 
 class _FrozenLora(torch.autograd.Function):
@@ -60,19 +71,19 @@ class _FrozenLora(torch.autograd.Function):
         keep: bool,
         row_x: Tensor,
         row_g: Tensor,
-        data: Tensor,
-        scale: Tensor,
-        *matrices: Tensor,
+        count: int,
+        *tensors: Tensor,
     ) -> Tensor:
-        weight = Quantized(data, scale)
-        y, x_q = ops_frozen.frozen_linear(x, weight, bias, row_x, product, keep=keep)
+        weights = [Quantized(*tensors[2 * i : 2 * i + 2]) for i in range(count)]
+        matrices = tensors[2 * count :]
+        y, x_q = ops_frozen.frozen_linear(x, weights, bias, row_x, product, keep=keep)
         downs, ups = matrices[::2], matrices[1::2]
         # t = x · Aᵀ
-        t = x.to(y.dtype) @ torch.cat(downs).to(y.dtype).t()
-        for adapter, up, part in zip(adapters, ups, t.split([a.shape[0] for a in downs], dim=1), strict=True):
+        t = x.to(y.dtype) @ torch.cat(downs).to(y.dtype).t() if downs else y.new_empty(0)
+        for adapter, up, part in zip(adapters, ups, _parts(t, downs), strict=True):
             y[:, adapter.first : adapter.last].addmm_(part, up.to(y.dtype).t(), alpha=adapter.scaling)
         ctx.save_for_backward(*x_q, t, *matrices)
-        ctx.weight, ctx.row_g, ctx.product, ctx.adapters = weight, row_g, product, adapters
+        ctx.weights, ctx.row_g, ctx.product, ctx.adapters = weights, row_g, product, adapters
         ctx.like = (x.dtype, bias.dtype if bias is not None else None)
         return y
 
@@ -83,18 +94,19 @@ class _FrozenLora(torch.autograd.Function):
         x_dtype, bias_dtype = ctx.like
         downs, ups = matrices[::2], matrices[1::2]
         ranks = [a.shape[0] for a in downs]
-        needs = ctx.needs_input_grad[9:]
+        before = 8 + 2 * len(ctx.weights)
+        needs = ctx.needs_input_grad[before:]
         gradients: list[Tensor | None] = [None] * len(matrices)
         us = []
-        for i, (adapter, up, part) in enumerate(zip(ctx.adapters, ups, t.split(ranks, dim=1), strict=True)):
+        for i, (adapter, up, part) in enumerate(zip(ctx.adapters, ups, _parts(t, downs), strict=True)):
             mine = g[:, adapter.first : adapter.last]
             # u = s · g · B
             us.append(mine @ up.to(g.dtype) * adapter.scaling)
             if needs[2 * i + 1]:
                 # dB = s · gᵀ · t
                 gradients[2 * i + 1] = (mine.t() @ part * adapter.scaling).to(up.dtype)
-        u = torch.cat(us, dim=1)
-        if any(needs[::2]):
+        u = torch.cat(us, dim=1) if us else None
+        if u is not None and any(needs[::2]):
             da = ops_frozen.adapter_gradient(u, Quantized(x_data, x_scale))
             gradients[::2] = [
                 part.to(a.dtype) if needed else None
@@ -103,8 +115,9 @@ class _FrozenLora(torch.autograd.Function):
         dx = dbias = None
         if ctx.needs_input_grad[0]:
             # dx = g · w + u · A
-            dx = ops_frozen.frozen_linear_backward(g, ctx.weight, ctx.row_g, ctx.product, x_dtype)
-            dx = dx.addmm_(u.to(x_dtype), torch.cat(downs).to(x_dtype))
+            dx = ops_frozen.frozen_linear_backward(g, ctx.weights, ctx.row_g, ctx.product, x_dtype)
+            if u is not None:
+                dx = dx.addmm_(u.to(x_dtype), torch.cat(downs).to(x_dtype))
         if ctx.needs_input_grad[1]:
             dbias = g.float().sum(dim=0).to(bias_dtype)
-        return dx, dbias, *[None] * 7, *gradients
+        return dx, dbias, *[None] * (before - 2), *gradients

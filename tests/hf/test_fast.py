@@ -205,3 +205,40 @@ def test_nothing_half_written(checkpoint, tmp_path, monkeypatch):
         octavo.export_fp8(model, tmp_path / "out")
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == before
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("granularity", ["block", "channel"])
+@pytest.mark.parametrize("targets", [LINEARS, ("q_proj", "v_proj", "down_proj")])
+def test_groups_compute_what_their_members_do(granularity, targets, tmp_path):
+    sizes = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2}
+    small_llama(**sizes, head_dim=64).save_pretrained(tmp_path)
+    found = []
+    for fused in (True, False):
+        model = load(str(tmp_path), load_in_fp8=granularity)
+        said = " ".join(model.octavo_fused)
+        assert "q, k and v in one product (2)" in said and "gate and up in one product (2)" in said
+        if not fused:
+            octavo.restore(model)
+        model = FastLanguageModel.get_peft_model(model, r=4, target_modules=targets, use_gradient_checkpointing=False)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                nn.init.constant_(parameter, 0.01)
+        loss = model.train()(input_ids=tokens(), labels=tokens()).loss
+        loss.backward()
+        found.append((loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.requires_grad}))
+    (loss, gradients), (alone, expected) = found
+    assert loss.item() == pytest.approx(alone.item(), rel=1e-3)
+    # A row of g has one scale for the group, or one for each member: other roundings, two layers deep.
+    assert min(cosine(gradients[name], expected[name]) for name in expected) > 0.97
+
+
+def test_layers_with_adapters_compile_as_one_graph(checkpoint):
+    model = load(checkpoint, load_in_fp8="channel")
+    model = FastLanguageModel.get_peft_model(model, r=4, use_gradient_checkpointing=False).train()
+    eager = model(input_ids=tokens(), labels=tokens()).loss
+    for layer in model.get_base_model().model.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    loss = model(input_ids=tokens(), labels=tokens()).loss
+    loss.backward()
+    assert loss.item() == pytest.approx(eager.item(), rel=1e-3)
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)

@@ -24,7 +24,7 @@ def build(granularity, dtype=torch.bfloat16):
 
 def run(frozen, matrices, x):
     rows = (frozen.row_x, frozen.row_g)
-    return frozen_lora(x, frozen.quantized, frozen.bias, frozen.product(x), rows, PARTS, matrices)
+    return frozen_lora(x, [frozen.quantized], frozen.bias, frozen.product(x), rows, PARTS, matrices)
 
 
 def reference(frozen, matrices, x):
