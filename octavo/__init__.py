@@ -10,6 +10,9 @@
 `octavo.numerics` says what FP8 means, `octavo.nn` has the layers, `octavo train` is a job to start with.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from octavo.convert import ConversionReport, convert_to_fp8, restore
 from octavo.nn.autocast import FP8Autocast, fp8_autocast, get_fp8_autocast_context
 from octavo.nn.linear import FP8Linear
@@ -30,6 +33,9 @@ from octavo.numerics import (
 )
 from octavo.support import FP8Support, check_fp8_support
 from octavo.training.trainer import FP8Trainer
+
+if TYPE_CHECKING:
+    from octavo.hf.accelerate import setup_fp8_mixed_precision_training, watch_environment
 
 __version__ = "0.1.0"
 
@@ -57,4 +63,18 @@ __all__ = [
     "quantize",
     "quantize_stochastic",
     "restore",
+    "setup_fp8_mixed_precision_training",
+    "watch_environment",
 ]
+
+# Imported when they are first asked for: `import octavo` needs neither transformers nor accelerate.
+_LATER = {
+    "setup_fp8_mixed_precision_training": "octavo.hf.accelerate",
+    "watch_environment": "octavo.hf.accelerate",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LATER:
+        return getattr(import_module(_LATER[name]), name)
+    raise AttributeError(f"module 'octavo' has no attribute {name!r}")
