@@ -268,6 +268,7 @@ class _PreparesInFP8:
                 continue
             if self.fp8_mode.backend == "octavo":
                 report = _converted(model, self.fp8_mode)
+                _check_head(model)
                 self.print(f"Octavo FP8: {report.summary()}")
                 self.fp8_reports.append(report)
                 self.register_for_checkpointing(report.scaling)  # type: ignore[attr-defined]
@@ -309,6 +310,17 @@ def _report_of(model: nn.Module) -> ConversionReport:
             "or turn FP8 off"
         )
     return report
+
+
+def _check_head(model: nn.Module) -> None:
+    """TRL's trainers replace `forward` of the object, and multiply `lm_head.weight` themselves, not in FP8."""
+    for module in model.modules():
+        head, _ = module.__dict__.get("_octavo_head", (None, None))
+        if head is not None and "forward" in module.__dict__ and not getattr(model, "_is_accelerate_prepared", False):
+            raise ValueError(
+                f"fp8_head=True: the forward of this {type(module).__name__} was replaced by another (TRL's trainers "
+                "do that), which does not use the FP8 head; leave fp8_head off"
+            )
 
 
 def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
