@@ -76,5 +76,8 @@ _LATER = {
 
 def __getattr__(name: str) -> Any:
     if name in _LATER:
-        return getattr(import_module(_LATER[name]), name)
+        try:
+            return getattr(import_module(_LATER[name]), name)
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(f"octavo.{name} needs {error.name}: pip install 'octavo[hf]'") from error
     raise AttributeError(f"module 'octavo' has no attribute {name!r}")

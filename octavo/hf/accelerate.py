@@ -5,7 +5,8 @@
 
 An `Accelerator` built while this is on converts the models it prepares with `octavo.convert_to_fp8` and runs the rest
 under Accelerate's BF16 autocast. Conversion keeps every Parameter, so the optimiser may be built before or after it.
-`accelerator.fp8_reports` has a report for each model, and its first line is printed.
+`accelerator.fp8_reports` has a report for each model, and its first line is printed. `accelerator.save_state` saves the
+scales, too; a state saved without FP8 loads as well, and scales then start afresh. LoRA's matrices stay in BF16.
 
 How it gets in. Accelerate's list of FP8 back ends is closed, and trainers build the `Accelerator` themselves. So
 `Accelerator.__init__` is wrapped, and an Accelerator that is to train in FP8 becomes an instance of a subclass whose
@@ -35,10 +36,12 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, wraps
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 from weakref import WeakSet
 
+import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import AORecipeKwargs, DistributedType, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
@@ -48,7 +51,7 @@ from octavo.convert import ConversionReport, convert_to_fp8, is_converted
 from octavo.hf import accelerate_backends as backends
 from octavo.nn.linear import FP8Linear
 from octavo.nn.report import FP8, Entry
-from octavo.numerics import FP8TrainingConfig
+from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 from octavo.numerics.checks import check_choice
 from octavo.numerics.config import check_config
 from octavo.support import check_fp8_support
@@ -271,10 +274,26 @@ class _PreparesInFP8:
                 _check_head(model)
                 self.print(f"Octavo FP8: {report.summary()}")
                 self.fp8_reports.append(report)
-                self.register_for_checkpointing(report.scaling)  # type: ignore[attr-defined]
+                _save_with_state(self, report.scaling, f"fp8_scaling_{len(self.fp8_reports) - 1}.pt")
             elif self.fp8_mode.backend == "te":
                 backends.check_transformer_engine_reaches(model)
             self._fp8_models.add(model)
+
+
+def _save_with_state(accelerator: Any, scaling: FP8ScalingManager | None, file: str) -> None:
+    """Scales are part of `save_state`. Not by `register_for_checkpointing`: that fails on states saved without FP8."""
+    assert scaling is not None
+
+    def save(_models: Any, _weights: Any, folder: str) -> None:
+        if accelerator.is_main_process:
+            torch.save(scaling.state_dict(), Path(folder) / file)
+
+    def load(_models: Any, folder: str) -> None:
+        if (Path(folder) / file).exists():
+            scaling.load_state_dict(torch.load(Path(folder) / file, map_location="cpu", weights_only=True))
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)
 
 
 def _converted(model: nn.Module, mode: FP8MixedPrecision) -> ConversionReport:

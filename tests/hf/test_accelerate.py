@@ -150,6 +150,17 @@ def test_saved_state_brings_the_scales_back(tmp_path):
     assert set(model.state_dict()) == set(mlp().state_dict())
 
 
+def test_a_state_saved_without_fp8_loads(tmp_path):
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    plain = accelerator.prepare(mlp())
+    accelerator.save_state(tmp_path / "state")
+    octavo.setup_fp8_mixed_precision_training()
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(mlp())
+    accelerator.load_state(tmp_path / "state")
+    assert linears_in_fp8(model) == 4 and len(unmoved(model, weights(plain))) == 8
+
+
 def test_a_second_accelerator_does_not_convert_again(capsys):
     octavo.setup_fp8_mixed_precision_training()
     model = Accelerator(cpu=True).prepare(mlp())
@@ -331,6 +342,12 @@ def test_a_recipe_in_the_launchers_yaml(monkeypatch):
     monkeypatch.setenv("ACCELERATE_FP8_FORMAT", "E4M3")
     with pytest.raises(ValueError, match=r"ACCELERATE_FP8_FORMAT='E4M3'.*fp8_format='HYBRID'"):
         Accelerator(cpu=True)
+
+
+def test_without_accelerate_the_fix_is_named():
+    code = "import sys; sys.modules['accelerate'] = None; import octavo; octavo.watch_environment()"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "octavo.watch_environment needs accelerate: pip install 'octavo[hf]'" in result.stderr
 
 
 def test_importing_octavo_wraps_nothing_and_reads_nothing():
