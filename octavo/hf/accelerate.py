@@ -49,9 +49,10 @@ from torch import Tensor, nn
 
 from octavo.convert import ConversionReport, convert_to_fp8, is_converted
 from octavo.hf import accelerate_backends as backends
+from octavo.nn.frozen import FP8FrozenLinear
 from octavo.nn.linear import FP8Linear
 from octavo.nn.report import FP8, Entry
-from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
+from octavo.numerics import FP8TrainingConfig
 from octavo.numerics.checks import check_choice
 from octavo.numerics.config import check_config
 from octavo.support import check_fp8_support
@@ -59,6 +60,7 @@ from octavo.support import check_fp8_support
 VARIABLE = "ACCELERATE_MIXED_PRECISION"
 BACKENDS = ("octavo", "te", "ao")
 _ADAPTERS = ("lora_A", "lora_B")
+_IN_FP8 = (FP8Linear, FP8FrozenLinear)
 _RECIPE_HANDLERS = (AORecipeKwargs, TERecipeKwargs, MSAMPRecipeKwargs, FP8RecipeKwargs)
 
 
@@ -274,23 +276,25 @@ class _PreparesInFP8:
                 _check_head(model)
                 self.print(f"Octavo FP8: {report.summary()}")
                 self.fp8_reports.append(report)
-                _save_with_state(self, report.scaling, f"fp8_scaling_{len(self.fp8_reports) - 1}.pt")
+                _save_with_state(self, model, f"fp8_scaling_{len(self.fp8_reports) - 1}.pt")
             elif self.fp8_mode.backend == "te":
                 backends.check_transformer_engine_reaches(model)
             self._fp8_models.add(model)
 
 
-def _save_with_state(accelerator: Any, scaling: FP8ScalingManager | None, file: str) -> None:
+def _save_with_state(accelerator: Any, model: nn.Module, file: str) -> None:
     """Scales are part of `save_state`. Not by `register_for_checkpointing`: that fails on states saved without FP8."""
-    assert scaling is not None
+    managers = list(dict.fromkeys(module.scaling for module in model.modules() if isinstance(module, _IN_FP8)))
 
     def save(_models: Any, _weights: Any, folder: str) -> None:
         if accelerator.is_main_process:
-            torch.save(scaling.state_dict(), Path(folder) / file)
+            torch.save([manager.state_dict() for manager in managers], Path(folder) / file)
 
     def load(_models: Any, folder: str) -> None:
         if (Path(folder) / file).exists():
-            scaling.load_state_dict(torch.load(Path(folder) / file, map_location="cpu", weights_only=True))
+            states = torch.load(Path(folder) / file, map_location="cpu", weights_only=True)
+            for manager, state in zip(managers, states, strict=True):
+                manager.load_state_dict(state)
 
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(load)
@@ -298,7 +302,7 @@ def _save_with_state(accelerator: Any, scaling: FP8ScalingManager | None, file: 
 
 def _converted(model: nn.Module, mode: FP8MixedPrecision) -> ConversionReport:
     """Convert a model that is not converted yet. LoRA's small matrices stay in BF16: FP8 gains nothing on them."""
-    if is_converted(model):
+    if _is_in_fp8(model):
         return _report_of(model)
     if getattr(model, "_is_accelerate_prepared", False):
         raise ValueError(
@@ -310,6 +314,11 @@ def _converted(model: nn.Module, mode: FP8MixedPrecision) -> ConversionReport:
     return convert_to_fp8(model, config.replace(skip=(*config.skip, *adapters)), tokens=mode.tokens)
 
 
+def _is_in_fp8(model: nn.Module) -> bool:
+    """Converted, or loaded with its weights frozen in FP8."""
+    return is_converted(model) or any(isinstance(module, FP8FrozenLinear) for module in model.modules())
+
+
 def _report_of(model: nn.Module) -> ConversionReport:
     """What an earlier conversion did, as far as the model shows it."""
     report = ConversionReport(f"layers of {type(model).__name__}, converted before")
@@ -317,7 +326,7 @@ def _report_of(model: nn.Module) -> ConversionReport:
         if not isinstance(module, nn.Linear):
             continue
         shapes = f"{module.in_features} → {module.out_features}"
-        if isinstance(module, FP8Linear):
+        if isinstance(module, _IN_FP8):
             report.entries.append(Entry(name, "linear", FP8, "", shapes, str(module.recipe)))
             report.scaling = module.scaling
         else:
@@ -351,7 +360,7 @@ def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
         if mode is not None and not isinstance(self, _PreparesInFP8):
             models = [obj for obj in (*args, *kwargs.values()) if isinstance(obj, nn.Module)]
             asked = not mode.watches or os.environ.get(VARIABLE, "no").lower() == "fp8"
-            if asked and not all(is_converted(model) for model in models):
+            if asked and not all(_is_in_fp8(model) for model in models):
                 when = (
                     f"{VARIABLE} was set to fp8" if mode.watches else "setup_fp8_mixed_precision_training() was called"
                 )

@@ -13,6 +13,7 @@ from torch import nn
 
 import octavo
 from octavo import FP8Linear, FP8TrainingConfig
+from octavo.nn.frozen import FP8FrozenLinear
 
 accelerate = pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
@@ -124,6 +125,25 @@ def test_a_model_converted_before(kind, tmp_path, monkeypatch):
     job.train()
     assert not unmoved(job.model, before) and linears_in_fp8(job.model) == 14
     assert "converted before: 14 of" in job.accelerator.fp8_reports[0].summary()
+
+
+@pytest.mark.parametrize("kind", ["Trainer", "SFTTrainer"])
+def test_a_model_frozen_in_fp8(kind, tmp_path, monkeypatch):
+    model = build()
+    for name, linear in list(model.named_modules()):
+        if name.endswith("_proj"):
+            model.set_submodule(name, FP8FrozenLinear.from_linear(linear, name=name))
+    model = lora(model)
+    octavo.watch_environment()
+    monkeypatch.setenv(VARIABLE, "fp8")
+    job = trainer(kind, tmp_path, model, fp16=False, bf16=False)
+    before = weights(job.model)
+    job.train()
+    assert not unmoved(job.model, before)
+    (report,) = job.accelerator.fp8_reports
+    assert "converted before: 14 of" in report.summary() and not any("lora" in e.name for e in report.in_fp8)
+    job.accelerator.save_state(tmp_path / "state")
+    job.accelerator.load_state(tmp_path / "state")
 
 
 @pytest.mark.parametrize(
