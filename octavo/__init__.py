@@ -10,6 +10,7 @@
 `octavo.numerics` says what FP8 means, `octavo.nn` has the layers, `octavo train` is a job to start with.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from octavo.convert import ConversionReport, convert_to_fp8, restore
@@ -33,28 +34,15 @@ from octavo.numerics import (
 from octavo.support import FP8Support, check_fp8_support
 from octavo.training.trainer import FP8Trainer
 
-if TYPE_CHECKING:
-    from octavo.fast import FastLanguageModel
-    from octavo.hf.export import export_fp8
-    from octavo.hf.quantizer import OctavoConfig
+if TYPE_CHECKING:  # see the end
+    from octavo.fast import FastLanguageModel as FastLanguageModel
+    from octavo.hf.accelerate import setup_fp8_mixed_precision_training as setup_fp8_mixed_precision_training
+    from octavo.hf.accelerate import watch_environment as watch_environment
+    from octavo.hf.callback import OctavoCallback as OctavoCallback
+    from octavo.hf.export import export_fp8 as export_fp8
+    from octavo.hf.quantizer import OctavoConfig as OctavoConfig
 
 __version__ = "0.1.0"
-
-# Names that bring transformers along: imported when first asked for.
-_LATER = {
-    "FastLanguageModel": "octavo.fast",
-    "OctavoConfig": "octavo.hf.quantizer",
-    "export_fp8": "octavo.hf.export",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _LATER:
-        raise AttributeError(f"module 'octavo' has no attribute {name!r}")
-    import importlib
-
-    return getattr(importlib.import_module(_LATER[name]), name)
-
 
 __all__ = [
     "E4M3",
@@ -68,14 +56,11 @@ __all__ = [
     "FP8Support",
     "FP8Trainer",
     "FP8TrainingConfig",
-    "FastLanguageModel",
-    "OctavoConfig",
     "Quantized",
     "check_fp8_support",
     "compute_scale",
     "convert_to_fp8",
     "dequantize",
-    "export_fp8",
     "fp8_autocast",
     "fp8_linear",
     "fp8_matmul",
@@ -84,3 +69,22 @@ __all__ = [
     "quantize_stochastic",
     "restore",
 ]
+
+# Imported when first asked for, and so not in `__all__`: `import octavo` needs neither transformers nor accelerate.
+_LATER = {
+    "FastLanguageModel": "octavo.fast",
+    "OctavoCallback": "octavo.hf.callback",
+    "OctavoConfig": "octavo.hf.quantizer",
+    "export_fp8": "octavo.hf.export",
+    "setup_fp8_mixed_precision_training": "octavo.hf.accelerate",
+    "watch_environment": "octavo.hf.accelerate",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LATER:
+        try:
+            return getattr(import_module(_LATER[name]), name)
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(f"octavo.{name} needs {error.name}: pip install 'octavo[hf]'") from error
+    raise AttributeError(f"module 'octavo' has no attribute {name!r}")

@@ -72,7 +72,7 @@ def convert_to_fp8(
             "fp8_dpa=True: convert_to_fp8 runs linears in FP8 and leaves attention as it is. " + NOT_ON_A_GPU
         )
     modules = dict(model.named_modules())
-    if any(isinstance(module, FP8Linear) or _FUSED in module.__dict__ for module in modules.values()):
+    if is_converted(model):
         raise ValueError(f"{type(model).__name__} is already converted; call octavo.restore(model) first")
     report = ConversionReport(f"layers of {type(model).__name__}", _entries(modules, config, precision, tokens))
     if precision == "bf16":
@@ -112,6 +112,11 @@ def restore(model: nn.Module) -> None:
             from octavo.hf import decoder
 
             decoder.restore(module)
+
+
+def is_converted(model: nn.Module) -> bool:
+    """Whether `convert_to_fp8` has been here: on the model, or on a part of it."""
+    return any(isinstance(module, FP8Linear) or _FUSED in module.__dict__ for module in model.modules())
 
 
 def can_convert(model: nn.Module, config: FP8TrainingConfig) -> bool:

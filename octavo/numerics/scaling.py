@@ -38,6 +38,15 @@ SCALE, AMAX, SEEN, NON_FINITE, SATURATED, UNDERFLOW, CALLS, LAST_AMAX = range(8)
 ROW = 8
 EMA_DECAY = 0.9
 _PER_ROW = ("_history", "_amax", "_ema", "_steps")
+# Who follows optimisers, and for which model. One hook serves all: were there one for each, removed with its manager,
+# a manager that the garbage collector finds during a step would change torch's hooks while torch walks over them.
+_followers: "weakref.WeakKeyDictionary[FP8ScalingManager, weakref.ref[nn.Module] | None]" = weakref.WeakKeyDictionary()
+_followers_hook: list[Any] = []
+
+
+def _after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    for manager, model in list(_followers.items()):
+        manager._follow(optimizer, model() if model is not None else None)
 
 
 class FP8ScalingManager:
@@ -171,20 +180,15 @@ class FP8ScalingManager:
         engines give their optimisers tensors of their own, so not holding any proves nothing by itself.)
         """
         self._follows = True
-        alive, trained = weakref.ref(self), weakref.ref(model) if model is not None else None
+        if not _followers_hook:
+            _followers_hook.append(register_optimizer_step_post_hook(_after_step))
+        _followers[self] = weakref.ref(model) if model is not None else None
 
-        def after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-            manager = alive()
-            module = trained() if trained is not None else None
-            if manager is None:
-                return
-            owns = module is not None and _holds(optimizer, module)
-            manager._has_own_optimizer |= owns
-            if owns or not manager._has_own_optimizer:
-                manager.step()
-
-        handle = register_optimizer_step_post_hook(after_step)
-        weakref.finalize(self, handle.remove)
+    def _follow(self, optimizer: torch.optim.Optimizer, model: nn.Module | None) -> None:
+        owns = model is not None and _holds(optimizer, model)
+        self._has_own_optimizer |= owns
+        if owns or not self._has_own_optimizer:
+            self.step()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

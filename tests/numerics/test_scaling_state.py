@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
-from octavo.numerics import E5M2, FP8ScalingManager, OperandRecipe
+from octavo.numerics import E5M2, FP8ScalingManager, OperandRecipe, scaling
 from octavo.numerics.operand import quantize_operand
 from octavo.numerics.scaling import CALLS, ROW, SCALE
 
@@ -173,7 +173,7 @@ def test_every_optimizer_step_rolls(name):
 
 
 def hooks():
-    return len(torch_optimizer._global_optimizer_post_hooks)
+    return len(scaling._followers)
 
 
 def test_following_stops_with_the_manager():
@@ -189,6 +189,18 @@ def test_following_stops_with_the_manager():
     assert hooks() == before
     OPTIMIZERS["SGD"]([nn.Parameter(torch.ones(1))]).step()
     assert row[SCALE] == 0
+
+
+def test_a_manager_may_die_during_a_step():
+    """As when the garbage collector finds an old model just then."""
+    doomed, m = [manager()], manager()
+    doomed[0].follow_optimizers()
+    handle = torch_optimizer.register_optimizer_step_post_hook(lambda *_: doomed.clear())
+    m.follow_optimizers()
+    m.record("x", 2.0)
+    OPTIMIZERS["SGD"]([nn.Parameter(torch.ones(1))]).step()
+    handle.remove()
+    assert not doomed and 448 / m.get_scale("x").item() == 2
 
 
 def test_a_manager_that_does_not_follow_stays_put():

@@ -1,0 +1,373 @@
+"""FP8 in Accelerate, and so in the stock Trainer and TRL's trainers.
+
+    octavo.setup_fp8_mixed_precision_training()        # every Accelerator built from now on trains in FP8
+    octavo.watch_environment()                         # ... or only if ACCELERATE_MIXED_PRECISION=fp8 says so
+
+An `Accelerator` built while this is on converts the models it prepares with `octavo.convert_to_fp8` and runs the rest
+under Accelerate's BF16 autocast. Conversion keeps every Parameter, so the optimiser may be built before or after it.
+`accelerator.fp8_reports` has a report for each model, and its first line is printed. `accelerator.save_state` saves the
+scales, too; a state saved without FP8 loads as well, and scales then start afresh. LoRA's matrices stay in BF16.
+
+How it gets in. Accelerate's list of FP8 back ends is closed, and trainers build the `Accelerator` themselves. So
+`Accelerator.__init__` is wrapped, and an Accelerator that is to train in FP8 becomes an instance of a subclass whose
+`prepare` converts. `prepare` and `prepare_model` of the class are wrapped, too, to refuse models for an Accelerator
+that was built too early. `.disable()` takes all three away again. Nothing is wrapped before one of the two functions
+above is called.
+
+Facts about the variable (read and run: transformers 5.17.0 and 5.22.2, TRL 1.16.0, Accelerate 1.15.0):
+
+- `TrainingArguments` reads ACCELERATE_MIXED_PRECISION when it is built, into `args.mixed_precision`; later changes do
+  not count. It does not write the variable. Both versions do the same.
+- `fp16=True`, else `bf16=True`, overrides what was read. `bf16=False` and `bf16=None` leave it.
+- TRL's configs default to `bf16=None` and turn it into `bf16 = not fp16` first: not given means `bf16=True`, and the
+  variable is overridden. Only `bf16=False` lets `fp8` through.
+- The Trainer passes `mixed_precision=args.mixed_precision`, "no" included, to `Accelerator`, where an argument beats
+  the variable. So "no" may mean that nobody has chosen, or that the variable came too late.
+- Stock Accelerate turns `fp8` into torchao if it is installed, else Transformer Engine, else an ImportError.
+- ACCELERATE_FP8_BACKEND is read whenever an Accelerator is built or prepares, also in BF16; a name other than AO, TE,
+  MSAMP or NO is a ValueError there.
+- `accelerate launch` with `mixed_precision: fp8` wants torchao, Transformer Engine or MS-AMP to be installed, whichever
+  back end is used in the end, and exports a default for every FP8 option.
+- With several GPUs and no launcher the Trainer wraps the model in DataParallel and does not prepare it: its first
+  backward is refused here.
+"""
+
+import inspect
+import os
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, wraps
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+from weakref import WeakSet
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import AORecipeKwargs, DistributedType, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+from torch import Tensor, nn
+
+from octavo.convert import ConversionReport, convert_to_fp8, is_converted
+from octavo.hf import accelerate_backends as backends
+from octavo.nn.frozen import FP8FrozenLinear
+from octavo.nn.linear import FP8Linear
+from octavo.nn.report import FP8, Entry
+from octavo.numerics import FP8TrainingConfig
+from octavo.numerics.checks import check_choice
+from octavo.numerics.config import check_config
+from octavo.support import check_fp8_support
+
+VARIABLE = "ACCELERATE_MIXED_PRECISION"
+BACKENDS = ("octavo", "te", "ao")
+_ADAPTERS = ("lora_A", "lora_B")
+_IN_FP8 = (FP8Linear, FP8FrozenLinear)
+_RECIPE_HANDLERS = (AORecipeKwargs, TERecipeKwargs, MSAMPRecipeKwargs, FP8RecipeKwargs)
+
+
+class FP8MixedPrecision:
+    """What is on, until `.disable()` or the end of its `with` block. Accelerators built meanwhile stay as they are."""
+
+    def __init__(
+        self, backend: str, config: FP8TrainingConfig | None, *, tokens: int | None = None, watches: bool = False
+    ) -> None:
+        self.backend = backend
+        self.config = config
+        self.tokens = tokens
+        self.watches = watches
+
+    @property
+    def enabled(self) -> bool:
+        return self in _on.values()
+
+    def disable(self) -> None:
+        """Leave Accelerate as it was found. Models stay converted; `octavo.restore(model)` undoes that."""
+        for slot in [slot for slot, mode in _on.items() if mode is self]:
+            del _on[slot]
+        if not _on:
+            _unwrap()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.disable()
+
+    def applies_to(self, asked: str | None) -> bool:
+        """Whether an Accelerator given `mixed_precision=asked` is to train in FP8. Contradictions raise."""
+        variable = os.environ.get(VARIABLE, "no").lower()
+        if self.watches and "fp8" not in (asked, variable):
+            return False
+        if (asked or variable) == "fp16":
+            raise ValueError(
+                f"mixed_precision='fp16' (fp16=True in TrainingArguments, or {VARIABLE}=fp16) while FP8 is on: what is "
+                "not in FP8 runs in BF16; pass fp16=False and bf16=False"
+            )
+        if asked == "bf16" and variable == "fp8":
+            raise ValueError(
+                f"mixed_precision='bf16' overrides {VARIABLE}=fp8: pass bf16=False to TrainingArguments (TRL's configs "
+                "set bf16=True when it is not given), or unset the variable to train in BF16"
+            )
+        if asked == "no" and self.watches:
+            raise ValueError(
+                f"mixed_precision='no' overrides {VARIABLE}=fp8: TrainingArguments reads the variable when built, so "
+                "set it before that; or leave mixed_precision='no' out of Accelerator(...)"
+            )
+        return True
+
+
+_on: dict[str, FP8MixedPrecision] = {}  # "chosen" beats "watched"
+_originals: dict[str, Callable[..., Any]] = {}
+
+
+def setup_fp8_mixed_precision_training(
+    backend: str = "octavo", config: FP8TrainingConfig | None = None, *, tokens: int | None = None
+) -> FP8MixedPrecision:
+    """Train in FP8 with every `Accelerator` built from now on, also by the Trainer or a trainer of TRL's.
+
+    `backend`: `octavo`, or one of Accelerate's own: `te` (Transformer Engine) or `ao` (torchao). `config` is the
+    recipe; `tokens` is passed to `convert_to_fp8`. Calling it again replaces what was set up before.
+    """
+    check_choice("backend", backend, BACKENDS)
+    check_config(config)
+    if backend != "octavo":
+        if tokens is not None:
+            raise ValueError(f"tokens={tokens!r} with backend={backend!r}: only Octavo plans by it; leave it out")
+        backends.check_installed(backend)
+        backends.check_yaml_names()
+        backends.handler_for(backend, config)  # what the back end cannot do is refused here
+    backends.check_backend_variable(backend)
+    return _turn_on("chosen", FP8MixedPrecision(backend, config, tokens=tokens))
+
+
+def watch_environment(config: FP8TrainingConfig | None = None) -> FP8MixedPrecision:
+    """Let ACCELERATE_MIXED_PRECISION=fp8 mean Octavo, whenever it is set. Without the variable nothing changes."""
+    check_config(config)
+    watching = _on.get("watched")
+    if watching is not None:
+        watching.config = config or watching.config
+        return watching
+    return _turn_on("watched", FP8MixedPrecision("octavo", config, watches=True))
+
+
+def _turn_on(slot: str, mode: FP8MixedPrecision) -> FP8MixedPrecision:
+    _on[slot] = mode
+    for name, wrapper in (("__init__", _wrapped_init), ("prepare", _refusing), ("prepare_model", _refusing)):
+        if name not in _originals:
+            _originals[name] = Accelerator.__dict__[name]
+            setattr(Accelerator, name, wrapper(_originals[name]))
+    return mode
+
+
+def _unwrap() -> None:
+    for name, original in list(_originals.items()):
+        # Where someone has wrapped ours, it stays, and does nothing.
+        if getattr(Accelerator.__dict__[name], "__wrapped__", None) is original:
+            setattr(Accelerator, name, original)
+            del _originals[name]
+
+
+def _mode() -> FP8MixedPrecision | None:
+    return _on.get("chosen") or _on.get("watched")
+
+
+def _wrapped_init(original: Callable[..., None]) -> Callable[..., None]:
+    signature = inspect.signature(original)
+
+    @wraps(original)
+    def init(self: Accelerator, *args: Any, **kwargs: Any) -> None:
+        mode = _mode()
+        given = signature.bind(self, *args, **kwargs)
+        asked = given.arguments.get("mixed_precision")
+        if mode is None or not mode.applies_to(None if asked is None else str(asked)):
+            original(self, *args, **kwargs)
+            return
+        precision = "bf16" if mode.backend == "octavo" else "fp8"
+        _check_state(precision)
+        given.arguments["mixed_precision"] = precision
+        given.arguments["kwargs_handlers"] = _handlers(mode, given.arguments.get("kwargs_handlers") or [])
+        original(*given.args, **given.kwargs)
+        _join(self, mode)
+
+    return init
+
+
+def _handlers(mode: FP8MixedPrecision, given: Sequence[Any]) -> list[Any]:
+    """The handlers an Accelerator was given, and that of the back end. Settings that speak for another one raise."""
+    for handler in given:
+        if isinstance(handler, _RECIPE_HANDLERS):
+            raise ValueError(
+                f"kwargs_handlers has a {type(handler).__name__} while FP8 is on with backend={mode.backend!r}: take "
+                "it out, and give setup_fp8_mixed_precision_training the backend and its config"
+            )
+    backends.check_backend_variable(mode.backend)
+    if mode.backend == "octavo":
+        backends.check_launcher_recipe(check_config(mode.config))
+        return list(given)
+    return [*given, backends.handler_for(mode.backend, mode.config)]
+
+
+def _check_state(precision: str) -> None:
+    """Accelerate's precision is one for the whole process, and the first Accelerator decides on it."""
+    state = AcceleratorState._shared_state
+    found = state.get("_mixed_precision")
+    if found not in (None, precision) and state["distributed_type"] != DistributedType.DEEPSPEED:
+        raise ValueError(
+            f"mixed_precision={found!r} was fixed by an earlier Accelerator of this process, and FP8 needs "
+            f"{precision!r}: turn FP8 on before the first one, or call AcceleratorState._reset_state() in between"
+        )
+
+
+def _join(accelerator: Accelerator, mode: FP8MixedPrecision) -> None:
+    """Make a new Accelerator one that prepares in FP8."""
+    if mode.backend != "octavo":
+        if accelerator.mixed_precision != "fp8":
+            raise RuntimeError(
+                f"Accelerate fell back to {accelerator.mixed_precision}: {check_fp8_support()}; or use backend='octavo'"
+            )
+        if mode.backend == "ao" and accelerator.is_fsdp2:
+            accelerator.ao_recipe_handler = backends.torchao_handler(mode.config, fsdp2=True)
+        accelerator.print(f"Octavo FP8: left to Accelerate and {backends.PACKAGES[mode.backend]}")
+    accelerator.__class__ = _fp8_class(accelerator.__class__)
+    accelerator.fp8_mode = mode
+    accelerator.fp8_reports = []
+    accelerator._fp8_models = WeakSet()
+
+
+@cache
+def _fp8_class(cls: type) -> type:
+    return type(cls.__name__, (_PreparesInFP8, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+
+
+class _PreparesInFP8:
+    """What an `Accelerator` does otherwise when it trains in FP8."""
+
+    fp8_mode: FP8MixedPrecision
+    fp8_reports: list[ConversionReport]
+    _fp8_models: WeakSet[nn.Module]
+    _models: list[nn.Module]
+    print: Callable[..., None]
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+        self._bring_to_fp8(args)
+        return super().prepare(*args, **kwargs)  # type: ignore[misc]
+
+    def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        self._bring_to_fp8([model])
+        return super().prepare_model(model, *args, **kwargs)  # type: ignore[misc]
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        if not self._models:
+            raise RuntimeError(
+                "FP8 is on, but this Accelerator has prepared no model: pass the model to accelerator.prepare(). (The "
+                "Trainer does not, with several GPUs and no launcher: use `accelerate launch`, or one visible GPU)"
+            )
+        super().backward(loss, **kwargs)  # type: ignore[misc]
+
+    def _bring_to_fp8(self, objects: Iterable[Any]) -> None:
+        """Before anything else: autocast replaces `forward`, wrappers hide the model, and both take it as it is now."""
+        backends.check_backend_variable(self.fp8_mode.backend)
+        for model in objects:
+            if not isinstance(model, nn.Module) or model in self._fp8_models:
+                continue
+            if self.fp8_mode.backend == "octavo":
+                report = _converted(model, self.fp8_mode)
+                _check_head(model)
+                self.print(f"Octavo FP8: {report.summary()}")
+                self.fp8_reports.append(report)
+                _save_with_state(self, model, f"fp8_scaling_{len(self.fp8_reports) - 1}.pt")
+            elif self.fp8_mode.backend == "te":
+                backends.check_transformer_engine_reaches(model)
+            self._fp8_models.add(model)
+
+
+def _save_with_state(accelerator: Any, model: nn.Module, file: str) -> None:
+    """Scales are part of `save_state`. Not by `register_for_checkpointing`: that fails on states saved without FP8."""
+    managers = list(dict.fromkeys(module.scaling for module in model.modules() if isinstance(module, _IN_FP8)))
+
+    def save(_models: Any, _weights: Any, folder: str) -> None:
+        if accelerator.is_main_process:
+            torch.save([manager.state_dict() for manager in managers], Path(folder) / file)
+
+    def load(_models: Any, folder: str) -> None:
+        if (Path(folder) / file).exists():
+            states = torch.load(Path(folder) / file, map_location="cpu", weights_only=True)
+            for manager, state in zip(managers, states, strict=True):
+                manager.load_state_dict(state)
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)
+
+
+def _converted(model: nn.Module, mode: FP8MixedPrecision) -> ConversionReport:
+    """Convert a model that is not converted yet. LoRA's small matrices stay in BF16: FP8 gains nothing on them."""
+    if _is_in_fp8(model):
+        return _report_of(model)
+    if getattr(model, "_is_accelerate_prepared", False):
+        raise ValueError(
+            f"{type(model).__name__} was prepared by an Accelerator without FP8: turn FP8 on before it is prepared"
+        )
+    config = check_config(mode.config)
+    parts = {part for name, _ in model.named_modules() for part in name.split(".")}
+    adapters = tuple(name for name in _ADAPTERS if name in parts and name not in config.skip)
+    return convert_to_fp8(model, config.replace(skip=(*config.skip, *adapters)), tokens=mode.tokens)
+
+
+def _is_in_fp8(model: nn.Module) -> bool:
+    """Converted, or loaded with its weights frozen in FP8."""
+    return is_converted(model) or any(isinstance(module, FP8FrozenLinear) for module in model.modules())
+
+
+def _report_of(model: nn.Module) -> ConversionReport:
+    """What an earlier conversion did, as far as the model shows it."""
+    report = ConversionReport(f"layers of {type(model).__name__}, converted before")
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Linear):
+            continue
+        shapes = f"{module.in_features} → {module.out_features}"
+        if isinstance(module, _IN_FP8):
+            report.entries.append(Entry(name, "linear", FP8, "", shapes, str(module.recipe)))
+            report.scaling = module.scaling
+        else:
+            dtype = str(module.weight.dtype).removeprefix("torch.")
+            report.entries.append(Entry(name, "linear", dtype, "not converted", shapes))
+    if not report.in_fp8:
+        raise ValueError(
+            f"{type(model).__name__} was converted with precision='bf16', and FP8 is on: call octavo.restore(model), "
+            "or turn FP8 off"
+        )
+    return report
+
+
+def _check_head(model: nn.Module) -> None:
+    """TRL's trainers replace `forward` of the object, and multiply `lm_head.weight` themselves, not in FP8."""
+    for module in model.modules():
+        head, _ = module.__dict__.get("_octavo_head", (None, None))
+        if head is not None and "forward" in module.__dict__ and not getattr(model, "_is_accelerate_prepared", False):
+            raise ValueError(
+                f"fp8_head=True: the forward of this {type(module).__name__} was replaced by another (TRL's trainers "
+                "do that), which does not use the FP8 head; leave fp8_head off"
+            )
+
+
+def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`prepare` for an Accelerator that was built too early to know of FP8."""
+
+    @wraps(original)
+    def method(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
+        mode = _mode()
+        if mode is not None and not isinstance(self, _PreparesInFP8):
+            models = [obj for obj in (*args, *kwargs.values()) if isinstance(obj, nn.Module)]
+            asked = not mode.watches or os.environ.get(VARIABLE, "no").lower() == "fp8"
+            if asked and not all(_is_in_fp8(model) for model in models):
+                when = (
+                    f"{VARIABLE} was set to fp8" if mode.watches else "setup_fp8_mixed_precision_training() was called"
+                )
+                raise ValueError(
+                    f"this Accelerator was built before {when}, and would train without FP8: do that first, then build "
+                    "the TrainingArguments and the Accelerator or Trainer"
+                )
+        return original(self, *args, **kwargs)
+
+    return method
