@@ -10,6 +10,8 @@
 `octavo.numerics` says what FP8 means, `octavo.nn` has the layers, `octavo train` is a job to start with.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from octavo.convert import ConversionReport, convert_to_fp8, restore
 from octavo.nn.autocast import FP8Autocast, fp8_autocast, get_fp8_autocast_context
 from octavo.nn.linear import FP8Linear
@@ -30,6 +32,9 @@ from octavo.numerics import (
 )
 from octavo.support import FP8Support, check_fp8_support
 from octavo.training.trainer import FP8Trainer
+
+if TYPE_CHECKING:
+    from octavo.hf.callback import OctavoCallback as OctavoCallback
 
 __version__ = "0.1.0"
 
@@ -58,3 +63,12 @@ __all__ = [
     "quantize_stochastic",
     "restore",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`OctavoCallback` on first use: it imports transformers, which `import octavo` must not need."""
+    if name == "OctavoCallback":
+        from octavo.hf.callback import OctavoCallback
+
+        return OctavoCallback
+    raise AttributeError(f"module 'octavo' has no attribute {name!r}")
