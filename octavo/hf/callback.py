@@ -53,6 +53,7 @@ class OctavoCallback(TrainerCallback):
         self._check: MovementCheck | None = None
         self._speed = _Speed()
         self._head_checked = False
+        self._introduced = False
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -69,14 +70,9 @@ class OctavoCallback(TrainerCallback):
             put_first(trainer, self)
         if state.global_step:
             self._load(resumed_from(), args, state)
-        if state.is_world_process_zero:
-            _say(_summary(model))
-            if args.include_num_input_tokens_seen == "no":
-                _say(
-                    'for tokens_per_second in the logs: TrainingArguments(include_num_input_tokens_seen="non_padding")'
-                )
-            if trainer is not None:
-                _watch_lengths(trainer)
+        if state.is_world_process_zero and not self._introduced:
+            self._introduced = True
+            _introduce(model, trainer, args)
         self._check = MovementCheck(model) if self.check_weights else None
         self._head_checked = False
         self._speed = _Speed(state.num_input_tokens_seen)
@@ -220,6 +216,14 @@ def _summary(model: nn.Module) -> str:
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     how = f" ({'; '.join(recipes)})" if recipes else ""
     return f"{in_fp8} of {len(linears)} linears in FP8{how}; {trained:,} weights are trained"
+
+
+def _introduce(model: nn.Module, trainer: Any, args: TrainingArguments) -> None:
+    _say(_summary(model))
+    if args.include_num_input_tokens_seen == "no":
+        _say('for tokens_per_second in the logs: TrainingArguments(include_num_input_tokens_seen="non_padding")')
+    if trainer is not None:
+        _watch_lengths(trainer)
 
 
 def _watch_lengths(trainer: Any) -> None:

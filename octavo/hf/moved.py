@@ -85,10 +85,10 @@ class MovementCheck:
         found = torch.stack([_compare(probe, optimizer) for probe in self._probes.values()]).tolist()
         stuck = []
         for (name, probe), (has_gradient, moved, below_rounding) in zip(self._probes.items(), found, strict=True):
-            if moved:
-                del self._pending[name]
-            elif not has_gradient:
+            if not has_gradient:  # weight decay alone may move it, and proves nothing
                 self._pending[name] = "its gradient was zero"
+            elif moved:
+                del self._pending[name]
             elif below_rounding and (probe.held or not others_held):
                 self._pending[name] = f"its updates at lr={probe.lr:g} are below the rounding of {_dtype(probe.weight)}"
             else:
@@ -102,7 +102,8 @@ class MovementCheck:
         for name, reason in self._pending.items():
             by_reason.setdefault(reason, []).append(name)
         return [
-            f"{len(names)} trainable weights did not move: {why}: {_some(names)}" for why, names in by_reason.items()
+            f"{len(names)} trainable weights were not seen to learn: {why}: {_some(names)}"
+            for why, names in by_reason.items()
         ]
 
 
@@ -149,7 +150,8 @@ def _stuck_message(names: list[str], judged: int) -> str:
         f"{len(names)} of {judged} weights with a gradient and a learning rate above 0 did not move in the optimiser's "
         f"step: {_some(names)}. They would never train. Look for parameters that were replaced after the optimiser was "
         "built (Accelerate's FP8 by torchao does that: leave its fp8 off and call octavo.convert_to_fp8 before the "
-        "Trainer is built), for parameter groups that leave them out, and for an optimiser whose step() does nothing"
+        "Trainer is built), for parameter groups that leave them out (freeze what is not to train: "
+        "requires_grad_(False)), and for an optimiser whose step() does nothing"
     )
 
 
