@@ -67,6 +67,7 @@ class OctavoCallback(TrainerCallback):
             )
         trainer = running_trainer()
         if trainer is not None:
+            _require_no_other_fp8(trainer)
             put_first(trainer, self)
         if state.global_step:
             self._load(resumed_from(), args, state)
@@ -193,6 +194,16 @@ def scaling_managers(model: nn.Module) -> list[FP8ScalingManager]:
     """Those of a model's FP8 layers, each once: also inside of what PEFT or DDP wrap around them."""
     found = {id(m.scaling): m.scaling for m in model.modules() if isinstance(m, FP8Linear)}
     return list(found.values())
+
+
+def _require_no_other_fp8(trainer: Any) -> None:
+    """Accelerate's own FP8 puts other layers, with other Parameters, in the place of Octavo's."""
+    if trainer.accelerator.mixed_precision == "fp8":
+        raise ValueError(
+            "mixed_precision='fp8': Accelerate has converted the model once more, by itself, in place of Octavo's FP8 "
+            "layers; run with bf16=True in the training arguments, and without ACCELERATE_MIXED_PRECISION=fp8 or fp8 "
+            "in the Accelerate configuration"
+        )
 
 
 def _statistics(managers: list[FP8ScalingManager]) -> dict[str, float]:

@@ -82,7 +82,8 @@ class MovementCheck:
         if not self._probes:
             return
         others_held = any(probe.held for probe in self._probes.values())
-        found = torch.stack([_compare(probe, optimizer) for probe in self._probes.values()]).tolist()
+        flags = [_compare(probe, optimizer) for probe in self._probes.values()]
+        found = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist()  # layers may be on several devices
         stuck = []
         for (name, probe), (has_gradient, moved, below_rounding) in zip(self._probes.items(), found, strict=True):
             if not has_gradient:  # weight decay alone may move it, and proves nothing

@@ -132,6 +132,43 @@ def test_a_replaced_parameter_is_caught(tmp_path):
     trainer(tmp_path, callbacks=[Replaces(), OctavoCallback(check_weights=False)]).train()
 
 
+class ChecksOnly(transformers.TrainerCallback):
+    def on_train_begin(self, *_, model, **__):
+        self.check = MovementCheck(model)
+
+    def on_pre_optimizer_step(self, *_, optimizer, **__):
+        self.check.before_step(optimizer)
+
+    def on_optimizer_step(self, *_, optimizer, **__):
+        self.check.after_step(optimizer)
+
+
+@pytest.fixture
+def accelerate_fp8(monkeypatch):
+    """Accelerate's FP8 by torchao, as its launcher switches it on."""
+    pytest.importorskip("torchao")
+    from accelerate.state import AcceleratorState
+
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "AO")
+    AcceleratorState._reset_state(True)
+    yield
+    AcceleratorState._reset_state(True)
+
+
+@pytest.mark.usefixtures("accelerate_fp8")
+def test_the_fp8_of_accelerate_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"mixed_precision='fp8'.*bf16=True"):
+        trainer(tmp_path).train()
+
+
+@pytest.mark.usefixtures("accelerate_fp8")
+def test_the_fault_in_the_fp8_of_accelerate_is_seen(tmp_path):
+    """The real one: of a stock model, the layers that Accelerate converts never learn."""
+    with pytest.raises(RuntimeError, match="13 of 21 weights"):
+        trainer(tmp_path, build(), callbacks=[ChecksOnly()]).train()
+
+
 @pytest.mark.parametrize("settings", [{}, {"lr_scheduler_type": "linear", "warmup_steps": 2}], ids=["now", "warm-up"])
 def test_a_frozen_optimiser_is_caught(settings, tmp_path):
     model = converted()
