@@ -51,6 +51,7 @@ class MovementCheck:
     model: nn.Module
     done: bool = False
     steps: int = 0
+    _holds_some: bool = False
     _pending: dict[str, str] = field(default_factory=dict)  # name → why it could not be judged yet
     _probes: dict[str, _Probe] = field(default_factory=dict)
 
@@ -62,6 +63,8 @@ class MovementCheck:
     def before_step(self, optimizer: Any) -> None:
         rates = {id(p): float(group["lr"]) for group in optimizer.param_groups for p in group["params"]}
         highest = max(rates.values(), default=0.0)
+        # A sharding engine gives its optimiser tensors of its own: holding none of the model's proves nothing then.
+        self._holds_some = any(id(parameter) in rates for parameter in self.model.parameters())
         self._probes = {}
         for name, parameter in self.model.named_parameters():
             if name in self._pending:
@@ -81,7 +84,6 @@ class MovementCheck:
     def _judge(self, optimizer: Any) -> None:
         if not self._probes:
             return
-        others_held = any(probe.held for probe in self._probes.values())
         flags = [_compare(probe, optimizer) for probe in self._probes.values()]
         found = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist()  # layers may be on several devices
         stuck = []
@@ -90,7 +92,7 @@ class MovementCheck:
                 self._pending[name] = "its gradient was zero"
             elif moved:
                 del self._pending[name]
-            elif below_rounding and (probe.held or not others_held):
+            elif below_rounding and (probe.held or not self._holds_some):
                 self._pending[name] = f"its updates at lr={probe.lr:g} are below the rounding of {_dtype(probe.weight)}"
             else:
                 stuck.append(name if probe.held else f"{name} (not in the optimiser)")

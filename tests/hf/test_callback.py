@@ -236,6 +236,14 @@ def test_updates_below_the_rounding_are_no_fault(sgd):
     assert "its updates at lr=1e-05 are below the rounding of bfloat16: weight" in line
 
 
+def test_updates_below_the_rounding_excuse_no_weight_that_the_optimiser_lacks():
+    model = nn.Sequential(nn.RMSNorm(64), nn.RMSNorm(64)).bfloat16()
+    optimizer = torch.optim.AdamW(model[0].parameters(), lr=1e-5)
+    x = torch.randn(4, 64, dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match=r"1 of 2 weights .* 1\.weight \(not in the optimiser\)"):
+        checked(model, optimizer, lambda: model(x).square().mean())
+
+
 def test_an_embedding_of_which_few_rows_move():
     model = nn.Embedding(50_000, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
