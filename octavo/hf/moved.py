@@ -15,7 +15,7 @@ What need not move, and is reported instead of refused:
   again. Engines that keep gradients to themselves (DeepSpeed) look like that, too.
 - A weight whose update is below its rounding: 1 + 1e-5 is 1 in BF16.
 
-It costs a few hundred bytes a weight and one synchronisation a step, in as many steps as it takes: one, mostly.
+It costs less than a kilobyte a weight and one synchronisation a step, in as many steps as it takes: one, mostly.
 """
 
 from dataclasses import dataclass, field
