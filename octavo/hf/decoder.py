@@ -64,6 +64,10 @@ def _is_of(module: nn.Module, kind: str) -> bool:
     return cls.__module__.startswith("transformers.models.") and cls.__name__ in {f + kind for f in FAMILIES}
 
 
+def is_fused(module: nn.Module) -> bool:
+    return _ORIGINAL in module.__dict__
+
+
 def fuse_attention(module: nn.Module, name: str, config: FP8TrainingConfig, scaling: FP8ScalingManager) -> None:
     """Run q, k and v as one product; they share the scaling rows of `name.qkv`."""
     for member in QKV:

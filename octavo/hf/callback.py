@@ -1,0 +1,286 @@
+"""`OctavoCallback`: an FP8 model in the Trainer of transformers, or in those of TRL.
+
+    octavo.convert_to_fp8(model)                                      # before the Trainer is built
+    trainer = Trainer(model, args, ..., callbacks=[octavo.OctavoCallback()])
+
+It says at the start what runs in FP8, adds FP8 statistics and speed to the Trainer's own logs, proves around the first
+step that every trainable weight moves (`octavo/hf/moved.py`), and keeps the scaling state with the checkpoints: delayed
+scales come from the last steps, so a run that resumes without them is another run.
+"""
+
+import io
+import os
+import time
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import logging
+
+from octavo.hf import decoder
+from octavo.hf.moved import MovementCheck
+from octavo.hf.running import put_first, resumed_from, running_trainer
+from octavo.nn.linear import FP8Linear
+from octavo.numerics import FP8ScalingManager
+
+MULTIPLE = 16  # tokens: FP8 products on tensor cores have operands of whole 16-byte units
+WATCHED_BATCHES = 8
+_HEAD = "lm_head.x"
+
+logger = logging.get_logger(__name__)
+
+
+class OctavoCallback(TrainerCallback):
+    """Logs, checks and checkpoints for a model that `octavo.convert_to_fp8` has converted.
+
+    Every training log gets, over all FP8 tensors since the log before it and on this process:
+    `fp8/underflow_mean`, `fp8/underflow_max`, `fp8/saturated_mean`, `fp8/saturated_max` (fractions of elements),
+    `fp8/scale_min` and `fp8/scale_max`; and `tokens_per_second` over all processes, without the time of evaluations and
+    saves, if the Trainer counts tokens: `TrainingArguments(include_num_input_tokens_seen="non_padding")`.
+
+    `scaling`: statistics of this manager, for a model that runs under `octavo.fp8_autocast` (its `scaling`); by default
+    those of the model's layers. `check_weights=False` leaves out the proof that weights move.
+    """
+
+    def __init__(self, scaling: FP8ScalingManager | None = None, *, check_weights: bool = True) -> None:
+        self.scaling = scaling
+        self.check_weights = check_weights
+        self._managers: list[FP8ScalingManager] = []
+        self._check: MovementCheck | None = None
+        self._speed = _Speed()
+        self._head_checked = False
+        self._introduced = False
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        model = kwargs["model"]
+        self._managers = [self.scaling] if self.scaling is not None else scaling_managers(model)
+        if not self._managers and not any(decoder.is_fused(module) for module in model.modules()):
+            raise ValueError(
+                f"{type(model).__name__} has no FP8 layer: call octavo.convert_to_fp8(model) before the Trainer is "
+                "built, or leave OctavoCallback out"
+            )
+        trainer = running_trainer()
+        if trainer is not None:
+            _require_no_other_fp8(trainer)
+            put_first(trainer, self)
+        if state.global_step:
+            self._load(resumed_from(), args, state)
+        if state.is_world_process_zero and not self._introduced:
+            self._introduced = True
+            _introduce(model, trainer, args)
+        self._check = MovementCheck(model) if self.check_weights else None
+        self._head_checked = False
+        self._speed = _Speed(state.num_input_tokens_seen)
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._check is not None:
+            self._check.before_step(kwargs["optimizer"])
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if not self._head_checked:
+            self._head_checked = True
+            self._require_head()
+        if self._check is not None:
+            self._check.after_step(kwargs["optimizer"])
+            if self._check.done:
+                self._end_check(state)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._speed.step_ended()
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Of logs of training only: an evaluation records no statistics, and the last log is a summary."""
+        logs = kwargs["logs"]
+        if "loss" not in logs:
+            return
+        added = _statistics(self._managers)
+        if args.include_num_input_tokens_seen != "no":
+            added["tokens_per_second"] = self._speed.since_last_log(state.num_input_tokens_seen)
+        logs.update(added)  # for the reporters, which come after this callback
+        state.log_history[-1].update(added)  # a copy of `logs` that the Trainer made before
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._speed.other_work_ended()
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self._managers and not args.save_only_model and not state.is_hyper_param_search:
+            folder = _checkpoint(args, state)
+            folder.mkdir(parents=True, exist_ok=True)  # on a node with a disk of its own, rank 0 made it elsewhere
+            content = {"step": state.global_step, "managers": [manager.state_dict() for manager in self._managers]}
+            _write(folder / _file_name(args.process_index), content)
+        self._speed.other_work_ended()
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._check is not None:
+            self._end_check(state)
+
+    def _end_check(self, state: TrainerState) -> None:
+        assert self._check is not None
+        for line in self._check.findings() if state.is_world_process_zero else []:
+            logger.warning(line)
+        self._check = None
+
+    def _require_head(self) -> None:
+        """An FP8 head that was asked for must have been used: some trainers multiply the head's weight themselves."""
+        for manager in self._managers:
+            if _HEAD in manager.names and _HEAD not in manager.statistics(reset=False):
+                raise RuntimeError(
+                    "the head is converted to FP8, but this trainer computes logits and loss by itself and its FP8 "
+                    "product never ran (TRL's fused head does that, and label smoothing or a compute_loss_func that "
+                    "takes the labels away); convert with fp8_head=False and 'lm_head' in skip, the default"
+                )
+
+    def _load(self, folder: str | None, args: TrainingArguments, state: TrainerState) -> None:
+        if not self._managers:
+            return
+        checkpoint = Path(folder) if folder is not None else _checkpoint(args, state)
+        names = (_file_name(args.process_index), _file_name(0))  # with more processes than before, those of the first
+        path = next((checkpoint / name for name in names if (checkpoint / name).exists()), None)
+        if path is None:
+            logger.warning(
+                f"{checkpoint} has no {names[-1]}: it was saved without OctavoCallback. Delayed scales start anew from "
+                "the first batch, so the losses will differ a little from those of a run that was not interrupted"
+            )
+            return
+        content = torch.load(path, map_location="cpu", weights_only=True)
+        saved = [set(managed["names"]) for managed in content["managers"]]
+        if content["step"] != state.global_step or saved != [set(manager.names) for manager in self._managers]:
+            raise ValueError(
+                f"{path} is of step {content['step']} and {sum(map(len, saved))} tensors; this run resumes at step "
+                f"{state.global_step} with {sum(len(m.names) for m in self._managers)}: convert the model with the "
+                "configuration it was trained with, or delete the file to start with new scales"
+            )
+        for manager, managed in zip(self._managers, content["managers"], strict=True):
+            manager.load_state_dict(managed)
+
+
+class _Speed:
+    """Tokens per second between two logs, without what happens between steps: evaluations and saves."""
+
+    def __init__(self, tokens: int = 0) -> None:
+        self._tokens = tokens
+        self._since = self._step_end = time.perf_counter()
+        self._other = 0.0
+
+    def step_ended(self) -> None:
+        self._step_end = time.perf_counter()
+
+    def other_work_ended(self) -> None:
+        now = time.perf_counter()
+        self._other += now - self._step_end
+        self._step_end = now
+
+    def since_last_log(self, tokens: int) -> float:
+        """The Trainer has just read the loss back, so the device has done all that was counted."""
+        now = time.perf_counter()
+        rate = (tokens - self._tokens) / (now - self._since - self._other)
+        self._tokens, self._since, self._step_end, self._other = tokens, now, now, 0.0
+        return rate
+
+
+def scaling_managers(model: nn.Module) -> list[FP8ScalingManager]:
+    """Those of a model's FP8 layers, each once: also inside of what PEFT or DDP wrap around them."""
+    found = {id(m.scaling): m.scaling for m in model.modules() if isinstance(m, FP8Linear)}
+    return list(found.values())
+
+
+def _require_no_other_fp8(trainer: Any) -> None:
+    """Accelerate's own FP8 puts other layers, with other Parameters, in the place of Octavo's."""
+    if trainer.accelerator.mixed_precision == "fp8":
+        raise ValueError(
+            "mixed_precision='fp8': Accelerate has converted the model once more, by itself, in place of Octavo's FP8 "
+            "layers; run with bf16=True in the training arguments, and without ACCELERATE_MIXED_PRECISION=fp8 or fp8 "
+            "in the Accelerate configuration"
+        )
+
+
+def _statistics(managers: list[FP8ScalingManager]) -> dict[str, float]:
+    tensors = [tensor for manager in managers for tensor in manager.statistics().values()]
+    if not tensors:
+        return {}
+    found: dict[str, float] = {}
+    for name in ("underflow", "saturated"):
+        values = [tensor[name] for tensor in tensors]
+        found |= {f"fp8/{name}_mean": fmean(values), f"fp8/{name}_max": max(values)}
+    scales = [tensor["scale"] for tensor in tensors if tensor["scale"] > 0]  # 0: nothing but zeros so far
+    if scales:
+        found |= {"fp8/scale_min": min(scales), "fp8/scale_max": max(scales)}
+    return found
+
+
+def _summary(model: nn.Module) -> str:
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    recipes = sorted({str(linear.recipe) for linear in linears if isinstance(linear, FP8Linear)})
+    in_fp8 = sum(isinstance(linear, FP8Linear) for linear in linears)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    how = f" ({'; '.join(recipes)})" if recipes else ""
+    return f"{in_fp8} of {len(linears)} linears in FP8{how}; {trained:,} weights are trained"
+
+
+def _introduce(model: nn.Module, trainer: Any, args: TrainingArguments) -> None:
+    _say(_summary(model))
+    if args.include_num_input_tokens_seen == "no":
+        _say('for tokens_per_second in the logs: TrainingArguments(include_num_input_tokens_seen="non_padding")')
+    if trainer is not None:
+        _watch_lengths(trainer)
+
+
+def _watch_lengths(trainer: Any) -> None:
+    """Look at the shapes of the first batches, and say so if the collator could pad them to what tensor cores take.
+
+    The hook is on the outermost module, outside of what may be compiled, and goes after the last batch it looks at.
+    """
+    multiple = getattr(trainer.data_collator, "pad_to_multiple_of", MULTIPLE)  # a collator that cannot pad: no advice
+    if multiple is not None and multiple % MULTIPLE == 0:
+        return
+    odd: list[bool] = []
+
+    def look(_module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
+        ids = kwargs.get("input_ids")
+        odd.append(ids is not None and ids.numel() % MULTIPLE != 0)
+        if len(odd) == WATCHED_BATCHES:
+            handle.remove()
+            if any(odd):
+                _say(
+                    f"{sum(odd)} of the first {len(odd)} batches have a number of tokens that {MULTIPLE} does not "
+                    f"divide; on a GPU FP8 products are faster with pad_to_multiple_of={MULTIPLE} in the data collator"
+                )
+
+    handle = trainer.model_wrapped.register_forward_pre_hook(look, with_kwargs=True)
+
+
+def _say(line: str) -> None:
+    print(f"octavo: {line}", flush=True)
+
+
+def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
+    assert args.output_dir is not None
+    return Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+
+
+def _file_name(process: int) -> str:
+    return f"octavo_scaling_{process}.pt"
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    """All of it or nothing, whenever the process is killed."""
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    unfinished = path.with_name(path.name + ".tmp")
+    with unfinished.open("wb") as file:
+        file.write(buffer.getvalue())
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(path)

@@ -1,0 +1,167 @@
+"""Proof that training changes the weights it should.
+
+A weight can be trained in name only: it was replaced after the optimiser was built (Accelerate's FP8 by torchao does
+that), it is in no parameter group, or the optimiser does nothing. The loss then falls a little all the same, because
+other weights learn. So around the first optimiser step a few elements of every trainable weight are compared.
+
+What must move, in a step: a weight whose gradient is not zero, while its learning rate is above zero and the step is
+not skipped. The elements compared are 64 spread over the weight, and the two where the gradient is largest and
+smallest: of an embedding a step may move a few rows only. What cannot be judged in one step is looked at again in the
+next: the learning rate is zero at the start of a warm-up, and LoRA's A has no gradient while its B is zero.
+
+What need not move, and is reported instead of refused:
+- A weight without a gradient. It may be cut off from the loss, or just not be used (an expert that no token chose, a
+  tower for images in a batch of text); nobody can tell which without hooks, which would make a compiled model compile
+  again. Engines that keep gradients to themselves (DeepSpeed) look like that, too.
+- A weight whose update is below its rounding: 1 + 1e-5 is 1 in BF16.
+
+It costs less than a kilobyte a weight and one synchronisation a step, in as many steps as it takes: one, mostly.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+ELEMENTS = 64
+MOST_STEPS = 10  # with a learning rate above zero; what has not moved by then is reported
+
+
+@dataclass
+class _Probe:
+    """A few elements of one weight, before the step."""
+
+    weight: Tensor
+    places: Tensor
+    before: Tensor
+    gradient: Tensor  # its largest magnitude, 0-d
+    lr: float
+    held: bool
+
+
+@dataclass
+class MovementCheck:
+    """Call `before_step` and `after_step` around the optimiser's step until `done`; `findings` then says what is left.
+
+    `after_step` raises a RuntimeError that lists the weights that should have moved.
+    """
+
+    model: nn.Module
+    done: bool = False
+    steps: int = 0
+    _holds_some: bool = False
+    _pending: dict[str, str] = field(default_factory=dict)  # name → why it could not be judged yet
+    _probes: dict[str, _Probe] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._pending = {name: "no step" for name, p in self.model.named_parameters() if p.requires_grad}
+        self.done = not self._pending
+
+    @torch.no_grad()
+    def before_step(self, optimizer: Any) -> None:
+        rates = {id(p): float(group["lr"]) for group in optimizer.param_groups for p in group["params"]}
+        highest = max(rates.values(), default=0.0)
+        # A sharding engine gives its optimiser tensors of its own: holding none of the model's proves nothing then.
+        self._holds_some = any(id(parameter) in rates for parameter in self.model.parameters())
+        self._probes = {}
+        for name, parameter in self.model.named_parameters():
+            if name in self._pending:
+                lr = rates.get(id(parameter), highest)
+                self._pending[name], probe = _probe(parameter, lr, id(parameter) in rates)
+                if probe is not None:
+                    self._probes[name] = probe
+        self.steps += highest > 0
+
+    @torch.no_grad()
+    def after_step(self, optimizer: Any) -> None:
+        if not getattr(optimizer, "step_was_skipped", False):  # Accelerate's word, after gradients that overflowed
+            self._judge(optimizer)
+        self._probes = {}
+        self.done = not self._pending or self.steps >= MOST_STEPS
+
+    def _judge(self, optimizer: Any) -> None:
+        if not self._probes:
+            return
+        flags = [_compare(probe, optimizer) for probe in self._probes.values()]
+        found = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist()  # layers may be on several devices
+        stuck = []
+        for (name, probe), (has_gradient, moved, below_rounding) in zip(self._probes.items(), found, strict=True):
+            if not has_gradient:  # weight decay alone may move it, and proves nothing
+                self._pending[name] = "its gradient was zero"
+            elif moved:
+                del self._pending[name]
+            elif below_rounding and (probe.held or not self._holds_some):
+                self._pending[name] = f"its updates at lr={probe.lr:g} are below the rounding of {_dtype(probe.weight)}"
+            else:
+                stuck.append(name if probe.held else f"{name} (not in the optimiser)")
+        if stuck:
+            raise RuntimeError(_stuck_message(stuck, len(self._probes)))
+
+    def findings(self) -> list[str]:
+        """One line for each reason why weights could not be judged."""
+        by_reason: dict[str, list[str]] = {}
+        for name, reason in self._pending.items():
+            by_reason.setdefault(reason, []).append(name)
+        return [
+            f"{len(names)} trainable weights were not seen to learn: {why}: {_some(names)}"
+            for why, names in by_reason.items()
+        ]
+
+
+def _probe(parameter: nn.Parameter, lr: float, held: bool) -> tuple[str, _Probe | None]:
+    """Why a weight cannot be judged in this step, or else its elements."""
+    if parameter.grad is None:
+        return "no gradient (not used by the forward, cut off from the loss, or kept by a sharding engine)", None
+    if parameter.grad.layout != torch.strided:
+        return "its gradient is sparse", None
+    if lr == 0:
+        return "its learning rate was zero", None
+    weight, gradient = _flat(parameter), _flat(parameter.grad)
+    if weight.numel() == 0 or weight.numel() != gradient.numel():
+        return "this process has no part of it", None
+    lowest, highest = gradient.argmin(), gradient.argmax()
+    spread = torch.arange(0, weight.numel(), max(1, weight.numel() // ELEMENTS), device=weight.device)[:ELEMENTS]
+    places = torch.cat([spread, torch.stack([lowest, highest]).to(weight.device)])
+    largest = torch.maximum(gradient[lowest].abs(), gradient[highest].abs()).float()
+    return "", _Probe(parameter, places, weight[places], largest, lr, held)
+
+
+def _compare(probe: _Probe, optimizer: Any) -> Tensor:
+    """Three flags on the weight's device: it has a gradient, it moved, its update is below its rounding.
+
+    Adam's first updates have the size of the learning rate, whatever the gradient. Of an optimiser that keeps no such
+    state the update is taken to be lr × gradient, if the gradient is below one.
+    """
+    weight = _flat(probe.weight)
+    moved = (weight[probe.places] != probe.before).any()
+    like_adam = not probe.held or "exp_avg" in optimizer.state.get(probe.weight, {})
+    size = probe.lr * (1.0 if like_adam else probe.gradient.clamp(max=1.0))
+    below = (size <= probe.before.float().abs() * torch.finfo(weight.dtype).eps).all()
+    return torch.stack([probe.gradient != 0, moved, below])
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """The elements that are here: of a tensor that FSDP2 shards, this process's part."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.detach().reshape(-1)
+
+
+def _stuck_message(names: list[str], judged: int) -> str:
+    return (
+        f"{len(names)} of {judged} weights with a gradient and a learning rate above 0 did not move in the optimiser's "
+        f"step: {_some(names)}. They would never train. Look for parameters that were replaced after the optimiser was "
+        "built (Accelerate's FP8 by torchao does that: leave its fp8 off and call octavo.convert_to_fp8 before the "
+        "Trainer is built), for parameter groups that leave them out (freeze what is not to train: "
+        "requires_grad_(False)), and for an optimiser whose step() does nothing"
+    )
+
+
+def _some(names: list[str], most: int = 12) -> str:
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

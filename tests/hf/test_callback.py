@@ -1,0 +1,263 @@
+"""OctavoCallback: what it logs, says and refuses."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from trainer_cases import build, converted, logs, sft_trainer, trainer
+
+import octavo
+from octavo import FP8TrainingConfig, OctavoCallback
+from octavo.hf.callback import _Speed, scaling_managers
+from octavo.hf.moved import MOST_STEPS, MovementCheck
+
+transformers = pytest.importorskip("transformers")
+STATISTICS = {f"fp8/{name}" for name in (
+    "underflow_mean", "underflow_max", "saturated_mean", "saturated_max", "scale_min", "scale_max"
+)}  # fmt: skip
+
+
+class Reporter(transformers.TrainerCallback):
+    """As TensorBoard's: registered before the user's callbacks."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_log(self, *_, logs, **__):
+        self.seen.append(dict(logs))
+
+
+class Replaces(transformers.TrainerCallback):
+    """As Accelerate's FP8 by torchao does it: new Parameters for converted layers, after the optimiser was built."""
+
+    def on_train_begin(self, *_, model, **__):
+        down = model.model.layers[1].mlp.down_proj
+        down.weight = nn.Parameter(down.weight.detach().clone())
+
+
+class Frozen(torch.optim.AdamW):
+    def step(self, *_):
+        pass
+
+
+def test_it_is_a_public_name():
+    assert octavo.OctavoCallback is OctavoCallback
+    with pytest.raises(AttributeError, match="no attribute 'Oktavo'"):
+        _ = octavo.Oktavo
+
+
+def test_statistics_reach_history_and_reporters(tmp_path):
+    reporters = Reporter(), Reporter()
+    run = trainer(tmp_path, callbacks=[reporters[0], OctavoCallback(), reporters[1]], logging_steps=2)
+    run.train()
+    assert len(logs(run)) == 2
+    for i, entry in enumerate(logs(run)):
+        assert set(entry) >= STATISTICS and "tokens_per_second" not in entry
+        assert 0 <= entry["fp8/underflow_mean"] <= entry["fp8/underflow_max"] < 0.1
+        assert 0 <= entry["fp8/saturated_mean"] <= entry["fp8/saturated_max"] < 0.1
+        assert 0 < entry["fp8/scale_min"] < entry["fp8/scale_max"] < 1
+        for reporter in reporters:
+            assert {**reporter.seen[i], "step": entry["step"]} == entry
+    assert not STATISTICS & set(reporters[0].seen[-1])  # the summary at the end
+
+
+def test_several_runs_of_one_trainer(tmp_path, capsys):
+    run = trainer(tmp_path, max_steps=2)
+    run.train()
+    run.train()
+    assert all(set(entry) >= STATISTICS for entry in logs(run))
+    assert capsys.readouterr().out.count("octavo: 14 of 15 linears in FP8 (E4M3·E4M3→E5M2 per tensor); 82,240") == 1
+    assert sum(isinstance(callback, OctavoCallback) for callback in run.callback_handler.callbacks) == 1
+
+
+def test_tokens_per_second(tmp_path, capsys):
+    run = trainer(tmp_path, include_num_input_tokens_seen=True, eval_strategy="steps", eval_steps=1)
+    run.train()
+    for entry in logs(run):
+        assert 0 < entry["tokens_per_second"] < math.inf
+    assert "include_num_input_tokens_seen" not in capsys.readouterr().out
+    trainer(tmp_path, max_steps=1).train()
+    assert 'include_num_input_tokens_seen="non_padding"' in capsys.readouterr().out
+
+
+def test_speed_leaves_out_what_is_not_training(monkeypatch):
+    times = iter([0.0, 4.0, 10.0, 14.0, 14.0])
+    monkeypatch.setattr("octavo.hf.callback.time.perf_counter", lambda: next(times))
+    speed = _Speed(100)  # at 0
+    speed.step_ended()  # at 4
+    speed.other_work_ended()  # an evaluation until 10
+    speed.step_ended()  # at 14
+    assert speed.since_last_log(180) == 10.0  # 80 tokens in 8 s
+
+
+@pytest.mark.parametrize("multiple", [None, 16])
+def test_advice_about_lengths(multiple, tmp_path, capsys):
+    sft_trainer(tmp_path, max_steps=9, pad_to_multiple_of=multiple).train()
+    out = capsys.readouterr().out
+    assert ("faster with pad_to_multiple_of=16" in out) == (multiple is None)
+
+
+def test_a_model_that_is_not_converted_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"octavo.convert_to_fp8\(model\) before the Trainer"):
+        trainer(tmp_path, build()).train()
+    run = trainer(tmp_path, converted(precision="bf16"))  # the baseline has no statistics
+    run.train()
+    assert not STATISTICS & set(logs(run)[-1])
+
+
+def test_other_recipes(tmp_path):
+    for recipe in ("current", "block"):
+        run = trainer(tmp_path, converted(FP8TrainingConfig.from_recipe(recipe)), max_steps=2)
+        run.train()
+        assert "fp8/underflow_max" in logs(run)[-1]
+
+
+def test_it_looks_inside_of_wrappers(tmp_path):
+    model = converted()
+    (manager,) = scaling_managers(model)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        assert scaling_managers(nn.parallel.DistributedDataParallel(model)) == [manager]
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_replaced_parameter_is_caught(tmp_path):
+    run = trainer(tmp_path, callbacks=[Replaces(), OctavoCallback()])
+    with pytest.raises(RuntimeError, match=r"1 of 21 weights .* did not move") as error:
+        run.train()
+    assert "model.layers.1.mlp.down_proj.weight (not in the optimiser)" in str(error.value)
+    assert run.state.global_step == 0
+    trainer(tmp_path, callbacks=[Replaces(), OctavoCallback(check_weights=False)]).train()
+
+
+class ChecksOnly(transformers.TrainerCallback):
+    def on_train_begin(self, *_, model, **__):
+        self.check = MovementCheck(model)
+
+    def on_pre_optimizer_step(self, *_, optimizer, **__):
+        self.check.before_step(optimizer)
+
+    def on_optimizer_step(self, *_, optimizer, **__):
+        self.check.after_step(optimizer)
+
+
+@pytest.fixture
+def accelerate_fp8(monkeypatch):
+    """Accelerate's FP8 by torchao, as its launcher switches it on."""
+    pytest.importorskip("torchao")
+    from accelerate.state import AcceleratorState
+
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "AO")
+    AcceleratorState._reset_state(True)
+    yield
+    AcceleratorState._reset_state(True)
+
+
+@pytest.mark.usefixtures("accelerate_fp8")
+def test_the_fp8_of_accelerate_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"mixed_precision='fp8'.*bf16=True"):
+        trainer(tmp_path).train()
+
+
+@pytest.mark.usefixtures("accelerate_fp8")
+def test_the_fault_in_the_fp8_of_accelerate_is_seen(tmp_path):
+    """The real one: of a stock model, the layers that Accelerate converts never learn."""
+    with pytest.raises(RuntimeError, match="13 of 21 weights"):
+        trainer(tmp_path, build(), callbacks=[ChecksOnly()]).train()
+
+
+@pytest.mark.parametrize("settings", [{}, {"lr_scheduler_type": "linear", "warmup_steps": 2}], ids=["now", "warm-up"])
+def test_a_frozen_optimiser_is_caught(settings, tmp_path):
+    model = converted()
+    optimizer = Frozen(model.parameters(), lr=1e-3)
+    run = trainer(tmp_path, model, optimizers=(optimizer, None), **settings)
+    with pytest.raises(RuntimeError, match=r"21 of 21 weights .* did not move"):
+        run.train()
+    assert run.state.global_step == (1 if settings else 0)  # nothing can move while the learning rate is zero
+
+
+def test_a_group_that_leaves_weights_out_is_caught(tmp_path):
+    model = converted()
+    optimizer = torch.optim.SGD([p for n, p in model.named_parameters() if "norm" not in n], lr=0.1)
+    with pytest.raises(RuntimeError, match="5 of 21 weights") as error:
+        trainer(tmp_path, model, optimizers=(optimizer, None)).train()
+    assert "model.norm.weight (not in the optimiser)" in str(error.value)
+
+
+def checked(model, optimizer, loss, steps=1):
+    check = MovementCheck(model)
+    for _ in range(steps):
+        if check.done:
+            break
+        optimizer.zero_grad()
+        loss().backward()
+        check.before_step(optimizer)
+        optimizer.step()
+        check.after_step(optimizer)
+    return check
+
+
+def test_what_is_not_used_is_reported():
+    model = nn.ModuleDict({"used": nn.Linear(8, 8), "not": nn.Linear(8, 8)})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    x = torch.randn(4, 8)
+    check = checked(model, optimizer, lambda: model["used"](x).square().sum(), MOST_STEPS + 5)
+    assert check.done and check.steps == MOST_STEPS
+    (line,) = check.findings()
+    assert line.startswith("2 trainable weights were not seen to learn: no gradient") and "not.weight, not.bias" in line
+
+
+def test_what_has_a_zero_gradient_waits():
+    """LoRA: B is zero, so A has no gradient in the first step."""
+    model = nn.Sequential(nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False))
+    nn.init.zeros_(model[1].weight)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    x, y = torch.randn(4, 8), torch.randn(4, 8)
+    check = checked(model, optimizer, lambda: (model(x) - y).square().sum())
+    assert not check.done and check.findings() == [
+        "1 trainable weights were not seen to learn: its gradient was zero: 0.weight"
+    ]
+    assert checked(model, optimizer, lambda: (model(x) - y).square().sum(), 2).findings() == []
+
+
+@pytest.mark.parametrize("sgd", [False, True])
+def test_updates_below_the_rounding_are_no_fault(sgd):
+    """1 + 1e-5 is 1 in BF16; weights near zero do move."""
+    model = nn.RMSNorm(64).bfloat16()
+    make = torch.optim.SGD if sgd else torch.optim.AdamW
+    optimizer = make(model.parameters(), lr=1e-5, **({} if sgd else {"weight_decay": 0.0}))
+    x = torch.randn(4, 64, dtype=torch.bfloat16)
+    check = checked(model, optimizer, lambda: model(x).square().mean(), MOST_STEPS)
+    assert check.done
+    (line,) = check.findings()
+    assert "its updates at lr=1e-05 are below the rounding of bfloat16: weight" in line
+
+
+def test_updates_below_the_rounding_excuse_no_weight_that_the_optimiser_lacks():
+    model = nn.Sequential(nn.RMSNorm(64), nn.RMSNorm(64)).bfloat16()
+    optimizer = torch.optim.AdamW(model[0].parameters(), lr=1e-5)
+    x = torch.randn(4, 64, dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match=r"1 of 2 weights .* 1\.weight \(not in the optimiser\)"):
+        checked(model, optimizer, lambda: model(x).square().mean())
+
+
+def test_an_embedding_of_which_few_rows_move():
+    model = nn.Embedding(50_000, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    check = checked(model, optimizer, lambda: model(torch.tensor([31_337])).sum())
+    assert check.done and not check.findings()
+
+
+def test_a_skipped_step_proves_nothing():
+    model = nn.Linear(8, 8)
+    optimizer = Frozen(model.parameters(), lr=1e-3)
+    optimizer.step_was_skipped = True  # as Accelerate says after an overflow
+    x = torch.randn(4, 8)
+    check = checked(model, optimizer, lambda: model(x).square().sum())
+    assert not check.done
+    optimizer.step_was_skipped = False
+    with pytest.raises(RuntimeError, match="2 of 2 weights"):
+        checked(model, optimizer, lambda: model(x).square().sum())
