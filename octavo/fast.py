@@ -24,6 +24,7 @@ from torch import nn
 
 from octavo.convert import convert_to_fp8
 from octavo.hf import export, loading
+from octavo.hf.accelerate import watch_environment
 from octavo.nn.frozen import GRANULARITIES
 from octavo.numerics import FP8TrainingConfig
 from octavo.numerics.checks import check_choice, check_positive_int
@@ -60,6 +61,7 @@ class FastLanguageModel:
         else goes to transformers' `from_pretrained`. `max_lora_rank` and `gpu_memory_utilization` are for
         `fast_inference`, which is to come.
         """
+        watch_environment(fp8_config)  # ACCELERATE_MIXED_PRECISION=fp8, set before or after, means Octavo from here on
         _check_loading(load_in_fp8, load_in_4bit, load_in_8bit, fast_inference, fp8_config)
         check_positive_int("max_seq_length", max_seq_length)
         check_positive_int("max_lora_rank", max_lora_rank)

@@ -51,18 +51,21 @@ def trainer(folder, model=None, callbacks=None, optimizers=(None, None), **setti
 def sft_trainer(folder, model=None, callbacks=None, **settings):
     """TRL's stock SFTTrainer on short pieces of the standard library's source, a byte a token."""
     trl = pytest.importorskip("trl")
-    from datasets import Dataset
-
-    text = Path(inspect.getfile(inspect)).read_text()
-    pieces = [piece for piece in text.split("\n\n") if 20 < len(piece) < 60][:32]
     settings = SETTINGS | {"max_steps": 3, "max_length": 64, "gradient_checkpointing": False} | settings
     return trl.SFTTrainer(
         converted(vocab_size=BYTES) if model is None else model,
         trl.SFTConfig(output_dir=str(folder), **settings),
-        train_dataset=Dataset.from_dict({"text": pieces}),
+        train_dataset=texts(),
         processing_class=byte_tokenizer(),
         callbacks=[OctavoCallback()] if callbacks is None else callbacks,
     )
+
+
+def texts():
+    from datasets import Dataset
+
+    text = Path(inspect.getfile(inspect)).read_text()
+    return Dataset.from_dict({"text": [piece for piece in text.split("\n\n") if 20 < len(piece) < 60][:32]})
 
 
 def byte_tokenizer():

@@ -24,18 +24,20 @@ from transformers.utils import logging
 from octavo.hf import decoder
 from octavo.hf.moved import MovementCheck
 from octavo.hf.running import put_first, resumed_from, running_trainer
+from octavo.nn.frozen import FP8FrozenLinear
 from octavo.nn.linear import FP8Linear
 from octavo.numerics import FP8ScalingManager
 
 MULTIPLE = 16  # tokens: FP8 products on tensor cores have operands of whole 16-byte units
 WATCHED_BATCHES = 8
 _HEAD = "lm_head.x"
+_IN_FP8 = (FP8Linear, FP8FrozenLinear)
 
 logger = logging.get_logger(__name__)
 
 
 class OctavoCallback(TrainerCallback):
-    """Logs, checks and checkpoints for a model that `octavo.convert_to_fp8` has converted.
+    """Logs, checks and checkpoints for a model that was converted to FP8, or loaded into it.
 
     Every training log gets, over all FP8 tensors since the log before it and on this process:
     `fp8/underflow_mean`, `fp8/underflow_max`, `fp8/saturated_mean`, `fp8/saturated_max` (fractions of elements),
@@ -63,7 +65,7 @@ class OctavoCallback(TrainerCallback):
         if not self._managers and not any(decoder.is_fused(module) for module in model.modules()):
             raise ValueError(
                 f"{type(model).__name__} has no FP8 layer: call octavo.convert_to_fp8(model) before the Trainer is "
-                "built, or leave OctavoCallback out"
+                "built, load it with load_in_fp8, or leave OctavoCallback out"
             )
         trainer = running_trainer()
         if trainer is not None:
@@ -192,7 +194,7 @@ class _Speed:
 
 def scaling_managers(model: nn.Module) -> list[FP8ScalingManager]:
     """Those of a model's FP8 layers, each once: also inside of what PEFT or DDP wrap around them."""
-    found = {id(m.scaling): m.scaling for m in model.modules() if isinstance(m, FP8Linear)}
+    found = {id(m.scaling): m.scaling for m in model.modules() if isinstance(m, _IN_FP8)}
     return list(found.values())
 
 
@@ -222,8 +224,8 @@ def _statistics(managers: list[FP8ScalingManager]) -> dict[str, float]:
 
 def _summary(model: nn.Module) -> str:
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    recipes = sorted({str(linear.recipe) for linear in linears if isinstance(linear, FP8Linear)})
-    in_fp8 = sum(isinstance(linear, FP8Linear) for linear in linears)
+    recipes = sorted({str(linear.recipe) for linear in linears if isinstance(linear, _IN_FP8)})
+    in_fp8 = sum(isinstance(linear, _IN_FP8) for linear in linears)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     how = f" ({'; '.join(recipes)})" if recipes else ""
     return f"{in_fp8} of {len(linears)} linears in FP8{how}; {trained:,} weights are trained"
