@@ -1,4 +1,4 @@
-# Two commands: `make train` and `make test`. Each installs what it still needs into .venv.
+# Two commands: `make train` and `make test` (of which `make test-hf` is a part). Each installs what it still needs.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,12 +7,15 @@ ARGS ?=
 # Threads that wait for one another by spinning starve when anything else runs: 12 s a step instead of 2.6 was seen.
 export OMP_WAIT_POLICY = PASSIVE
 
-.PHONY: train test lint types pytest clean
+# The newest transformers that Octavo is tested with; the oldest is in constraints.txt.
+NEWEST := transformers==5.22.2
+
+.PHONY: train test test-hf lint types pytest clean
 
 train: $(VENV)/.core
 	$(BIN)/octavo train $(ARGS)
 
-test: lint types pytest
+test: lint types pytest test-hf
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -22,7 +25,12 @@ types: $(VENV)/.dev
 	$(BIN)/mypy
 
 pytest: $(VENV)/.dev
-	$(BIN)/pytest -n 2 $(ARGS)
+	$(BIN)/pytest -n 2 --ignore=tests/hf $(ARGS)
+
+# Everything that meets Hugging Face's libraries, with the oldest and the newest transformers.
+test-hf: $(VENV)/.dev $(VENV)/.newest
+	$(BIN)/pytest -n 2 tests/hf $(ARGS)
+	PYTHONPATH=$(abspath $(VENV)/newest) $(BIN)/pytest -n 2 tests/hf $(ARGS)
 
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Octavo needs Python 3.11 or newer; set PYTHON=...")'
@@ -36,6 +44,11 @@ $(VENV)/.core: $(VENV)/bin/python pyproject.toml constraints.txt
 $(VENV)/.dev: $(VENV)/.core
 	@echo "Installing the development tools into $(VENV) (once)"
 	$(PIP) -e '.[dev]'
+	@touch $@
+
+$(VENV)/.newest: $(VENV)/.dev Makefile
+	rm -rf $(VENV)/newest
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)/newest '$(NEWEST)'
 	@touch $@
 
 clean:
