@@ -238,16 +238,18 @@ def bench(
     ] = None,
     layers: Annotated[int | None, _option("Model", "--layers", "Layers, instead of the model's.")] = None,
     mode: Annotated[str, _option("Model", "--mode", "full or lora (default: full).")] = "full",
+    rank: Annotated[int, _option("Model", "--rank", "Rank of the adapters with --mode lora (default: 32).")] = 32,
     tokens: Annotated[int | None, _option("Model", "--tokens", "Tokens a step (default: 8192; tiny: 256).")] = None,
     seq: Annotated[int | None, _option("Model", "--seq", "Tokens a sequence (default: 2048; tiny: 64).")] = None,
     recipe: Annotated[
-        str,
+        str | None,
         _option(
             "Contenders",
             "--recipe",
-            "delayed, current, channel, block, mx: several by commas; +fp8-head and +wgrad-channel go with one.",
+            "delayed, current, channel, block, mx: several by commas; +fp8-head and +wgrad-channel go with one. "
+            "With LoRA: block, channel, current.",
         ),
-    ] = "delayed",
+    ] = None,
     head: Annotated[str, _option("Contenders", "--head", "bf16, fp8 or both (default: bf16).")] = "bf16",
     wgrad: Annotated[
         str, _option("Contenders", "--wgrad", "Block recipe's weight gradient: recipe, channel or both.")
@@ -287,11 +289,12 @@ def bench(
             seed=seed,
             device=device,
             force=force,
+            rank=rank if mode == "lora" else 0,
         )
         contenders, reasons = make_contenders(
             case,
             mode=mode,
-            recipes=_names(recipe),
+            recipes=_names(recipe or ("block,channel" if mode == "lora" else "delayed")),
             head=head,
             wgrad=wgrad,
             against=_names(against) if against is not None else AGAINST,

@@ -46,6 +46,13 @@ def octavo_config(granularity: str, fp8: FP8TrainingConfig | None, skip: Sequenc
     return OctavoConfig(granularity, fp8, skip)
 
 
+def install_lora() -> None:
+    """Let PEFT know linears frozen in FP8."""
+    from octavo.hf import lora
+
+    lora.install()
+
+
 def fuse(model: Any, config: FP8TrainingConfig | None) -> list[str]:
     """The fused pieces that do not depend on who multiplies: loss in chunks, attention. Returns what was done."""
     if not decoder.is_causal_lm(model):
@@ -82,13 +89,15 @@ def add_adapters(
     """`peft.get_peft_model`, with gradient checkpointing if asked for."""
     import peft
 
+    autocast = options.pop("autocast_adapter_dtype", True)
     base: Any = model
     if checkpointing:
         # Without an accelerator, checkpoints are in host memory anyway, and there is none to pin.
         base.gradient_checkpointing_enable(offload=checkpointing == "unsloth" and torch.cuda.is_available())
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        adapted = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **options))
+        config = peft.LoraConfig(task_type="CAUSAL_LM", **options)
+        adapted = peft.get_peft_model(base, config, autocast_adapter_dtype=autocast)
     if max_seq_length is not None:
         base.max_seq_length = max_seq_length
     return adapted

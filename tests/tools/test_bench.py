@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from octavo.cli import main
+from octavo.tools.bench.cases import Case
 
 OCTAVO = Path(sys.executable).with_name("octavo")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
@@ -76,6 +77,21 @@ def test_a_run_on_a_hugging_face_model(tmp_path: Path) -> None:
     assert result["command"].startswith("octavo bench --preset tiny --recipe delayed,block")
 
 
+def test_lora_on_a_frozen_base(tmp_path: Path) -> None:
+    options = "--preset tiny --mode lora --rank 4 --layers 1 --tokens 64 --seq 32 --no-compile --rounds 1 --steps 1"
+    run = bench(tmp_path, *options.split(), "--warmup", "1", "--against", "bf16-eager,te", "--recipe", "block")
+    assert run.returncode == 0, run.stdout + run.stderr
+    result = read(tmp_path, "*-tiny-1l-lora4.json")
+    rows = {row["name"]: row for row in result["rows"]}
+    assert rows["octavo block"]["check"]["cosine"] > 0.99 and rows["te"]["status"] != "timed"
+    assert "gate and up in one product" in rows["octavo block"]["summary"]
+    case = Case.from_dict(result["case"])
+    linears = case.matmul_parameters - 64 * 256
+    adapters = 4 * (4 * 64 + 64 + 2 * 32 + 64 + 2 * 64 + 2 * 128 + 64 + 128)  # ins and outs of the seven, rank 4
+    assert case.adapter_parameters == adapters
+    assert case.flops == 4 * (linears + 64 * 256) * 64 + 6 * adapters * 64 + case.attention_flops
+
+
 def test_bdh_under_the_autocast(tmp_path: Path) -> None:
     shape = ("--preset", "bdh-tiny", "--layers", "1", "--seq", "32", "--tokens", "64")
     run = bench(tmp_path, *shape, "--no-compile", *SHORT)
@@ -122,7 +138,9 @@ def test_gemm_and_kernels(tmp_path: Path) -> None:
         ([], ["--preset", "--config"]),
         (["--preset", "70b"], ["preset='70b'", "1b, 3b, 8b"]),
         (["--preset", "8b", "--device", "cpu"], ["8b", "parameters", "--preset tiny", "--force"]),
-        (["--preset", "tiny", "--mode", "lora"], ["--mode lora", "comes with LoRA support"]),
+        (["--preset", "tiny", "--mode", "lora", "--recipe", "delayed"], ["--recipe delayed", "block, channel"]),
+        (["--preset", "tiny", "--mode", "lora", "--recipe", "block+wgrad-channel"], ["--wgrad", "leave it out"]),
+        (["--preset", "bdh-tiny", "--mode", "lora"], ["--mode lora", "BDH"]),
         (["--preset", "tiny", "--recipe", "delayed,magic"], ["recipe='magic'", "channel"]),
         (["--preset", "tiny", "--recipe", "delayed+magic"], ["magic", "fp8-head"]),
         (["--preset", "tiny", "--recipe", "delayed+wgrad-channel"], ["delayed+wgrad-channel", "block recipe"]),

@@ -8,6 +8,10 @@ a look-up and counts nothing; the head counts. Attention is causal, so half of e
     Hugging Face decoder   6 · seq · tokens · heads · head_dim · layers       (q·kᵀ and p·v, forward and backward)
     BDH                    3 · seq · tokens · heads · (neurons + dim) · layers
 
+With LoRA the weights are frozen: forward and one product of backward, and the adapters, which are trained:
+
+    FLOPs of a step = 4 · matmul parameters · tokens + 6 · adapter parameters · tokens + attention
+
 Work that an implementation does on top (recomputing, masked halves, padding) is not counted: it earns nothing.
 """
 
@@ -24,6 +28,7 @@ from octavo.numerics.checks import check_choice, check_positive_int
 from octavo.training.errors import UserError
 
 FLOPS_FORMULA = "6 * matmul parameters * tokens + causal attention (half of every score matrix), forward and backward"
+LORA_FLOPS_FORMULA = "4 * matmul parameters * tokens + 6 * adapter parameters * tokens + causal attention"
 CHECK_LAYERS = 2
 LARGEST_ON_CPU = 50_000_000  # parameters; more take minutes a step where FP8 is emulated
 _NEEDED = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -80,6 +85,7 @@ class Case:
     seq: int
     seed: int
     device: str
+    rank: int = 0  # of LoRA adapters on every linear but the head; 0: all weights are trained
 
     def __post_init__(self) -> None:
         for field in ("layers", "tokens", "seq"):
@@ -143,17 +149,31 @@ class Case:
         return 6 * self.seq * self.tokens * config["num_attention_heads"] * self.head_dim * self.layers
 
     @property
+    def adapter_parameters(self) -> int:
+        """A and B of each linear; q, k and v have three of each, gate and up two."""
+        members = {"qkv": 3, "gate_up": 2}
+        linears = [linear for linear in self.linears if linear.name != "head"]
+        return sum(self.rank * (members.get(w.name, 1) * w.k + w.n) * w.count for w in linears)
+
+    @property
+    def products(self) -> int:
+        """FLOPs per weight and token: forward, and one or two products of backward."""
+        return 4 if self.rank else 6
+
+    @property
     def flops(self) -> int:
-        return 6 * self.matmul_parameters * self.tokens + self.attention_flops
+        own = self.products * self.matmul_parameters * self.tokens
+        return own + 6 * self.adapter_parameters * self.tokens + self.attention_flops
 
     def gemm_flops(self, fp8: bool, fp8_head: bool) -> dict[str, int]:
         """FLOPs of all GEMMs by the precision they could run in. BDH's attention is made of GEMMs, softmax's is not."""
-        body = sum(linear.parameters for linear in self.linears if linear.name != "head") * 6 * self.tokens
-        head = 6 * self.matmul_parameters * self.tokens - body
+        body = sum(linear.parameters for linear in self.linears if linear.name != "head") * self.products * self.tokens
+        head = self.products * self.matmul_parameters * self.tokens - body
         body += self.attention_flops if self.is_bdh else 0
         found = {"fp8": 0, "bf16": 0}
         found["fp8" if fp8 else "bf16"] += body
         found["fp8" if fp8 and fp8_head else "bf16"] += head
+        found["bf16"] += 6 * self.adapter_parameters * self.tokens
         return found
 
     def to_dict(self) -> dict[str, Any]:
@@ -174,6 +194,7 @@ def make_case(
     seed: int,
     device: str,
     force: bool,
+    rank: int = 0,
 ) -> Case:
     """A case from the options a person gave; what cannot be met is an error that names the way out."""
     if (preset is None) == (config is None):
@@ -194,7 +215,10 @@ def make_case(
         seq=(64 if small else 2048) if seq is None else seq,
         seed=seed,
         device=device,
+        rank=rank,
     )
+    if rank and case.is_bdh:
+        raise UserError("--mode lora: BDH has no nn.Linear to put adapters on; use --mode full")
     if device == "cpu" and case.parameters > LARGEST_ON_CPU and not force:
         raise UserError(
             f"{case.name} with {case.layers} layers has {case.parameters:,} parameters: on a CPU a step takes minutes "

@@ -25,7 +25,7 @@ def check(case: Case, contender: Contender) -> tuple[dict[str, Any], Subject]:
     layers = min(CHECK_LAYERS, case.layers)
     reference = Subject(case, REFERENCE, layers)
     reference_loss = reference.step().item()
-    gradients = {name: p.grad for name, p in reference.model.named_parameters()}
+    gradients = {name: p.grad for name, p in reference.model.named_parameters() if p.requires_grad}
 
     subject = Subject(case, contender, layers)
     subject.step()
@@ -58,7 +58,10 @@ def failure(found: dict[str, Any]) -> str:
 def _compare(subject: Subject, reference: dict[str, torch.Tensor | None]) -> dict[str, Any]:
     sums = torch.zeros(3, dtype=torch.float64)
     worst, worst_name = math.inf, ""
-    for name, parameter in subject.model.named_parameters():
+    trained = {name: p for name, p in subject.model.named_parameters() if p.requires_grad}
+    if trained.keys() != reference.keys():
+        raise ValueError(f"it trains {len(trained)} parameters, the reference {len(reference)}: not the same run")
+    for name, parameter in trained.items():
         expected = reference[name]
         if parameter.grad is None or expected is None:
             raise ValueError(f"{name} has no gradient after a step")

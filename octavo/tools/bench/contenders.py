@@ -17,6 +17,11 @@ EXTRAS = ("fp8-head", "wgrad-channel")
 HEADS = ("bf16", "fp8", "both")
 WGRADS = ("recipe", "channel", "both")
 MODES = ("full", "lora")
+FROZEN = {
+    "block": "block",
+    "channel": "channel",
+    "current": "tensor",
+}  # recipes, and what a frozen weight has scales per
 _PACKAGES = {"torchao": "torchao", "torchao-row": "torchao", "te": "transformer_engine", "unsloth": "unsloth"}
 
 
@@ -47,8 +52,6 @@ def make_contenders(
 ) -> tuple[list[Contender], dict[str, str]]:
     """The contenders that can run, baselines first, and the reasons of those that cannot."""
     check_choice("mode", mode, MODES)
-    if mode == "lora":
-        raise UserError("--mode lora comes with LoRA support; use --mode full")
     check_choice("head", head, HEADS)
     check_choice("wgrad", wgrad, WGRADS)
     for item in recipes:
@@ -58,6 +61,8 @@ def make_contenders(
             check_choice(f"recipe {name}+", extra, EXTRAS)
         if "wgrad-channel" in extras and name != "block":
             raise UserError(f"--recipe {item}: wgrad-channel is a choice within the block recipe")
+    if mode == "lora":
+        _check_lora(recipes, wgrad)
     for name in against:
         check_choice("against", name, AGAINST)
     if wgrad != "recipe" and "block" not in recipes:
@@ -76,6 +81,15 @@ def make_contenders(
         else:
             found += _own(recipe, case, head, wgrad if recipe == "block" else "recipe", compile)
     return found, reasons
+
+
+def _check_lora(recipes: Sequence[str], wgrad: str) -> None:
+    """The recipe of a frozen base is how its weights are kept."""
+    for item in recipes:
+        if item.split("+")[0] not in FROZEN:
+            raise UserError(f"--recipe {item}: with --mode lora one of {', '.join(FROZEN)}")
+    if wgrad != "recipe" or any("wgrad-channel" in item for item in recipes):
+        raise UserError("--wgrad: with --mode lora no weight has a gradient; leave it out")
 
 
 def _own(recipe: str, case: Case, head: str, wgrad: str, compile: bool) -> list[Contender]:
@@ -108,7 +122,9 @@ def _why_not(name: str, case: Case, compile: bool) -> str:
     if package is not None and find_spec(package) is None:
         return "not installed"
     if name == "unsloth":
-        return "not in --mode full: it fine-tunes adapters"
+        return "not in this bench yet" if case.rank else "not in --mode full: it fine-tunes adapters"
+    if name == "te" and case.rank:
+        return "PEFT does not wrap its linears"
     if name == BASELINE and not compile:
         return "left out by --no-compile"
     if case.is_bdh and package is not None:

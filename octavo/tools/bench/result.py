@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from octavo.tools.bench.cases import FLOPS_FORMULA, Case
+from octavo.tools.bench.cases import FLOPS_FORMULA, LORA_FLOPS_FORMULA, Case
 from octavo.tools.bench.contenders import BASELINE, OWN_BASELINE, Contender
 from octavo.training.errors import UserError
 from octavo.training.files import disk_errors, write_json
@@ -22,7 +22,7 @@ from octavo.training.files import disk_errors, write_json
 # What became of a contender.
 TIMED, WRONG, FAILED, NOT_RUN = "timed", "wrong", "failed", "not run"
 VERSION = 1
-_PACKAGES = ("triton", "transformers", "torchao", "transformer_engine", "unsloth")
+_PACKAGES = ("triton", "transformers", "peft", "torchao", "transformer_engine", "unsloth")
 _FOLDERS = re.compile(r"(?<![\w.])~?/(?:[^\s/'\",:=]+/)+")
 
 
@@ -88,9 +88,15 @@ def describe(case: Case, command: Sequence[str], found: dict[str, Any]) -> dict[
         "parameters": case.parameters,
         "matmul_parameters": case.matmul_parameters,
         "flops": case.flops,
-        "flops_formula": FLOPS_FORMULA,
+        "flops_formula": LORA_FLOPS_FORMULA if case.rank else FLOPS_FORMULA,
         **found,
     }
+
+
+def title(case: dict[str, Any]) -> str:
+    """The case in words."""
+    lora = f", LoRA of rank {case['rank']}" if case.get("rank") else ""
+    return f"{case['name']}, {case['layers']} layers{lora}, {case['tokens']:,} tokens a step (seq {case['seq']:,})"
 
 
 def device_name(device: str) -> str:
@@ -138,7 +144,8 @@ def write_result(result: dict[str, Any], out: Path) -> Path:
     case = result["case"]
     device = re.sub(r"[^a-z0-9]+", "-", result["device"].lower().removeprefix("nvidia ")).strip("-")
     kind = "" if result["kind"] == "step" else f"-{result['kind']}"
-    stem = f"{result['date']}-{device}-{case['name']}-{case['layers']}l{kind}"
+    lora = f"-lora{case['rank']}" if case.get("rank") else ""
+    stem = f"{result['date']}-{device}-{case['name']}-{case['layers']}l{lora}{kind}"
     names = [stem, *(f"{stem}-{i}" for i in range(2, 1000))]
     with disk_errors(out):
         out.mkdir(parents=True, exist_ok=True)

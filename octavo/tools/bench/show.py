@@ -9,7 +9,7 @@ from rich.text import Text
 
 from octavo.tools.bench.contenders import BASELINE, OWN_BASELINE
 from octavo.tools.bench.gemm import KINDS
-from octavo.tools.bench.result import TIMED
+from octavo.tools.bench.result import TIMED, title
 
 PIPE_WIDTH = 160
 
@@ -42,8 +42,7 @@ def _narrow(*headings: str) -> list[str]:
 def _step_tables(result: dict[str, Any]) -> list[Table]:
     case = result["case"]
     speed = _table(
-        f"{case['name']}, {case['layers']} layers, {case['tokens']:,} tokens a step (seq {case['seq']:,}), "
-        f"{result['device']}: forward + backward",
+        f"{title(case)}, {result['device']}: forward + backward",
         (
             "",
             "ms",

@@ -13,12 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from octavo.convert import convert_to_fp8
+from octavo.hf import loading
 from octavo.hf.build import build_causal_lm, decoder_layers
 from octavo.models.bdh import BDH, BDHConfig
 from octavo.nn.autocast import fp8_autocast
+from octavo.nn.frozen import FP8FrozenLinear
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 from octavo.tools.bench.cases import Case
-from octavo.tools.bench.contenders import Contender
+from octavo.tools.bench.contenders import FROZEN, Contender
 from octavo.tools.bench.peers import convert_by_te, convert_by_torchao
 
 INIT_STD = 0.02
@@ -36,6 +38,8 @@ class Subject:
         self.context: AbstractContextManager[Any] = nullcontext()
         self.summary = "BF16, nothing converted"
         self._prepare(contender)
+        if case.rank:
+            self._adapt()
         if contender.compile:
             self._compile()
         generator = torch.Generator().manual_seed(case.seed)
@@ -44,7 +48,9 @@ class Subject:
 
     def _prepare(self, contender: Contender) -> None:
         kind, tokens = contender.kind, self.case.tokens
-        if kind in ("torchao", "torchao-row"):
+        if kind == "octavo" and self.case.rank:
+            self.summary = "; ".join(self._freeze(contender))
+        elif kind in ("torchao", "torchao-row"):
             self.summary = convert_by_torchao(self.model, kind)
         elif kind == "te":
             self.summary, self.context = convert_by_te(self.model)
@@ -63,12 +69,44 @@ class Subject:
             report = convert_to_fp8(self.model, config_of(contender), precision="fp8", tokens=tokens)
             self.scaling, self.summary = report.scaling, report.summary()
 
+    def _freeze(self, contender: Contender) -> list[str]:
+        """As `FastLanguageModel` loads it: each weight quantised, one after the other, and the fused pieces."""
+        config = config_of(contender)
+        self.scaling = FP8ScalingManager.from_config(config)
+        for name, linear in list(self.model.named_modules()):
+            if type(linear) is nn.Linear and name != "lm_head":
+                frozen = FP8FrozenLinear.from_linear(
+                    linear, FROZEN[str(contender.recipe)], config, scaling=self.scaling, name=name
+                )
+                self.model.set_submodule(name, frozen)
+        self.scaling.to(self.case.device)
+        loading.install_lora()
+        return loading.fuse(self.model, config)
+
+    def _adapt(self) -> None:
+        """Adapters on every linear but the head, in BF16, with B not zero, so that every gradient says something."""
+        self.model.requires_grad_(False)
+        options = {"r": self.case.rank, "lora_alpha": self.case.rank, "target_modules": list(loading.LINEARS)}
+        options["autocast_adapter_dtype"] = False
+        self.model = loading.add_adapters(
+            self.model, checkpointing=False, seed=self.case.seed, max_seq_length=None, options=options
+        )
+        generator = torch.Generator(self.case.device).manual_seed(self.case.seed)
+        for name, parameter in self.model.named_parameters():
+            if "lora_" in name:
+                parameter.data = parameter.data.to(torch.bfloat16).normal_(0.0, INIT_STD, generator=generator)
+
     def _compile(self) -> None:
         if self.case.is_bdh:
             self.model.compile(fullgraph=True)
             return
-        for layer in decoder_layers(self.model):
+        for layer in decoder_layers(self._plain):
             layer.compile()
+
+    @property
+    def _plain(self) -> Any:
+        """The transformers model, without what PEFT put around it."""
+        return self.model.get_base_model() if self.case.rank else self.model
 
     def step(self) -> Tensor:
         """One training step without the optimiser; returns the loss, still on the device."""
@@ -91,15 +129,18 @@ class Subject:
         """
         if not self.case.is_bdh:
             with self.context:
-                hidden = self.model.base_model(input_ids=self.tokens_BT, use_cache=False).last_hidden_state
+                hidden = self._plain.base_model(input_ids=self.tokens_BT, use_cache=False).last_hidden_state
             hidden.float().square().mean().backward()
 
     def forget_gradients(self) -> None:
         self.model.zero_grad(set_to_none=True)
 
     def park(self) -> None:
-        """Give back the memory of weights and gradients."""
+        """Give back the memory of weights and gradients. A frozen base stays: it is what LoRA keeps small."""
         self.forget_gradients()
+        if self.case.rank:
+            torch.cuda.empty_cache()
+            return
         storages = [p.untyped_storage() for p in self.model.parameters() if p.dim() >= 2]
         self._storages = [(storage, storage.nbytes()) for storage in storages if storage.nbytes()]
         for storage, _ in self._storages:
@@ -108,9 +149,10 @@ class Subject:
             torch.cuda.empty_cache()
 
     def unpark(self) -> None:
-        for storage, size in self._storages:
-            storage.resize_(size)
-        self._draw()
+        if not self.case.rank:
+            for storage, size in self._storages:
+                storage.resize_(size)
+            self._draw()
 
     def _draw(self) -> None:
         """Every matrix from the seed. Norms and biases keep what the model gave them."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.tools.bench.contenders import BASELINE, OWN_BASELINE
-from octavo.tools.bench.result import TIMED
+from octavo.tools.bench.result import TIMED, title
 from octavo.tools.bench.show import ratio
 from octavo.training.files import replace_file
 
@@ -29,8 +29,7 @@ def _one(result: dict[str, Any]) -> str:
     case, versions = result["case"], result["versions"]
     software = ", ".join(f"{name} {version}" for name, version in versions.items())
     lines = [
-        f"**{case['name']}, {case['layers']} layers, {case['tokens']:,} tokens a step (seq {case['seq']:,})**: "
-        f"{result['device']}, {result['date']}, {software}. `{result['command']}`",
+        f"**{title(case)}**: {result['device']}, {result['date']}, {software}. `{result['command']}`",
         "",
         "| " + " | ".join(_HEADINGS) + " |",
         "| --- |" + " ---: |" * (len(_HEADINGS) - 1),
