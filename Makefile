@@ -1,4 +1,5 @@
-# Two commands: `make train` and `make test` (of which `make test-hf` is a part). Each installs what it still needs.
+# Two commands, `make train` and `make test`; `make test-hf` has the tests of Hugging Face's libraries. Each installs what
+# it still needs.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -15,7 +16,7 @@ NEWEST := transformers==5.22.2
 train: $(VENV)/.core
 	$(BIN)/octavo train $(ARGS)
 
-test: lint types pytest test-hf
+test: lint types pytest
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
