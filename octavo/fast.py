@@ -51,9 +51,10 @@ class FastLanguageModel:
         fp8_config: FP8TrainingConfig | None = None,
         skip: Sequence[str] = (),
         device_map: Any = None,
+        tokenizer: bool = True,
         **kwargs: Any,
     ) -> tuple[Any, Any]:
-        """The model and its tokenizer.
+        """The model and its tokenizer (None with `tokenizer=False`).
 
         `load_in_fp8`: True (block), "block", "channel" or "tensor". Weights are quantised as they are read, so memory
         stays near one byte a parameter; a checkpoint that is in FP8 already is taken as it is. `fp8_config` says how
@@ -69,6 +70,7 @@ class FastLanguageModel:
             raise ValueError(f"gpu_memory_utilization={gpu_memory_utilization!r}: a share of the memory, above 0 to 1")
         if device_map is None and torch.cuda.is_available():
             device_map = {"": torch.cuda.current_device()}
+        words = loading.read_tokenizer(model_name, max_seq_length, kwargs) if tokenizer else None
         dtype = dtype or torch.bfloat16
         granularity = "block" if load_in_fp8 is True else load_in_fp8
         frozen_fp8 = bool(load_in_fp8) and not full_finetuning
@@ -89,7 +91,7 @@ class FastLanguageModel:
             model.octavo_fused = loading.fuse(model, fp8_config)
         model.requires_grad_(full_finetuning)
         model.max_seq_length = max_seq_length
-        return model, loading.read_tokenizer(model_name, max_seq_length, kwargs)
+        return model, words
 
     @staticmethod
     def get_peft_model(

@@ -38,7 +38,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache, wraps
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakSet
 
 import torch
@@ -49,8 +49,7 @@ from torch import Tensor, nn
 
 from octavo.convert import ConversionReport, convert_to_fp8, is_converted
 from octavo.hf import accelerate_backends as backends
-from octavo.nn.frozen import FP8FrozenLinear
-from octavo.nn.linear import FP8Linear
+from octavo.nn.linear import LinearInFP8
 from octavo.nn.report import FP8, Entry
 from octavo.numerics import FP8TrainingConfig
 from octavo.numerics.checks import check_choice
@@ -60,7 +59,6 @@ from octavo.support import check_fp8_support
 VARIABLE = "ACCELERATE_MIXED_PRECISION"
 BACKENDS = ("octavo", "te", "ao")
 _ADAPTERS = ("lora_A", "lora_B")
-_IN_FP8 = (FP8Linear, FP8FrozenLinear)
 _RECIPE_HANDLERS = (AORecipeKwargs, TERecipeKwargs, MSAMPRecipeKwargs, FP8RecipeKwargs)
 
 
@@ -240,7 +238,14 @@ def _fp8_class(cls: type) -> type:
     return type(cls.__name__, (_PreparesInFP8, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
 
 
-class _PreparesInFP8:
+if TYPE_CHECKING:
+
+    class _Before(Accelerator): ...
+else:
+    _Before = object  # the class that the Accelerator has comes next
+
+
+class _PreparesInFP8(_Before):
     """What an `Accelerator` does otherwise when it trains in FP8."""
 
     fp8_mode: FP8MixedPrecision
@@ -251,11 +256,11 @@ class _PreparesInFP8:
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         self._bring_to_fp8(args)
-        return super().prepare(*args, **kwargs)  # type: ignore[misc]
+        return super().prepare(*args, **kwargs)
 
     def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         self._bring_to_fp8([model])
-        return super().prepare_model(model, *args, **kwargs)  # type: ignore[misc]
+        return super().prepare_model(model, *args, **kwargs)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         if not self._models:
@@ -263,7 +268,7 @@ class _PreparesInFP8:
                 "FP8 is on, but this Accelerator has prepared no model: pass the model to accelerator.prepare(). (The "
                 "Trainer does not, with several GPUs and no launcher: use `accelerate launch`, or one visible GPU)"
             )
-        super().backward(loss, **kwargs)  # type: ignore[misc]
+        super().backward(loss, **kwargs)
 
     def _bring_to_fp8(self, objects: Iterable[Any]) -> None:
         """Before anything else: autocast replaces `forward`, wrappers hide the model, and both take it as it is now."""
@@ -284,7 +289,7 @@ class _PreparesInFP8:
 
 def _save_with_state(accelerator: Any, model: nn.Module, file: str) -> None:
     """Scales are part of `save_state`. Not by `register_for_checkpointing`: that fails on states saved without FP8."""
-    managers = list(dict.fromkeys(module.scaling for module in model.modules() if isinstance(module, _IN_FP8)))
+    managers = list(dict.fromkeys(module.scaling for module in model.modules() if isinstance(module, LinearInFP8)))
 
     def save(_models: Any, _weights: Any, folder: str) -> None:
         if accelerator.is_main_process:
@@ -316,7 +321,7 @@ def _converted(model: nn.Module, mode: FP8MixedPrecision) -> ConversionReport:
 
 def _is_in_fp8(model: nn.Module) -> bool:
     """Converted, or loaded with its weights frozen in FP8."""
-    return is_converted(model) or any(isinstance(module, FP8FrozenLinear) for module in model.modules())
+    return is_converted(model) or any(isinstance(module, LinearInFP8) for module in model.modules())
 
 
 def _report_of(model: nn.Module) -> ConversionReport:
@@ -326,7 +331,7 @@ def _report_of(model: nn.Module) -> ConversionReport:
         if not isinstance(module, nn.Linear):
             continue
         shapes = f"{module.in_features} → {module.out_features}"
-        if isinstance(module, _IN_FP8):
+        if isinstance(module, LinearInFP8):
             report.entries.append(Entry(name, "linear", FP8, "", shapes, str(module.recipe)))
             report.scaling = module.scaling
         else:

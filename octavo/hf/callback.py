@@ -24,14 +24,12 @@ from transformers.utils import logging
 from octavo.hf import decoder
 from octavo.hf.moved import MovementCheck
 from octavo.hf.running import put_first, resumed_from, running_trainer
-from octavo.nn.frozen import FP8FrozenLinear
-from octavo.nn.linear import FP8Linear
+from octavo.nn.linear import LinearInFP8
 from octavo.numerics import FP8ScalingManager
 
 MULTIPLE = 16  # tokens: FP8 products on tensor cores have operands of whole 16-byte units
 WATCHED_BATCHES = 8
 _HEAD = "lm_head.x"
-_IN_FP8 = (FP8Linear, FP8FrozenLinear)
 
 logger = logging.get_logger(__name__)
 
@@ -194,7 +192,7 @@ class _Speed:
 
 def scaling_managers(model: nn.Module) -> list[FP8ScalingManager]:
     """Those of a model's FP8 layers, each once: also inside of what PEFT or DDP wrap around them."""
-    found = {id(m.scaling): m.scaling for m in model.modules() if isinstance(m, _IN_FP8)}
+    found = {id(m.scaling): m.scaling for m in model.modules() if isinstance(m, LinearInFP8)}
     return list(found.values())
 
 
@@ -224,8 +222,8 @@ def _statistics(managers: list[FP8ScalingManager]) -> dict[str, float]:
 
 def _summary(model: nn.Module) -> str:
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    recipes = sorted({str(linear.recipe) for linear in linears if isinstance(linear, _IN_FP8)})
-    in_fp8 = sum(isinstance(linear, _IN_FP8) for linear in linears)
+    recipes = sorted({str(linear.recipe) for linear in linears if isinstance(linear, LinearInFP8)})
+    in_fp8 = sum(isinstance(linear, LinearInFP8) for linear in linears)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     how = f" ({'; '.join(recipes)})" if recipes else ""
     return f"{in_fp8} of {len(linears)} linears in FP8{how}; {trained:,} weights are trained"

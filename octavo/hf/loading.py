@@ -1,6 +1,5 @@
 """What `FastLanguageModel` needs of transformers and PEFT: reading models and tokenizers, making adapters."""
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,15 +24,15 @@ def read_model(name: str, *, dtype: torch.dtype, device_map: Any, quantization: 
 
 
 def read_tokenizer(name: str, max_seq_length: int, options: dict[str, Any]) -> Any:
-    """The model's tokenizer; None, with a warning, if it has none."""
     from transformers import AutoTokenizer
 
     kept = {key: options[key] for key in ("revision", "token", "trust_remote_code", "cache_dir") if key in options}
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **kept)
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        warnings.warn(f"{name} has no tokenizer that loads ({error}); returning None for it", stacklevel=3)
-        return None
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{name} has no tokenizer that loads; for the model alone, tokenizer=False ({error})"
+        ) from error
     tokenizer.model_max_length = max_seq_length
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from octavo import ops_frozen
+from octavo.nn.linear import LinearInFP8
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 from octavo.numerics.checks import check_choice
 from octavo.numerics.config import check_config
@@ -56,11 +57,9 @@ class FrozenTensor(nn.Parameter):
         return self
 
 
-class FP8FrozenLinear(nn.Linear):
+class FP8FrozenLinear(LinearInFP8):
     """y = x · wᵀ + b with w in FP8. Gradients flow to x (and b), never to w."""
 
-    config: FP8TrainingConfig
-    scaling: FP8ScalingManager
     granularity: str
     ready: Tensor | None = None  # its part of a group's product, computed before
 
@@ -175,10 +174,6 @@ class FP8FrozenLinear(nn.Linear):
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return self.quantized.dequantize(dtype)
 
-    @property
-    def scaling_device(self) -> torch.device:
-        return torch.device("cpu") if self.weight.device.type == "meta" else self.weight.device
-
     def forward(self, input: Tensor) -> Tensor:
         if self.ready is not None:
             return self.ready
@@ -189,26 +184,6 @@ class FP8FrozenLinear(nn.Linear):
         x = input.reshape(-1, self.in_features)
         y = _FrozenLinear.apply(x, self.bias, self.product(input), self.row_x, self.row_g, *self.quantized)
         return y.reshape(*input.shape[:-1], self.out_features)
-
-    def product(self, input: Tensor) -> Product:
-        """How to multiply this input."""
-        autocast = torch.is_autocast_enabled(input.device.type)
-        return Product(
-            a=self.recipe.x,
-            b=self.recipe.w,
-            g=self.recipe.g,
-            out_dtype=torch.get_autocast_dtype(input.device.type) if autocast else input.dtype,
-            b_is_nk=True,
-            record=torch.is_grad_enabled(),
-            emulate=self.config.emulate is True,
-            fast_forward=self.config.fast_accumulation != "none",
-            fast_backward=self.config.fast_accumulation == "all",
-        )
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)
-        self.scaling.to(self.scaling_device)
-        return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -12,15 +12,45 @@ from torch import Tensor, nn
 
 from octavo.nn.linears import fp8_linears
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
+from octavo.numerics.config import Recipe
 from octavo.ops import Product
 from octavo.support import require_tensor_cores
 
 
-class FP8Linear(nn.Linear):
-    """A linear layer that multiplies in FP8, forward and backward. Any leading dimensions, any sizes."""
+class LinearInFP8(nn.Linear):
+    """What linears in FP8 have in common, whether they train their weight or hold it frozen."""
 
     config: FP8TrainingConfig
     scaling: FP8ScalingManager
+    recipe: Recipe
+
+    @property
+    def scaling_device(self) -> torch.device:
+        return torch.device("cpu") if self.weight.device.type == "meta" else self.weight.device
+
+    def product(self, input: Tensor) -> Product:
+        """How to multiply this input."""
+        autocast = torch.is_autocast_enabled(input.device.type)
+        return Product(
+            a=self.recipe.x,
+            b=self.recipe.w,
+            g=self.recipe.g,
+            out_dtype=torch.get_autocast_dtype(input.device.type) if autocast else input.dtype,
+            b_is_nk=True,
+            record=torch.is_grad_enabled(),
+            emulate=self.config.emulate is True,
+            fast_forward=self.config.fast_accumulation != "none",
+            fast_backward=self.config.fast_accumulation == "all",
+        )
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        self.scaling.to(self.scaling_device)
+        return self
+
+
+class FP8Linear(LinearInFP8):
+    """A linear layer that multiplies in FP8, forward and backward. Any leading dimensions, any sizes."""
 
     def __init__(
         self,
@@ -88,10 +118,6 @@ class FP8Linear(nn.Linear):
         """The high-precision weight that the optimiser updates."""
         return self.weight
 
-    @property
-    def scaling_device(self) -> torch.device:
-        return torch.device("cpu") if self.weight.device.type == "meta" else self.weight.device
-
     def forward(self, input: Tensor) -> Tensor:
         if input.shape[-1] != self.in_features:
             raise ValueError(f"input has {input.shape[-1]} features; this FP8Linear takes {self.in_features}")
@@ -103,26 +129,6 @@ class FP8Linear(nn.Linear):
     def rows(self) -> tuple[Tensor, Tensor, Tensor]:
         """Scaling state of input, weight and gradient."""
         return self.row_x, self.row_w, self.row_g
-
-    def product(self, input: Tensor) -> Product:
-        """How to multiply this input."""
-        autocast = torch.is_autocast_enabled(input.device.type)
-        return Product(
-            a=self.recipe.x,
-            b=self.recipe.w,
-            g=self.recipe.g,
-            out_dtype=torch.get_autocast_dtype(input.device.type) if autocast else input.dtype,
-            b_is_nk=True,
-            record=torch.is_grad_enabled(),
-            emulate=self.config.emulate is True,
-            fast_forward=self.config.fast_accumulation != "none",
-            fast_backward=self.config.fast_accumulation == "all",
-        )
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)
-        self.scaling.to(self.scaling_device)
-        return self
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, fp8={self.recipe}, scaling={self.config.scaling}"

@@ -28,8 +28,7 @@ def checkpoint(tmp_path_factory):
 
 
 def load(folder, **options):
-    with pytest.warns(UserWarning, match="has no tokenizer"):
-        model, tokenizer = FastLanguageModel.from_pretrained(folder, max_seq_length=64, **options)
+    model, tokenizer = FastLanguageModel.from_pretrained(folder, max_seq_length=64, tokenizer=False, **options)
     assert tokenizer is None
     return model
 
@@ -111,11 +110,12 @@ def test_gradient_checkpointing_changes_no_gradient(checkpoint, mode):
         ({"max_seq_length": 4096}, "max_seq_length=4096: .* 128 positions"),
         ({"max_seq_length": 0}, "max_seq_length=0"),
         ({"gpu_memory_utilization": 0}, "gpu_memory_utilization=0"),
+        ({"tokenizer": True}, "has no tokenizer that loads; for the model alone, tokenizer=False"),
     ],
 )
 def test_clear_errors(checkpoint, options, message):
     with pytest.raises(ValueError, match=message):
-        FastLanguageModel.from_pretrained(checkpoint, **{"max_seq_length": 64} | options)
+        FastLanguageModel.from_pretrained(checkpoint, **{"max_seq_length": 64, "tokenizer": False} | options)
 
 
 def test_adapters_are_checked(checkpoint):
