@@ -19,31 +19,26 @@ from torch import Tensor
 from octavo.kernels.ranges import ranged
 from octavo.numerics import OperandRecipe, Quantized
 from octavo.numerics.gemm import constant_along_k
-from octavo.ops import Product, fake_quantize, multiply, pack_scale, quantize_directly, unpack_scale
-from octavo.ops_linear import fake_padded, padded
+from octavo.ops import Product, multiply, quantize_directly
+from octavo.ops_linear import padded
 from octavo.support import has_fp8_tensor_cores
 
 _LIBRARY = torch.library.Library("octavo", "FRAGMENT")
 _LIBRARY.define(
     "frozen_linear(Tensor x, Tensor(a!) row_x, Tensor[] weights, Tensor[] scales, Tensor? bias, str recipe_x, "
-    "bool record, bool keep, ScalarType dtype, bool fast, bool emulate) -> (Tensor, Tensor, Tensor)"
+    "bool record, ScalarType dtype, bool fast, bool emulate) -> Tensor"
 )
 _LIBRARY.define(
     "frozen_linear_backward(Tensor g, Tensor(a!) row_g, Tensor[] weights, Tensor[] scales, str recipe_g, "
     "ScalarType dtype, bool fast, bool emulate) -> Tensor"
 )
-_LIBRARY.define("adapter_gradient(Tensor u, Tensor x, Tensor x_scale) -> Tensor")
 
 
-def frozen_linear(
-    x: Tensor, weights: Sequence[Quantized], bias: Tensor | None, row_x: Tensor, how: Product, *, keep: bool = False
-) -> tuple[Tensor, Quantized]:
-    """`x[M, K] · w[N, K]ᵀ + bias` for `w` the weights side by side, and x as rows in FP8: empty unless kept."""
-    y, data, scale = torch.ops.octavo.frozen_linear(
-        x, row_x, *_lists(weights), bias, how.a.encode(), how.record, keep, how.out_dtype, how.fast_forward,
-        how.emulate,
-    )  # fmt: skip
-    return y, Quantized(data, scale)
+def frozen_linear(x: Tensor, weights: Sequence[Quantized], bias: Tensor | None, row_x: Tensor, how: Product) -> Tensor:
+    """`x[M, K] · w[N, K]ᵀ + bias` for `w` the weights side by side."""
+    return torch.ops.octavo.frozen_linear(
+        x, row_x, *lists(weights), bias, how.a.encode(), how.record, how.out_dtype, how.fast_forward, how.emulate
+    )
 
 
 def frozen_linear_backward(
@@ -51,11 +46,11 @@ def frozen_linear_backward(
 ) -> Tensor:
     """`g[M, N] · w[N, K]` in `dtype`."""
     return torch.ops.octavo.frozen_linear_backward(
-        g, row_g, *_lists(weights), how.g.encode(), dtype, how.fast_backward, how.emulate
+        g, row_g, *lists(weights), how.g.encode(), dtype, how.fast_backward, how.emulate
     )
 
 
-def _lists(weights: Sequence[Quantized]) -> tuple[list[Tensor], list[Tensor]]:
+def lists(weights: Sequence[Quantized]) -> tuple[list[Tensor], list[Tensor]]:
     return [w.data for w in weights], [w.scale for w in weights]
 
 
@@ -80,9 +75,14 @@ def are_neighbours(parts: Sequence[Tensor]) -> bool:
     return True
 
 
-def adapter_gradient(u: Tensor, x: Quantized) -> Tensor:
-    """`u[M, R]ᵀ · x[M, K]`, in the dtype of u, for x kept in FP8 as rows. It may have more rows, of zeros."""
-    return torch.ops.octavo.adapter_gradient(u, *x)
+def dequantize(x: Quantized, dtype: torch.dtype) -> Tensor:
+    """`x.dequantize(dtype)`, in one pass where there is a kernel."""
+    if has_fp8_tensor_cores(x.data.device):
+        from octavo.kernels import dequantize as kernel
+
+        if kernel.can_dequantize(x, dtype):
+            return kernel.dequantize(x, dtype)
+    return x.dequantize(dtype)
 
 
 def transpose_bytes(data: Tensor) -> Tensor:
@@ -95,58 +95,61 @@ def transpose_bytes(data: Tensor) -> Tensor:
     return data.view(torch.uint8).t().contiguous().view(data.dtype)
 
 
-def turned_for_dgrad(g: Tensor, weight: Quantized) -> tuple[Tensor, Quantized]:
-    """g with the weight's scales multiplied into it where they have to go there, and the weight transposed."""
-    data = transpose_bytes(weight.data)
-    scale = weight.scale
-    if scale.dim() == 0:
-        return g, Quantized(data, scale)
-    if constant_along_k(weight):
-        return (g.float() * scale.t()).to(g.dtype), Quantized(data, scale.new_ones(()))
-    return g, Quantized(data, scale.t().contiguous())
+def turned_for_dgrad(weight: Quantized) -> tuple[Tensor | None, Quantized]:
+    """The weight transposed, and before it what g has to be multiplied by in turn, if anything: scales per row."""
+    data, scale = transpose_bytes(weight.data), weight.scale
+    if scale.dim() and constant_along_k(weight):
+        return scale.view(-1), Quantized(data, scale.new_ones(()))
+    return None, Quantized(data, scale.t().contiguous())
+
+
+def dgrad(
+    g: Tensor, row_g: Tensor, weight: Quantized, recipe: OperandRecipe, dtype: torch.dtype, fast: bool, emulate: bool
+) -> Tensor:
+    """`g[M, N] · w[N, K]`, not as an operator."""
+    factor, turned = turned_for_dgrad(weight)
+    wide = padded(g, emulate)
+    if factor is None:
+        g_q = quantize_directly(wide, row_g, recipe, True, "rows")[0]
+    else:
+        g_q = _quantize_folded(wide, factor, row_g, recipe)
+    # dx = g · w
+    return multiply(g_q, turned, None, dtype, [], fast, emulate)[: g.shape[0]]
+
+
+def _quantize_folded(g: Tensor, factor: Tensor, row: Tensor, recipe: OperandRecipe) -> Quantized:
+    """`g[M, N] · factor[N]`, quantised as rows."""
+    if has_fp8_tensor_cores(g.device):
+        from octavo.kernels import quantize as kernel
+
+        if kernel.can_fold(g, recipe):
+            return kernel.quantize_folded(g, factor, row, recipe)
+    return quantize_directly((g.float() * factor).to(g.dtype), row, recipe, True, "rows")[0]
 
 
 def _frozen_linear(
     x: Tensor, row_x: Tensor, weights: list[Tensor], scales: list[Tensor], bias: Tensor | None, recipe_x: str,
-    record: bool, keep: bool, dtype: torch.dtype, fast: bool, emulate: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    record: bool, dtype: torch.dtype, fast: bool, emulate: bool,
+) -> Tensor:  # fmt: skip
     x_q = quantize_directly(padded(x, emulate), row_x, OperandRecipe.decode(recipe_x), record, "rows")[0]
     # y = x · wᵀ
     w = Quantized(joined(weights), joined(scales))
-    y = multiply(x_q, w, bias, dtype, [], fast, emulate)[: x.shape[0]]
-    if not keep:
-        return y, x.new_empty(0), x.new_empty(0)
-    return y, x_q.data, pack_scale(x_q.scale)
+    return multiply(x_q, w, bias, dtype, [], fast, emulate)[: x.shape[0]]
 
 
 def _frozen_linear_backward(
     g: Tensor, row_g: Tensor, weights: list[Tensor], scales: list[Tensor], recipe_g: str, dtype: torch.dtype,
     fast: bool, emulate: bool,
 ) -> Tensor:  # fmt: skip
-    scaled, w = turned_for_dgrad(g, Quantized(joined(weights), joined(scales)))
-    g_q = quantize_directly(padded(scaled, emulate), row_g, OperandRecipe.decode(recipe_g), True, "rows")[0]
-    # dx = g · w
-    return multiply(g_q, w, None, dtype, [], fast, emulate)[: g.shape[0]]
-
-
-def _adapter_gradient(u: Tensor, x: Tensor, x_scale: Tensor) -> Tensor:
-    x_hp = Quantized(x, unpack_scale(x_scale)).dequantize(u.dtype)[: u.shape[0]]
-    # dA = uᵀ · x
-    return u.t() @ x_hp
+    weight = Quantized(joined(weights), joined(scales))
+    return dgrad(g, row_g, weight, OperandRecipe.decode(recipe_g), dtype, fast, emulate)
 
 
 def _frozen_linear_fake(
     x: Tensor, row_x: Tensor, weights: list[Tensor], scales: list[Tensor], bias: Tensor | None, recipe_x: str,
-    record: bool, keep: bool, dtype: torch.dtype, fast: bool, emulate: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    y = x.new_empty([x.shape[0], sum(w.shape[0] for w in weights)], dtype=dtype)
-    if not keep:
-        return y, x.new_empty(0), x.new_empty(0)
-    return y, *fake_quantize(fake_padded(x, emulate), OperandRecipe.decode(recipe_x), transpose=False)
-
-
-def _adapter_gradient_fake(u: Tensor, x: Tensor, x_scale: Tensor) -> Tensor:
-    return u.new_empty([u.shape[1], x.shape[1]])
+    record: bool, dtype: torch.dtype, fast: bool, emulate: bool,
+) -> Tensor:  # fmt: skip
+    return x.new_empty([x.shape[0], sum(w.shape[0] for w in weights)], dtype=dtype)
 
 
 def _frozen_linear_backward_fake(
@@ -159,7 +162,6 @@ def _frozen_linear_backward_fake(
 for _name, _implementation, _fake in (
     ("frozen_linear", _frozen_linear, _frozen_linear_fake),
     ("frozen_linear_backward", _frozen_linear_backward, _frozen_linear_backward_fake),
-    ("adapter_gradient", _adapter_gradient, _adapter_gradient_fake),
 ):
     _LIBRARY.impl(_name, ranged(f"octavo.{_name}", _implementation), "CompositeExplicitAutograd")
     torch.library.register_fake(f"octavo::{_name}", _fake, lib=_LIBRARY)

@@ -13,7 +13,7 @@ _LIBRARY = torch.library.Library("octavo", "FRAGMENT")
 _LIBRARY.define("cross_entropy(Tensor logits, Tensor labels) -> (Tensor, Tensor)")
 _LIBRARY.define("cross_entropy_backward_(Tensor(a!) logits, Tensor labels, Tensor lse, Tensor factor) -> ()")
 _LIBRARY.define(
-    "cross_entropy_quantize(Tensor logits, Tensor labels, Tensor lse, Tensor factor, Tensor(a!) columns, str format) "
+    "cross_entropy_quantize(Tensor logits, Tensor labels, Tensor lse, Tensor factor, Tensor(a!)? columns, str format) "
     "-> (Tensor, Tensor)"
 )
 _LIBRARY.define("scale_(Tensor(a!) x, Tensor factor) -> ()")
@@ -31,9 +31,9 @@ def cross_entropy_backward_(logits: Tensor, labels: Tensor, lse: Tensor, factor:
 
 
 def cross_entropy_quantize(
-    logits: Tensor, labels: Tensor, lse: Tensor, factor: Tensor, columns: Tensor, format: Format
+    logits: Tensor, labels: Tensor, lse: Tensor, factor: Tensor, columns: Tensor | None, format: Format
 ) -> Quantized:
-    """The same gradient in FP8, as rows `[T, V]`; and with the same scale into `columns[V, T]`."""
+    """The same gradient in FP8, as rows `[T, V]`; and with the same scale into `columns[V, T]`, if they are wanted."""
     return Quantized(*torch.ops.octavo.cross_entropy_quantize(logits, labels, lse, factor, columns, format.name))
 
 
@@ -61,15 +61,16 @@ def _cross_entropy_backward_(logits: Tensor, labels: Tensor, lse: Tensor, factor
 
 
 def _cross_entropy_quantize(
-    logits: Tensor, labels: Tensor, lse: Tensor, factor: Tensor, columns: Tensor, format: str
+    logits: Tensor, labels: Tensor, lse: Tensor, factor: Tensor, columns: Tensor | None, format: str
 ) -> tuple[Tensor, Tensor]:
     if has_fp8_tensor_cores(logits.device):
         from octavo.kernels import cross_entropy as kernels
 
-        rows, _ = kernels.cross_entropy_quantize(logits, labels, lse, factor, get_format(format), columns)
+        rows = kernels.cross_entropy_quantize(logits, labels, lse, factor, get_format(format), columns)
     else:
         rows, turned = spec.cross_entropy_quantize(logits, labels, lse, factor, get_format(format))
-        columns.copy_(turned.data)
+        if columns is not None:
+            columns.copy_(turned.data)
     return rows.data, rows.scale
 
 
@@ -88,7 +89,7 @@ def _cross_entropy_fake(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _cross_entropy_quantize_fake(
-    logits: Tensor, labels: Tensor, lse: Tensor, factor: Tensor, columns: Tensor, format: str
+    logits: Tensor, labels: Tensor, lse: Tensor, factor: Tensor, columns: Tensor | None, format: str
 ) -> tuple[Tensor, Tensor]:
     return torch.empty_like(logits, dtype=get_format(format).dtype), lse.new_empty(())
 

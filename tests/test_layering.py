@@ -19,6 +19,8 @@ ORDER = [
     "ops",
     "ops_linear",
     "ops_frozen",
+    "ops_lora",
+    "ops_lora_mlp",
     "ops_loss",
     "ops_bdh",
     "nn",

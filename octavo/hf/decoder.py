@@ -215,12 +215,21 @@ def fuse_frozen(module: nn.Module) -> str:
     reason = why_no_group(members)
     if not reason:
         put_together(members)
-        _take_class(module, _attention_forward if hasattr(module, QKV[0]) else _frozen_mlp_forward)
+        if hasattr(module, QKV[0]):
+            _take_class(module, _attention_forward)
+            frozen.base_of(module.o_proj).input_is_kept = True  # by the attention, whose output it is
+        else:
+            _take_class(module, _frozen_mlp_forward)
     return reason
 
 
 def _frozen_mlp_forward(self: Any, original: Callable[..., Any], x: Tensor) -> Tensor:
     members = [self.gate_proj, self.up_proj]
+    activation = _ACTIVATIONS.get(type(self.act_fn).__name__)
+    if activation is not None and x.numel():
+        y = frozen.mlp(self.gate_proj, self.up_proj, self.down_proj, x, activation)
+        if y is not None:
+            return y
     y = _product_of_group(members, x)
     if y is None:
         return original(self, x)

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from octavo.nn.frozen import FP8FrozenLinear
 from octavo.nn.frozen_group import why_no_group
-from octavo.nn.lora import Adapter, frozen_lora
+from octavo.nn.lora import Adapter, Adapters, frozen_lora
+from octavo.nn.lora_mlp import frozen_mlp
+from octavo.nn.mlp import MLP
 
 
 def base_of(module: Any) -> Any:
@@ -24,19 +26,45 @@ def product_of_group(members: Sequence[Any], x: Tensor) -> Tensor | None:
     bases = [base_of(member) for member in members]
     if not all(isinstance(base, FP8FrozenLinear) for base in bases) or why_no_group(bases):
         return None
-    adapters: list[Adapter] = []
+    adapters = _adapters_of(members)
+    if adapters is None:
+        return None
+    bias = None if bases[0].bias is None else torch.cat([base.bias for base in bases])
+    one = bases[0]
+    return frozen_lora(
+        x, [base.quantized for base in bases], bias, one.product(x), (one.row_x, one.row_g), adapters
+    )  # fmt: skip
+
+
+def mlp(gate: Any, up: Any, down: Any, x: Tensor, activation: str) -> Tensor | None:
+    """A gated MLP in one function; None if its linears have to be computed one by one."""
+    bases = [base_of(member) for member in (gate, up, down)]
+    if not all(isinstance(base, FP8FrozenLinear) and base.bias is None for base in bases) or why_no_group(bases[:2]):
+        return None
+    if bases[2].granularity != bases[0].granularity or bases[2].recipe != bases[0].recipe:
+        return None
+    adapters, adapters_down = _adapters_of((gate, up)), _adapters_of((down,))
+    if adapters is None or adapters_down is None:
+        return None
+    weights = [base.quantized for base in bases]
+    rows, rows_down = ((base.row_x, base.row_g) for base in (bases[0], bases[2]))
+    how = MLP(bases[0].product(x), activation)
+    return frozen_mlp(x, weights[:2], weights[2], how, rows, rows_down, adapters, adapters_down)
+
+
+def _adapters_of(members: Sequence[Any]) -> Adapters | None:
+    """The active adapters of linears side by side; None if one of them has to be computed PEFT's own way."""
+    places: list[Adapter] = []
     matrices: list[tuple[Tensor, Tensor]] = []
     first = 0
-    for member, base in zip(members, bases, strict=True):
+    for member in members:
+        base = base_of(member)
         last = first + base.out_features
         if member is not base:
             names = member.fusible()
             if names is None:
                 return None
-            adapters += [Adapter(first, last, member.scaling[name]) for name in names]
+            places += [Adapter(first, last, float(member.scaling[name])) for name in names]
             matrices += [member.matrices(name) for name in names]
         first = last
-    bias = None if bases[0].bias is None else torch.cat([base.bias for base in bases])
-    one = bases[0]
-    weights = [base.quantized for base in bases]
-    return frozen_lora(x, weights, bias, one.product(x), (one.row_x, one.row_g), adapters, matrices)
+    return Adapters(tuple(places), tuple(a for a, _ in matrices), tuple(b for _, b in matrices))

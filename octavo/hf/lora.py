@@ -15,7 +15,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from torch import Tensor, nn
 
 from octavo.nn.frozen import FP8FrozenLinear, quantize_weight
-from octavo.nn.lora import Adapter, frozen_lora
+from octavo.nn.lora import Adapter, Adapters, frozen_lora
 from octavo.numerics.quantize import Quantized
 
 
@@ -56,9 +56,12 @@ class FP8LoraLinear(peft_layer.Linear):
         if adapters is None or x.numel() == 0:
             return super().forward(x, *args, **kwargs)
         base = self.base_layer
-        matrices = [self.matrices(name) for name in adapters]
-        parts = [Adapter(0, base.out_features, self.scaling[name]) for name in adapters]
-        return frozen_lora(x, [base.quantized], base.bias, base.product(x), (base.row_x, base.row_g), parts, matrices)
+        downs, ups = zip(*[self.matrices(name) for name in adapters], strict=True)
+        places = tuple(Adapter(0, base.out_features, float(self.scaling[name])) for name in adapters)
+        return frozen_lora(
+            x, [base.quantized], base.bias, base.product(x), (base.row_x, base.row_g), Adapters(places, downs, ups),
+            x_is_kept=base.input_is_kept,
+        )  # fmt: skip
 
     def fusible(self, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> list[str] | None:
         """The adapters to compute with the base in one function; None if PEFT's own way is called for."""

@@ -57,6 +57,7 @@ def _gradient_kernel(
     stride,
     stride_t,
     FP8: tl.constexpr,
+    COLUMNS: tl.constexpr,
     MAXIMUM: tl.constexpr,
     TILE_T: tl.constexpr,
     TILE_V: tl.constexpr,
@@ -79,10 +80,11 @@ def _gradient_kernel(
         multiplier = tl.div_rn(1.0, unit)
         q = tiles.saturate(narrow.to(tl.float32) * multiplier, 0, 0, MAXIMUM, False)
         tl.store(rows_ptr + t[:, None].to(tl.int64) * V + v[None, :], tiles.cast(q, dtype, narrow.dtype), mask=inside)
-        q_t = tiles.saturate(tl.trans(narrow).to(tl.float32) * multiplier, 0, 0, MAXIMUM, False)
-        q8_t = tiles.cast(q_t, dtype, narrow.dtype)
-        inside_t = (v[:, None] < V) & (t[None, :] < T)
-        tl.store(columns_ptr + v[:, None].to(tl.int64) * stride_t + t[None, :], q8_t, mask=inside_t)
+        if COLUMNS:
+            q_t = tiles.saturate(tl.trans(narrow).to(tl.float32) * multiplier, 0, 0, MAXIMUM, False)
+            q8_t = tiles.cast(q_t, dtype, narrow.dtype)
+            inside_t = (v[:, None] < V) & (t[None, :] < T)
+            tl.store(columns_ptr + v[:, None].to(tl.int64) * stride_t + t[None, :], q8_t, mask=inside_t)
         if pid == 0:
             scale = unit * tl.load(factor_ptr)
             tl.store(scale_ptr, scale)
@@ -127,6 +129,7 @@ def cross_entropy_backward_(logits: Tensor, labels: Tensor, lse: Tensor, factor:
         logits.stride(0),
         0,
         FP8=False,
+        COLUMNS=False,
         MAXIMUM=1.0,
         TILE_T=_TILE_T,
         TILE_V=_TILE_V,
@@ -135,13 +138,11 @@ def cross_entropy_backward_(logits: Tensor, labels: Tensor, lse: Tensor, factor:
 
 
 def cross_entropy_quantize(
-    logits: Tensor, labels: Tensor, lse: Tensor, factor: Tensor, format: Format, columns: Tensor | None = None
-) -> tuple[Quantized, Quantized]:
-    """As `numerics.cross_entropy.cross_entropy_quantize`; into `columns[V, T]` if given, which may be part of more."""
+    logits: Tensor, labels: Tensor, lse: Tensor, factor: Tensor, format: Format, columns: Tensor | None
+) -> Quantized:
+    """As `numerics.cross_entropy.cross_entropy_quantize`; columns `[V, T]` if given, which may be part of more."""
     t, v = logits.shape
     rows = Quantized(logits.new_empty(t, v, dtype=format.dtype), lse.new_empty(()))
-    if columns is None:
-        columns = logits.new_empty(v, t, dtype=format.dtype)
     scale_t = lse.new_empty(())
     _gradient_kernel[_grid(logits)](
         logits,
@@ -149,20 +150,21 @@ def cross_entropy_quantize(
         lse,
         factor,
         rows.data,
-        columns,
+        rows.data if columns is None else columns,
         rows.scale,
         scale_t,
         t,
         v,
         logits.stride(0),
-        columns.stride(0),
+        0 if columns is None else columns.stride(0),
         FP8=True,
+        COLUMNS=columns is not None,
         MAXIMUM=format.max,
         TILE_T=_TILE_T,
         TILE_V=_TILE_V,
         num_warps=4,
     )
-    return rows, Quantized(columns, scale_t)
+    return rows
 
 
 def scale_(x: Tensor, factor: Tensor) -> None:

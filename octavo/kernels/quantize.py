@@ -3,7 +3,8 @@
 `x[R, C]` is read once and written as `rows[R, C]`, as `columns[C, R]`, or as both. Where the scale comes from:
 
     tensor         one scale: delayed, from the row; else from an amax pass (which ends at once where a scale is known)
-    channel        one per row, or per column, from an amax pass, or found by the pass over the other layout
+    channel        one per row, of rows that a program holds whole; else per row or column from an amax pass, or found
+                   by the pass over the other layout
     128×128        of a block, over whose tiles a program walks twice
     1×128          of a tile's own rows (128 elements along the contracted dimension), or columns; each in its own pass
     1×32 (mx)      the same with 32, a power of two
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from octavo.kernels.launch import Plan, Plans, kind, seed_of
 from octavo.kernels.quantize_block import block_kernel
+from octavo.kernels.quantize_rows import WIDEST, arrange, rows_kernel
 from octavo.kernels.quantize_scaled import amax_kernel, scaled_kernel
 from octavo.kernels.quantize_tensor import tensor_kernel
 from octavo.kernels.tiles import (
@@ -110,6 +112,26 @@ def quantize_group(
     return [Quantized(made[i], made[i + 1]) for i in range(0, len(made), 2)]
 
 
+def can_fold(x: Tensor, recipe: OperandRecipe) -> bool:
+    """Whether `quantize_folded` covers this: whole rows, each with its scale."""
+    return recipe.granularity == "channel" and x.dim() == 2 and x.shape[1] <= WIDEST and can_quantize([x], recipe)
+
+
+def quantize_folded(x: Tensor, factor: Tensor, row: Tensor, recipe: OperandRecipe) -> Quantized:
+    """`x[R, C] · factor[C]`, rounded to the dtype of x, and quantised as rows."""
+    x, factor = x if x.stride(-1) == 1 else x.contiguous(), factor.contiguous()
+    key = ("folded", recipe, kind(row, x, factor))
+    plan = _PLANS.get(key)
+    if plan is None:
+        planner = _Planner([x], recipe, torch.Size(), known=False)
+        plan = Plan(given=3)
+        output = plan.make(x.shape, recipe.format.dtype), plan.make((x.shape[0], 1), torch.float32)
+        planner.write_rows(plan, output, record=True, factor=2)
+        plan.results = output
+        _PLANS[key] = plan
+    return Quantized(*plan.run(x, row, factor))
+
+
 def _in_even_steps(x: Tensor) -> Tensor:
     """A view with elements next to each other and even steps between matrices; a copy if there is none."""
     if x.dim() > 3:
@@ -137,6 +159,10 @@ class _Planner:
             # Without a transposed copy, a batch is just more rows.
             self.heights, self.b = [self.b * r], 1
             self.r = self.heights[0]
+        if mode_r == CHANNEL.value and not mode_c and self.b == 1 and c <= WIDEST:
+            self.write_rows(plan, rows, record=record)
+            plan.results = rows
+            return plan
         passes = _passes(mode_r, mode_c)
         on_the_way = len(passes) == 2 and mode_r != BLOCK_128X128.value
         measured = self._measure(plan, mode_r, mode_c, on_the_way)
@@ -146,6 +172,17 @@ class _Planner:
             self._write(plan, pass_r, pass_c, outputs, measured, record=record and i == 0, column_amax=column_amax)
         plan.results = (*(rows if mode_r else ()), *(columns if mode_c else ()))
         return plan
+
+    def write_rows(self, plan: Plan, output: tuple[int, int], *, record: bool, factor: int | None = None) -> None:
+        """Whole rows at once, each with its scale; times a factor per column if there is one."""
+        recipe, c = self.recipe, self.c
+        for i, r0, end in self._parts():
+            grid, constants = arrange(self.heights[i], c, multiprocessors(self.xs[0].device))
+            constants |= {"FOLD": factor is not None, "RECORD": record, "FIRST": r0 == 0, "CLIPS": clips(recipe)}
+            constants |= _rounding(recipe)
+            numbers = (r0, end, c, self._strides(self.xs[i])[1], 1.0 / (self.r * c), seed_of(recipe))
+            tensors = (i, self.row, self.row if factor is None else factor, *output)
+            plan.launch(rows_kernel, grid, tensors, numbers, constants)
 
     def _strides(self, x: Tensor) -> tuple[int, int]:
         """From one matrix to the next, and from one row to the next."""
@@ -214,13 +251,7 @@ class _Planner:
         for i, r0, end in self._parts():
             grid, constants = self._arrange(i, b, tile, strips=column_amax, whole_blocks=blocks)
             numbers = (r0, end, r, c, b, *self._strides(self.xs[i]), 1.0 / (b * r * c), seed_of(recipe))
-            constants |= {
-                "RECORD": record,
-                "FIRST": r0 == 0,
-                "MAXIMUM": recipe.format.max,
-                "MARGIN": recipe.margin,
-                "STOCHASTIC": recipe.rounding == "stochastic",
-            }
+            constants |= {"RECORD": record, "FIRST": r0 == 0} | _rounding(recipe)
             kernel: Any
             tensors: tuple[int, ...]
             if whole:
@@ -262,6 +293,14 @@ class _Planner:
         return (
             programs_in_strips(b * -(-c // across), count, programs) if strips else min(count, programs),
         ), constants
+
+
+def _rounding(recipe: OperandRecipe) -> dict[str, Any]:
+    return {
+        "MAXIMUM": recipe.format.max,
+        "MARGIN": recipe.margin,
+        "STOCHASTIC": recipe.rounding == "stochastic",
+    }
 
 
 def _tile(mode_r: int, mode_c: int, column_amax: bool) -> Tile:

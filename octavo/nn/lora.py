@@ -5,32 +5,25 @@ Shapes: M tokens, K inputs, N outputs, R the rank of an adapter, ΣR of all of t
     forward    xq_MK → y_MN = xq · wqᵀ                 t_MΣR = x · [A₁; A₂; …]ᵀ        yᵢ += sᵢ · tᵢ · Bᵢᵀ
     backward   gq_MN → dx_MK = gq · wq                 uᵢ = sᵢ · gᵢ · Bᵢ               dx += u · [A₁; A₂; …]
                                                        dBᵢ = sᵢ · gᵢᵀ · tᵢ             dA = uᵀ · xq
-    kept       xq_MK in FP8 and t_MΣR, which is narrow; never x itself
+    kept       xq_MK in FP8 and t_MΣR, which is narrow; x itself only where something else keeps it anyway
 
 Each adapter has a part of the outputs: q, k and v are one weight with three adapters, whose down-projections read x
 once. The adapters multiply in the dtype of the activations, whatever they are kept in.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from octavo import ops_frozen
+from octavo import ops_lora
 from octavo.numerics.quantize import Quantized
 from octavo.ops import Product
+from octavo.ops_lora import Adapter, Adapters
 
-
-@dataclass(frozen=True)
-class Adapter:
-    """Outputs `first` to `last` have an adapter, times `scaling`."""
-
-    first: int
-    last: int
-    scaling: float
+__all__ = ["Adapter", "Adapters", "frozen_lora"]
 
 
 def frozen_lora(
@@ -39,25 +32,21 @@ def frozen_lora(
     bias: Tensor | None,
     product: Product,
     rows: tuple[Tensor, Tensor],
-    adapters: Sequence[Adapter],
-    matrices: Sequence[tuple[Tensor, Tensor]],
+    adapters: Adapters,
+    *,
+    x_is_kept: bool = False,
 ) -> Tensor:
     """`x[..., K]` times frozen weights `[Nᵢ, K]` side by side, plus adapters.
 
-    `rows`: of x and of g. `matrices`: A and B of each adapter.
+    `rows`: of x and of g. `x_is_kept`: something else keeps x for its own backward, so it costs no memory here, either.
     """
-    flat = [matrix for pair in matrices for matrix in pair]
-    keep = torch.is_grad_enabled() and any(a.requires_grad for a, _ in matrices)
+    keep = torch.is_grad_enabled() and any(a.requires_grad for a in adapters.downs)
+    count = len(weights), len(adapters.places)
     y = _FrozenLora.apply(
-        x.reshape(-1, x.shape[-1]), bias, product, tuple(adapters), keep, *rows, len(weights),
-        *(part for weight in weights for part in weight), *flat,
+        x.reshape(-1, x.shape[-1]), bias, product, adapters.places, (keep, x_is_kept), *rows, count,
+        *(part for weight in weights for part in weight), *adapters.downs, *adapters.ups,
     )  # fmt: skip
     return y.reshape(*x.shape[:-1], y.shape[-1])
-
-
-def _parts(t: Tensor, downs: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Each adapter's columns of `x · [A₁; A₂; …]ᵀ`."""
-    return t.split([a.shape[0] for a in downs], dim=1) if downs else ()
 
 
 class _FrozenLora(torch.autograd.Function):
@@ -67,23 +56,19 @@ class _FrozenLora(torch.autograd.Function):
         x: Tensor,
         bias: Tensor | None,
         product: Product,
-        adapters: tuple[Adapter, ...],
-        keep: bool,
+        places: tuple[Adapter, ...],
+        keep: tuple[bool, bool],
         row_x: Tensor,
         row_g: Tensor,
-        count: int,
+        count: tuple[int, int],
         *tensors: Tensor,
     ) -> Tensor:
-        weights = [Quantized(*tensors[2 * i : 2 * i + 2]) for i in range(count)]
-        matrices = tensors[2 * count :]
-        y, x_q = ops_frozen.frozen_linear(x, weights, bias, row_x, product, keep=keep)
-        downs, ups = matrices[::2], matrices[1::2]
-        # t = x · Aᵀ
-        t = x.to(y.dtype) @ torch.cat(downs).to(y.dtype).t() if downs else y.new_empty(0)
-        for adapter, up, part in zip(adapters, ups, _parts(t, downs), strict=True):
-            y[:, adapter.first : adapter.last].addmm_(part, up.to(y.dtype).t(), alpha=adapter.scaling)
-        ctx.save_for_backward(*x_q, t, *matrices)
-        ctx.weights, ctx.row_g, ctx.product, ctx.adapters = weights, row_g, product, adapters
+        weights, adapters = _sort(tensors, *count, places)
+        keep_x, x_is_kept = keep
+        y, x_q, t = ops_lora.lora_linear(x, weights, bias, row_x, adapters, product, keep=keep_x and not x_is_kept)
+        kept = (x, x_q.scale) if keep_x and x_is_kept else x_q
+        ctx.save_for_backward(*kept, t, *adapters.downs, *adapters.ups)
+        ctx.weights, ctx.row_g, ctx.product, ctx.places = weights, row_g, product, places
         ctx.like = (x.dtype, bias.dtype if bias is not None else None)
         return y
 
@@ -92,32 +77,25 @@ class _FrozenLora(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x_data, x_scale, t, *matrices = ctx.saved_tensors
         x_dtype, bias_dtype = ctx.like
-        downs, ups = matrices[::2], matrices[1::2]
-        ranks = [a.shape[0] for a in downs]
+        _, adapters = _sort(matrices, 0, len(ctx.places), ctx.places)
         before = 8 + 2 * len(ctx.weights)
         needs = ctx.needs_input_grad[before:]
-        gradients: list[Tensor | None] = [None] * len(matrices)
-        us = []
-        for i, (adapter, up, part) in enumerate(zip(ctx.adapters, ups, _parts(t, downs), strict=True)):
-            mine = g[:, adapter.first : adapter.last]
-            # u = s · g · B
-            us.append(mine @ up.to(g.dtype) * adapter.scaling)
-            if needs[2 * i + 1]:
-                # dB = s · gᵀ · t
-                gradients[2 * i + 1] = (mine.t() @ part * adapter.scaling).to(up.dtype)
-        u = torch.cat(us, dim=1) if us else None
-        if u is not None and any(needs[::2]):
-            da = ops_frozen.adapter_gradient(u, Quantized(x_data, x_scale))
-            gradients[::2] = [
-                part.to(a.dtype) if needed else None
-                for part, a, needed in zip(da.split(ranks), downs, needs[::2], strict=True)
-            ]
-        dx = dbias = None
-        if ctx.needs_input_grad[0]:
-            # dx = g · w + u · A
-            dx = ops_frozen.frozen_linear_backward(g, ctx.weights, ctx.row_g, ctx.product, x_dtype)
-            if u is not None:
-                dx = dx.addmm_(u.to(x_dtype), torch.cat(downs).to(x_dtype))
-        if ctx.needs_input_grad[1]:
-            dbias = g.float().sum(dim=0).to(bias_dtype)
-        return dx, dbias, *[None] * (before - 2), *gradients
+        needs_x, needs_bias = ctx.needs_input_grad[:2]
+        half = len(ctx.places)
+        dx, da, db = ops_lora.lora_linear_backward(
+            g, ctx.row_g, Quantized(x_data, x_scale), t, ctx.weights, adapters, ctx.product,
+            needs=(needs_x, any(needs[:half]), any(needs[half:])), dtype=x_dtype,
+        )  # fmt: skip
+        found = adapters.split(da, db)
+        gradients = [d if needed else None for d, needed in zip(found[::2] + found[1::2], needs, strict=True)]
+        dbias = g.float().sum(dim=0).to(bias_dtype) if needs_bias else None
+        return dx if needs_x else None, dbias, *[None] * (before - 2), *gradients
+
+
+def _sort(
+    tensors: Sequence[Tensor], weights: int, adapters: int, places: tuple[Adapter, ...]
+) -> tuple[list[Quantized], Adapters]:
+    """Weights with their scales, then all A, then all B."""
+    first = 2 * weights
+    downs, ups = tensors[first : first + adapters], tensors[first + adapters :]
+    return [Quantized(*tensors[2 * i : 2 * i + 2]) for i in range(weights)], Adapters(places, tuple(downs), tuple(ups))

@@ -23,6 +23,7 @@ from octavo.numerics.cross_entropy import IGNORED
 from octavo.numerics.quantize import Quantized, reciprocal
 
 CHUNK_BYTES = 2**30  # of logits, or of their gradient in FP8
+FROZEN_CHUNK_BYTES = 2**28  # where no gradient of the head adds up over chunks, small ones cost nothing
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,8 @@ def _chunks(
     dh = torch.empty_like(hidden) if needs_h else None
     dw = None
     losses = []
-    for start, stop in _bounds(0, len(labels), weight.shape[0] * compute.itemsize):
+    chunk = CHUNK_BYTES if needs_w else FROZEN_CHUNK_BYTES
+    for start, stop in _bounds(0, len(labels), weight.shape[0] * compute.itemsize, chunk):
         h, label = hidden[start:stop].to(compute), labels[start:stop]
         logits = h @ w.t()
         loss, lse = ops_loss.cross_entropy(logits, label)
@@ -144,22 +146,23 @@ def _chunks_fp8(
     how: dict[str, Any] = {"batch": (), "fast": head.fast_backward, "emulate": head.emulate}
     losses = []
     vocabulary = weight.shape[0]
-    for first, last in _bounds(0, len(labels), vocabulary * E5M2.dtype.itemsize):
-        columns = hidden.new_empty(vocabulary, last - first, dtype=E5M2.dtype) if record else None
-        for start, stop in _bounds(first, last, 2 * vocabulary * compute.itemsize):  # half a chunk
+    for first, last in _bounds(0, len(labels), vocabulary * E5M2.dtype.itemsize, CHUNK_BYTES):
+        columns = hidden.new_empty(vocabulary, last - first, dtype=E5M2.dtype) if needs_w else None
+        logit_bytes = CHUNK_BYTES // 2 if needs_w else FROZEN_CHUNK_BYTES
+        for start, stop in _bounds(first, last, vocabulary * compute.itemsize, logit_bytes):
             label = labels[start:stop]
             h = h_q._replace(data=h_q.data[start:stop])
             logits = ops.gemm_nt(h, w_q[0], out_dtype=compute, **(how | {"fast": head.fast_forward}))
             loss, lse = ops_loss.cross_entropy(logits, label)
             losses.append(loss.sum())
-            if columns is None:
+            if not record:
                 continue
-            part = columns[:, start - first : stop - first]
+            part = None if columns is None else columns[:, start - first : stop - first]
             rows = ops_loss.cross_entropy_quantize(logits, label, lse, factor, part, E5M2)
             del logits
             if dh is not None:
                 dh[start:stop] = ops.gemm_nt(rows, w_q[1], out_dtype=hidden.dtype, **how)
-        if needs_w and columns is not None:
+        if columns is not None:
             h_t = ops.quantize(hidden[first:last], row_x, head.x, record=False, layout="columns")[0]
             product = ops.gemm_nt(Quantized(columns, rows.scale), h_t, out_dtype=weight.dtype, **how)
             dw = product if dw is None else dw.add_(product)
@@ -174,9 +177,9 @@ def _added(dw: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tenso
     return a @ b if dw is None else dw.addmm_(a, b)
 
 
-def _bounds(first: int, last: int, bytes_per_token: int) -> list[tuple[int, int]]:
-    """Chunks of about `CHUNK_BYTES`, in multiples of 128 tokens."""
-    chunk = max(CHUNK_BYTES // bytes_per_token // 128 * 128, 128)
+def _bounds(first: int, last: int, bytes_per_token: int, chunk_bytes: int) -> list[tuple[int, int]]:
+    """Chunks of about so many bytes, in multiples of 128 tokens."""
+    chunk = max(chunk_bytes // bytes_per_token // 128 * 128, 128)
     return [(start, min(start + chunk, last)) for start in range(first, last, chunk)]
 
 

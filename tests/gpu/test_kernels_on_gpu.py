@@ -279,14 +279,18 @@ def test_cross_entropy(shape, dtype):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
     for format in (E4M3, E5M2):
         poison()
-        found = loss_kernel.cross_entropy_quantize(logits, labels, lse, factor, format)
+        columns = torch.empty(shape[1], shape[0], dtype=format.dtype, device="cuda")
+        rows = loss_kernel.cross_entropy_quantize(logits, labels, lse, factor, format, columns)
+        alone = loss_kernel.cross_entropy_quantize(logits, labels, lse, factor, format, None)
+        assert torch.equal(bytes_of(alone.data), bytes_of(rows.data))
+        found = rows, rows._replace(data=columns)
         expected = loss_spec.cross_entropy_quantize(logits, labels, lse, factor, format)
         for one, other in zip(found, expected, strict=True):
             assert_nearly_same(one, other)
         assert torch.equal(bytes_of(found[1].data), bytes_of(found[0].data).mT)
         wider = torch.full((shape[1], shape[0] + 64), 7.0, device="cuda").to(format.dtype)
         part = wider[:, 16 : 16 + shape[0]]
-        rows, _ = loss_kernel.cross_entropy_quantize(logits, labels, lse, factor, format, part)
+        rows = loss_kernel.cross_entropy_quantize(logits, labels, lse, factor, format, part)
         assert torch.equal(bytes_of(part), bytes_of(rows.data).mT)
         assert (wider[:, :16].float() == 7).all() and (wider[:, 16 + shape[0] :].float() == 7).all()
     expected = loss_spec.cross_entropy_backward(logits, labels, lse, factor)

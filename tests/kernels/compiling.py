@@ -14,8 +14,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from octavo import FP8TrainingConfig
-from octavo.kernels import causal, cross_entropy, gated, gated_scaled, quantize, transpose
-from octavo.numerics import E5M2
+from octavo.kernels import causal, cross_entropy, dequantize, gated, gated_lora, gated_scaled, quantize, transpose
+from octavo.numerics import E4M3, E5M2, Quantized
 from octavo.numerics.scaling import new_rows
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -79,7 +79,21 @@ def main(dtype: torch.dtype, rounding: str) -> None:
         gated_scaled.gated_quantize(gate_up, new_rows(device="cpu"), recipe_b.x, "silu", record=True)
         gated_scaled.gated_quantize_backward(dh, gate_up, new_rows(device="cpu"), recipe_b.g, recipe_b.x, "silu")
     logits, labels, lse = torch.zeros(256, 512, dtype=dtype), torch.zeros(256, dtype=torch.int64), torch.zeros(256)
-    cross_entropy.cross_entropy_quantize(logits, labels, lse, torch.ones(()), E5M2)
+    cross_entropy.cross_entropy_quantize(
+        logits, labels, lse, torch.ones(()), E5M2, torch.zeros(512, 256).to(E5M2.dtype)
+    )
+    if dtype != torch.float32:
+        low = gated_lora.Low(torch.zeros(256, 32, dtype=dtype), torch.zeros(256, 32, dtype=dtype))
+        gated_lora.gated(torch.zeros(256, 512, dtype=dtype), low, low, "silu", keep=True)
+        kept = Quantized(torch.zeros(256, 512, dtype=E4M3.dtype), torch.ones(256, 4))
+        low = low._replace(right=low.right.t())
+        gated_lora.gated_backward(torch.zeros(256, 256, dtype=dtype), kept, low, "silu", h=True)
+        dequantize.dequantize(Quantized(kept.data, torch.ones(256, 1)), dtype)
+    channel = FP8TrainingConfig.from_recipe("channel", rounding=rounding).recipe
+    for width in (256, 300, 6144, 14336):
+        x = torch.zeros(16, width, dtype=dtype)
+        quantize.quantize_operand(x, new_rows(device="cpu"), channel.x)
+        quantize.quantize_folded(x, torch.ones(width), new_rows(device="cpu"), channel.g)
     for shape in ((256, 256), (130, 66)):
         transpose.transpose(torch.zeros(shape, dtype=torch.uint8).view(torch.float8_e4m3fn))
     causal.causal_quantize(torch.zeros(1, 2, 128, 128, dtype=dtype), new_rows(device="cpu"), recipe.x, record=True)

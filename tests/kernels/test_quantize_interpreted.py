@@ -4,7 +4,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_cases import assert_on_neighbours, assert_same_bits, assert_same_row, new_row, operands, sample, unusual
+from kernel_cases import (
+    CONFIGS,
+    assert_on_neighbours,
+    assert_same_bits,
+    assert_same_row,
+    new_row,
+    operands,
+    sample,
+    unusual,
+)
 
 from octavo.kernels import quantize as kernel
 from octavo.numerics import E4M3, E5M2, OperandRecipe
@@ -144,3 +153,16 @@ def test_a_planted_bug_is_seen():
     row[AMAX] = 1e-3
     with pytest.raises(AssertionError):
         assert_same_row(row, new_row())
+
+
+@pytest.mark.parametrize("shape", [(5, 64), (17, 300), (16, 4096), (3, 6144), (2, 14336)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["channel", "little margin"])
+def test_whole_rows_with_a_factor_per_column(shape, dtype, name):
+    recipe = CONFIGS[name].recipe.g
+    x, factor = sample(*shape, dtype=dtype), torch.rand(shape[1]) + 0.01
+    mine, theirs = new_row(), new_row()
+    assert kernel.can_fold(x, recipe) and not kernel.can_fold(x, CONFIGS["block"].recipe.g)
+    found = kernel.quantize_folded(x, factor, mine, recipe)
+    assert_same_bits([found], spec.quantize_operand((x.float() * factor).to(dtype), theirs, recipe))
+    assert_same_row(mine, theirs)

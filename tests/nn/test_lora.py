@@ -6,7 +6,7 @@ from bounds import cosine
 from torch import nn
 
 from octavo.nn.frozen import GRANULARITIES, FP8FrozenLinear
-from octavo.nn.lora import Adapter, frozen_lora
+from octavo.nn.lora import Adapter, Adapters, frozen_lora
 
 K, N, R = 300, 320, 8
 PARTS = [Adapter(0, 192, 2.0), Adapter(256, 320, 0.5)]  # outputs 192 to 256 have none
@@ -22,9 +22,10 @@ def build(granularity, dtype=torch.bfloat16):
     return frozen, matrices
 
 
-def run(frozen, matrices, x):
+def run(frozen, matrices, x, **options):
     rows = (frozen.row_x, frozen.row_g)
-    return frozen_lora(x, [frozen.quantized], frozen.bias, frozen.product(x), rows, PARTS, matrices)
+    adapters = Adapters(tuple(PARTS), *zip(*matrices, strict=True))
+    return frozen_lora(x, [frozen.quantized], frozen.bias, frozen.product(x), rows, adapters, **options)
 
 
 def reference(frozen, matrices, x):

@@ -39,7 +39,8 @@ def head_rows():
 
 @pytest.fixture(params=[2**30, 128 * V * 4, 1], ids=["one chunk", "three chunks", "smallest chunks"])
 def chunk_bytes(request, monkeypatch):
-    monkeypatch.setattr(module, "CHUNK_BYTES", request.param)
+    for name in ("CHUNK_BYTES", "FROZEN_CHUNK_BYTES"):
+        monkeypatch.setattr(module, name, request.param)
 
 
 @pytest.mark.usefixtures("chunk_bytes")

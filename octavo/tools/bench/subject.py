@@ -17,7 +17,7 @@ from octavo.hf import loading
 from octavo.hf.build import build_causal_lm, decoder_layers
 from octavo.models.bdh import BDH, BDHConfig
 from octavo.nn.autocast import fp8_autocast
-from octavo.nn.frozen import FP8FrozenLinear
+from octavo.nn.frozen import FP8FrozenLinear, activation_config
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 from octavo.tools.bench.cases import Case
 from octavo.tools.bench.contenders import FROZEN, Contender
@@ -71,13 +71,12 @@ class Subject:
 
     def _freeze(self, contender: Contender) -> list[str]:
         """As `FastLanguageModel` loads it: each weight quantised, one after the other, and the fused pieces."""
-        config = config_of(contender)
+        granularity = FROZEN[str(contender.recipe)]
+        config = activation_config(granularity).replace(fp8_head=contender.fp8_head)
         self.scaling = FP8ScalingManager.from_config(config)
         for name, linear in list(self.model.named_modules()):
             if type(linear) is nn.Linear and name != "lm_head":
-                frozen = FP8FrozenLinear.from_linear(
-                    linear, FROZEN[str(contender.recipe)], config, scaling=self.scaling, name=name
-                )
+                frozen = FP8FrozenLinear.from_linear(linear, granularity, config, scaling=self.scaling, name=name)
                 self.model.set_submodule(name, frozen)
         self.scaling.to(self.case.device)
         loading.install_lora()

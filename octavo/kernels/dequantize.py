@@ -1,0 +1,72 @@
+"""An FP8 matrix, kept as rows, back in high precision: what was kept of x for the gradient of an adapter.
+
+Eight elements for each thread, neither more nor less: then what is loaded and what is stored lie in the same threads,
+and no FP8 bytes change hands (see `tiles.cast`).
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.kernels.launch import Plan, Plans, kind
+from octavo.kernels.tiles import narrow
+from octavo.numerics.quantize import BLOCK, Quantized
+
+_TILE_R, _TILE_C, _WARPS = 16, BLOCK, 8
+_PLANS = Plans()
+
+
+@triton.jit
+def dequantize_kernel(
+    data_ptr, scale_ptr, out_ptr, R, C, stride_scale, BLOCKS: tl.constexpr, EVEN: tl.constexpr, TILE_R: tl.constexpr,
+    TILE_C: tl.constexpr,
+):  # fmt: skip
+    """`BLOCKS`: a scale per 128 columns; else `stride_scale` says whether per row, or one for all."""
+    across = tl.cdiv(C, TILE_C)
+    i, j = tl.program_id(0) // across, tl.program_id(0) % across
+    r, c = i * TILE_R + tl.arange(0, TILE_R), j * TILE_C + tl.arange(0, TILE_C)
+    where = r[:, None].to(tl.int64) * C + c[None, :]
+    inside = (r[:, None] < R) & (c[None, :] < C)
+    scale = tl.load(scale_ptr + r * stride_scale + (j if BLOCKS else 0), mask=r < R, other=0.0)
+    if EVEN:
+        data = tl.load(data_ptr + where)
+    else:
+        data = tl.load(data_ptr + where, mask=inside, other=0.0)
+    x = narrow(data.to(tl.float32) * scale[:, None], out_ptr.dtype.element_ty)
+    if EVEN:
+        tl.store(out_ptr + where, x)
+    else:
+        tl.store(out_ptr + where, x, mask=inside)
+
+
+def can_dequantize(x: Quantized, dtype: torch.dtype) -> bool:
+    """Rows with one scale, a scale per row, or one per 128 columns."""
+    data, scale = x
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32) or data.dim() != 2 or not data.numel():
+        return False
+    shapes = ((), (data.shape[0], 1), (data.shape[0], -(-data.shape[1] // BLOCK)))
+    return data.is_contiguous() and scale.dtype == torch.float32 and tuple(scale.shape) in shapes
+
+
+def dequantize(x: Quantized, dtype: torch.dtype) -> Tensor:
+    """`x.dequantize(dtype)`."""
+    data, scale = x.data, x.scale.contiguous()
+    key = (dtype, kind(data, scale))
+    plan = _PLANS.get(key)
+    if plan is None:
+        r, c = data.shape
+        plan = Plan(given=2)
+        out = plan.make((r, c), dtype)
+        constants = {
+            "BLOCKS": scale.dim() > 0 and scale.shape[1] > 1,
+            "EVEN": r % _TILE_R == 0 and c % _TILE_C == 0,
+            "TILE_R": _TILE_R,
+            "TILE_C": _TILE_C,
+            "num_warps": _WARPS,
+        }
+        stride = scale.shape[1] if scale.dim() else 0
+        plan.launch(dequantize_kernel, (-(-r // _TILE_R) * -(-c // _TILE_C),), (0, 1, out), (r, c, stride), constants)
+        plan.results = (out,)
+        _PLANS[key] = plan
+    return plan.run(data, scale)[0]

@@ -1,0 +1,106 @@
+"""The gated MLP of a frozen FP8 base, with adapters: y = (act(x · w_gateᵀ) · (x · w_upᵀ)) · w_downᵀ, as one function.
+
+Shapes: M tokens, K width, F hidden; s, A and B of each adapter as in `lora.py`.
+
+    forward    xq_MK → gu_M2F = xq · [w_gate; w_up]ᵀ → one kernel: adapters, h, gu in FP8 → hq_MF → y = hq · w_downᵀ
+    backward   gq_MK → dh_MF = gq · w_down → one kernel: adapters, h again, dgu_M2F → dguq → dx = dguq · [w_gate; w_up]
+    kept       xq_MK and guq_M2F in FP8 (1×128, whatever the weights have scales for), and what is narrow
+
+Forward computes h from gate and up in high precision; only backward sees them rounded.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from octavo import ops_lora_mlp
+from octavo.nn.mlp import MLP
+from octavo.numerics.quantize import Quantized
+from octavo.ops_lora import Adapter, Adapters
+
+Rows = tuple[Tensor, Tensor]
+
+
+def frozen_mlp(
+    x: Tensor,
+    weights: Sequence[Quantized],
+    down: Quantized,
+    mlp: MLP,
+    rows: Rows,
+    rows_down: Rows,
+    adapters: Adapters,
+    adapters_down: Adapters,
+) -> Tensor:
+    """`x[..., K]` through the MLP. `weights`: gate and up. `rows_…`: scaling state of input and gradient."""
+    enabled = torch.is_grad_enabled()
+    keep_x = enabled and any(a.requires_grad for a in adapters.downs)
+    matrices = [m for each in (adapters, adapters_down) for m in (*each.downs, *each.ups)]
+    keep = enabled and (x.requires_grad or any(m.requires_grad for m in matrices))
+    y = _FrozenMLP.apply(
+        x.reshape(-1, x.shape[-1]), mlp, (adapters.places, adapters_down.places), (keep, keep_x), *rows, *rows_down,
+        *(part for weight in (*weights, down) for part in weight), *matrices,
+    )  # fmt: skip
+    return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+class _FrozenMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        mlp: MLP,
+        places: tuple[tuple[Adapter, ...], tuple[Adapter, ...]],
+        keep: tuple[bool, bool],
+        row_x: Tensor,
+        row_dgate_up: Tensor,
+        row_h: Tensor,
+        row_g: Tensor,
+        *tensors: Tensor,
+    ) -> Tensor:
+        weights = [Quantized(*tensors[i : i + 2]) for i in (0, 2)]
+        down, matrices = Quantized(*tensors[4:6]), tensors[6:]
+        y, *saved = ops_lora_mlp.lora_mlp(
+            x, (row_x, row_h), weights, down, *_sort(matrices, places), mlp.product, mlp.activation, keep=keep[0],
+            keep_x=keep[1],
+        )  # fmt: skip
+        ctx.save_for_backward(*saved, *matrices)
+        ctx.weights, ctx.down, ctx.rows, ctx.mlp, ctx.places = weights, down, (row_g, row_dgate_up), mlp, places
+        ctx.x_dtype = x.dtype
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        everything = ctx.saved_tensors
+        saved, matrices = everything[:6], everything[6:]
+        both = _sort(matrices, ctx.places)
+        needs_x, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[14:]
+        wanted = [needs_x]
+        start = 0
+        for places in ctx.places:
+            middle, end = start + len(places), start + 2 * len(places)
+            wanted += [any(needs[start:middle]), any(needs[middle:end])]
+            start = end
+        dx, *found = ops_lora_mlp.lora_mlp_backward(
+            g, ctx.rows, saved, ctx.weights, ctx.down, *both, ctx.mlp.product, ctx.mlp.activation, needs=wanted,
+            dtype=ctx.x_dtype,
+        )  # fmt: skip
+        gradients: list[Tensor | None] = []
+        for adapters, pair in zip(both, (found[:2], found[2:]), strict=True):
+            mine = adapters.split(*pair)
+            gradients += mine[::2] + mine[1::2]
+        gradients = [d if needed else None for d, needed in zip(gradients, needs, strict=True)]
+        return dx if needs_x else None, *[None] * 13, *gradients
+
+
+def _sort(
+    matrices: Sequence[Tensor], places: tuple[tuple[Adapter, ...], tuple[Adapter, ...]]
+) -> tuple[Adapters, Adapters]:
+    """All A of gate and up, all their B; then those of down."""
+    n, last = len(places[0]), len(places[1])
+    first = Adapters(places[0], tuple(matrices[:n]), tuple(matrices[n : 2 * n]))
+    rest = matrices[2 * n :]
+    return first, Adapters(places[1], tuple(rest[:last]), tuple(rest[last:]))

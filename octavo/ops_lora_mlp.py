@@ -1,0 +1,210 @@
+"""The gated MLP of a frozen FP8 base with adapters: one operator, either way (see `nn/lora_mlp.py`)."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.ranges import ranged
+from octavo.numerics import OperandRecipe, Quantized, quantize
+from octavo.numerics import activation as spec
+from octavo.numerics.formats import E4M3
+from octavo.numerics.quantize import BLOCK
+from octavo.ops import Product, multiply, pack_scale, quantize_directly
+from octavo.ops_frozen import dgrad, joined, lists
+from octavo.ops_linear import empty, fake_padded, padded
+from octavo.ops_lora import (
+    Adapters,
+    add_to,
+    fake_gradients,
+    fake_kept,
+    fake_narrowed,
+    kept_input,
+    narrowed,
+    widen_backward,
+)
+from octavo.support import has_fp8_tensor_cores
+
+_LIBRARY = torch.library.Library("octavo", "FRAGMENT")
+_LIBRARY.define(
+    "lora_mlp(Tensor x, Tensor(a!) row_x, Tensor(b!) row_h, Tensor[] weights, Tensor[] scales, Tensor down, "
+    "Tensor down_scale, Tensor[] downs, Tensor[] ups, str adapters, Tensor[] last_downs, Tensor[] last_ups, "
+    "str last_adapters, str recipe_x, str activation, bool record, bool keep, bool keep_x, ScalarType dtype, "
+    "bool fast, bool emulate) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+_LIBRARY.define(
+    "lora_mlp_backward(Tensor g, Tensor(a!) row_g, Tensor(b!) row_dgate_up, Tensor x, Tensor x_scale, Tensor kept, "
+    "Tensor kept_scale, Tensor t, Tensor t_last, Tensor[] weights, Tensor[] scales, Tensor down, Tensor down_scale, "
+    "Tensor[] downs, Tensor[] ups, str adapters, Tensor[] last_downs, Tensor[] last_ups, str last_adapters, "
+    "str recipe_g, str activation, bool[] needs, ScalarType dtype, bool fast, bool emulate) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+def lora_mlp(
+    x: Tensor, rows: tuple[Tensor, Tensor], weights: Sequence[Quantized], down: Quantized, adapters: Adapters,
+    last: Adapters, how: Product, activation: str, *, keep: bool, keep_x: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """y, then what may be kept: x in FP8 with its scales, gate and up in FP8 with theirs, `x · Aᵀ` and `h · Aᵀ`.
+
+    `rows`: of x and of h. `weights`: gate and up. `last`: the adapters of down.
+    """
+    return torch.ops.octavo.lora_mlp(
+        x, *rows, *lists(weights), *down, *adapters.given, *last.given, how.a.encode(), activation, how.record, keep,
+        keep_x, how.out_dtype, how.fast_forward, how.emulate,
+    )  # fmt: skip
+
+
+def lora_mlp_backward(
+    g: Tensor, rows: tuple[Tensor, Tensor], saved: Sequence[Tensor], weights: Sequence[Quantized], down: Quantized,
+    adapters: Adapters, last: Adapters, how: Product, activation: str, *, needs: Sequence[bool], dtype: torch.dtype,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """dx, and the gradients of all A and B of gate and up, and of down: see `Adapters.split`.
+
+    `rows`: of g and of the gradient of gate and up. `saved`: as `lora_mlp` gave it. `needs`: of x, of A and B of gate
+    and up, of A and B of down.
+    """
+    return torch.ops.octavo.lora_mlp_backward(
+        g, *rows, *saved, *lists(weights), *down, *adapters.given, *last.given, how.g.encode(), activation,
+        list(needs), dtype, how.fast_backward, how.emulate,
+    )  # fmt: skip
+
+
+def _lora_mlp(
+    x: Tensor, row_x: Tensor, row_h: Tensor, weights: list[Tensor], scales: list[Tensor], down: Tensor,
+    down_scale: Tensor, downs: list[Tensor], ups: list[Tensor], adapters: str, last_downs: list[Tensor],
+    last_ups: list[Tensor], last_adapters: str, recipe_x: str, activation: str, record: bool, keep: bool,
+    keep_x: bool, dtype: torch.dtype, fast: bool, emulate: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    low, low_last = Adapters.decode(downs, ups, adapters), Adapters.decode(last_downs, last_ups, last_adapters)
+    recipe = OperandRecipe.decode(recipe_x)
+    tokens, x = x.shape[0], padded(x, emulate)
+    x_q = quantize_directly(x, row_x, recipe, record, "rows")[0]
+    # gu = x · [w_gate; w_up]ᵀ
+    gate_up = multiply(x_q, Quantized(joined(weights), joined(scales)), None, dtype, [], fast, emulate)
+    t = narrowed(x, low, dtype)
+    h, gate_up_q = _gated(gate_up, t, low, activation, keep, emulate)
+    del gate_up
+    h_q = quantize_directly(h, row_h, recipe, record, "rows")[0]
+    # y = h · w_downᵀ
+    y = multiply(h_q, Quantized(down, down_scale), None, dtype, [], fast, emulate)
+    t_last = narrowed(h, low_last, dtype)
+    add_to(y, t_last, low_last)
+    kept_x = (x_q.data, pack_scale(x_q.scale)) if keep_x else empty(x, 2)
+    return y[:tokens], *kept_x, *(gate_up_q or empty(x, 2)), t, t_last
+
+
+def _gated(
+    gate_up: Tensor, t: Tensor, low: Adapters, activation: str, keep: bool, emulate: bool
+) -> tuple[Tensor, Quantized | None]:
+    """h, and gate and up with their adapters' outputs, in FP8, if they are to be kept."""
+    if not emulate and has_fp8_tensor_cores(gate_up.device):
+        from octavo.kernels import gated_lora as kernel
+
+        halves = _halves(t, low, gate_up.shape[1] // 2, kernel.Low)
+        if halves is not None and kernel.can_gate(gate_up, gate_up.shape[1] // 2, *halves):
+            return kernel.gated(gate_up, halves[0], halves[1], activation, keep=keep)
+    add_to(gate_up, t, low)
+    return spec.gated(gate_up, activation), _in_blocks(gate_up) if keep else None
+
+
+def _halves(t: Tensor, low: Adapters, features: int, of: Any) -> list[Any] | None:
+    """What is added to gate and to up; None if it is not at most one product each."""
+    found: list[Any] = [None, None]
+    for place, up, part in zip(low.places, low.ups, low.parts(t), strict=True):
+        half = place.first // features
+        if found[half] is not None or place.last - place.first != features:
+            return None
+        found[half] = of(part, up, place.scaling)
+    return found
+
+
+def _in_blocks(gate_up: Tensor) -> Quantized:
+    return quantize(gate_up, format=E4M3, granularity="block", block=(1, BLOCK))
+
+
+def _gated_backward(
+    dh: Tensor, kept: Quantized, u: Tensor, low: Adapters, activation: str, wants_h: bool, emulate: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The gradient of gate and up, from that of h without its adapters' part; and h."""
+    if not emulate and has_fp8_tensor_cores(dh.device):
+        from octavo.kernels import gated_lora as kernel
+
+        added = kernel.Low(u, low.down(u.dtype)) if low.downs else None
+        if kernel.can_gate(dh, dh.shape[1], added):
+            return kernel.gated_backward(dh, kept, added, activation, h=wants_h)
+    if low.downs:
+        dh = dh.addmm_(u, low.down(dh.dtype))
+    gate_up = kept.dequantize(torch.float32)
+    gradient = spec.gated_backward(dh, gate_up, activation).to(dh.dtype)
+    return gradient, spec.gated(gate_up, activation).to(dh.dtype) if wants_h else None
+
+
+def _lora_mlp_backward(
+    g: Tensor, row_g: Tensor, row_dgate_up: Tensor, x: Tensor, x_scale: Tensor, kept: Tensor, kept_scale: Tensor,
+    t: Tensor, t_last: Tensor, weights: list[Tensor], scales: list[Tensor], down: Tensor, down_scale: Tensor,
+    downs: list[Tensor], ups: list[Tensor], adapters: str, last_downs: list[Tensor], last_ups: list[Tensor],
+    last_adapters: str, recipe_g: str, activation: str, needs: list[bool], dtype: torch.dtype, fast: bool,
+    emulate: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    low, low_last = Adapters.decode(downs, ups, adapters), Adapters.decode(last_downs, last_ups, last_adapters)
+    needs_x, needs_a, needs_b, needs_last_a, needs_last_b = needs
+    recipe = OperandRecipe.decode(recipe_g)
+    tokens, g = g.shape[0], padded(g, emulate)
+    dx, da, da_last = empty(g, 3)
+    u_last, db_last = widen_backward(g, t_last, low_last, needs_last_b)
+    # dh = g · w_down + u · A
+    dh = dgrad(g, row_g, Quantized(down, down_scale), recipe, g.dtype, fast, emulate)
+    gradient, h = _gated_backward(
+        dh, Quantized(kept, kept_scale), u_last, low_last, activation, needs_last_a, emulate
+    )  # fmt: skip
+    del dh
+    if h is not None:
+        # dA = uᵀ · h
+        da_last = (u_last.t() @ h).to(last_downs[0].dtype)
+        del h
+    u, db = widen_backward(gradient, t, low, needs_b)
+    if needs_a:
+        # dA = uᵀ · x
+        da = (u.t() @ kept_input(x, x_scale, u.dtype, g.shape[0])).to(downs[0].dtype)
+    if needs_x:
+        weight = Quantized(joined(weights), joined(scales))
+        dx = dgrad(gradient, row_dgate_up, weight, recipe, dtype, fast, emulate)
+        if downs:
+            # dx = dgu · [w_gate; w_up] + u · A
+            dx.addmm_(u.to(dtype), low.down(dtype))
+    return dx[:tokens], da, db, da_last, db_last
+
+
+def _lora_mlp_fake(
+    x: Tensor, row_x: Tensor, row_h: Tensor, weights: list[Tensor], scales: list[Tensor], down: Tensor,
+    down_scale: Tensor, downs: list[Tensor], ups: list[Tensor], adapters: str, last_downs: list[Tensor],
+    last_ups: list[Tensor], last_adapters: str, recipe_x: str, activation: str, record: bool, keep: bool,
+    keep_x: bool, dtype: torch.dtype, fast: bool, emulate: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    y = x.new_empty([x.shape[0], down.shape[0]], dtype=dtype)
+    rows, both = fake_padded(x, emulate).shape[0], sum(w.shape[0] for w in weights)
+    kept = [x.new_empty([rows, both], dtype=E4M3.dtype), x.new_empty([rows, -(-both // BLOCK)], dtype=torch.float32)]
+    narrowed = [fake_narrowed(x, matrices, rows, dtype) for matrices in (downs, last_downs)]
+    return y, *fake_kept(x, recipe_x, keep_x, emulate), *(kept if keep else empty(x, 2)), *narrowed
+
+
+def _lora_mlp_backward_fake(
+    g: Tensor, row_g: Tensor, row_dgate_up: Tensor, x: Tensor, x_scale: Tensor, kept: Tensor, kept_scale: Tensor,
+    t: Tensor, t_last: Tensor, weights: list[Tensor], scales: list[Tensor], down: Tensor, down_scale: Tensor,
+    downs: list[Tensor], ups: list[Tensor], adapters: str, last_downs: list[Tensor], last_ups: list[Tensor],
+    last_adapters: str, recipe_g: str, activation: str, needs: list[bool], dtype: torch.dtype, fast: bool,
+    emulate: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    dx = g.new_empty([g.shape[0], weights[0].shape[1]], dtype=dtype) if needs[0] else g.new_empty(0)
+    first = fake_gradients(g, downs, ups, *needs[1:3])
+    return dx, *first, *fake_gradients(g, last_downs, last_ups, *needs[3:])
+
+
+for _name, _implementation, _fake in (
+    ("lora_mlp", _lora_mlp, _lora_mlp_fake),
+    ("lora_mlp_backward", _lora_mlp_backward, _lora_mlp_backward_fake),
+):
+    _LIBRARY.impl(_name, ranged(f"octavo.{_name}", _implementation), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"octavo::{_name}", _fake, lib=_LIBRARY)

@@ -1,0 +1,172 @@
+"""Frozen FP8 linears with adapters on a GPU: their kernels against the specification, and whole layers."""
+
+import pytest
+import torch
+from kernel_cases import CONFIGS, assert_nearly_same, assert_same_bits, new_row, sample, unusual
+from torch import nn
+
+from octavo.kernels import dequantize as dequantizing
+from octavo.kernels import gated_lora
+from octavo.kernels import quantize as kernel
+from octavo.nn.frozen import FP8FrozenLinear
+from octavo.nn.frozen_group import put_together
+from octavo.nn.lora import Adapter, Adapters, frozen_lora
+from octavo.nn.lora_mlp import frozen_mlp
+from octavo.nn.mlp import MLP
+from octavo.numerics.activation import ACTIVATIONS, gated, gated_backward
+from octavo.numerics.formats import E4M3
+from octavo.numerics.operand import quantize_operand
+from octavo.numerics.quantize import quantize
+
+BF16 = torch.bfloat16
+WIDTHS = [64, 300, 1000, 4096, 6144, 14336, 28672, 32768]
+
+
+def cosine(a, b):
+    return nn.functional.cosine_similarity(a.double().flatten(), b.double().flatten(), dim=0).item()
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("name", ["channel", "little margin"])
+@pytest.mark.parametrize("dtype", [BF16, torch.float32, torch.float16])
+def test_whole_rows(width, name, dtype):
+    for operand in ("x", "g"):
+        recipe = getattr(CONFIGS[name].recipe, operand)
+        for x in (
+            sample(130, width, device="cuda").clamp(-6e4, 6e4).to(dtype),
+            *unusual(9, width, dtype=dtype, device="cuda").values(),
+        ):
+            mine, theirs = new_row(device="cuda"), new_row(device="cuda")
+            assert_same_bits(kernel.quantize_operand(x, mine, recipe), quantize_operand(x, theirs, recipe))
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-7)
+            factor = torch.rand(width, device="cuda") + 0.01
+            found = kernel.quantize_folded(x, factor, mine, recipe)
+            assert_same_bits([found], quantize_operand((x.float() * factor).to(dtype), theirs, recipe))
+
+
+def test_many_rows_of_a_wide_matrix():
+    recipe = CONFIGS["channel"].recipe.x
+    for shape in ((8192, 4096), (4096, 14336), (2048, 28672), (8192, 6144)):
+        x = sample(*shape, dtype=BF16, device="cuda")
+        view = torch.cat([x, x], dim=1)[:, : shape[1]]  # rows apart
+        expected = quantize_operand(x, new_row(device="cuda"), recipe)
+        for each in (x, view):
+            assert_same_bits(kernel.quantize_operand(each, new_row(device="cuda"), recipe), expected)
+
+
+@pytest.mark.parametrize("shape", [(64, 128), (33, 300), (8192, 4096)])
+@pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_dequantize(shape, granularity, dtype):
+    x = quantize(sample(*shape, device="cuda"), format=E4M3, granularity=granularity, block=(1, 128))
+    assert dequantizing.can_dequantize(x, dtype)
+    assert torch.equal(dequantizing.dequantize(x, dtype), x.dequantize(dtype))
+
+
+def low(m, f, rank, scaling, *, turned=True):
+    left = torch.randn(m, rank + 3, device="cuda")[:, 3:].to(BF16)
+    right = torch.randn((f, rank) if turned else (rank, f), device="cuda").to(BF16)
+    return gated_lora.Low(left, right, scaling)
+
+
+def added(x, product, *, turned=True):
+    if product is None:
+        return x
+    right = product.right.float().t() if turned else product.right.float()
+    return (x.float() + product.scaling * (product.left.float() @ right)).to(x.dtype)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(
+    ("m", "f", "rank"), [(64, 128, 8), (100, 1536, 16), (2048, 14336, 32), (64, 256, 100), (64, 256, 0)]
+)
+def test_gated_with_adapters(m, f, rank, activation):
+    gate_up = (2 * torch.randn(m, 2 * f, device="cuda")).to(BF16)
+    gate, up = (low(m, f, rank, s) if rank else None for s in (0.5, 2.0))
+    halves = torch.cat([added(gate_up[:, :f], gate), added(gate_up[:, f:], up)], dim=1)
+    expected = gated(halves, activation)
+    for _ in range(3):
+        h, kept = gated_lora.gated(gate_up, gate, up, activation, keep=True)
+        assert cosine(h, expected) > 0.99999 and (h != expected).float().mean() < 0.03
+        assert_nearly_same(kept, quantize(halves, format=E4M3, granularity="block", block=(1, 128)), share=0.02)
+    alone, nothing = gated_lora.gated(gate_up, gate, up, activation, keep=False)
+    assert nothing is None and torch.equal(alone, h)
+
+    dh = torch.randn(m, f, device="cuda").to(BF16)
+    product = low(m, f, rank, 1.0, turned=False) if rank else None
+    d, again = gated_lora.gated_backward(dh, kept, product, activation, h=True)
+    wide = kept.dequantize(torch.float32)
+    expected = gated_backward(added(dh, product, turned=False), wide, activation)
+    assert cosine(d, expected) > 0.99999 and cosine(again, gated(wide, activation)) > 0.99999
+
+
+def adapters_of(places, inputs, rank=32):
+    downs = [nn.Parameter(torch.randn(rank, inputs, device="cuda", dtype=BF16) / inputs**0.5) for _ in places]
+    ups = [nn.Parameter(torch.randn(p.last - p.first, rank, device="cuda", dtype=BF16) / rank**0.5) for p in places]
+    return Adapters(tuple(places), tuple(downs), tuple(ups))
+
+
+def matrices(*adapters):
+    return [m for each in adapters for m in (*each.downs, *each.ups)]
+
+
+def product(x, weight, mine):
+    y = x @ weight.T
+    for place, a, b in zip(mine.places, mine.downs, mine.ups, strict=True):
+        part = place.scaling * (x @ a.float().T) @ b.float().T
+        y = y + nn.functional.pad(part, (place.first, y.shape[-1] - place.last))
+    return y
+
+
+def compare(run, reference, x, tensors, bound=0.9975):
+    y = run(x)
+    g = torch.randn_like(y)
+    y.backward(g)
+    mine = [x.grad, *(m.grad for m in tensors)]
+    x_ref = x.detach().float().requires_grad_()
+    for m in tensors:
+        m.grad = None
+    expected = reference(x_ref)
+    expected.backward(g.float())
+    assert cosine(y, expected) > 0.998
+    for found, exact in zip(mine, [x_ref.grad, *(m.grad for m in tensors)], strict=True):
+        assert cosine(found, exact) > bound
+    for m in (x, *tensors):
+        m.grad = None
+
+
+@pytest.mark.parametrize("granularity", ["block", "channel"])
+@pytest.mark.parametrize("tokens", [256, 100])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_linears_and_mlp(granularity, tokens, compiled):
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    k, f = 1024, 2048
+    shapes = ((k, f), (k, f), (f, k))
+    gate, up, down = linears = [
+        FP8FrozenLinear.from_linear(nn.Linear(*s, bias=False, dtype=BF16, device="cuda"), granularity) for s in shapes
+    ]
+    put_together([gate, up])
+    both = adapters_of((Adapter(0, f, 2.0), Adapter(f, 2 * f, 0.5)), k)
+    last = adapters_of((Adapter(0, k, 1.0),), f)
+    wide = [linear.dequantize(torch.float32) for linear in linears]
+    weights = [linear.quantized for linear in linears]
+    rows = [(linear.row_x, linear.row_g) for linear in (gate, down)]
+
+    def group(x, **options):
+        return frozen_lora(x, weights[:2], None, gate.product(x), rows[0], both, **options)
+
+    def mlp(x):
+        return frozen_mlp(x, weights[:2], weights[2], MLP(gate.product(x), "silu"), *rows, both, last)
+
+    def reference(x):
+        first, second = product(x, torch.cat(wide[:2]), both).chunk(2, dim=-1)
+        return product(nn.functional.silu(first) * second, wide[2], last)
+
+    wrap = torch.compile(fullgraph=True) if compiled else lambda function: function
+    x = torch.randn(tokens, k, device="cuda", dtype=BF16, requires_grad=True)
+    compare(wrap(group), lambda x: product(x, torch.cat(wide[:2]), both), x, matrices(both))
+    compare(
+        wrap(lambda x: group(x, x_is_kept=True)), lambda x: product(x, torch.cat(wide[:2]), both), x, matrices(both)
+    )
+    compare(wrap(mlp), reference, x, matrices(both, last))

@@ -1,0 +1,82 @@
+"""The gated activation with adapters, and kept FP8 back in high precision, in Triton's interpreter."""
+
+import pytest
+import torch
+from kernel_cases import assert_nearly_same, sample
+
+from octavo.kernels import dequantize as dequantizing
+from octavo.kernels import gated_lora as kernel
+from octavo.numerics.activation import ACTIVATIONS, gated, gated_backward
+from octavo.numerics.formats import E4M3
+from octavo.numerics.quantize import Quantized, quantize
+
+BF16 = torch.bfloat16
+
+
+def low(m, f, rank, scaling, *, turned=True):
+    left = torch.randn(m, rank + 3)[:, 3:].to(BF16)  # a part of something wider, as the adapters' products are
+    right = torch.randn((f, rank) if turned else (rank, f)).to(BF16)
+    return kernel.Low(left, right, scaling)
+
+
+def added(x, product, *, turned=True):
+    if product is None:
+        return x
+    right = product.right.float().t() if turned else product.right.float()
+    return (x.float() + product.scaling * (product.left.float() @ right)).to(x.dtype)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(
+    ("m", "f", "gate_rank", "up_rank"), [(16, 128, 8, 8), (37, 256, 32, 0), (1, 128, 0, 20), (65, 384, 0, 0)]
+)
+@pytest.mark.parametrize("keep", [True, False])
+def test_forward(m, f, gate_rank, up_rank, keep, activation):
+    gate_up = sample(m, 2 * f, dtype=BF16).clamp(-30, 30)
+    gate = low(m, f, gate_rank, 0.5) if gate_rank else None
+    up = low(m, f, up_rank, 2.0) if up_rank else None
+    assert kernel.can_gate(gate_up, f, gate, up)
+    h, kept = kernel.gated(gate_up, gate, up, activation, keep=keep)
+    halves = torch.cat([added(gate_up[:, :f], gate), added(gate_up[:, f:], up)], dim=1)
+    expected = gated(halves, activation)
+    assert h.dtype == BF16 and (h.float() - expected.float()).abs().max() <= 0.01 * expected.float().abs().max()
+    assert (h != expected).float().mean() < 0.01  # sums in another order
+    if keep:
+        assert_nearly_same(kept, quantize(halves, format=E4M3, granularity="block", block=(1, 128)), share=5e-3)
+    else:
+        assert kept is None
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(("m", "f", "rank"), [(16, 128, 8), (37, 256, 32), (5, 128, 0)])
+@pytest.mark.parametrize("wanted", [True, False])
+def test_backward(m, f, rank, wanted, activation):
+    dh = torch.randn(m, f).to(BF16)
+    kept = quantize(sample(m, 2 * f).clamp(-30, 30), format=E4M3, granularity="block", block=(1, 128))
+    product = low(m, f, rank, 1.0, turned=False) if rank else None
+    found, h = kernel.gated_backward(dh, kept, product, activation, h=wanted)
+    halves = kept.dequantize(torch.float32)
+    expected = gated_backward(added(dh, product, turned=False), halves, activation)
+    torch.testing.assert_close(found.float(), expected, rtol=1e-2, atol=1e-2)
+    assert (found != expected.to(BF16)).float().mean() < 0.01
+    if wanted:
+        torch.testing.assert_close(h, gated(halves, activation).to(BF16), rtol=1e-2, atol=1e-6)
+    else:
+        assert h is None
+
+
+@pytest.mark.parametrize("shape", [(16, 128), (33, 300), (1, 64)])
+@pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_dequantize(shape, granularity, dtype):
+    x = quantize(sample(*shape), format=E4M3, granularity=granularity, block=(1, 128))
+    assert dequantizing.can_dequantize(x, dtype)
+    assert torch.equal(dequantizing.dequantize(x, dtype), x.dequantize(dtype))
+
+
+def test_what_they_leave_to_others():
+    x = torch.zeros(4, 128, dtype=BF16)
+    assert not kernel.can_gate(x.float(), 128) and not kernel.can_gate(x, 100)
+    assert not kernel.can_gate(x, 128, kernel.Low(torch.zeros(4, 129), x))
+    wide = Quantized(torch.zeros(4, 128, dtype=E4M3.dtype), torch.ones(4, 2))
+    assert not dequantizing.can_dequantize(wide, BF16)

@@ -1,0 +1,134 @@
+"""The gated MLP of a frozen base with adapters, against the same in float32 on the dequantised weights."""
+
+import pytest
+import torch
+from bounds import cosine
+from torch import nn
+
+from octavo.nn.frozen import FP8FrozenLinear
+from octavo.nn.frozen_group import put_together
+from octavo.nn.lora import Adapter, Adapters
+from octavo.nn.lora_mlp import frozen_mlp
+from octavo.nn.mlp import MLP
+from octavo.numerics.activation import ACTIVATIONS
+
+K, F, R = 192, 256, 8
+NONE = Adapters((), (), ())
+
+
+def build(granularity, dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    shapes = ((K, F), (K, F), (F, K))
+    linears = [FP8FrozenLinear.from_linear(nn.Linear(*s, bias=False, dtype=dtype), granularity) for s in shapes]
+    if granularity != "tensor":
+        put_together(linears[:2])
+    return linears
+
+
+def adapters_of(places, inputs, dtype=torch.float32):
+    downs = [nn.Parameter(torch.randn(R, inputs, dtype=dtype) / inputs**0.5) for _ in places]
+    ups = [nn.Parameter(torch.randn(p.last - p.first, R, dtype=dtype) / R**0.5) for p in places]
+    return Adapters(tuple(places), tuple(downs), tuple(ups))
+
+
+BOTH = (Adapter(0, F, 2.0), Adapter(F, 2 * F, 0.5))
+DOWN = (Adapter(0, K, 1.5),)
+CASES = {
+    "all": (BOTH, DOWN),
+    "gate and up": (BOTH, ()),
+    "up": (BOTH[1:], ()),
+    "down": ((), DOWN),
+    "two on gate": ((BOTH[0], *BOTH), DOWN),
+    "none": ((), ()),
+}
+
+
+def run(linears, adapters, last, x, activation="silu"):
+    gate, up, down = linears
+    rows = [(linear.row_x, linear.row_g) for linear in (gate, down)]
+    how = MLP(gate.product(x), activation)
+    return frozen_mlp(x, [gate.quantized, up.quantized], down.quantized, how, *rows, adapters, last)
+
+
+def reference(linears, adapters, last, x, activation="silu"):
+    def product(x, weight, mine):
+        y = x @ weight.T
+        for place, a, b in zip(mine.places, mine.downs, mine.ups, strict=True):
+            low = place.scaling * (x @ a.float().T) @ b.float().T
+            y = y + nn.functional.pad(low, (place.first, y.shape[-1] - place.last))
+        return y
+
+    gate, up, down = (linear.dequantize(torch.float32) for linear in linears)
+    act = nn.functional.silu if activation == "silu" else lambda t: nn.functional.gelu(t, approximate="tanh")
+    first, second = product(x, torch.cat([gate, up]), adapters).chunk(2, dim=-1)
+    return product(act(first) * second, down, last)
+
+
+def matrices(*adapters):
+    return [m for each in adapters for m in (*each.downs, *each.ups)]
+
+
+@pytest.mark.parametrize("granularity", ["block", "channel"])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_values_and_every_gradient(granularity, case, activation):
+    linears = build(granularity)
+    places, places_last = CASES[case]
+    adapters, last = adapters_of(places, K), adapters_of(places_last, F)
+    x = torch.randn(3, 37, K, dtype=torch.bfloat16, requires_grad=True)
+    y = run(linears, adapters, last, x, activation)
+    assert y.shape == x.shape and y.dtype == x.dtype
+    g = torch.randn_like(y)
+    y.backward(g)
+    mine = [x.grad, *(m.grad for m in matrices(adapters, last))]
+    x_ref = x.detach().float().requires_grad_()
+    for m in matrices(adapters, last):
+        m.grad = None
+    y_ref = reference(linears, adapters, last, x_ref, activation)
+    y_ref.backward(g.float())
+    assert cosine(y, y_ref) > 0.998
+    for found, exact in zip(mine, [x_ref.grad, *(m.grad for m in matrices(adapters, last))], strict=True):
+        assert found.shape == exact.shape and cosine(found, exact) > 0.9975
+
+
+def test_only_what_is_trained_gets_a_gradient_and_keeps_anything():
+    linears = build("block")
+    adapters, last = adapters_of(BOTH, K), adapters_of(DOWN, F)
+    adapters.downs[0].requires_grad_(False)
+    last.downs[0].requires_grad_(False)
+    x = torch.randn(40, K, dtype=torch.bfloat16)
+    run(linears, adapters, last, x).sum().backward()
+    assert [m.grad is not None for m in matrices(adapters, last)] == [False, True, True, True, False, True]
+    with torch.no_grad():
+        assert cosine(run(linears, adapters, last, x), reference(linears, adapters, last, x.float())) > 0.998
+
+
+def test_nothing_is_kept_in_high_precision_but_what_is_narrow():
+    linears = build("channel")
+    adapters, last = adapters_of(BOTH, K), adapters_of(DOWN, F)
+    x = torch.randn(64, K, dtype=torch.bfloat16, requires_grad=True)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        run(linears, adapters, last, x)
+    tall = [t for t in kept if t.dim() == 2 and t.shape[0] == 64]
+    assert {t.shape[1] for t in tall if t.element_size() == 1} == {K, 2 * F}
+    assert all(t.shape[1] <= 2 * R for t in tall if t.element_size() > 1)
+
+
+@pytest.mark.parametrize("granularity", ["block", "channel"])
+def test_compiled_as_one_graph(granularity):
+    linears = build(granularity)
+    adapters, last = adapters_of(BOTH, K, torch.bfloat16), adapters_of(DOWN, F, torch.bfloat16)
+    x = torch.randn(6, K, dtype=torch.bfloat16, requires_grad=True)
+    tensors = [x, *matrices(adapters, last)]
+
+    def step(function):
+        for m in tensors:
+            m.grad = None
+        y = function(linears, adapters, last, x)
+        y.float().pow(2).sum().backward()
+        return [y, *(m.grad for m in tensors)]
+
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    for found, expected in zip(step(compiled), step(run), strict=True):
+        assert torch.equal(found, expected)
