@@ -81,7 +81,7 @@ def test_lora_on_a_frozen_base(tmp_path: Path) -> None:
     options = "--preset tiny --mode lora --rank 4 --layers 1 --tokens 64 --seq 32 --no-compile --rounds 1 --steps 1"
     run = bench(tmp_path, *options.split(), "--warmup", "1", "--against", "bf16-eager,te", "--recipe", "block")
     assert run.returncode == 0, run.stdout + run.stderr
-    result = read(tmp_path, "*-tiny-1l-lora4.json")
+    result = read(tmp_path, "*-cpu-tiny-1l-lora4-64t.json")
     rows = {row["name"]: row for row in result["rows"]}
     assert rows["octavo block"]["check"]["cosine"] > 0.99 and rows["te"]["status"] != "timed"
     assert "gate and up in one product" in rows["octavo block"]["summary"]
@@ -90,6 +90,22 @@ def test_lora_on_a_frozen_base(tmp_path: Path) -> None:
     adapters = 4 * (4 * 64 + 64 + 2 * 32 + 64 + 2 * 64 + 2 * 128 + 64 + 128)  # ins and outs of the seven, rank 4
     assert case.adapter_parameters == adapters
     assert case.flops == 4 * (linears + 64 * 256) * 64 + 6 * adapters * 64 + case.attention_flops
+
+
+def test_a_frozen_base_without_adapters(tmp_path: Path) -> None:
+    options = "--preset tiny --mode lora --rank 0 --no-compile --rounds 2 --steps 1 --warmup 1 --recipe channel"
+    run = bench(tmp_path, *options.split(), "--against", "bf16-eager,octavo-bf16")
+    assert run.returncode == 0, run.stdout + run.stderr
+    result = read(tmp_path, "*-cpu-tiny-2l-lora0.json")
+    rows = {row["name"]: row for row in result["rows"]}
+    assert list(rows) == ["bf16-eager", "octavo-bf16", "octavo channel"]
+    for row in rows.values():
+        assert row["status"] == "timed" and row["check"]["worst_parameter"] == "embedding's output"
+        assert len({turn["loss"] for turn in row["turns"]}) == 1  # also where weights are drawn again for every turn
+    assert rows["bf16-eager"]["check"]["cosine"] == pytest.approx(1.0)
+    assert 0.99 < rows["octavo channel"]["check"]["cosine"] < 1
+    case = Case.from_dict(result["case"])
+    assert case.flops == result["flops"] == 4 * case.matmul_parameters * 256 + case.attention_flops
 
 
 def test_bdh_under_the_autocast(tmp_path: Path) -> None:
@@ -109,7 +125,7 @@ def test_a_configuration_file_leaves_no_folder_in_the_result(tmp_path: Path) -> 
     arguments = ("--config", str(config), "--layers", "1", "--tokens", "32", "--seq", "16", "--no-compile")
     run = bench(tmp_path, *arguments, "--against", "bf16-eager", *SHORT)
     assert run.returncode == 0, run.stderr
-    text = next((tmp_path / "benchmarks/results").glob("*-cpu-small-1l.json")).read_text()
+    text = next((tmp_path / "benchmarks/results").glob("*-cpu-small-1l-32t.json")).read_text()
     assert str(tmp_path) not in text and "/somewhere" not in text and os.uname().nodename not in text
     assert "--config small.json" in text
 
@@ -138,6 +154,12 @@ def test_gemm_and_kernels(tmp_path: Path) -> None:
         ([], ["--preset", "--config"]),
         (["--preset", "70b"], ["preset='70b'", "1b, 3b, 8b"]),
         (["--preset", "8b", "--device", "cpu"], ["8b", "parameters", "--preset tiny", "--force"]),
+        (["--preset", "tiny", "--mode", "half"], ["mode='half'", "full, lora"]),
+        (["--preset", "tiny", "--rank", "8"], ["--rank 8", "--mode lora"]),
+        (["--preset", "tiny", "--targets", "mlp"], ["--targets mlp", "--mode lora"]),
+        (["--preset", "tiny", "--mode", "lora", "--rank", "-1"], ["rank=-1", "0 for the frozen base"]),
+        (["--preset", "tiny", "--mode", "lora", "--rank", "0", "--targets", "mlp"], ["--targets mlp", "--rank 0"]),
+        (["--preset", "tiny", "--mode", "lora", "--targets", "head"], ["targets='head'", "attention"]),
         (["--preset", "tiny", "--mode", "lora", "--recipe", "delayed"], ["--recipe delayed", "block, channel"]),
         (["--preset", "tiny", "--mode", "lora", "--recipe", "block+wgrad-channel"], ["--wgrad", "leave it out"]),
         (["--preset", "bdh-tiny", "--mode", "lora"], ["--mode lora", "BDH"]),

@@ -78,7 +78,7 @@ def test_gemms_are_three_for_every_linear():
 
 def test_contenders():
     def names(case, **changes):
-        options = {"mode": "full", "recipes": ["delayed"], "head": "bf16", "wgrad": "recipe", "against": ["bf16-eager"]}
+        options = {"recipes": ["delayed"], "head": "bf16", "wgrad": "recipe", "against": ["bf16-eager"]}
         found, reasons = make_contenders(case, compile=True, **{**options, **changes})
         return [contender.name for contender in found], reasons
 
@@ -103,6 +103,50 @@ def test_contenders():
     assert set(reasons) == {"octavo-bf16", "torchao", "torchao-row", "te", "unsloth"}
 
 
+@pytest.mark.parametrize(
+    ("targets", "members"),
+    [
+        ("attention", ["q_proj", "k_proj", "v_proj", "o_proj"]),
+        ("mlp", ["gate_proj", "up_proj", "down_proj"]),
+        ("all", ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]),
+    ],
+)
+def test_adapters_are_where_the_formula_counts_them(targets, members):
+    pytest.importorskip("peft")
+    case = preset("tiny", mode="lora", rank=4, targets=targets)
+    model = Subject(case, PLAIN).model
+    adapters = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
+    assert {name.split(".lora_")[0].rsplit(".", 1)[1] for name in adapters} == set(members)
+    assert sum(adapters.values()) == case.adapter_parameters
+    fp8 = case.gemm_flops(fp8=True, fp8_head=True)
+    assert fp8 == {"fp8": 4 * case.matmul_parameters * 256, "bf16": 6 * case.adapter_parameters * 256}
+
+
+def test_lora_flops_against_a_count_by_torch():
+    """Of the linears alone: torch counts no attention on a CPU. Without adapters backward goes through every layer."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    pytest.importorskip("peft")
+    case = preset("tiny", mode="lora", rank=0)
+    subject = Subject(case, PLAIN)
+    with FlopCounterMode(display=False) as counter:
+        subject.step()
+    assert _products(counter) == case.flops - case.attention_flops
+
+    case = preset("tiny", mode="lora", rank=4)
+    subject = Subject(case, PLAIN)
+    with FlopCounterMode(display=False) as counter:
+        subject.step()
+    # The first layer's input has no gradient: neither of q, k and v nor of their adapters.
+    spared = 2 * 256 * (64 * 128 + 3 * 4 * 64)
+    assert _products(counter) == case.flops - case.attention_flops - spared
+
+
+def _products(counter) -> int:
+    """Of matrices: rotary embeddings and attention are batched."""
+    return counter.get_flop_counts()["Global"][torch.ops.aten.mm]
+
+
 def test_weights_come_back_as_they_were():
     subject = Subject(bdh(), PLAIN)
     before = {name: p.detach().clone() for name, p in subject.model.named_parameters()}
@@ -113,6 +157,23 @@ def test_weights_come_back_as_they_were():
     subject.unpark()
     assert [id(p) for p in subject.model.parameters()] == identity
     assert all(torch.equal(p, before[name]) for name, p in subject.model.named_parameters())
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_a_frozen_base_comes_back_and_a_dropped_one_takes_no_memory(rank):
+    pytest.importorskip("peft")
+    case = preset("tiny", mode="lora", rank=rank)
+    for contender in (PLAIN, Contender("octavo channel", "octavo", compile=False, recipe="channel")):
+        subject = Subject(case, contender)
+        before = {name: p.detach().clone() for name, p in subject.model.named_parameters()}
+        loss = subject.step()
+        subject.park()
+        assert not any(gradient is not None for gradient in subject.gradients().values())
+        subject.unpark()
+        assert all(torch.equal(p, before[name]) for name, p in subject.model.named_parameters())
+        assert torch.equal(subject.step(), loss)
+        subject.drop()
+        assert all(p.untyped_storage().nbytes() == 0 for p in subject.model.parameters() if p.dim() >= 2)
 
 
 def test_the_check_sees_a_wrong_gradient(monkeypatch):
@@ -232,6 +293,23 @@ def test_result_files_do_not_replace_each_other(result, tmp_path: Path):
     names = [write_result(result, tmp_path / "results").name for _ in range(2)]
     assert names == ["2026-11-15-h200-tiny-2l.json", "2026-11-15-h200-tiny-2l-2.json"]
     assert json.loads((tmp_path / "results" / names[0]).read_text()) == result
+
+
+def test_names_and_titles_tell_cases_apart(result, tmp_path: Path):
+    cases = {
+        "tiny-2l": ("tiny, 2 layers, 256 tokens a step (seq 64)", {}),
+        "tiny-2l-512t": ("tiny, 2 layers, 512 tokens a step (seq 64)", {"tokens": 512}),
+        "tiny-2l-lora32": ("tiny, 2 layers, LoRA of rank 32 on every linear, 256 tokens", {"mode": "lora"}),
+        "tiny-2l-lora8-attention-512t": (
+            "tiny, 2 layers, LoRA of rank 8 on q, k, v and o, 512 tokens",
+            {"mode": "lora", "rank": 8, "targets": "attention", "tokens": 512},
+        ),
+        "tiny-2l-lora0": ("tiny, 2 layers, frozen, no adapters, 256 tokens", {"mode": "lora", "rank": 0}),
+    }
+    for name, (words, options) in cases.items():
+        found = {**result, "case": preset("tiny", **options).to_dict()}
+        assert write_result(found, tmp_path).name == f"2026-11-15-h200-{name}.json"
+        assert f"**{words}" in markdown([found])
 
 
 def test_the_readme_table_has_every_row(result, tmp_path: Path):
