@@ -146,6 +146,9 @@ def test_gemm_and_kernels(tmp_path: Path) -> None:
     # dh and gate|up are read; gradients of both leave as rows and columns, h as columns; three scales.
     assert fused["bytes"] == 32 * 128 * 2 + 32 * 256 * 2 + 32 * 256 * 2 + 32 * 128 + 12
     assert row["tb_per_s"] == pytest.approx(row["bytes"] / row["seconds"] / 1e12)
+    assert row["moved_bytes"] == row["bytes"] + 32 * 64 * 2  # the amax comes first
+    assert row["moved_share_of_copy"] / row["share_of_copy"] == pytest.approx(row["moved_bytes"] / row["bytes"])
+    assert fused["moved_bytes"] == fused["bytes"] + 32 * 128 * 2 + 32 * 256 * 2
 
 
 @pytest.mark.parametrize(

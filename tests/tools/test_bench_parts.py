@@ -1,6 +1,7 @@
 """The bench's arithmetic and its protocol, piece by piece."""
 
 import io
+import itertools
 import json
 import math
 from dataclasses import replace
@@ -9,11 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from octavo.numerics import FP8ScalingManager
+from octavo import ops
+from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
+from octavo.numerics.config import RECIPES
+from octavo.numerics.operand import LAYOUTS
+from octavo.numerics.scaling import SCALE
 from octavo.tools.bench.cases import LLAMAS, Case, make_case
 from octavo.tools.bench.check import check, failure
 from octavo.tools.bench.contenders import AGAINST, Contender, make_contenders
 from octavo.tools.bench.gemm import gemms
+from octavo.tools.bench.kernels import _measure, gated_passes, passes, works
 from octavo.tools.bench.plot import write_plot
 from octavo.tools.bench.result import add_figures, fail_row, missing_row, new_row, without_folders, write_result
 from octavo.tools.bench.runner import run_bench
@@ -74,6 +80,42 @@ def test_gemms_are_three_for_every_linear():
     assert case.gemm_flops(fp8=True, fp8_head=False) == {"fp8": body, "bf16": head}
     assert case.gemm_flops(fp8=True, fp8_head=True) == {"fp8": body + head, "bf16": 0}
     assert case.gemm_flops(fp8=False, fp8_head=False) == {"fp8": 0, "bf16": body + head}
+
+
+def test_passes_are_those_of_the_kernels():
+    pytest.importorskip("triton")
+    from octavo.kernels.quantize import _Planner
+
+    x = torch.empty(256, 256, dtype=torch.bfloat16)
+    for name, layout in itertools.product(RECIPES, LAYOUTS):
+        for operand in ("x", "w", "g"):
+            recipe = getattr(FP8TrainingConfig.from_recipe(name).recipe, operand)
+            launches = _Planner([x], recipe, torch.Size(), known=True).plan(True, layout)._launches
+            if (name, layout) != ("channel", "rows"):  # a whole row in registers: one, once there is that kernel
+                assert len(launches) == passes(recipe, layout), (name, operand, layout)
+
+
+def test_what_a_gated_mlp_moves():
+    size = 1000
+    found = {name: gated_passes(FP8TrainingConfig.from_recipe(name).recipe, size) for name in RECIPES}
+    assert found["delayed"] == ((1, 0), (1, 0)) and found["current"] == ((2, 0), (2, 0))
+    assert found["block"] == found["mx"] == ((1, 0), (2, 0))
+    # h is written and read; the gradients, twice as large, are written and read twice, and so is h for its columns.
+    assert found["channel"] == ((1, 2 * size), (1, 3 * 2 * size + 3 * size))
+
+
+def test_columns_are_timed_with_a_scale_that_is_known(monkeypatch):
+    asked = []
+
+    def quantize_group(xs, row, recipe, record, layout, known=False):
+        asked.append((layout, record, known, row[SCALE].item() > 0))
+        return plain(xs, row, recipe, record, layout, known)
+
+    plain = ops.quantize_group
+    monkeypatch.setattr(ops, "quantize_group", quantize_group)
+    work = next(w for w in works(preset("tiny")) if (w.recipe, w.operand, w.layout) == ("delayed", "w", "columns"))
+    assert _measure(work, "cpu", 1.0)["status"] == "timed"
+    assert asked[0] == ("rows", True, False, False) and set(asked[1:]) == {("columns", False, True, True)}
 
 
 def test_contenders():
