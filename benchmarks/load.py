@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ ROOM = 1.05  # times the checkpoint
 SEQUENCE, STEPS, RANK = 512, 2, 32
 LEARNING_RATE = 1e-3
 INIT_STD = 0.02
+WRITERS = 4  # one writes about 1 GB/s
 MEMORY = Path("/dev/shm")
 
 
@@ -63,24 +65,27 @@ def tensors_of(preset: str) -> tuple[Any, dict[str, torch.Size]]:
     return model.config, {name: tensor.shape for name, tensor in model.state_dict().items()}
 
 
-def random_tensor(name: str, shape: torch.Size, device: str) -> Tensor:
+def random_tensor(name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
     """Norms are ones, matrices as they are initialised."""
-    made = torch.empty(shape, dtype=torch.bfloat16, device=device)
-    return made.fill_(1.0) if "norm" in name else made.normal_(0.0, INIT_STD)
+    made = torch.empty(shape, dtype=torch.bfloat16, device=generator.device)
+    return made.fill_(1.0) if "norm" in name else made.normal_(0.0, INIT_STD, generator=generator)
 
 
 def write_checkpoint(folder: Path, preset: str, device: str, limit: int = SHARD_BYTES) -> dict[str, Any]:
-    """A checkpoint as Hugging Face writes them, one shard after the other: no more than one is in memory."""
+    """A checkpoint as Hugging Face writes them. No more than `WRITERS` shards are in memory."""
     start = time.perf_counter()
-    torch.manual_seed(0)
     config, shapes = tensors_of(preset)
-    files = list(shards(shapes, limit))
-    weight_map = {}
-    for number, names in enumerate(files, 1):
-        file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        tensors = {name: random_tensor(name, shapes[name], device).cpu() for name in names}
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(names, file)
+    parts = list(shards(shapes, limit))
+    files = [f"model-{number:05d}-of-{len(parts):05d}.safetensors" for number in range(1, len(parts) + 1)]
+
+    def write(number: int) -> None:
+        generator = torch.Generator(device).manual_seed(number)
+        tensors = {name: random_tensor(name, shapes[name], generator).cpu() for name in parts[number]}
+        save_file(tensors, folder / files[number], metadata={"format": "pt"})
+
+    with ThreadPoolExecutor(WRITERS) as pool:
+        list(pool.map(write, range(len(parts))))
+    weight_map = {name: file for file, names in zip(files, parts, strict=True) for name in names}
     parameters = sum(shape.numel() for shape in shapes.values())
     index = {"metadata": {"total_size": 2 * parameters}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
