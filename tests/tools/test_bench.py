@@ -92,22 +92,6 @@ def test_lora_on_a_frozen_base(tmp_path: Path) -> None:
     assert case.flops == 4 * (linears + 64 * 256) * 64 + 6 * adapters * 64 + case.attention_flops
 
 
-def test_a_frozen_base_without_adapters(tmp_path: Path) -> None:
-    options = "--preset tiny --mode lora --rank 0 --no-compile --rounds 2 --steps 1 --warmup 1 --recipe channel"
-    run = bench(tmp_path, *options.split(), "--against", "bf16-eager,octavo-bf16")
-    assert run.returncode == 0, run.stdout + run.stderr
-    result = read(tmp_path, "*-cpu-tiny-2l-lora0.json")
-    rows = {row["name"]: row for row in result["rows"]}
-    assert list(rows) == ["bf16-eager", "octavo-bf16", "octavo channel"]
-    for row in rows.values():
-        assert row["status"] == "timed" and row["check"]["worst_parameter"] == "embedding's output"
-        assert len({turn["loss"] for turn in row["turns"]}) == 1  # also where weights are drawn again for every turn
-    assert rows["bf16-eager"]["check"]["cosine"] == pytest.approx(1.0)
-    assert 0.99 < rows["octavo channel"]["check"]["cosine"] < 1
-    case = Case.from_dict(result["case"])
-    assert case.flops == result["flops"] == 4 * case.matmul_parameters * 256 + case.attention_flops
-
-
 def test_bdh_under_the_autocast(tmp_path: Path) -> None:
     shape = ("--preset", "bdh-tiny", "--layers", "1", "--seq", "32", "--tokens", "64")
     run = bench(tmp_path, *shape, "--no-compile", *SHORT)

@@ -201,6 +201,22 @@ def test_weights_come_back_as_they_were():
     assert all(torch.equal(p, before[name]) for name, p in subject.model.named_parameters())
 
 
+def test_a_frozen_base_without_adapters_is_checked_by_the_gradient_of_its_input():
+    pytest.importorskip("peft")
+    case = preset("tiny", mode="lora", rank=0)
+    assert case.flops == 4 * case.matmul_parameters * 256 + case.attention_flops
+    cosines = []
+    for contender in (
+        PLAIN,
+        Contender("octavo-bf16", "octavo-bf16", False),
+        Contender("c", "octavo", False, "channel"),
+    ):
+        found, _ = check(case, contender)
+        assert found["failure"] == "" and found["worst_parameter"] == "embedding's output"
+        cosines.append(found["cosine"])
+    assert cosines[:2] == pytest.approx([1.0, 1.0], abs=1e-4) and 0.99 < cosines[2] < 1 - 1e-4
+
+
 @pytest.mark.parametrize("rank", [0, 4])
 def test_a_frozen_base_comes_back_and_a_dropped_one_takes_no_memory(rank):
     pytest.importorskip("peft")
