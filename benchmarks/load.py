@@ -40,7 +40,7 @@ ROOM = 1.05  # times the checkpoint
 SEQUENCE, STEPS, RANK = 512, 2, 32
 LEARNING_RATE = 1e-3
 INIT_STD = 0.02
-WRITERS = 4  # one writes about 1 GB/s
+WRITERS = 4
 MEMORY = Path("/dev/shm")
 
 
