@@ -238,7 +238,12 @@ def bench(
     ] = None,
     layers: Annotated[int | None, _option("Model", "--layers", "Layers, instead of the model's.")] = None,
     mode: Annotated[str, _option("Model", "--mode", "full or lora (default: full).")] = "full",
-    rank: Annotated[int, _option("Model", "--rank", "Rank of the adapters with --mode lora (default: 32).")] = 32,
+    rank: Annotated[
+        int | None, _option("Model", "--rank", "Of LoRA's adapters (default: 32); 0: the frozen base alone.")
+    ] = None,
+    targets: Annotated[
+        str | None, _option("Model", "--targets", "Linears with adapters: all, attention or mlp (default: all).")
+    ] = None,
     tokens: Annotated[int | None, _option("Model", "--tokens", "Tokens a step (default: 8192; tiny: 256).")] = None,
     seq: Annotated[int | None, _option("Model", "--seq", "Tokens a sequence (default: 2048; tiny: 64).")] = None,
     recipe: Annotated[
@@ -289,12 +294,13 @@ def bench(
             seed=seed,
             device=device,
             force=force,
-            rank=rank if mode == "lora" else 0,
+            mode=mode,
+            rank=rank,
+            targets=targets,
         )
         contenders, reasons = make_contenders(
             case,
-            mode=mode,
-            recipes=_names(recipe or ("block,channel" if mode == "lora" else "delayed")),
+            recipes=_names(recipe or ("block,channel" if case.frozen else "delayed")),
             head=head,
             wgrad=wgrad,
             against=_names(against) if against is not None else AGAINST,

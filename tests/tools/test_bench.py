@@ -81,7 +81,7 @@ def test_lora_on_a_frozen_base(tmp_path: Path) -> None:
     options = "--preset tiny --mode lora --rank 4 --layers 1 --tokens 64 --seq 32 --no-compile --rounds 1 --steps 1"
     run = bench(tmp_path, *options.split(), "--warmup", "1", "--against", "bf16-eager,te", "--recipe", "block")
     assert run.returncode == 0, run.stdout + run.stderr
-    result = read(tmp_path, "*-tiny-1l-lora4.json")
+    result = read(tmp_path, "*-cpu-tiny-1l-lora4-64t.json")
     rows = {row["name"]: row for row in result["rows"]}
     assert rows["octavo block"]["check"]["cosine"] > 0.99 and rows["te"]["status"] != "timed"
     assert "gate and up in one product" in rows["octavo block"]["summary"]
@@ -109,7 +109,7 @@ def test_a_configuration_file_leaves_no_folder_in_the_result(tmp_path: Path) -> 
     arguments = ("--config", str(config), "--layers", "1", "--tokens", "32", "--seq", "16", "--no-compile")
     run = bench(tmp_path, *arguments, "--against", "bf16-eager", *SHORT)
     assert run.returncode == 0, run.stderr
-    text = next((tmp_path / "benchmarks/results").glob("*-cpu-small-1l.json")).read_text()
+    text = next((tmp_path / "benchmarks/results").glob("*-cpu-small-1l-32t.json")).read_text()
     assert str(tmp_path) not in text and "/somewhere" not in text and os.uname().nodename not in text
     assert "--config small.json" in text
 
@@ -130,6 +130,9 @@ def test_gemm_and_kernels(tmp_path: Path) -> None:
     # dh and gate|up are read; gradients of both leave as rows and columns, h as columns; three scales.
     assert fused["bytes"] == 32 * 128 * 2 + 32 * 256 * 2 + 32 * 256 * 2 + 32 * 128 + 12
     assert row["tb_per_s"] == pytest.approx(row["bytes"] / row["seconds"] / 1e12)
+    assert row["moved_bytes"] == row["bytes"] + 32 * 64 * 2  # the amax comes first
+    assert row["moved_share_of_copy"] / row["share_of_copy"] == pytest.approx(row["moved_bytes"] / row["bytes"])
+    assert fused["moved_bytes"] == fused["bytes"] + 32 * 128 * 2 + 32 * 256 * 2
 
 
 @pytest.mark.parametrize(
@@ -138,6 +141,12 @@ def test_gemm_and_kernels(tmp_path: Path) -> None:
         ([], ["--preset", "--config"]),
         (["--preset", "70b"], ["preset='70b'", "1b, 3b, 8b"]),
         (["--preset", "8b", "--device", "cpu"], ["8b", "parameters", "--preset tiny", "--force"]),
+        (["--preset", "tiny", "--mode", "half"], ["mode='half'", "full, lora"]),
+        (["--preset", "tiny", "--rank", "8"], ["--rank 8", "--mode lora"]),
+        (["--preset", "tiny", "--targets", "mlp"], ["--targets mlp", "--mode lora"]),
+        (["--preset", "tiny", "--mode", "lora", "--rank", "-1"], ["rank=-1", "0 for the frozen base"]),
+        (["--preset", "tiny", "--mode", "lora", "--rank", "0", "--targets", "mlp"], ["--targets mlp", "--rank 0"]),
+        (["--preset", "tiny", "--mode", "lora", "--targets", "head"], ["targets='head'", "attention"]),
         (["--preset", "tiny", "--mode", "lora", "--recipe", "delayed"], ["--recipe delayed", "block, channel"]),
         (["--preset", "tiny", "--mode", "lora", "--recipe", "block+wgrad-channel"], ["--wgrad", "leave it out"]),
         (["--preset", "bdh-tiny", "--mode", "lora"], ["--mode lora", "BDH"]),

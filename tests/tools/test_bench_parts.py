@@ -1,6 +1,7 @@
 """The bench's arithmetic and its protocol, piece by piece."""
 
 import io
+import itertools
 import json
 import math
 from dataclasses import replace
@@ -9,11 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from octavo.numerics import FP8ScalingManager
+from octavo import ops
+from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
+from octavo.numerics.config import RECIPES
+from octavo.numerics.operand import LAYOUTS
+from octavo.numerics.scaling import SCALE
 from octavo.tools.bench.cases import LLAMAS, Case, make_case
 from octavo.tools.bench.check import check, failure
 from octavo.tools.bench.contenders import AGAINST, Contender, make_contenders
 from octavo.tools.bench.gemm import gemms
+from octavo.tools.bench.kernels import _measure, gated_passes, passes, works
 from octavo.tools.bench.plot import write_plot
 from octavo.tools.bench.result import add_figures, fail_row, missing_row, new_row, without_folders, write_result
 from octavo.tools.bench.runner import run_bench
@@ -76,9 +82,45 @@ def test_gemms_are_three_for_every_linear():
     assert case.gemm_flops(fp8=False, fp8_head=False) == {"fp8": 0, "bf16": body + head}
 
 
+def test_passes_are_those_of_the_kernels():
+    pytest.importorskip("triton")
+    from octavo.kernels.quantize import _Planner
+
+    x = torch.empty(256, 256, dtype=torch.bfloat16)
+    for name, layout in itertools.product(RECIPES, LAYOUTS):
+        for operand in ("x", "w", "g"):
+            recipe = getattr(FP8TrainingConfig.from_recipe(name).recipe, operand)
+            launches = _Planner([x], recipe, torch.Size(), known=True).plan(True, layout)._launches
+            if (name, layout) != ("channel", "rows"):  # a whole row in registers: one, once there is that kernel
+                assert len(launches) == passes(recipe, layout), (name, operand, layout)
+
+
+def test_what_a_gated_mlp_moves():
+    size = 1000
+    found = {name: gated_passes(FP8TrainingConfig.from_recipe(name).recipe, size) for name in RECIPES}
+    assert found["delayed"] == ((1, 0), (1, 0)) and found["current"] == ((2, 0), (2, 0))
+    assert found["block"] == found["mx"] == ((1, 0), (2, 0))
+    # h is written and read; the gradients, twice as large, are written and read twice, and so is h for its columns.
+    assert found["channel"] == ((1, 2 * size), (1, 3 * 2 * size + 3 * size))
+
+
+def test_columns_are_timed_with_a_scale_that_is_known(monkeypatch):
+    asked = []
+
+    def quantize_group(xs, row, recipe, record, layout, known=False):
+        asked.append((layout, record, known, row[SCALE].item() > 0))
+        return plain(xs, row, recipe, record, layout, known)
+
+    plain = ops.quantize_group
+    monkeypatch.setattr(ops, "quantize_group", quantize_group)
+    work = next(w for w in works(preset("tiny")) if (w.recipe, w.operand, w.layout) == ("delayed", "w", "columns"))
+    assert _measure(work, "cpu", 1.0)["status"] == "timed"
+    assert asked[0] == ("rows", True, False, False) and set(asked[1:]) == {("columns", False, True, True)}
+
+
 def test_contenders():
     def names(case, **changes):
-        options = {"mode": "full", "recipes": ["delayed"], "head": "bf16", "wgrad": "recipe", "against": ["bf16-eager"]}
+        options = {"recipes": ["delayed"], "head": "bf16", "wgrad": "recipe", "against": ["bf16-eager"]}
         found, reasons = make_contenders(case, compile=True, **{**options, **changes})
         return [contender.name for contender in found], reasons
 
@@ -103,6 +145,50 @@ def test_contenders():
     assert set(reasons) == {"octavo-bf16", "torchao", "torchao-row", "te", "unsloth"}
 
 
+@pytest.mark.parametrize(
+    ("targets", "members"),
+    [
+        ("attention", ["q_proj", "k_proj", "v_proj", "o_proj"]),
+        ("mlp", ["gate_proj", "up_proj", "down_proj"]),
+        ("all", ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]),
+    ],
+)
+def test_adapters_are_where_the_formula_counts_them(targets, members):
+    pytest.importorskip("peft")
+    case = preset("tiny", mode="lora", rank=4, targets=targets)
+    model = Subject(case, PLAIN).model
+    adapters = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
+    assert {name.split(".lora_")[0].rsplit(".", 1)[1] for name in adapters} == set(members)
+    assert sum(adapters.values()) == case.adapter_parameters
+    fp8 = case.gemm_flops(fp8=True, fp8_head=True)
+    assert fp8 == {"fp8": 4 * case.matmul_parameters * 256, "bf16": 6 * case.adapter_parameters * 256}
+
+
+def test_lora_flops_against_a_count_by_torch():
+    """Of the linears alone: torch counts no attention on a CPU. Without adapters backward goes through every layer."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    pytest.importorskip("peft")
+    case = preset("tiny", mode="lora", rank=0)
+    subject = Subject(case, PLAIN)
+    with FlopCounterMode(display=False) as counter:
+        subject.step()
+    assert _products(counter) == case.flops - case.attention_flops
+
+    case = preset("tiny", mode="lora", rank=4)
+    subject = Subject(case, PLAIN)
+    with FlopCounterMode(display=False) as counter:
+        subject.step()
+    # The first layer's input has no gradient: neither of q, k and v nor of their adapters.
+    spared = 2 * 256 * (64 * 128 + 3 * 4 * 64)
+    assert _products(counter) == case.flops - case.attention_flops - spared
+
+
+def _products(counter) -> int:
+    """Of matrices: rotary embeddings and attention are batched."""
+    return counter.get_flop_counts()["Global"][torch.ops.aten.mm]
+
+
 def test_weights_come_back_as_they_were():
     subject = Subject(bdh(), PLAIN)
     before = {name: p.detach().clone() for name, p in subject.model.named_parameters()}
@@ -113,6 +199,39 @@ def test_weights_come_back_as_they_were():
     subject.unpark()
     assert [id(p) for p in subject.model.parameters()] == identity
     assert all(torch.equal(p, before[name]) for name, p in subject.model.named_parameters())
+
+
+def test_a_frozen_base_without_adapters_is_checked_by_the_gradient_of_its_input():
+    pytest.importorskip("peft")
+    case = preset("tiny", mode="lora", rank=0)
+    assert case.flops == 4 * case.matmul_parameters * 256 + case.attention_flops
+    cosines = []
+    for contender in (
+        PLAIN,
+        Contender("octavo-bf16", "octavo-bf16", False),
+        Contender("c", "octavo", False, "channel"),
+    ):
+        found, _ = check(case, contender)
+        assert found["failure"] == "" and found["worst_parameter"] == "embedding's output"
+        cosines.append(found["cosine"])
+    assert cosines[:2] == pytest.approx([1.0, 1.0], abs=1e-4) and 0.99 < cosines[2] < 1 - 1e-4
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_a_frozen_base_comes_back_and_a_dropped_one_takes_no_memory(rank):
+    pytest.importorskip("peft")
+    case = preset("tiny", mode="lora", rank=rank)
+    for contender in (PLAIN, Contender("octavo channel", "octavo", compile=False, recipe="channel")):
+        subject = Subject(case, contender)
+        before = {name: p.detach().clone() for name, p in subject.model.named_parameters()}
+        loss = subject.step()
+        subject.park()
+        assert not any(gradient is not None for gradient in subject.gradients().values())
+        subject.unpark()
+        assert all(torch.equal(p, before[name]) for name, p in subject.model.named_parameters())
+        assert torch.equal(subject.step(), loss)
+        subject.drop()
+        assert all(p.untyped_storage().nbytes() == 0 for p in subject.model.parameters() if p.dim() >= 2)
 
 
 def test_the_check_sees_a_wrong_gradient(monkeypatch):
@@ -232,6 +351,23 @@ def test_result_files_do_not_replace_each_other(result, tmp_path: Path):
     names = [write_result(result, tmp_path / "results").name for _ in range(2)]
     assert names == ["2026-11-15-h200-tiny-2l.json", "2026-11-15-h200-tiny-2l-2.json"]
     assert json.loads((tmp_path / "results" / names[0]).read_text()) == result
+
+
+def test_names_and_titles_tell_cases_apart(result, tmp_path: Path):
+    cases = {
+        "tiny-2l": ("tiny, 2 layers, 256 tokens a step (seq 64)", {}),
+        "tiny-2l-512t": ("tiny, 2 layers, 512 tokens a step (seq 64)", {"tokens": 512}),
+        "tiny-2l-lora32": ("tiny, 2 layers, LoRA of rank 32 on every linear, 256 tokens", {"mode": "lora"}),
+        "tiny-2l-lora8-attention-512t": (
+            "tiny, 2 layers, LoRA of rank 8 on q, k, v and o, 512 tokens",
+            {"mode": "lora", "rank": 8, "targets": "attention", "tokens": 512},
+        ),
+        "tiny-2l-lora0": ("tiny, 2 layers, frozen, no adapters, 256 tokens", {"mode": "lora", "rank": 0}),
+    }
+    for name, (words, options) in cases.items():
+        found = {**result, "case": preset("tiny", **options).to_dict()}
+        assert write_result(found, tmp_path).name == f"2026-11-15-h200-{name}.json"
+        assert f"**{words}" in markdown([found])
 
 
 def test_the_readme_table_has_every_row(result, tmp_path: Path):

@@ -4,6 +4,7 @@ At full width, on few layers and the run's own tokens, so that what is checked i
 second step counts: by then delayed scaling uses the scales that the first one left.
 
     cosine = Σ g·r / √(Σ g·g · Σ r·r)        g the contender's gradient, r the reference's, over all parameters
+                                              (without any to train, of the embedding's output)
 """
 
 import math
@@ -25,7 +26,7 @@ def check(case: Case, contender: Contender) -> tuple[dict[str, Any], Subject]:
     layers = min(CHECK_LAYERS, case.layers)
     reference = Subject(case, REFERENCE, layers)
     reference_loss = reference.step().item()
-    gradients = {name: p.grad for name, p in reference.model.named_parameters() if p.requires_grad}
+    gradients = reference.gradients()
 
     subject = Subject(case, contender, layers)
     subject.step()
@@ -39,7 +40,7 @@ def check(case: Case, contender: Contender) -> tuple[dict[str, Any], Subject]:
         "loss_difference": loss / reference_loss - 1,
         **_compare(subject, gradients),
     }
-    reference.park()
+    reference.drop()
     found["failure"] = failure(found)
     return _finite(found), subject
 
@@ -58,14 +59,14 @@ def failure(found: dict[str, Any]) -> str:
 def _compare(subject: Subject, reference: dict[str, torch.Tensor | None]) -> dict[str, Any]:
     sums = torch.zeros(3, dtype=torch.float64)
     worst, worst_name = math.inf, ""
-    trained = {name: p for name, p in subject.model.named_parameters() if p.requires_grad}
-    if trained.keys() != reference.keys():
-        raise ValueError(f"it trains {len(trained)} parameters, the reference {len(reference)}: not the same run")
-    for name, parameter in trained.items():
+    gradients = subject.gradients()
+    if gradients.keys() != reference.keys():
+        raise ValueError(f"it trains {len(gradients)} parameters, the reference {len(reference)}: not the same run")
+    for name, gradient in gradients.items():
         expected = reference[name]
-        if parameter.grad is None or expected is None:
+        if gradient is None or expected is None:
             raise ValueError(f"{name} has no gradient after a step")
-        g, r = parameter.grad.flatten().float(), expected.flatten().float()
+        g, r = gradient.flatten().float(), expected.flatten().float()
         one = torch.stack([g @ r, g @ g, r @ r]).double().cpu()
         sums += one
         cosine = _cosine(one)

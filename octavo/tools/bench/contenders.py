@@ -16,7 +16,6 @@ AGAINST = ("bf16-eager", BASELINE, OWN_BASELINE, "torchao", "torchao-row", "te",
 EXTRAS = ("fp8-head", "wgrad-channel")
 HEADS = ("bf16", "fp8", "both")
 WGRADS = ("recipe", "channel", "both")
-MODES = ("full", "lora")
 FROZEN = {
     "block": "block",
     "channel": "channel",
@@ -48,10 +47,9 @@ class Contender:
 
 
 def make_contenders(
-    case: Case, *, mode: str, recipes: Sequence[str], head: str, wgrad: str, against: Sequence[str], compile: bool
+    case: Case, *, recipes: Sequence[str], head: str, wgrad: str, against: Sequence[str], compile: bool
 ) -> tuple[list[Contender], dict[str, str]]:
     """The contenders that can run, baselines first, and the reasons of those that cannot."""
-    check_choice("mode", mode, MODES)
     check_choice("head", head, HEADS)
     check_choice("wgrad", wgrad, WGRADS)
     for item in recipes:
@@ -61,7 +59,7 @@ def make_contenders(
             check_choice(f"recipe {name}+", extra, EXTRAS)
         if "wgrad-channel" in extras and name != "block":
             raise UserError(f"--recipe {item}: wgrad-channel is a choice within the block recipe")
-    if mode == "lora":
+    if case.frozen:
         _check_lora(recipes, wgrad)
     for name in against:
         check_choice("against", name, AGAINST)
@@ -122,7 +120,7 @@ def _why_not(name: str, case: Case, compile: bool) -> str:
     if package is not None and find_spec(package) is None:
         return "not installed"
     if name == "unsloth":
-        return "not in this bench yet" if case.rank else "not in --mode full: it fine-tunes adapters"
+        return "not in this bench yet" if case.frozen else "not in --mode full: it fine-tunes adapters"
     if name == "te" and case.rank:
         return "PEFT does not wrap its linears"
     if name == BASELINE and not compile:

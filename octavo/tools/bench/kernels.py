@@ -3,9 +3,11 @@
     TB/s = (bytes of every input + bytes of every output) / time
 
 Each byte is counted once, however often a kernel reads it: current scaling has to look at a tensor twice, and pays.
-Live recording of amax, underflow and saturation is part of what is timed, as in a step: columns alone are those of a
-tensor whose rows came first, and were recorded. Beside plain quantising stand the fused forms of a gated MLP, with
-h = silu(gate) · up: h→FP8 in forward; in backward the gradients of gate and up, and h again.
+Beside this, which is what a caller gains, stands how well the kernels use the memory: what their passes move, by the
+table in `passes`. Live recording of amax, underflow and saturation is part of what is timed, as in a step: columns
+alone are those of a tensor whose rows came first and were recorded, so a delayed scale is known. Beside plain
+quantising stand the fused forms of a gated MLP, with h = silu(gate) · up: h→FP8 in forward; in backward the gradients
+of gate and up, and h again.
 """
 
 import statistics
@@ -21,6 +23,7 @@ from octavo import ops, ops_linear
 from octavo.numerics import FP8TrainingConfig, Quantized
 from octavo.numerics.config import RECIPES, OperandRecipe, Recipe
 from octavo.numerics.operand import LAYOUTS
+from octavo.numerics.quantize import BLOCK
 from octavo.numerics.scaling import new_rows
 from octavo.tools.bench.cases import Case
 from octavo.tools.bench.result import FAILED, TIMED
@@ -34,13 +37,20 @@ Shape = tuple[int, int]
 
 @dataclass(frozen=True)
 class Work:
-    """One thing to time: `run(row, *inputs)` for BF16 inputs of these shapes."""
+    """One thing to time: `run(row, *inputs)` for BF16 inputs of these shapes.
+
+    `reads`: how often the inputs are read. `between`: BF16 elements that one pass writes and later ones read, all told.
+    `before`: what a step has done with the row by then.
+    """
 
     recipe: str
     operand: str
     layout: str
     shapes: tuple[Shape, ...]
     run: Callable[..., list[Quantized]]
+    reads: int
+    between: int = 0
+    before: Callable[..., object] | None = None
 
 
 def bench_kernels(case: Case) -> dict[str, Any]:
@@ -57,12 +67,51 @@ def works(case: Case) -> Iterator[Work]:
     for name in RECIPES:
         recipe = FP8TrainingConfig.from_recipe(name).recipe
         for operand, shape in operand_shapes(case).items():
+            how: OperandRecipe = getattr(recipe, operand)
             for layout in LAYOUTS:
-                yield Work(name, operand, layout, (shape,), partial(_quantize, getattr(recipe, operand), layout))
+                run, reads = partial(_quantize, how, layout), passes(how, layout)
+                before = partial(_quantize, how, "rows") if layout == "columns" else None
+                yield Work(name, operand, layout, (shape,), run, reads, before=before)
         if not case.is_bdh:
-            h, gate_up = ((case.tokens, n * case.config["intermediate_size"]) for n in (1, 2))
-            yield Work(name, "swiglu", "rows", (gate_up,), partial(_gated, recipe))
-            yield Work(name, "swiglu backward", "both", (h, gate_up), partial(_gated_backward, recipe))
+            m, f = case.tokens, case.config["intermediate_size"]
+            forward, backward = gated_passes(recipe, m * f)
+            yield Work(name, "swiglu", "rows", ((m, 2 * f),), partial(_gated, recipe), *forward)
+            shapes = (m, f), (m, 2 * f)
+            yield Work(name, "swiglu backward", "both", shapes, partial(_gated_backward, recipe), *backward)
+
+
+def passes(recipe: OperandRecipe, layout: str) -> int:
+    """How often quantising reads its input from memory.
+
+    tensor      once, if the scale is delayed (the search for an amax ends at once); else once more for the amax
+    channel     rows once: a whole row is in registers. A column is not, so its amax takes a pass of its own, over
+                which that of the rows is found, too: columns and both read twice
+    128×128     once: a program walks over a block twice, but the second time it comes from a cache
+    1×128, mx   rows or columns once, scales being found in the tile; both are two passes with tiles of other shapes
+
+    Scales and amaxes are small and not counted, nor are the rare passes that look again for NaN or saturation.
+    """
+    if recipe.granularity == "tensor":
+        return 1 if recipe.delayed else 2
+    if recipe.granularity == "channel":
+        return 1 if layout == "rows" else 2
+    if recipe.granularity == "block" and recipe.block == (BLOCK, BLOCK):
+        return 1
+    return 2 if layout == "both" else 1
+
+
+def gated_passes(recipe: Recipe, size: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Of the gated MLP, forward and backward: how often inputs are read, and BF16 elements that move in between.
+
+    `size` is that of h. Per tensor and per block all is computed from gate, up and dh, in every pass anew, and nothing
+    lies in between; backward needs two passes where the layouts have scales of their own. (With one scale per tensor,
+    that of h is known in backward.) Per channel h, or the gradients of gate and up (twice its size) and h, are written
+    in BF16 once, and quantised from there. So are blocks where the width is no multiple of 128, which is not counted.
+    """
+    rows, both, columns = passes(recipe.x, "rows"), passes(recipe.g, "both"), passes(recipe.x, "columns")
+    if recipe.x.granularity != "channel":
+        return (rows, 0), (both, 0)
+    return (1, (1 + rows) * size), (1, (1 + both) * 2 * size + (1 + columns) * size)
 
 
 def operand_shapes(case: Case) -> dict[str, Shape]:
@@ -72,7 +121,8 @@ def operand_shapes(case: Case) -> dict[str, Shape]:
 
 
 def _quantize(recipe: OperandRecipe, layout: str, row: Tensor, x: Tensor) -> list[Quantized]:
-    return ops.quantize(x, row, recipe, record=layout != "columns", layout=layout)
+    columns = layout == "columns"
+    return ops.quantize_group([x], row, recipe, record=not columns, layout=layout, known=columns)
 
 
 def _gated(recipe: Recipe, row: Tensor, gate_up: Tensor) -> list[Quantized]:
@@ -97,10 +147,23 @@ def _measure(work: Work, device: str, copy: float) -> dict[str, Any]:
     read = sum(x.nbytes for x in first)
     copies = min(MOST_INPUTS - 1, WORKING_SET // read) if device == "cuda" else 0
     inputs = [first, *([x.clone() for x in first] for _ in range(copies))]
-    calls = [partial(work.run, new_rows(device=device), *each) for each in inputs]
+    rows = [new_rows(device=device) for _ in inputs]
+    if work.before is not None:
+        for row, each in zip(rows, inputs, strict=True):
+            work.before(row, *each)
+    calls = [partial(work.run, row, *each) for row, each in zip(rows, inputs, strict=True)]
     seconds, reason = try_device_time(calls, device)
     if seconds is None:
         return {"status": FAILED, "reason": reason}
-    size = read + sum(part.nbytes for quantized in calls[0]() for part in quantized)
-    rate = size / seconds / 1e12
-    return {"status": TIMED, "seconds": seconds, "bytes": size, "tb_per_s": rate, "share_of_copy": rate / copy}
+    written = sum(part.nbytes for quantized in calls[0]() for part in quantized)
+    moved = work.reads * read + work.between * torch.bfloat16.itemsize + written
+    rate = (read + written) / seconds / 1e12
+    return {
+        "status": TIMED,
+        "seconds": seconds,
+        "bytes": read + written,
+        "tb_per_s": rate,
+        "share_of_copy": rate / copy,
+        "moved_bytes": moved,
+        "moved_share_of_copy": moved / seconds / 1e12 / copy,
+    }

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.tools.bench.contenders import BASELINE
-from octavo.tools.bench.result import TIMED
+from octavo.tools.bench.result import TIMED, title
 from octavo.tools.bench.show import ratio
 
 
@@ -24,7 +24,6 @@ def _draw(result: dict[str, Any], rows: list[dict[str, Any]], path: Path) -> Non
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    case = result["case"]
     names = [row["name"] for row in rows]
     colours = ["tab:blue" if name.startswith("octavo") else "tab:gray" for name in names]
     medians = [row["figures"]["step_s"] * 1e3 for row in rows]
@@ -48,7 +47,7 @@ def _draw(result: dict[str, Any], rows: list[dict[str, Any]], path: Path) -> Non
         ax.margins(x=0.15)
         ax.spines[["top", "right"]].set_visible(False)
     figure.suptitle(
-        f"{case['name']}, {case['layers']} layers, {case['tokens']:,} tokens, forward + backward\n"
+        f"{title(result['case'])}, forward + backward\n"
         f"{result['device']}, torch {result['versions']['torch']}, {result['date']}"
     )
     figure.savefig(path, dpi=120, metadata={"Software": None})

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from octavo.tools.bench.cases import FLOPS_FORMULA, LORA_FLOPS_FORMULA, Case
+from octavo.tools.bench.cases import FLOPS_FORMULA, LORA_FLOPS_FORMULA, Case, usual_tokens
 from octavo.tools.bench.contenders import BASELINE, OWN_BASELINE, Contender
 from octavo.training.errors import UserError
 from octavo.training.files import disk_errors, write_json
@@ -88,14 +88,17 @@ def describe(case: Case, command: Sequence[str], found: dict[str, Any]) -> dict[
         "parameters": case.parameters,
         "matmul_parameters": case.matmul_parameters,
         "flops": case.flops,
-        "flops_formula": LORA_FLOPS_FORMULA if case.rank else FLOPS_FORMULA,
+        "flops_formula": LORA_FLOPS_FORMULA if case.frozen else FLOPS_FORMULA,
         **found,
     }
 
 
 def title(case: dict[str, Any]) -> str:
     """The case in words."""
-    lora = f", LoRA of rank {case['rank']}" if case.get("rank") else ""
+    lora = ""
+    if case.get("frozen"):
+        linears = {"all": "every linear", "attention": "q, k, v and o", "mlp": "gate, up and down"}[case["targets"]]
+        lora = f", LoRA of rank {case['rank']} on {linears}" if case["rank"] else ", frozen, no adapters"
     return f"{case['name']}, {case['layers']} layers{lora}, {case['tokens']:,} tokens a step (seq {case['seq']:,})"
 
 
@@ -138,14 +141,17 @@ def without_folders(text: str) -> str:
 
 
 def write_result(result: dict[str, Any], out: Path) -> Path:
-    """A new file in `out`, named after date, device and model; an earlier one of the same day stays."""
+    """A new file in `out`, named after date, device, model, LoRA, and tokens if unusual; an earlier one stays."""
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out}: not a folder")
     case = result["case"]
     device = re.sub(r"[^a-z0-9]+", "-", result["device"].lower().removeprefix("nvidia ")).strip("-")
-    kind = "" if result["kind"] == "step" else f"-{result['kind']}"
-    lora = f"-lora{case['rank']}" if case.get("rank") else ""
-    stem = f"{result['date']}-{device}-{case['name']}-{case['layers']}l{lora}{kind}"
+    parts = [result["date"], device, case["name"], f"{case['layers']}l"]
+    if case["frozen"]:
+        parts += [f"lora{case['rank']}", *([case["targets"]] if case["targets"] != "all" else [])]
+    parts += [f"{case['tokens']}t"] if case["tokens"] != usual_tokens(case["name"]) else []
+    parts += [result["kind"]] if result["kind"] != "step" else []
+    stem = "-".join(parts)
     names = [stem, *(f"{stem}-{i}" for i in range(2, 1000))]
     with disk_errors(out):
         out.mkdir(parents=True, exist_ok=True)

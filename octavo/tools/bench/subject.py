@@ -2,7 +2,8 @@
 
 Weights are random and come from the seed alone, so that every contender has the same ones, and so that they need no
 copy: between its turns a contender gives its weights' memory back and draws them again when its turn comes. (Eight
-billion of them are drawn in a fraction of a second on the GPU; copying them to the CPU and back takes several.)
+billion of them are drawn in a fraction of a second on the GPU; copying them to the CPU and back takes several.) A base
+frozen in FP8 stays between turns: it would have to be quantised again.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -33,13 +34,19 @@ class Subject:
         self.case = replace(case, layers=case.layers if layers is None else layers)
         self.model: Any = _build(self.case)
         self._storages: list[tuple[torch.UntypedStorage, int]] = []
+        self._drawn = self._matrices()
         self._draw()
         self.scaling: FP8ScalingManager | None = None
         self.context: AbstractContextManager[Any] = nullcontext()
         self.summary = "BF16, nothing converted"
         self._prepare(contender)
-        if case.rank:
-            self._adapt()
+        self._entry: Tensor | None = None
+        if case.frozen:
+            self.model.requires_grad_(False)
+            if case.rank:
+                self._adapt()
+            else:
+                self._enter()
         if contender.compile:
             self._compile()
         generator = torch.Generator().manual_seed(case.seed)
@@ -48,7 +55,8 @@ class Subject:
 
     def _prepare(self, contender: Contender) -> None:
         kind, tokens = contender.kind, self.case.tokens
-        if kind == "octavo" and self.case.rank:
+        if kind == "octavo" and self.case.frozen:
+            self._drawn = []  # or the weights in BF16 would stay beside those in FP8
             self.summary = "; ".join(self._freeze(contender))
         elif kind in ("torchao", "torchao-row"):
             self.summary = convert_by_torchao(self.model, kind)
@@ -83,9 +91,8 @@ class Subject:
         return loading.fuse(self.model, config)
 
     def _adapt(self) -> None:
-        """Adapters on every linear but the head, in BF16, with B not zero, so that every gradient says something."""
-        self.model.requires_grad_(False)
-        options = {"r": self.case.rank, "lora_alpha": self.case.rank, "target_modules": list(loading.LINEARS)}
+        """Adapters on the targets, in BF16, with B not zero, so that every gradient says something."""
+        options = {"r": self.case.rank, "lora_alpha": self.case.rank, "target_modules": self.case.target_modules}
         options["autocast_adapter_dtype"] = False
         self.model = loading.add_adapters(
             self.model, checkpointing=False, seed=self.case.seed, max_seq_length=None, options=options
@@ -94,6 +101,15 @@ class Subject:
         for name, parameter in self.model.named_parameters():
             if "lora_" in name:
                 parameter.data = parameter.data.to(torch.bfloat16).normal_(0.0, INIT_STD, generator=generator)
+
+    def _enter(self) -> None:
+        """Nothing is trained: gradients flow down to the embedding's output, which is kept for its own."""
+        self.model.enable_input_require_grads()
+
+        def keep(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
+            self._entry = output
+
+        self.model.get_input_embeddings().register_forward_hook(keep)
 
     def _compile(self) -> None:
         if self.case.is_bdh:
@@ -131,34 +147,47 @@ class Subject:
                 hidden = self._plain.base_model(input_ids=self.tokens_BT, use_cache=False).last_hidden_state
             hidden.float().square().mean().backward()
 
+    def gradients(self) -> dict[str, Tensor | None]:
+        """What a step has left to be compared."""
+        if self.case.frozen and not self.case.rank:
+            return {"embedding's output": None if self._entry is None else self._entry.grad}
+        return {name: p.grad for name, p in self.model.named_parameters() if p.requires_grad}
+
     def forget_gradients(self) -> None:
+        self._entry = None
         self.model.zero_grad(set_to_none=True)
 
     def park(self) -> None:
-        """Give back the memory of weights and gradients. A frozen base stays: it is what LoRA keeps small."""
+        """Give back the memory of gradients, and of weights that can be drawn again."""
+        self._give_back(self._drawn)
+
+    def unpark(self) -> None:
+        for storage, size in self._storages:
+            storage.resize_(size)
+        self._draw()
+
+    def drop(self) -> None:
+        """Give back all memory, for good: what stays is the compiled code, which goes with the model."""
+        self._give_back(self._matrices())
+
+    def _give_back(self, weights: list[nn.Parameter]) -> None:
         self.forget_gradients()
-        if self.case.rank:
-            torch.cuda.empty_cache()
-            return
-        storages = [p.untyped_storage() for p in self.model.parameters() if p.dim() >= 2]
-        self._storages = [(storage, storage.nbytes()) for storage in storages if storage.nbytes()]
-        for storage, _ in self._storages:
-            storage.resize_(0)
+        self._storages = []
+        for storage in (weight.untyped_storage() for weight in weights):
+            if storage.nbytes():  # frozen weights of a group share one
+                self._storages.append((storage, storage.nbytes()))
+                storage.resize_(0)
         if self.case.device == "cuda":
             torch.cuda.empty_cache()
 
-    def unpark(self) -> None:
-        if not self.case.rank:
-            for storage, size in self._storages:
-                storage.resize_(size)
-            self._draw()
+    def _matrices(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.model.parameters() if parameter.dim() >= 2]
 
     def _draw(self) -> None:
         """Every matrix from the seed. Norms and biases keep what the model gave them."""
         generator = torch.Generator(self.case.device).manual_seed(self.case.seed)
-        for parameter in self.model.parameters():
-            if parameter.dim() >= 2:
-                parameter.data.normal_(0.0, INIT_STD, generator=generator)
+        for parameter in self._drawn:
+            parameter.data.normal_(0.0, INIT_STD, generator=generator)
 
 
 def config_of(contender: Contender) -> FP8TrainingConfig:

@@ -41,16 +41,17 @@ class Worker:
         self._kept: list[Subject] = []  # compiled code is dropped with the model it was first made for
 
     def start(self) -> dict[str, Any]:
-        # One layer: all workers are on the GPU at once, and the other layers share its compiled code.
-        subject = Subject(self.case, self.contender, layers=1)
+        # One layer: all workers are on the GPU at once, and the other layers share its code. With adapters, two:
+        # the first layer's input needs no gradient, so it has code of its own.
+        subject = Subject(self.case, self.contender, layers=min(2 if self.case.rank else 1, self.case.layers))
         subject.warm_layers()
-        subject.park()
+        subject.drop()
         self._kept.append(subject)
         return {}
 
     def check(self) -> dict[str, Any]:
         found, subject = check(self.case, self.contender)
-        subject.park()
+        subject.drop()
         self._kept.append(subject)
         return found
 
