@@ -12,6 +12,7 @@ longer than the operator. What becomes of the weight's scales depends on what th
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -95,26 +96,39 @@ def transpose_bytes(data: Tensor) -> Tensor:
     return data.view(torch.uint8).t().contiguous().view(data.dtype)
 
 
-def turned_for_dgrad(weight: Quantized) -> tuple[Tensor | None, Quantized]:
-    """The weight transposed, and before it what g has to be multiplied by in turn, if anything: scales per row."""
+@dataclass(frozen=True)
+class Turned:
+    """A weight transposed for dgrad, and what g has to be multiplied by in turn, if anything: scales per row."""
+
+    weight: Quantized
+    factor: Tensor | None
+
+    def dgrad(
+        self, g: Tensor, row_g: Tensor, recipe: OperandRecipe, dtype: torch.dtype, fast: bool, emulate: bool,
+        *, folded: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """`g[M, N] · w[N, K]`, not as an operator. `folded`: g has been multiplied by the factor before."""
+        wide = padded(g, emulate)
+        if self.factor is None or folded:
+            g_q = quantize_directly(wide, row_g, recipe, True, "rows")[0]
+        else:
+            g_q = _quantize_folded(wide, self.factor, row_g, recipe)
+        # dx = g · w
+        return multiply(g_q, self.weight, None, dtype, [], fast, emulate)[: g.shape[0]]
+
+
+def turn(weight: Quantized) -> Turned:
     data, scale = transpose_bytes(weight.data), weight.scale
     if scale.dim() and constant_along_k(weight):
-        return scale.view(-1), Quantized(data, scale.new_ones(()))
-    return None, Quantized(data, scale.t().contiguous())
+        return Turned(Quantized(data, scale.new_ones(())), scale.view(-1))
+    return Turned(Quantized(data, scale.t().contiguous()), None)
 
 
 def dgrad(
     g: Tensor, row_g: Tensor, weight: Quantized, recipe: OperandRecipe, dtype: torch.dtype, fast: bool, emulate: bool
 ) -> Tensor:
     """`g[M, N] · w[N, K]`, not as an operator."""
-    factor, turned = turned_for_dgrad(weight)
-    wide = padded(g, emulate)
-    if factor is None:
-        g_q = quantize_directly(wide, row_g, recipe, True, "rows")[0]
-    else:
-        g_q = _quantize_folded(wide, factor, row_g, recipe)
-    # dx = g · w
-    return multiply(g_q, turned, None, dtype, [], fast, emulate)[: g.shape[0]]
+    return turn(weight).dgrad(g, row_g, recipe, dtype, fast, emulate)
 
 
 def _quantize_folded(g: Tensor, factor: Tensor, row: Tensor, recipe: OperandRecipe) -> Quantized:

@@ -129,19 +129,30 @@ def add_to(y: Tensor, t: Tensor, adapters: Adapters) -> None:
         y[:, place.first : place.last].addmm_(part, up.to(y.dtype).t(), alpha=place.scaling)
 
 
-def widen_backward(g: Tensor, t: Tensor, adapters: Adapters, needs_b: bool) -> tuple[Tensor, Tensor]:
-    """u, the gradient of t, of all adapters side by side; and the gradients of all B, one after the other."""
+def widen_backward(
+    g: Tensor, t: Tensor, adapters: Adapters, needs_b: bool, factor: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """u, the gradient of t, of all adapters side by side; and the gradients of all B, one after the other.
+
+    `factor[N]`: g has been multiplied by it.
+    """
     u = g.new_empty(g.shape[0], sum(adapters.ranks))
-    gradients = []
-    parts = zip(adapters.places, adapters.ups, adapters.parts(u), adapters.parts(t), strict=True)
-    for place, up, mine, part in parts:
+    db = g.new_empty(sum(up.numel() for up in adapters.ups) if needs_b else 0)
+    db_parts = db.split([up.numel() for up in adapters.ups]) if needs_b else [db] * len(adapters.ups)
+    parts = zip(adapters.places, adapters.ups, adapters.parts(u), adapters.parts(t), db_parts, strict=True)
+    for place, up, mine, part, d in parts:
         g_part = g[:, place.first : place.last]
+        f = None if factor is None else factor[place.first : place.last, None]
+        b = up.to(g.dtype) if f is None else (up / f).to(g.dtype)
         # u = s · g · B
-        torch.mul(g_part @ up.to(g.dtype), place.scaling, out=mine)
+        torch.addmm(mine, g_part, b, beta=0, alpha=place.scaling, out=mine)
         if needs_b:
             # dB = s · gᵀ · t
-            gradients.append((g_part.t() @ part * place.scaling).to(adapters.ups[0].dtype).view(-1))
-    return u, torch.cat(gradients) if gradients else g.new_empty(0)
+            d = d.view(up.shape)
+            torch.addmm(d, g_part.t(), part, beta=0, alpha=place.scaling, out=d)
+            if f is not None:
+                d.div_(f)
+    return u, db
 
 
 def kept_input(x: Tensor, x_scale: Tensor, dtype: torch.dtype, rows: int) -> Tensor:
@@ -175,6 +186,7 @@ def _lora_linear_backward(
     needs_x, needs_a, needs_b = needs
     dx, da = empty(g, 2)
     u, db = widen_backward(g, t, low, needs_b)
+    db = db.to(ups[0].dtype) if needs_b else db
     if needs_a:
         # dA = uᵀ · x
         da = (u.t() @ kept_input(x, x_scale, u.dtype, g.shape[0])).to(downs[0].dtype)

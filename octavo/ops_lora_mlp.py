@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.ranges import ranged
-from octavo.numerics import OperandRecipe, Quantized, quantize
+from octavo.numerics import OperandRecipe, Quantized, compute_scale, quantize
 from octavo.numerics import activation as spec
 from octavo.numerics.formats import E4M3
 from octavo.numerics.quantize import BLOCK
 from octavo.ops import Product, multiply, pack_scale, quantize_directly
-from octavo.ops_frozen import dgrad, joined, lists
+from octavo.ops_frozen import joined, lists, turn
 from octavo.ops_linear import empty, fake_padded, padded
 from octavo.ops_lora import (
     Adapters,
@@ -25,6 +25,8 @@ from octavo.ops_lora import (
     widen_backward,
 )
 from octavo.support import has_fp8_tensor_cores
+
+PART = 4096  # tokens of which backward has the gradient of gate and up at a time
 
 _LIBRARY = torch.library.Library("octavo", "FRAGMENT")
 _LIBRARY.define(
@@ -106,7 +108,7 @@ def _gated(
         if halves is not None and kernel.can_gate(gate_up, gate_up.shape[1] // 2, *halves):
             return kernel.gated(gate_up, halves[0], halves[1], activation, keep=keep)
     add_to(gate_up, t, low)
-    return spec.gated(gate_up, activation), _in_blocks(gate_up) if keep else None
+    return spec.gated(gate_up, activation), in_blocks(gate_up) if keep else None
 
 
 def _halves(t: Tensor, low: Adapters, features: int, of: Any) -> list[Any] | None:
@@ -120,25 +122,37 @@ def _halves(t: Tensor, low: Adapters, features: int, of: Any) -> list[Any] | Non
     return found
 
 
-def _in_blocks(gate_up: Tensor) -> Quantized:
-    return quantize(gate_up, format=E4M3, granularity="block", block=(1, BLOCK))
+def in_blocks(gate_up: Tensor) -> Quantized:
+    """In E4M3, with a power of two for every 128 features of a token, as a byte: its exponent."""
+    exact = compute_scale(gate_up, format=E4M3, granularity="block", block=(1, BLOCK))
+    scale = exact.log2().ceil().clamp(-126, 127).exp2()
+    data = quantize(gate_up, format=E4M3, granularity="block", block=(1, BLOCK), scale=scale).data
+    return Quantized(data, (scale.view(torch.int32) >> 23).to(torch.uint8))
+
+
+def from_blocks(kept: Quantized) -> Tensor:
+    scale = (kept.scale.to(torch.int32) << 23).view(torch.float32)
+    return Quantized(kept.data, scale).dequantize(torch.float32)
 
 
 def _gated_backward(
-    dh: Tensor, kept: Quantized, u: Tensor, low: Adapters, activation: str, wants_h: bool, emulate: bool
-) -> tuple[Tensor, Tensor | None]:
-    """The gradient of gate and up, from that of h without its adapters' part; and h."""
+    dh: Tensor, kept: Quantized, u: Tensor, low: Adapters, activation: str, factor: Tensor | None, wants_h: bool,
+    emulate: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """The gradient of gate and up, times `factor`, from that of h without its adapters' part; and h."""
     if not emulate and has_fp8_tensor_cores(dh.device):
         from octavo.kernels import gated_lora as kernel
 
         added = kernel.Low(u, low.down(u.dtype)) if low.downs else None
         if kernel.can_gate(dh, dh.shape[1], added):
-            return kernel.gated_backward(dh, kept, added, activation, h=wants_h)
+            return kernel.gated_backward(dh, kept, added, activation, factor=factor, h=wants_h)
     if low.downs:
         dh = dh.addmm_(u, low.down(dh.dtype))
-    gate_up = kept.dequantize(torch.float32)
-    gradient = spec.gated_backward(dh, gate_up, activation).to(dh.dtype)
-    return gradient, spec.gated(gate_up, activation).to(dh.dtype) if wants_h else None
+    gate_up = from_blocks(kept)
+    gradient = spec.gated_backward(dh, gate_up, activation)
+    if factor is not None:
+        gradient = gradient * factor
+    return gradient.to(dh.dtype), spec.gated(gate_up, activation).to(dh.dtype) if wants_h else None
 
 
 def _lora_mlp_backward(
@@ -152,29 +166,55 @@ def _lora_mlp_backward(
     needs_x, needs_a, needs_b, needs_last_a, needs_last_b = needs
     recipe = OperandRecipe.decode(recipe_g)
     tokens, g = g.shape[0], padded(g, emulate)
-    dx, da, da_last = empty(g, 3)
-    u_last, db_last = widen_backward(g, t_last, low_last, needs_last_b)
-    # dh = g · w_down + u · A
-    dh = dgrad(g, row_g, Quantized(down, down_scale), recipe, g.dtype, fast, emulate)
-    gradient, h = _gated_backward(
-        dh, Quantized(kept, kept_scale), u_last, low_last, activation, needs_last_a, emulate
-    )  # fmt: skip
-    del dh
-    if h is not None:
-        # dA = uᵀ · h
-        da_last = (u_last.t() @ h).to(last_downs[0].dtype)
-        del h
-    u, db = widen_backward(gradient, t, low, needs_b)
-    if needs_a:
-        # dA = uᵀ · x
-        da = (u.t() @ kept_input(x, x_scale, u.dtype, g.shape[0])).to(downs[0].dtype)
-    if needs_x:
-        weight = Quantized(joined(weights), joined(scales))
-        dx = dgrad(gradient, row_dgate_up, weight, recipe, dtype, fast, emulate)
-        if downs:
+    turned_down, turned = turn(Quantized(down, down_scale)), turn(Quantized(joined(weights), joined(scales)))
+    dx = g.new_empty([g.shape[0], weights[0].shape[1]], dtype=dtype) if needs_x else g.new_empty(0)
+    sums: list[Tensor | None] = [None] * 4  # the gradients of A and B of gate and up, and of down
+    # In parts, so that the gradient of gate and up, the largest tensor of all, is never there as a whole.
+    for part in _parts(g.shape[0]):
+        g_m = g[part]
+        u_last, db_last = widen_backward(g_m, t_last[part], low_last, needs_last_b)
+        # dh = g · w_down + u · A
+        dh = turned_down.dgrad(g_m, row_g, recipe, g.dtype, fast, emulate)
+        gradient, h = _gated_backward(
+            dh, Quantized(kept[part], kept_scale[part]), u_last, low_last, activation, turned.factor, needs_last_a,
+            emulate,
+        )  # fmt: skip
+        del dh
+        if h is not None:
+            # dA = uᵀ · h
+            sums[2] = _plus(sums[2], u_last.t() @ h)
+            del h
+        if needs_last_b:
+            sums[3] = _plus(sums[3], db_last)
+        u, db = widen_backward(gradient, t[part], low, needs_b, turned.factor)
+        if needs_b:
+            sums[1] = _plus(sums[1], db)
+        if needs_a:
+            # dA = uᵀ · x
+            x_m = kept_input(x[part], x_scale[part] if x_scale.dim() else x_scale, u.dtype, len(g_m))
+            sums[0] = _plus(sums[0], u.t() @ x_m)
+        if needs_x:
             # dx = dgu · [w_gate; w_up] + u · A
-            dx.addmm_(u.to(dtype), low.down(dtype))
-    return dx[:tokens], da, db, da_last, db_last
+            product = turned.dgrad(gradient, row_dgate_up, recipe, dtype, fast, emulate, folded=True)
+            if downs:
+                torch.addmm(product, u.to(dtype), low.down(dtype), out=dx[part])
+            else:
+                dx[part] = product
+    matrices = (downs, ups, last_downs, last_ups)
+    found = [
+        total.to(like[0].dtype) if total is not None else g.new_empty(0)
+        for total, like in zip(sums, matrices, strict=True)
+    ]
+    return dx[:tokens], *found
+
+
+def _parts(rows: int) -> list[slice]:
+    return [slice(start, min(start + PART, rows)) for start in range(0, rows, PART)]
+
+
+def _plus(total: Tensor | None, more: Tensor) -> Tensor:
+    """A sum of several in FP32; of one, as it is."""
+    return more if total is None else total.float() + more
 
 
 def _lora_mlp_fake(
@@ -185,7 +225,7 @@ def _lora_mlp_fake(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     y = x.new_empty([x.shape[0], down.shape[0]], dtype=dtype)
     rows, both = fake_padded(x, emulate).shape[0], sum(w.shape[0] for w in weights)
-    kept = [x.new_empty([rows, both], dtype=E4M3.dtype), x.new_empty([rows, -(-both // BLOCK)], dtype=torch.float32)]
+    kept = [x.new_empty([rows, both], dtype=E4M3.dtype), x.new_empty([rows, -(-both // BLOCK)], dtype=torch.uint8)]
     narrowed = [fake_narrowed(x, matrices, rows, dtype) for matrices in (downs, last_downs)]
     return y, *fake_kept(x, recipe_x, keep_x, emulate), *(kept if keep else empty(x, 2)), *narrowed
 

@@ -6,7 +6,8 @@ the original class: a projection that PEFT has wrapped, labels that are not ther
 
     attention   q, k and v share one quantised input and one GEMM; the attention itself runs on cuDNN
     mlp         gate and up share one GEMM; activation and quantising are one kernel, forward and backward
-    loss        head and cross entropy in chunks of tokens: while training, the model returns the loss and no logits
+    loss        head and cross entropy in chunks of tokens: while training, the model returns the loss and no logits;
+                the norm before it in one kernel
 """
 
 from collections.abc import Callable
@@ -29,6 +30,7 @@ FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3")
 QKV = ("q_proj", "k_proj", "v_proj")
 GATE_UP = ("gate_proj", "up_proj")
 _ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUTanh": "gelu_tanh"}
+_PLAIN_NORMS = {f"{family}RMSNorm" for family in ("Llama", "Mistral", "Qwen2", "Qwen3")}  # weight · normed
 _ORIGINAL = "_octavo_original"
 
 
@@ -121,6 +123,9 @@ def fuse_loss(model: nn.Module, config: FP8TrainingConfig | None, scaling: FP8Sc
         )
     model.__dict__["_octavo_head"] = (head, rows)
     _take_class(model, _causal_lm_forward)
+    last = getattr(model.get_submodule("model"), "norm", None)
+    if last is not None and type(last).__name__ in _PLAIN_NORMS and not is_fused(last):
+        _take_class(last, _norm_forward)
 
 
 def head_recipe(config: FP8TrainingConfig) -> Any:
@@ -235,6 +240,13 @@ def _frozen_mlp_forward(self: Any, original: Callable[..., Any], x: Tensor) -> T
         return original(self, x)
     gate, up = y.split([member.out_features for member in members], dim=-1)
     return self.down_proj(self.act_fn(gate) * up)
+
+
+def _norm_forward(self: Any, original: Callable[..., Any], x: Tensor) -> Tensor:
+    """As the original computes it, in one kernel: one by one, its steps in FP32 take more memory than any layer."""
+    if x.dtype == torch.float32:
+        return original(self, x)
+    return self.weight * nn.functional.rms_norm(x, (x.shape[-1],), eps=self.variance_epsilon)
 
 
 def _mlp_forward(self: Any, original: Callable[..., Any], x: Tensor) -> Tensor:

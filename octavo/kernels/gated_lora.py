@@ -1,11 +1,13 @@
 """The gated activation of a frozen MLP with adapters: h = act(gate) · up, where gate, up and the gradient of h get the
 output of an adapter added on the way, so that nothing is read twice for it.
 
-    forward    gate += s · t · Bᵀ, up likewise      h in high precision, gate and up in FP8 (1×128), to be kept
-    backward   dh += u · A                          the gradients of gate and up, and h again, from what was kept
+    forward    gate += s · t · Bᵀ, up likewise      h in high precision, gate and up in FP8, to be kept
+    backward   dh += u · A                          the gradients of gate and up from what was kept, and h again
 
-Shapes: M tokens, F hidden, R the rank of an adapter. A program stays in its 128 features, so the tiles of A and B that
-it multiplies by are near.
+Shapes: M tokens, F hidden, R the rank of an adapter. A program stays in its 128 features: it loads A and B once.
+(Multiplying h by u here, too, for the gradient of A, takes as many instructions as all the rest.)
+
+What is kept has a scale for every 128 features of a token, a power of two, in one byte.
 """
 
 from typing import Any, NamedTuple
@@ -18,13 +20,17 @@ from torch import Tensor
 from octavo.kernels import tiles
 from octavo.kernels.gated_tiles import activate
 from octavo.kernels.launch import Plan, Plans, kind
-from octavo.kernels.quantize_scaled import amax_of_rows, scale_rows
-from octavo.kernels.tiles import BLOCK_1X128, multiprocessors, programs_in_strips
+from octavo.kernels.quantize_tensor import load_tile, offsets, store_tile
+from octavo.kernels.tiles import multiprocessors, programs_in_strips
 from octavo.numerics.formats import E4M3
 from octavo.numerics.quantize import BLOCK, Quantized
 
 LARGEST_RANK = 128
-_TILE_M, _WARPS, _PROGRAMS = 16, 8, 3  # eight elements for each thread: see `dequantize.py`
+Tile = tuple[int, int, int, int | None]
+# Tokens of a tile, warps, programs per multiprocessor, registers. Backward has eight elements for each thread, so that
+# no FP8 bytes change hands (see `dequantize.py`).
+_FORWARD: Tile = (16, 4, 6, 80)
+_BACKWARD: Tile = (16, 8, 4, 64)
 _MAXIMUM = tl.constexpr(E4M3.max)
 _PLANS = Plans()
 
@@ -37,18 +43,33 @@ class Low(NamedTuple):
     scaling: float = 1.0
 
 
+@triton.constexpr_function
+def _padded(rank):
+    """To what tensor cores take."""
+    return max(16, triton.next_power_of_2(rank))
+
+
 @triton.jit
-def _added(x, left_ptr, stride, right_ptr, scaling, m, f, M, F, RANK: tl.constexpr, TURNED: tl.constexpr):
-    """x, plus `scaling · left · right` of rank R (padded to what tensor cores take), rounded once."""
-    PADDED: tl.constexpr = 16 if RANK <= 16 else 32 if RANK <= 32 else 64 if RANK <= 64 else 128
+def _right(right_ptr, f, F, RANK: tl.constexpr, PADDED: tl.constexpr, TURNED: tl.constexpr):
+    """These features of `right`, as `[R, f]`."""
     k = tl.arange(0, PADDED)
-    left = tl.load(
-        left_ptr + m[:, None].to(tl.int64) * stride + k[None, :], mask=(m[:, None] < M) & (k < RANK), other=0.0
-    )
     if TURNED:
-        right = tl.trans(tl.load(right_ptr + f[:, None] * RANK + k[None, :], mask=k[None, :] < RANK, other=0.0))
+        return tl.trans(tl.load(right_ptr + f[:, None] * RANK + k[None, :], mask=k[None, :] < RANK, other=0.0))
+    return tl.load(right_ptr + k[:, None] * F + f[None, :], mask=k[:, None] < RANK, other=0.0)
+
+
+@triton.jit
+def _added(
+    x, left_ptr, stride, right, scaling, m0, M, RANK: tl.constexpr, PADDED: tl.constexpr, EVEN: tl.constexpr,
+    TILE_M: tl.constexpr,
+):  # fmt: skip
+    """x, plus `scaling · left · right`, rounded once."""
+    m, k = m0 + tl.arange(0, TILE_M), tl.arange(0, PADDED)
+    where = left_ptr + m[:, None] * stride + k[None, :]
+    if EVEN and RANK == PADDED:
+        left = tl.load(where)
     else:
-        right = tl.load(right_ptr + k[:, None] * F + f[None, :], mask=k[:, None] < RANK, other=0.0)
+        left = tl.load(where, mask=(m[:, None] < M) & (k[None, :] < RANK), other=0.0)
     if tiles.INTERPRETED:  # whose own product of BF16 is not one
         product = tl.dot(left.to(tl.float32), right.to(tl.float32), input_precision="ieee")
     else:
@@ -76,40 +97,54 @@ def _forward_kernel(
     UP_RANK: tl.constexpr,
     SILU: tl.constexpr,
     KEEP: tl.constexpr,
+    EVEN: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_F: tl.constexpr,
 ):
     across = F // TILE_F
     j = tl.program_id(0) % across
     f = j * TILE_F + tl.arange(0, TILE_F)
-    for i in range(tl.program_id(0) // across, tl.cdiv(M, TILE_M), tl.num_programs(0) // across):
-        m = i * TILE_M + tl.arange(0, TILE_M)
-        inside = m[:, None] < M
-        where = m[:, None].to(tl.int64) * (2 * F) + f[None, :]
-        gate = tl.load(gate_up_ptr + where, mask=inside, other=0.0)
-        up = tl.load(gate_up_ptr + F + where, mask=inside, other=0.0)
+    GATE_PADDED: tl.constexpr = _padded(GATE_RANK)
+    UP_PADDED: tl.constexpr = _padded(UP_RANK)
+    if GATE_RANK > 0:
+        gate_right = _right(gate_right_ptr, f, F, GATE_RANK, GATE_PADDED, True)
+    if UP_RANK > 0:
+        up_right = _right(up_right_ptr, f, F, UP_RANK, UP_PADDED, True)
+    inner, inner_h = offsets(2 * F, TILE_M, TILE_F), offsets(F, TILE_M, TILE_F)
+    down = tl.cdiv(M, TILE_M)
+    for tile in range(tl.program_id(0) // across, down, tl.num_programs(0) // across):
+        i = tl.cast(tile, tl.int32)
+        m0 = i * TILE_M
+        gate = load_tile(gate_up_ptr, i, j, inner, M, F, 2 * F, EVEN, TILE_M, TILE_F)
+        up = load_tile(gate_up_ptr + F, i, j, inner, M, F, 2 * F, EVEN, TILE_M, TILE_F)
         if GATE_RANK > 0:
-            gate = _added(gate, gate_left_ptr, gate_stride, gate_right_ptr, gate_scaling, m, f, M, F, GATE_RANK, True)
+            gate = _added(
+                gate, gate_left_ptr, gate_stride, gate_right, gate_scaling, m0, M, GATE_RANK, GATE_PADDED, EVEN, TILE_M
+            )
         if UP_RANK > 0:
-            up = _added(up, up_left_ptr, up_stride, up_right_ptr, up_scaling, m, f, M, F, UP_RANK, True)
+            up = _added(up, up_left_ptr, up_stride, up_right, up_scaling, m0, M, UP_RANK, UP_PADDED, EVEN, TILE_M)
         value, _ = activate(gate.to(tl.float32), SILU)
         h = tiles.narrow(value * up.to(tl.float32), gate.dtype)
-        tl.store(h_ptr + m[:, None].to(tl.int64) * F + f[None, :], h, mask=inside)
+        store_tile(h_ptr, h, i, j, inner_h, M, F, F, EVEN, TILE_M, TILE_F)
         if KEEP:
             for half in tl.static_range(2):
                 x = (gate if half == 0 else up).to(tl.float32)
-                v, _, _ = scale_rows(
-                    x, amax_of_rows(x, BLOCK_1X128), tl.cast(i, tl.int32), j + half * across, 0, M, M, 2 * F, scale_ptr,
-                    scale_ptr, BLOCK_1X128, _MAXIMUM, 1.0, True, TILE_M, TILE_F,
-                )  # fmt: skip
-                q = tiles.cast(tiles.saturate(v, 0, 0, _MAXIMUM, False), kept_ptr.dtype.element_ty, tl.float32)
-                tl.store(kept_ptr + half * F + where, q, mask=inside)
+                exponent = tiles.mx_exponent(tl.max(tiles.finite_magnitude(x), axis=1), _MAXIMUM, 1.0, True)
+                m = m0 + tl.arange(0, TILE_M)
+                where = scale_ptr + m * (2 * across) + half * across + j
+                tl.store(where, exponent.to(tl.uint8), mask=m < M)
+                # Infinities need no care here: h tells of them.
+                v = tiles.saturate(x * tiles.mx_factor(254 - exponent)[:, None], 0, 0, _MAXIMUM, False, False)
+                q = tiles.cast(v, kept_ptr.dtype.element_ty, tl.float32 if GATE_RANK + UP_RANK > 0 else gate.dtype)
+                store_tile(kept_ptr + half * F, q, i, j, inner, M, F, 2 * F, EVEN, TILE_M, TILE_F)
 
 
 @triton.jit
-def _kept(kept_ptr, scale_ptr, where, m, j, inside, M, per_row):
-    scale = tl.load(scale_ptr + m * per_row + j, mask=m < M, other=0.0)
-    return tl.load(kept_ptr + where, mask=inside, other=0.0).to(tl.float32) * scale[:, None]
+def _kept(kept_ptr, scale_ptr, i, j, inner, M, F, per_row, EVEN: tl.constexpr, TILE_M: tl.constexpr,
+          TILE_F: tl.constexpr):  # fmt: skip
+    m = i * TILE_M + tl.arange(0, TILE_M)
+    scale = tiles.mx_factor(tl.load(scale_ptr + m * per_row + j, mask=m < M, other=127).to(tl.int32))
+    return load_tile(kept_ptr, i, j, inner, M, 2 * F, 2 * F, EVEN, TILE_M, TILE_F).to(tl.float32) * scale[:, None]
 
 
 @triton.jit
@@ -119,6 +154,7 @@ def _backward_kernel(
     scale_ptr,
     left_ptr,
     right_ptr,
+    factor_ptr,
     d_ptr,
     h_ptr,
     M,
@@ -127,29 +163,40 @@ def _backward_kernel(
     scaling,
     RANK: tl.constexpr,
     SILU: tl.constexpr,
+    FOLD: tl.constexpr,
     H: tl.constexpr,
+    EVEN: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_F: tl.constexpr,
 ):
     across = F // TILE_F
     j = tl.program_id(0) % across
     f = j * TILE_F + tl.arange(0, TILE_F)
-    for i in range(tl.program_id(0) // across, tl.cdiv(M, TILE_M), tl.num_programs(0) // across):
-        m = i * TILE_M + tl.arange(0, TILE_M)
-        inside = m[:, None] < M
-        where = m[:, None].to(tl.int64) * (2 * F) + f[None, :]
-        where_h = m[:, None].to(tl.int64) * F + f[None, :]
-        narrow = tl.load(dh_ptr + where_h, mask=inside, other=0.0)
+    PADDED: tl.constexpr = _padded(RANK)
+    if RANK > 0:
+        right = _right(right_ptr, f, F, RANK, PADDED, False)
+    if FOLD:
+        gate_factor = tl.load(factor_ptr + f)[None, :]
+        up_factor = tl.load(factor_ptr + F + f)[None, :]
+    inner, inner_h = offsets(2 * F, TILE_M, TILE_F), offsets(F, TILE_M, TILE_F)
+    down = tl.cdiv(M, TILE_M)
+    for tile in range(tl.program_id(0) // across, down, tl.num_programs(0) // across):
+        i = tl.cast(tile, tl.int32)
+        narrow = load_tile(dh_ptr, i, j, inner_h, M, F, F, EVEN, TILE_M, TILE_F)
         if RANK > 0:
-            narrow = _added(narrow, left_ptr, stride, right_ptr, scaling, m, f, M, F, RANK, False)
+            narrow = _added(narrow, left_ptr, stride, right, scaling, i * TILE_M, M, RANK, PADDED, EVEN, TILE_M)
         dh = narrow.to(tl.float32)
-        gate = _kept(kept_ptr, scale_ptr, where, m, j, inside, M, 2 * across)
-        up = _kept(kept_ptr + F, scale_ptr, where, m, j + across, inside, M, 2 * across)
+        gate = _kept(kept_ptr, scale_ptr, i, j, inner, M, F, 2 * across, EVEN, TILE_M, TILE_F)
+        up = _kept(kept_ptr, scale_ptr, i, j + across, inner, M, F, 2 * across, EVEN, TILE_M, TILE_F)
         value, slope = activate(gate, SILU)
-        tl.store(d_ptr + where, tiles.narrow(dh * up * slope, narrow.dtype), mask=inside)
-        tl.store(d_ptr + F + where, tiles.narrow(dh * value, narrow.dtype), mask=inside)
+        dgate, dup = dh * up * slope, dh * value
+        if FOLD:
+            dgate, dup = dgate * gate_factor, dup * up_factor
+        store_tile(d_ptr, tiles.narrow(dgate, narrow.dtype), i, j, inner, M, F, 2 * F, EVEN, TILE_M, TILE_F)
+        store_tile(d_ptr + F, tiles.narrow(dup, narrow.dtype), i, j, inner, M, F, 2 * F, EVEN, TILE_M, TILE_F)
         if H:
-            tl.store(h_ptr + where_h, tiles.narrow(value * up, narrow.dtype), mask=inside)
+            h = tiles.narrow(value * up, narrow.dtype)
+            store_tile(h_ptr, h, i, j, inner_h, M, F, F, EVEN, TILE_M, TILE_F)
 
 
 def can_gate(hidden: Tensor, features: int, *added: Low | None) -> bool:
@@ -175,8 +222,8 @@ def gated(
         plan = Plan(given=5)
         h = plan.make((m, f), gate_up.dtype)
         kept = plan.make((m, 2 * f) if keep else (1,), E4M3.dtype)
-        scale = plan.make((m, 2 * f // BLOCK) if keep else (1,), torch.float32)
-        grid, constants = _arrange(gate_up, m, f, activation)
+        scale = plan.make((m, 2 * f // BLOCK) if keep else (1,), torch.uint8)
+        grid, constants = _arrange(gate_up, m, f, _FORWARD, activation)
         constants |= {"GATE_RANK": ranks[0], "UP_RANK": ranks[1], "KEEP": keep}
         numbers = (m, f, *strides, *scalings)
         plan.launch(_forward_kernel, grid, (0, 1, 2, 3, 4, h, kept, scale), numbers, constants)
@@ -187,22 +234,27 @@ def gated(
 
 
 def gated_backward(
-    dh: Tensor, kept: Quantized, added: Low | None, activation: str, *, h: bool
+    dh: Tensor, kept: Quantized, added: Low | None, activation: str, *, factor: Tensor | None, h: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradient of gate and up `[M, 2F]`, and h if it is wanted, from `dh[M, F]` with this added."""
+    """The gradient of gate and up `[M, 2F]`, from `dh[M, F]` with `added`; and h, if it is wanted.
+
+    `factor[2F]`: what the gradient is multiplied by before it is rounded. The scales of `kept` are bytes.
+    """
     dh = dh.contiguous()
     given, ranks, strides, scalings = _operands(dh, added)
-    key = ("backward", activation, h, ranks, scalings, kind(dh, *kept, *given))
+    given.append(dh if factor is None else factor.contiguous())
+    fold = factor is not None
+    key = ("backward", activation, h, fold, ranks, scalings, kind(dh, *kept, *given))
     plan = _PLANS.get(key)
     if plan is None:
         m, f = dh.shape
-        plan = Plan(given=5)
+        plan = Plan(given=6)
         gradient = plan.make((m, 2 * f), dh.dtype)
         hidden = plan.make((m, f) if h else (1,), dh.dtype)
-        grid, constants = _arrange(dh, m, f, activation)
-        constants |= {"RANK": ranks[0], "H": h}
+        grid, constants = _arrange(dh, m, f, _BACKWARD, activation)
+        constants |= {"RANK": ranks[0], "FOLD": fold, "H": h}
         numbers = (m, f, *strides, *scalings)
-        plan.launch(_backward_kernel, grid, (0, 1, 2, 3, 4, gradient, hidden), numbers, constants)
+        plan.launch(_backward_kernel, grid, (0, 1, 2, 3, 4, 5, gradient, hidden), numbers, constants)
         plan.results = (gradient, hidden)
         _PLANS[key] = plan
     d, again = plan.run(dh, *kept, *given)
@@ -219,7 +271,10 @@ def _operands(like: Tensor, *added: Low | None) -> tuple[list[Tensor], tuple[int
     return given, ranks, strides, tuple(1.0 if low is None else float(low.scaling) for low in added)
 
 
-def _arrange(x: Tensor, m: int, f: int, activation: str) -> tuple[tuple[int], dict[str, Any]]:
+def _arrange(x: Tensor, m: int, f: int, tile: Tile, activation: str) -> tuple[tuple[int], Any]:
+    tile_m, warps, programs, registers = tile
     across = f // BLOCK
-    programs = programs_in_strips(across, -(-m // _TILE_M) * across, _PROGRAMS * multiprocessors(x.device))
-    return (programs,), {"SILU": activation == "silu", "TILE_M": _TILE_M, "TILE_F": BLOCK, "num_warps": _WARPS}
+    programs = programs_in_strips(across, -(-m // tile_m) * across, programs * multiprocessors(x.device))
+    constants = {"SILU": activation == "silu", "EVEN": m % tile_m == 0, "TILE_M": tile_m, "TILE_F": BLOCK}
+    constants |= {"num_warps": warps} | ({} if registers is None else {"maxnreg": registers})
+    return (programs,), constants

@@ -177,7 +177,7 @@ class _Planner:
         """Whole rows at once, each with its scale; times a factor per column if there is one."""
         recipe, c = self.recipe, self.c
         for i, r0, end in self._parts():
-            grid, constants = arrange(self.heights[i], c, multiprocessors(self.xs[0].device))
+            grid, constants = arrange(self.heights[i], c, multiprocessors(self.xs[0].device), fold=factor is not None)
             constants |= {"FOLD": factor is not None, "RECORD": record, "FIRST": r0 == 0, "CLIPS": clips(recipe)}
             constants |= _rounding(recipe)
             numbers = (r0, end, c, self._strides(self.xs[i])[1], 1.0 / (self.r * c), seed_of(recipe))

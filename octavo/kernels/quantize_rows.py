@@ -1,7 +1,7 @@
-"""Quantising with one scale per row in one pass over memory: a program sees a whole row before any of it leaves.
+"""Quantising with one scale per row in one pass: a program holds a whole row, so its amax is there before it leaves.
 
-A row is held in parts, as it came from memory, and each part is widened when its turn comes: widened all at once, a
-row would not fit into the registers. Very wide rows do not fit even so: they are read a second time, from the cache.
+The row is held in parts, as it came from memory, and each part is widened when its turn comes: widened all at once, a
+row would not fit into the registers.
 
 A row may be multiplied by a factor per column on the way: a frozen weight's channel scales, which backward folds into
 the gradient (see `ops_frozen.py`). The product is rounded to the dtype of `x`, as if it had gone through memory.
@@ -21,16 +21,11 @@ def _and(parts, part):
 
 
 @triton.jit
-def _load(base, factor_ptr, c, C, FOLD: tl.constexpr, EVEN: tl.constexpr):
-    """Columns c of a row, times their factors if there are any."""
+def _load(base, c, C, EVEN: tl.constexpr):
+    """Columns c of a row."""
     if EVEN:
-        x = tl.load(base + c)
-    else:
-        x = tl.load(base + c, mask=c < C, other=0.0)
-    if FOLD:
-        factor = tl.load(factor_ptr + c, mask=c < C, other=0.0)
-        x = tiles.narrow(x.to(tl.float32) * factor, x.dtype)
-    return x
+        return tl.load(base + c)
+    return tl.load(base + c, mask=c < C, other=0.0)
 
 
 @triton.jit
@@ -50,16 +45,11 @@ def _infinity(dtype):
 
 
 @triton.jit
-def _largest(parts, base, factor_ptr, c, C, FINITE: tl.constexpr, FOLD: tl.constexpr, EVEN: tl.constexpr,
-             HOLD: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
+def _largest(parts, FINITE: tl.constexpr):
     """The largest magnitude of a row as bits: of everything, or of what is finite."""
-    top = tl.zeros([1, PART], tl.int32)
-    if HOLD:
-        for k in tl.static_range(PARTS):
-            top = tl.maximum(top, _bits(parts[k], FINITE))
-    else:
-        for k in tl.range(PARTS):
-            top = tl.maximum(top, _bits(_load(base, factor_ptr, k * PART + c, C, FOLD, EVEN), FINITE))
+    top = _bits(parts[0], FINITE)
+    for k in tl.static_range(1, len(parts)):
+        top = tl.maximum(top, _bits(parts[k], FINITE))
     return tl.max(top, axis=1)
 
 
@@ -105,11 +95,14 @@ def rows_kernel(
     MARGIN: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     EVEN: tl.constexpr,
-    HOLD: tl.constexpr,
+    NEAR: tl.constexpr,
     PART: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """`x` is rows r0 to end of `out`; PARTS parts are all of a row. `CLIPS`: these scales saturate."""
+    """`x` is rows r0 to end of `out`; PARTS parts are all of a row. `CLIPS`: these scales saturate.
+
+    `NEAR`: there are registers enough to hold the factors, too.
+    """
     c = tl.arange(0, PART)[None, :]
     count = end - r0
     top = 0.0
@@ -117,17 +110,24 @@ def rows_kernel(
     step = tiles.sample_step(count)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     source: tl.constexpr = tl.float32 if STOCHASTIC or not EVEN else dtype
+    factors = ()
+    if FOLD and NEAR:
+        for k in tl.static_range(PARTS):
+            factors = _and(factors, _load(factor_ptr, k * PART + c, C, EVEN))
     for r in range(tl.program_id(0), count, tl.num_programs(0)):
         base = x_ptr + tl.cast(r, tl.int64) * stride_r
         target = tl.cast(r0 + r, tl.int64) * C
         parts = ()
-        if HOLD:
-            for k in tl.static_range(PARTS):
-                parts = _and(parts, _load(base, factor_ptr, k * PART + c, C, FOLD, EVEN))
-        bits = _largest(parts, base, factor_ptr, c, C, False, FOLD, EVEN, HOLD, PART, PARTS)
+        for k in tl.static_range(PARTS):
+            part = _load(base, k * PART + c, C, EVEN)
+            if FOLD:
+                factor = factors[k] if NEAR else _load(factor_ptr, k * PART + c, C, EVEN)
+                part = tiles.narrow(part.to(tl.float32) * factor, dtype)
+            parts = _and(parts, part)
+        bits = _largest(parts, False)
         strange = tl.max(bits, axis=0) >= _infinity(dtype)
         if strange:
-            bits = _largest(parts, base, factor_ptr, c, C, True, FOLD, EVEN, HOLD, PART, PARTS)
+            bits = _largest(parts, True)
         if dtype != tl.float32:
             bits = bits.to(tl.int16)
         amax = bits.to(dtype, bitcast=True).to(tl.float32)
@@ -135,20 +135,12 @@ def rows_kernel(
         tl.store(scale_ptr + r0 + r + tl.arange(0, 1), scale)
         inverse = tiles.reciprocal(scale)[:, None]
         sampled = tiles.is_sampled(r, step)
-        if HOLD:
+        for k in tl.static_range(PARTS):
+            where = k * PART + c
+            _write(parts[k], inverse, out_ptr, target, where, C, seed, source, MAXIMUM, STOCHASTIC, EVEN)
+        if RECORD:  # apart, so that what is written need not be held for it
             for k in tl.static_range(PARTS):
-                where = k * PART + c
-                _write(parts[k], inverse, out_ptr, target, where, C, seed, source, MAXIMUM, STOCHASTIC, EVEN)
-            if RECORD:  # apart, so that what is written need not be held for it
-                for k in tl.static_range(PARTS):
-                    lost, clipped = _count(parts[k], inverse, scale, lost, clipped, sampled, MAXIMUM, CLIPS)
-        else:
-            for k in tl.range(PARTS):
-                where = k * PART + c
-                x = _load(base, factor_ptr, where, C, FOLD, EVEN)
-                _write(x, inverse, out_ptr, target, where, C, seed, source, MAXIMUM, STOCHASTIC, EVEN)
-                if RECORD:
-                    lost, clipped = _count(x, inverse, scale, lost, clipped, sampled, MAXIMUM, CLIPS)
+                lost, clipped = _count(parts[k], inverse, scale, lost, clipped, sampled, MAXIMUM, CLIPS)
         if RECORD:
             top = tl.maximum(top, tl.max(amax, axis=0))
             trouble = trouble | strange
@@ -160,13 +152,16 @@ def rows_kernel(
                 tiles.record_use(row_ptr)
 
 
-def arrange(r: int, c: int, multiprocessors: int) -> tuple[tuple[int], dict[str, int | bool]]:
-    """The grid and the constants of the tile."""
-    part = min(max(triton.next_power_of_2(c), 128), 4096 if c <= 4096 else 2048)
-    parts = -(-c // part)
-    warps = max(part // 512, 1) if parts == 1 else 8
-    hold = parts <= 4
+def arrange(r: int, c: int, multiprocessors: int, *, fold: bool) -> tuple[tuple[int], dict[str, int | bool]]:
+    """The grid and the constants of the tile: the best of some six each on an H200, at 4,096 to 28,672 columns."""
+    if c <= 4096:
+        part = max(triton.next_power_of_2(c), 128)
+        warps = max(part // 1024, 1)
+        programs = (16 if fold else 28) // warps
+    else:
+        part, warps, programs = (1024, 4, 5) if c <= 8192 else (2048, 8, 2) if c <= 16384 else (4096, 16, 1)
+        programs = 8 if fold and c <= 8192 else programs
     # Not too few even where there is one processor: with many rows for each, underflow is counted on some only.
-    programs = max(multiprocessors, 32) * (4 if parts == 1 else 3 if hold else 4)
-    constants = {"EVEN": c % part == 0, "HOLD": hold, "PART": part, "PARTS": parts, "num_warps": warps}
+    programs *= max(multiprocessors, 32)
+    constants = {"EVEN": c % part == 0, "NEAR": c <= 4096, "PART": part, "PARTS": -(-c // part), "num_warps": warps}
     return (min(r, programs),), constants

@@ -23,7 +23,7 @@ from octavo.numerics.cross_entropy import IGNORED
 from octavo.numerics.quantize import Quantized, reciprocal
 
 CHUNK_BYTES = 2**30  # of logits, or of their gradient in FP8
-FROZEN_CHUNK_BYTES = 2**28  # where no gradient of the head adds up over chunks, small ones cost nothing
+FROZEN_CHUNK_BYTES = 2**27  # where no gradient of the head adds up over chunks, small ones cost nothing
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from octavo.numerics.activation import ACTIVATIONS, gated, gated_backward
 from octavo.numerics.formats import E4M3
 from octavo.numerics.operand import quantize_operand
 from octavo.numerics.quantize import quantize
+from octavo.ops_lora_mlp import from_blocks, in_blocks
 
 BF16 = torch.bfloat16
 WIDTHS = [64, 300, 1000, 4096, 6144, 14336, 28672, 32768]
@@ -88,15 +89,24 @@ def test_gated_with_adapters(m, f, rank, activation):
     for _ in range(3):
         h, kept = gated_lora.gated(gate_up, gate, up, activation, keep=True)
         assert cosine(h, expected) > 0.99999 and (h != expected).float().mean() < 0.03
-        assert_nearly_same(kept, quantize(halves, format=E4M3, granularity="block", block=(1, 128)), share=0.02)
+        wanted = in_blocks(halves)
+        assert (kept.scale != wanted.scale).float().mean() < 1e-3  # an amax at a power of two may fall either way
+        same = kept._replace(
+            data=torch.where(
+                (kept.scale == wanted.scale).repeat_interleave(128, 1), kept.data.float(), wanted.data.float()
+            ).to(E4M3.dtype),
+            scale=kept.scale.float(),
+        )
+        assert_nearly_same(same, wanted._replace(scale=same.scale), share=0.02)
     alone, nothing = gated_lora.gated(gate_up, gate, up, activation, keep=False)
     assert nothing is None and torch.equal(alone, h)
 
     dh = torch.randn(m, f, device="cuda").to(BF16)
     product = low(m, f, rank, 1.0, turned=False) if rank else None
-    d, again = gated_lora.gated_backward(dh, kept, product, activation, h=True)
-    wide = kept.dequantize(torch.float32)
-    expected = gated_backward(added(dh, product, turned=False), wide, activation)
+    factor = torch.rand(2 * f, device="cuda") + 0.1
+    d, again = gated_lora.gated_backward(dh, kept, product, activation, factor=factor, h=True)
+    wide = from_blocks(kept)
+    expected = gated_backward(added(dh, product, turned=False), wide, activation) * factor
     assert cosine(d, expected) > 0.99999 and cosine(again, gated(wide, activation)) > 0.99999
 
 

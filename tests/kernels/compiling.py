@@ -85,9 +85,10 @@ def main(dtype: torch.dtype, rounding: str) -> None:
     if dtype != torch.float32:
         low = gated_lora.Low(torch.zeros(256, 32, dtype=dtype), torch.zeros(256, 32, dtype=dtype))
         gated_lora.gated(torch.zeros(256, 512, dtype=dtype), low, low, "silu", keep=True)
-        kept = Quantized(torch.zeros(256, 512, dtype=E4M3.dtype), torch.ones(256, 4))
+        kept = Quantized(torch.zeros(256, 512, dtype=E4M3.dtype), torch.ones(256, 4, dtype=torch.uint8))
         low = low._replace(right=low.right.t())
-        gated_lora.gated_backward(torch.zeros(256, 256, dtype=dtype), kept, low, "silu", h=True)
+        dh = torch.zeros(256, 256, dtype=dtype)
+        gated_lora.gated_backward(dh, kept, low, "silu", factor=torch.ones(512), h=True)
         dequantize.dequantize(Quantized(kept.data, torch.ones(256, 1)), dtype)
     channel = FP8TrainingConfig.from_recipe("channel", rounding=rounding).recipe
     for width in (256, 300, 6144, 14336):

@@ -11,7 +11,7 @@ from torch import nn
 from octavo import FP8TrainingConfig
 from octavo.nn.frozen import GRANULARITIES, SCALE_NAME, FP8FrozenLinear, FrozenTensor, quantize_weight
 from octavo.numerics.quantize import Quantized
-from octavo.ops_frozen import turned_for_dgrad
+from octavo.ops_frozen import turn
 
 SIZES = [(300, 200), (128, 256), (576, 192), (16, 1), (1, 16), (33, 7)]
 
@@ -46,8 +46,8 @@ def test_forward_and_backward_against_the_dequantised_weight(granularity, k, n, 
 def test_turning_the_weight_changes_no_product(granularity):
     weight = quantize_weight(torch.randn(200, 300).mul_(torch.logspace(-2, 2, 200)[:, None]), granularity)
     g = torch.randn(5, 200)
-    factor, turned = turned_for_dgrad(weight)
-    found = (g if factor is None else g * factor) @ turned.dequantize().T
+    turned = turn(weight)
+    found = (g if turned.factor is None else g * turned.factor) @ turned.weight.dequantize().T
     torch.testing.assert_close(found, g @ weight.dequantize(), rtol=1e-5, atol=1e-4)
 
 
