@@ -13,6 +13,7 @@ longer than the operator. What becomes of the weight's scales depends on what th
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -120,8 +121,13 @@ class Turned:
 def turn(weight: Quantized) -> Turned:
     data, scale = transpose_bytes(weight.data), weight.scale
     if scale.dim() and constant_along_k(weight):
-        return Turned(Quantized(data, scale.new_ones(())), scale.view(-1))
+        return Turned(Quantized(data, _ones(data.shape[0], scale.device)), scale.view(-1))
     return Turned(Quantized(data, scale.t().contiguous()), None)
+
+
+@cache
+def _ones(rows: int, device: torch.device) -> Tensor:
+    return torch.ones(rows, 1, dtype=torch.float32, device=device)
 
 
 def dgrad(

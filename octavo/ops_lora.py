@@ -69,7 +69,7 @@ class Adapters:
 
     def down(self, dtype: torch.dtype) -> Tensor:
         """All A, one below the other."""
-        return torch.cat(self.downs).to(dtype)
+        return (torch.cat(self.downs) if len(self.downs) > 1 else self.downs[0]).to(dtype)
 
     def parts(self, t: Tensor) -> Sequence[Tensor]:
         """Each adapter's columns of `x · [A₁; A₂; …]ᵀ`."""
@@ -129,30 +129,71 @@ def add_to(y: Tensor, t: Tensor, adapters: Adapters) -> None:
         y[:, place.first : place.last].addmm_(part, up.to(y.dtype).t(), alpha=place.scaling)
 
 
-def widen_backward(
-    g: Tensor, t: Tensor, adapters: Adapters, needs_b: bool, factor: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """u, the gradient of t, of all adapters side by side; and the gradients of all B, one after the other.
+@dataclass
+class Gradients:
+    """The gradients of all A, one below the other, and of all B, one after the other, added up over parts of a batch.
 
-    `factor[N]`: g has been multiplied by it.
+    In the dtype of the activations until `result`. `factor[N]`: gradients of outputs come multiplied by it.
     """
-    u = g.new_empty(g.shape[0], sum(adapters.ranks))
-    db = g.new_empty(sum(up.numel() for up in adapters.ups) if needs_b else 0)
-    db_parts = db.split([up.numel() for up in adapters.ups]) if needs_b else [db] * len(adapters.ups)
-    parts = zip(adapters.places, adapters.ups, adapters.parts(u), adapters.parts(t), db_parts, strict=True)
-    for place, up, mine, part, d in parts:
-        g_part = g[:, place.first : place.last]
-        f = None if factor is None else factor[place.first : place.last, None]
-        b = up.to(g.dtype) if f is None else (up / f).to(g.dtype)
-        # u = s · g · B
-        torch.addmm(mine, g_part, b, beta=0, alpha=place.scaling, out=mine)
-        if needs_b:
-            # dB = s · gᵀ · t
-            d = d.view(up.shape)
-            torch.addmm(d, g_part.t(), part, beta=0, alpha=place.scaling, out=d)
-            if f is not None:
-                d.div_(f)
-    return u, db
+
+    adapters: Adapters
+    needs_a: bool
+    needs_b: bool
+    like: Tensor
+    factor: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        adapters, like = self.adapters, self.like
+        k = adapters.downs[0].shape[1] if adapters.downs else 0
+        self.da = like.new_empty(sum(adapters.ranks), k) if self.needs_a else like.new_empty(0)
+        self.db = like.new_empty(sum(up.numel() for up in adapters.ups) if self.needs_b else 0)
+        self._ups = [
+            up.to(like.dtype) if self.factor is None else self._unfolded(i) for i, up in enumerate(adapters.ups)
+        ]
+        self._parts = {"a": 0, "b": 0}
+
+    def _unfolded(self, i: int) -> Tensor:
+        """B over the factors of its outputs: what was multiplied by them is multiplied by this."""
+        return (self.adapters.ups[i] / self._factor_of(i)).to(self.like.dtype)
+
+    def _factor_of(self, i: int) -> Tensor:
+        assert self.factor is not None
+        place = self.adapters.places[i]
+        return self.factor[place.first : place.last, None]
+
+    def _of_b(self) -> list[Tensor]:
+        ups = self.adapters.ups
+        return [d.view(up.shape) for d, up in zip(self.db.split([up.numel() for up in ups]), ups, strict=True)]
+
+    def widen(self, g: Tensor, t: Tensor) -> Tensor:
+        """u, the gradient of t, of all adapters side by side; adds to those of B on the way."""
+        adapters = self.adapters
+        u = g.new_empty(g.shape[0], sum(adapters.ranks))
+        ds = self._of_b() if self.needs_b else [self.db] * len(adapters.ups)
+        beta = 1 if self._parts["b"] else 0
+        self._parts["b"] += 1
+        parts = zip(adapters.places, self._ups, adapters.parts(u), adapters.parts(t), ds, strict=True)
+        for place, up, mine, part, d in parts:
+            g_part = g[:, place.first : place.last]
+            # u = s · g · B
+            torch.addmm(mine, g_part, up, beta=0, alpha=place.scaling, out=mine)
+            if self.needs_b:
+                # dB += s · gᵀ · t
+                torch.addmm(d, g_part.t(), part, beta=beta, alpha=place.scaling, out=d)
+        return u
+
+    def add_a(self, u: Tensor, x: Tensor) -> None:
+        # dA += uᵀ · x
+        torch.addmm(self.da, u.t(), x, beta=1 if self._parts["a"] else 0, out=self.da)
+        self._parts["a"] += 1
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """In the dtype of the first A and B."""
+        if self.needs_b and self.factor is not None:
+            for i, d in enumerate(self._of_b()):
+                d.div_(self._factor_of(i))
+        a, b = self.adapters.downs, self.adapters.ups
+        return self.da.to(a[0].dtype) if self.needs_a else self.da, self.db.to(b[0].dtype) if self.needs_b else self.db
 
 
 def kept_input(x: Tensor, x_scale: Tensor, dtype: torch.dtype, rows: int) -> Tensor:
@@ -184,19 +225,18 @@ def _lora_linear_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     low = Adapters.decode(downs, ups, adapters)
     needs_x, needs_a, needs_b = needs
-    dx, da = empty(g, 2)
-    u, db = widen_backward(g, t, low, needs_b)
-    db = db.to(ups[0].dtype) if needs_b else db
+    (dx,) = empty(g, 1)
+    gradients = Gradients(low, needs_a, needs_b, g)
+    u = gradients.widen(g, t)
     if needs_a:
-        # dA = uᵀ · x
-        da = (u.t() @ kept_input(x, x_scale, u.dtype, g.shape[0])).to(downs[0].dtype)
+        gradients.add_a(u, kept_input(x, x_scale, u.dtype, g.shape[0]))
     if needs_x:
         weight = Quantized(joined(weights), joined(scales))
         dx = dgrad(g, row_g, weight, OperandRecipe.decode(recipe_g), dtype, fast, emulate)
         if downs:
             # dx = g · w + u · A
             dx.addmm_(u.to(dtype), low.down(dtype))
-    return dx, da, db
+    return dx, *gradients.result()
 
 
 def fake_kept(x: Tensor, recipe: str, keep: bool, emulate: bool) -> tuple[Tensor, Tensor]:

@@ -16,13 +16,13 @@ from octavo.ops_frozen import joined, lists, turn
 from octavo.ops_linear import empty, fake_padded, padded
 from octavo.ops_lora import (
     Adapters,
+    Gradients,
     add_to,
     fake_gradients,
     fake_kept,
     fake_narrowed,
     kept_input,
     narrowed,
-    widen_backward,
 )
 from octavo.support import has_fp8_tensor_cores
 
@@ -82,33 +82,66 @@ def _lora_mlp(
     low, low_last = Adapters.decode(downs, ups, adapters), Adapters.decode(last_downs, last_ups, last_adapters)
     recipe = OperandRecipe.decode(recipe_x)
     tokens, x = x.shape[0], padded(x, emulate)
+    rows, both = x.shape[0], sum(w.shape[0] for w in weights)
     x_q = quantize_directly(x, row_x, recipe, record, "rows")[0]
-    # gu = x · [w_gate; w_up]ᵀ
-    gate_up = multiply(x_q, Quantized(joined(weights), joined(scales)), None, dtype, [], fast, emulate)
     t = narrowed(x, low, dtype)
-    h, gate_up_q = _gated(gate_up, t, low, activation, keep, emulate)
-    del gate_up
-    h_q = quantize_directly(h, row_h, recipe, record, "rows")[0]
-    # y = h · w_downᵀ
-    y = multiply(h_q, Quantized(down, down_scale), None, dtype, [], fast, emulate)
-    t_last = narrowed(h, low_last, dtype)
-    add_to(y, t_last, low_last)
+    t_last = x.new_empty([rows, sum(low_last.ranks)] if last_downs else [0], dtype=dtype)
+    y = x.new_empty([rows, down.shape[0]], dtype=dtype)
+    kept = Quantized(*_new_kept(x, rows, both)) if keep else None
+    for part in _parts(rows):
+        # gu = x · [w_gate; w_up]ᵀ
+        x_m = Quantized(x_q.data[part], _rows_of(x_q.scale, part))
+        gate_up = multiply(x_m, Quantized(joined(weights), joined(scales)), None, dtype, [], fast, emulate)
+        into = None if kept is None else Quantized(kept.data[part], kept.scale[part])
+        h = _gated(gate_up, t[part], low, activation, into, emulate)
+        del gate_up
+        h_q = quantize_directly(h, row_h, recipe, record, "rows")[0]
+        if last_downs:
+            # t = h · Aᵀ
+            torch.mm(h, low_last.down(dtype).t(), out=t_last[part])
+        del h
+        # y = h · w_downᵀ
+        product = multiply(h_q, Quantized(down, down_scale), None, dtype, [], fast, emulate)
+        _write_sum(y[part], product, t_last[part], low_last)
     kept_x = (x_q.data, pack_scale(x_q.scale)) if keep_x else empty(x, 2)
-    return y[:tokens], *kept_x, *(gate_up_q or empty(x, 2)), t, t_last
+    return y[:tokens], *kept_x, *(kept or empty(x, 2)), t, t_last
 
 
-def _gated(
-    gate_up: Tensor, t: Tensor, low: Adapters, activation: str, keep: bool, emulate: bool
-) -> tuple[Tensor, Quantized | None]:
-    """h, and gate and up with their adapters' outputs, in FP8, if they are to be kept."""
+def _write_sum(y: Tensor, product: Tensor, t: Tensor, low: Adapters) -> None:
+    """y = product + s · t · Bᵀ of every adapter, each of which has all the outputs."""
+    if not low.places:
+        y.copy_(product)
+    for place, up, part in zip(low.places, low.ups, low.parts(t), strict=True):
+        torch.addmm(product, part, up.to(y.dtype).t(), alpha=place.scaling, out=y)
+        product = y
+
+
+def _parts(rows: int) -> list[slice]:
+    return [slice(start, min(start + PART, rows)) for start in range(0, rows, PART)]
+
+
+def _rows_of(scale: Tensor, part: slice) -> Tensor:
+    return scale[part] if scale.dim() else scale
+
+
+def _new_kept(like: Tensor, rows: Any, features: Any) -> list[Tensor]:
+    blocks = -(-features // BLOCK)
+    return [like.new_empty([rows, features], dtype=E4M3.dtype), like.new_empty([rows, blocks], dtype=torch.uint8)]
+
+
+def _gated(gate_up: Tensor, t: Tensor, low: Adapters, activation: str, into: Quantized | None, emulate: bool) -> Tensor:
+    """h; and gate and up with their adapters' outputs `into` FP8, if they are to be kept."""
     if not emulate and has_fp8_tensor_cores(gate_up.device):
         from octavo.kernels import gated_lora as kernel
 
         halves = _halves(t, low, gate_up.shape[1] // 2, kernel.Low)
         if halves is not None and kernel.can_gate(gate_up, gate_up.shape[1] // 2, *halves):
-            return kernel.gated(gate_up, halves[0], halves[1], activation, keep=keep)
+            return kernel.gated(gate_up, halves[0], halves[1], activation, into)
     add_to(gate_up, t, low)
-    return spec.gated(gate_up, activation), in_blocks(gate_up) if keep else None
+    if into is not None:
+        for room, found in zip(into, in_blocks(gate_up), strict=True):
+            room.copy_(found)
+    return spec.gated(gate_up, activation)
 
 
 def _halves(t: Tensor, low: Adapters, features: int, of: Any) -> list[Any] | None:
@@ -136,18 +169,18 @@ def from_blocks(kept: Quantized) -> Tensor:
 
 
 def _gated_backward(
-    dh: Tensor, kept: Quantized, u: Tensor, low: Adapters, activation: str, factor: Tensor | None, wants_h: bool,
+    dh: Tensor, kept: Quantized, u: Tensor, a: Tensor | None, activation: str, factor: Tensor | None, wants_h: bool,
     emulate: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """The gradient of gate and up, times `factor`, from that of h without its adapters' part; and h."""
+    """The gradient of gate and up, times `factor`, from that of h without its adapters' part, `u · a`; and h."""
     if not emulate and has_fp8_tensor_cores(dh.device):
         from octavo.kernels import gated_lora as kernel
 
-        added = kernel.Low(u, low.down(u.dtype)) if low.downs else None
+        added = None if a is None else kernel.Low(u, a)
         if kernel.can_gate(dh, dh.shape[1], added):
             return kernel.gated_backward(dh, kept, added, activation, factor=factor, h=wants_h)
-    if low.downs:
-        dh = dh.addmm_(u, low.down(dh.dtype))
+    if a is not None:
+        dh = dh.addmm_(u, a.to(dh.dtype))
     gate_up = from_blocks(kept)
     gradient = spec.gated_backward(dh, gate_up, activation)
     if factor is not None:
@@ -168,53 +201,33 @@ def _lora_mlp_backward(
     tokens, g = g.shape[0], padded(g, emulate)
     turned_down, turned = turn(Quantized(down, down_scale)), turn(Quantized(joined(weights), joined(scales)))
     dx = g.new_empty([g.shape[0], weights[0].shape[1]], dtype=dtype) if needs_x else g.new_empty(0)
-    sums: list[Tensor | None] = [None] * 4  # the gradients of A and B of gate and up, and of down
+    first = Gradients(low, needs_a, needs_b, g, turned.factor)
+    last = Gradients(low_last, needs_last_a, needs_last_b, g)
+    a, a_last = (each.down(dtype) if each.downs else None for each in (low, low_last))
     # In parts, so that the gradient of gate and up, the largest tensor of all, is never there as a whole.
     for part in _parts(g.shape[0]):
-        g_m = g[part]
-        u_last, db_last = widen_backward(g_m, t_last[part], low_last, needs_last_b)
+        u_last = last.widen(g[part], t_last[part])
         # dh = g · w_down + u · A
-        dh = turned_down.dgrad(g_m, row_g, recipe, g.dtype, fast, emulate)
+        dh = turned_down.dgrad(g[part], row_g, recipe, g.dtype, fast, emulate)
         gradient, h = _gated_backward(
-            dh, Quantized(kept[part], kept_scale[part]), u_last, low_last, activation, turned.factor, needs_last_a,
+            dh, Quantized(kept[part], kept_scale[part]), u_last, a_last, activation, turned.factor, needs_last_a,
             emulate,
         )  # fmt: skip
         del dh
         if h is not None:
-            # dA = uᵀ · h
-            sums[2] = _plus(sums[2], u_last.t() @ h)
+            last.add_a(u_last, h)
             del h
-        if needs_last_b:
-            sums[3] = _plus(sums[3], db_last)
-        u, db = widen_backward(gradient, t[part], low, needs_b, turned.factor)
-        if needs_b:
-            sums[1] = _plus(sums[1], db)
+        u = first.widen(gradient, t[part])
         if needs_a:
-            # dA = uᵀ · x
-            x_m = kept_input(x[part], x_scale[part] if x_scale.dim() else x_scale, u.dtype, len(g_m))
-            sums[0] = _plus(sums[0], u.t() @ x_m)
+            first.add_a(u, kept_input(x[part], _rows_of(x_scale, part), u.dtype, u.shape[0]))
         if needs_x:
             # dx = dgu · [w_gate; w_up] + u · A
             product = turned.dgrad(gradient, row_dgate_up, recipe, dtype, fast, emulate, folded=True)
-            if downs:
-                torch.addmm(product, u.to(dtype), low.down(dtype), out=dx[part])
-            else:
+            if a is None:
                 dx[part] = product
-    matrices = (downs, ups, last_downs, last_ups)
-    found = [
-        total.to(like[0].dtype) if total is not None else g.new_empty(0)
-        for total, like in zip(sums, matrices, strict=True)
-    ]
-    return dx[:tokens], *found
-
-
-def _parts(rows: int) -> list[slice]:
-    return [slice(start, min(start + PART, rows)) for start in range(0, rows, PART)]
-
-
-def _plus(total: Tensor | None, more: Tensor) -> Tensor:
-    """A sum of several in FP32; of one, as it is."""
-    return more if total is None else total.float() + more
+            else:
+                torch.addmm(product, u.to(dtype), a, out=dx[part])
+    return dx[:tokens], *first.result(), *last.result()
 
 
 def _lora_mlp_fake(
@@ -225,7 +238,7 @@ def _lora_mlp_fake(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     y = x.new_empty([x.shape[0], down.shape[0]], dtype=dtype)
     rows, both = fake_padded(x, emulate).shape[0], sum(w.shape[0] for w in weights)
-    kept = [x.new_empty([rows, both], dtype=E4M3.dtype), x.new_empty([rows, -(-both // BLOCK)], dtype=torch.uint8)]
+    kept = _new_kept(x, rows, both)
     narrowed = [fake_narrowed(x, matrices, rows, dtype) for matrices in (downs, last_downs)]
     return y, *fake_kept(x, recipe_x, keep_x, emulate), *(kept if keep else empty(x, 2)), *narrowed
 

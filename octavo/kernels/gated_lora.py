@@ -209,28 +209,25 @@ def can_gate(hidden: Tensor, features: int, *added: Low | None) -> bool:
     )
 
 
-def gated(
-    gate_up: Tensor, gate: Low | None, up: Low | None, activation: str, *, keep: bool
-) -> tuple[Tensor, Quantized | None]:
-    """h of `gate_up[M, 2F]` with these added to its halves, and the halves in FP8 if they are to be kept."""
+def gated(gate_up: Tensor, gate: Low | None, up: Low | None, activation: str, into: Quantized | None) -> Tensor:
+    """h of `gate_up[M, 2F]` with these added to its halves, which go `into` FP8 with bytes for scales, if wanted."""
     gate_up = gate_up.contiguous()
     given, ranks, strides, scalings = _operands(gate_up, gate, up)
+    keep = into is not None
+    given += into if into is not None else (gate_up, gate_up)
     key = ("forward", activation, keep, ranks, scalings, kind(gate_up, *given))
     plan = _PLANS.get(key)
     if plan is None:
         m, f = gate_up.shape[0], gate_up.shape[1] // 2
-        plan = Plan(given=5)
+        plan = Plan(given=7)
         h = plan.make((m, f), gate_up.dtype)
-        kept = plan.make((m, 2 * f) if keep else (1,), E4M3.dtype)
-        scale = plan.make((m, 2 * f // BLOCK) if keep else (1,), torch.uint8)
         grid, constants = _arrange(gate_up, m, f, _FORWARD, activation)
         constants |= {"GATE_RANK": ranks[0], "UP_RANK": ranks[1], "KEEP": keep}
         numbers = (m, f, *strides, *scalings)
-        plan.launch(_forward_kernel, grid, (0, 1, 2, 3, 4, h, kept, scale), numbers, constants)
-        plan.results = (h, kept, scale) if keep else (h,)
+        plan.launch(_forward_kernel, grid, (0, 1, 2, 3, 4, h, 5, 6), numbers, constants)
+        plan.results = (h,)
         _PLANS[key] = plan
-    found, *rest = plan.run(gate_up, *given)
-    return found, Quantized(*rest) if keep else None
+    return plan.run(gate_up, *given)[0]
 
 
 def gated_backward(

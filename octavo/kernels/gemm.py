@@ -176,7 +176,7 @@ def _scaled_mm(
             out=out,
         )
     # Row scales come with BF16 results only; the sum itself can be had in FP32, and scaled after.
-    one = torch.ones((), device=a.data.device)
+    one = torch.ones((), dtype=torch.float32, device=a.data.device)
     into = out if out_dtype == torch.float32 else None
     y = torch._scaled_mm(a.data, b.data.t(), one, one, out_dtype=torch.float32, use_fast_accum=fast, out=into)
     y.mul_(a_scale).mul_(b_scale.t())

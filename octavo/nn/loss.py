@@ -55,7 +55,7 @@ def linear_cross_entropy(
     if count is None:
         count = (labels != IGNORED).sum()
     if not isinstance(count, Tensor):
-        count = torch.full((), float(count), device=hidden.device)
+        count = torch.full((), float(count), dtype=torch.float32, device=hidden.device)
     count = count.to(device=hidden.device, dtype=torch.float32)
     row_x, row_w = rows or (None, None)
     # Inside an autograd function nothing tells whether gradients are enabled.

@@ -19,7 +19,7 @@ _FINITE_PATTERNS = 0x7F80  # the bit pattern of +inf in BF16: finite magnitudes 
 def finite_amax(x: Tensor) -> tuple[Tensor, Tensor]:
     """Largest finite magnitude of the whole tensor (0 if there is none), and whether all of it is finite; both 0-d."""
     if x.numel() == 0:
-        return torch.zeros((), device=x.device), torch.ones((), dtype=torch.bool, device=x.device)
+        return torch.zeros((), dtype=torch.float32, device=x.device), torch.ones((), dtype=torch.bool, device=x.device)
     x = x.detach()
     x = x.float() if x.dtype == torch.float64 else x  # what overflows FP32 is not finite here
     low, high = torch.aminmax(x)

@@ -36,7 +36,7 @@ def cross_entropy_quantize(
     logits: Tensor, labels: Tensor, lse: Tensor, factor: Tensor, format: Format
 ) -> tuple[Quantized, Quantized]:
     """The gradient in FP8, as rows `[T, V]` and as columns `[V, T]`."""
-    unit = reciprocal(torch.full((), format.max, device=logits.device))
+    unit = reciprocal(torch.full((), format.max, dtype=torch.float32, device=logits.device))
     rows = quantize(cross_entropy_backward(logits, labels, lse), format=format, scale=unit)
     scale = unit * factor
     return Quantized(rows.data, scale), Quantized(rows.data.mT.clone(memory_format=torch.contiguous_format), scale)

@@ -37,7 +37,7 @@ class Format:
     @property
     def saturation_threshold(self) -> float:
         """Halfway from `max` to where the next step would be: magnitudes beyond it are changed by the clamp."""
-        exponent = torch.tensor(self.max).log2().floor().item()
+        exponent = torch.tensor(self.max, dtype=torch.float32).log2().floor().item()
         return self.max + 2.0 ** (exponent - self.mantissa_bits - 1)
 
     def __str__(self) -> str:

@@ -200,7 +200,7 @@ def pad_operand(q: Quantized, pad_rows: int) -> Quantized:
         return q
     scale = q.scale
     if pad_rows and scale.dim() >= 2 and scale.shape[-2] == q.data.shape[-2]:
-        ones = torch.ones(*scale.shape[:-2], pad_rows, scale.shape[-1], device=scale.device)
+        ones = torch.ones(*scale.shape[:-2], pad_rows, scale.shape[-1], dtype=torch.float32, device=scale.device)
         scale = torch.cat([scale.float(), ones], dim=-2)
     # Zero has the same bits in every FP8 format; padding float8 directly is not implemented on all devices.
     data = torch.nn.functional.pad(q.data.view(torch.uint8), (0, pad_k, 0, pad_rows)).view(q.data.dtype)

@@ -148,7 +148,7 @@ def mx_scale(amax: Tensor, format: Format, rule: str = "up", margin: float = 1.0
         bits = (divide(amax, format.max) * margin).view(torch.int32)
         exponent = (bits >> 23) + (bits & 0x7FFFFF != 0)
     else:
-        top = torch.tensor(format.max, device=amax.device).view(torch.int32) >> 23
+        top = torch.tensor(format.max, dtype=torch.float32, device=amax.device).view(torch.int32) >> 23
         exponent = ((amax * margin).view(torch.int32) >> 23) - top + 127
     exponent = torch.where(amax > 0, exponent.clamp(1, 254), 127)
     return exponent.to(torch.uint8).view(E8M0_DTYPE)

@@ -91,11 +91,11 @@ class FP8ScalingManager:
         self._margin: list[float] = []
         # Each row's history, the amax its scale was made from, its running mean and its age; grown in `_arrange`.
         here: dict[str, Any] = {"device": "cpu"}  # the default device is `meta` while transformers loads a model
-        self._history = torch.zeros(0, history_len, **here)
-        self._amax = torch.zeros(0, **here)
-        self._ema = torch.zeros(0, **here)
+        self._history = torch.zeros(0, history_len, dtype=torch.float32, **here)
+        self._amax = torch.zeros(0, dtype=torch.float32, **here)
+        self._ema = torch.zeros(0, dtype=torch.float32, **here)
         self._steps = torch.zeros(0, dtype=torch.int64, **here)
-        self._limits = torch.zeros(0, 2, **here)  # FP8_MAX and margin again, where the rows are
+        self._limits = torch.zeros(0, 2, dtype=torch.float32, **here)  # FP8_MAX and margin again, where the rows are
 
     @classmethod
     def from_config(cls, config: FP8TrainingConfig, device: torch.device | str = "cpu") -> "FP8ScalingManager":
@@ -150,7 +150,7 @@ class FP8ScalingManager:
     def get_scale(self, name: str) -> Tensor:
         """The quantising multiplier FP8_MAX / (amax × margin), 0-d; 1 before any update."""
         if name not in self._index:
-            return torch.ones((), device=self.device)
+            return torch.ones((), dtype=torch.float32, device=self.device)
         self._arrange()
         i = self._index[name]
         scale, amax = self.rows[i][SCALE], self._amax[i]
@@ -239,7 +239,7 @@ class FP8ScalingManager:
         if len(self._limits) != len(self.rows) or self._limits.device != self.device:
             with torch.inference_mode(False):
                 limits = list(zip(self._maximum, self._margin, strict=True))
-                self._limits = torch.tensor(limits, device=self.device).reshape(-1, 2)
+                self._limits = torch.tensor(limits, dtype=torch.float32, device=self.device).reshape(-1, 2)
 
     def statistics(self, *, reset: bool = True) -> dict[str, dict[str, float]]:
         """What was seen since the last reset: per name scale, amax, saturated and underflow. Synchronises."""
@@ -262,7 +262,7 @@ class FP8ScalingManager:
 
     def state_dict(self) -> dict[str, Any]:
         self._arrange()
-        rows = torch.stack(self.rows) if self.rows else torch.zeros(0, ROW)
+        rows = torch.stack(self.rows) if self.rows else torch.zeros(0, ROW, dtype=torch.float32)
         return {
             "names": self.names,
             "maximum": list(self._maximum),
@@ -287,7 +287,7 @@ class FP8ScalingManager:
             self.register(name).copy_(state["rows"][i])
             self._maximum[self._index[name]] = state["maximum"][i]
             self._margin[self._index[name]] = state["margin"][i]
-        self._limits = torch.zeros(0, 2)
+        self._limits = torch.zeros(0, 2, dtype=torch.float32)
         self._arrange()
         index = torch.tensor([self._index[name] for name in state["names"]], dtype=torch.int64, device=self.device)
         for name in _PER_ROW:
@@ -295,9 +295,12 @@ class FP8ScalingManager:
 
 
 def new_rows(*shape: int, device: torch.device | str) -> Tensor:
-    """Empty rows. Not inference tensors, wherever they are made: training writes to them later."""
+    """Empty rows. Not inference tensors, wherever they are made: training writes to them later.
+
+    In FP32 whatever the default dtype: transformers sets that to the model's while it loads one.
+    """
     with torch.inference_mode(False):
-        return torch.zeros(*shape, ROW, device=device)
+        return torch.zeros(*shape, ROW, dtype=torch.float32, device=device)
 
 
 def _holds(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:

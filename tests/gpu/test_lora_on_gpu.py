@@ -16,7 +16,7 @@ from octavo.nn.mlp import MLP
 from octavo.numerics.activation import ACTIVATIONS, gated, gated_backward
 from octavo.numerics.formats import E4M3
 from octavo.numerics.operand import quantize_operand
-from octavo.numerics.quantize import quantize
+from octavo.numerics.quantize import Quantized, quantize
 from octavo.ops_lora_mlp import from_blocks, in_blocks
 
 BF16 = torch.bfloat16
@@ -86,8 +86,12 @@ def test_gated_with_adapters(m, f, rank, activation):
     gate, up = (low(m, f, rank, s) if rank else None for s in (0.5, 2.0))
     halves = torch.cat([added(gate_up[:, :f], gate), added(gate_up[:, f:], up)], dim=1)
     expected = gated(halves, activation)
+    kept = Quantized(
+        torch.empty(m, 2 * f, dtype=E4M3.dtype, device="cuda"),
+        torch.empty(m, 2 * f // 128, dtype=torch.uint8, device="cuda"),
+    )
     for _ in range(3):
-        h, kept = gated_lora.gated(gate_up, gate, up, activation, keep=True)
+        h = gated_lora.gated(gate_up, gate, up, activation, kept)
         assert cosine(h, expected) > 0.99999 and (h != expected).float().mean() < 0.03
         wanted = in_blocks(halves)
         assert (kept.scale != wanted.scale).float().mean() < 1e-3  # an amax at a power of two may fall either way
@@ -98,8 +102,7 @@ def test_gated_with_adapters(m, f, rank, activation):
             scale=kept.scale.float(),
         )
         assert_nearly_same(same, wanted._replace(scale=same.scale), share=0.02)
-    alone, nothing = gated_lora.gated(gate_up, gate, up, activation, keep=False)
-    assert nothing is None and torch.equal(alone, h)
+    assert torch.equal(gated_lora.gated(gate_up, gate, up, activation, None), h)
 
     dh = torch.randn(m, f, device="cuda").to(BF16)
     product = low(m, f, rank, 1.0, turned=False) if rank else None

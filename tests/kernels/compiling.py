@@ -84,8 +84,8 @@ def main(dtype: torch.dtype, rounding: str) -> None:
     )
     if dtype != torch.float32:
         low = gated_lora.Low(torch.zeros(256, 32, dtype=dtype), torch.zeros(256, 32, dtype=dtype))
-        gated_lora.gated(torch.zeros(256, 512, dtype=dtype), low, low, "silu", keep=True)
         kept = Quantized(torch.zeros(256, 512, dtype=E4M3.dtype), torch.ones(256, 4, dtype=torch.uint8))
+        gated_lora.gated(torch.zeros(256, 512, dtype=dtype), low, low, "silu", kept)
         low = low._replace(right=low.right.t())
         dh = torch.zeros(256, 256, dtype=dtype)
         gated_lora.gated_backward(dh, kept, low, "silu", factor=torch.ones(512), h=True)
