@@ -132,15 +132,20 @@ def multiply(
     batch: Sequence[int],
     fast: bool,
     emulate: bool,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """`gemm_nt`, not as an operator. Scales may be packed."""
+    """`gemm_nt`, not as an operator; into `out` if there is one. Scales may be packed."""
     on_tensor_cores = not emulate and has_fp8_tensor_cores(a.data.device)
     if on_tensor_cores and not batch and kernels.is_one_call(*a, *b, bias, out_dtype):
-        return torch._scaled_mm(a.data, b.data.t(), a.scale, b.scale, out_dtype=out_dtype, use_fast_accum=fast)
+        return torch._scaled_mm(a.data, b.data.t(), a.scale, b.scale, out_dtype=out_dtype, use_fast_accum=fast, out=out)
     a, b = (Quantized(q.data, unpack_scale(q.scale)) for q in (a, b))
     if not on_tensor_cores or not kernels.can_multiply(a, b):
-        return padded_gemm_nt(a, b, bias=bias, out_dtype=out_dtype, batch=batch)
-    return kernels.gemm_nt(a, b, bias=bias, out_dtype=out_dtype, batch=torch.Size(batch), fast=fast)
+        y = padded_gemm_nt(a, b, bias=bias, out_dtype=out_dtype, batch=batch)
+    elif out is not None and kernels.can_multiply_into(a, b, bias, out):
+        return kernels.gemm_nt_into(a, b, bias, out, fast=fast)
+    else:
+        y = kernels.gemm_nt(a, b, bias=bias, out_dtype=out_dtype, batch=torch.Size(batch), fast=fast)
+    return y if out is None else out.copy_(y)
 
 
 def _gemm_nt_op(

@@ -106,16 +106,19 @@ class Turned:
 
     def dgrad(
         self, g: Tensor, row_g: Tensor, recipe: OperandRecipe, dtype: torch.dtype, fast: bool, emulate: bool,
-        *, folded: bool = False,
+        *, folded: bool = False, out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """`g[M, N] · w[N, K]`, not as an operator. `folded`: g has been multiplied by the factor before."""
+        """`g[M, N] · w[N, K]`, not as an operator; into `out` if there is one, of whole tiles.
+
+        `folded`: g has been multiplied by the factor before.
+        """
         wide = padded(g, emulate)
         if self.factor is None or folded:
             g_q = quantize_directly(wide, row_g, recipe, True, "rows")[0]
         else:
             g_q = _quantize_folded(wide, self.factor, row_g, recipe)
         # dx = g · w
-        return multiply(g_q, self.weight, None, dtype, [], fast, emulate)[: g.shape[0]]
+        return multiply(g_q, self.weight, None, dtype, [], fast, emulate, out=out)[: g.shape[0]]
 
 
 def turn(weight: Quantized) -> Turned:

@@ -154,7 +154,8 @@ class Gradients:
 
     def _unfolded(self, i: int) -> Tensor:
         """B over the factors of its outputs: what was multiplied by them is multiplied by this."""
-        return (self.adapters.ups[i] / self._factor_of(i)).to(self.like.dtype)
+        up = self.adapters.ups[i]
+        return torch.div(up, self._factor_of(i), out=torch.empty_like(up, dtype=self.like.dtype))
 
     def _factor_of(self, i: int) -> Tensor:
         assert self.factor is not None

@@ -95,25 +95,17 @@ def _lora_mlp(
         into = None if kept is None else Quantized(kept.data[part], kept.scale[part])
         h = _gated(gate_up, t[part], low, activation, into, emulate)
         del gate_up
-        h_q = quantize_directly(h, row_h, recipe, record, "rows")[0]
         if last_downs:
             # t = h · Aᵀ
             torch.mm(h, low_last.down(dtype).t(), out=t_last[part])
+        h_q = quantize_directly(h, row_h, recipe, record, "rows")[0]
         del h
         # y = h · w_downᵀ
-        product = multiply(h_q, Quantized(down, down_scale), None, dtype, [], fast, emulate)
-        _write_sum(y[part], product, t_last[part], low_last)
+        multiply(h_q, Quantized(down, down_scale), None, dtype, [], fast, emulate, out=y[part])
+        add_to(y[part], t_last[part], low_last)
+        del h_q
     kept_x = (x_q.data, pack_scale(x_q.scale)) if keep_x else empty(x, 2)
     return y[:tokens], *kept_x, *(kept or empty(x, 2)), t, t_last
-
-
-def _write_sum(y: Tensor, product: Tensor, t: Tensor, low: Adapters) -> None:
-    """y = product + s · t · Bᵀ of every adapter, each of which has all the outputs."""
-    if not low.places:
-        y.copy_(product)
-    for place, up, part in zip(low.places, low.ups, low.parts(t), strict=True):
-        torch.addmm(product, part, up.to(y.dtype).t(), alpha=place.scaling, out=y)
-        product = y
 
 
 def _parts(rows: int) -> list[slice]:
@@ -171,8 +163,11 @@ def from_blocks(kept: Quantized) -> Tensor:
 def _gated_backward(
     dh: Tensor, kept: Quantized, u: Tensor, a: Tensor | None, activation: str, factor: Tensor | None, wants_h: bool,
     emulate: bool,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """The gradient of gate and up, times `factor`, from that of h without its adapters' part, `u · a`; and h."""
+) -> Tensor:  # fmt: skip
+    """The gradient of gate and up, times `factor`, from that of h without its adapters' part, `u · a`.
+
+    If h is wanted, it takes the place of its gradient.
+    """
     if not emulate and has_fp8_tensor_cores(dh.device):
         from octavo.kernels import gated_lora as kernel
 
@@ -180,12 +175,14 @@ def _gated_backward(
         if kernel.can_gate(dh, dh.shape[1], added):
             return kernel.gated_backward(dh, kept, added, activation, factor=factor, h=wants_h)
     if a is not None:
-        dh = dh.addmm_(u, a.to(dh.dtype))
+        dh.addmm_(u, a.to(dh.dtype))
     gate_up = from_blocks(kept)
     gradient = spec.gated_backward(dh, gate_up, activation)
     if factor is not None:
         gradient = gradient * factor
-    return gradient.to(dh.dtype), spec.gated(gate_up, activation).to(dh.dtype) if wants_h else None
+    if wants_h:
+        dh.copy_(spec.gated(gate_up, activation))
+    return gradient.to(dh.dtype)
 
 
 def _lora_mlp_backward(
@@ -209,24 +206,22 @@ def _lora_mlp_backward(
         u_last = last.widen(g[part], t_last[part])
         # dh = g · w_down + u · A
         dh = turned_down.dgrad(g[part], row_g, recipe, g.dtype, fast, emulate)
-        gradient, h = _gated_backward(
+        gradient = _gated_backward(
             dh, Quantized(kept[part], kept_scale[part]), u_last, a_last, activation, turned.factor, needs_last_a,
             emulate,
         )  # fmt: skip
+        if needs_last_a:
+            last.add_a(u_last, dh)  # where h is now
         del dh
-        if h is not None:
-            last.add_a(u_last, h)
-            del h
         u = first.widen(gradient, t[part])
         if needs_a:
             first.add_a(u, kept_input(x[part], _rows_of(x_scale, part), u.dtype, u.shape[0]))
         if needs_x:
             # dx = dgu · [w_gate; w_up] + u · A
-            product = turned.dgrad(gradient, row_dgate_up, recipe, dtype, fast, emulate, folded=True)
-            if a is None:
-                dx[part] = product
-            else:
-                torch.addmm(product, u.to(dtype), a, out=dx[part])
+            turned.dgrad(gradient, row_dgate_up, recipe, dtype, fast, emulate, folded=True, out=dx[part])
+            if a is not None:
+                dx[part].addmm_(u.to(dtype), a)
+        del gradient
     return dx[:tokens], *first.result(), *last.result()
 
 

@@ -129,7 +129,7 @@ def _forward_kernel(
         if KEEP:
             for half in tl.static_range(2):
                 x = (gate if half == 0 else up).to(tl.float32)
-                exponent = tiles.mx_exponent(tl.max(tiles.finite_magnitude(x), axis=1), _MAXIMUM, 1.0, True)
+                exponent = tiles.mx_exponent(tl.max(tl.abs(x), axis=1), _MAXIMUM, 1.0, True)
                 m = m0 + tl.arange(0, TILE_M)
                 where = scale_ptr + m * (2 * across) + half * across + j
                 tl.store(where, exponent.to(tl.uint8), mask=m < M)
@@ -156,7 +156,6 @@ def _backward_kernel(
     right_ptr,
     factor_ptr,
     d_ptr,
-    h_ptr,
     M,
     F,
     stride,
@@ -196,7 +195,7 @@ def _backward_kernel(
         store_tile(d_ptr + F, tiles.narrow(dup, narrow.dtype), i, j, inner, M, F, 2 * F, EVEN, TILE_M, TILE_F)
         if H:
             h = tiles.narrow(value * up, narrow.dtype)
-            store_tile(h_ptr, h, i, j, inner_h, M, F, F, EVEN, TILE_M, TILE_F)
+            store_tile(dh_ptr, h, i, j, inner_h, M, F, F, EVEN, TILE_M, TILE_F)
 
 
 def can_gate(hidden: Tensor, features: int, *added: Low | None) -> bool:
@@ -204,6 +203,7 @@ def can_gate(hidden: Tensor, features: int, *added: Low | None) -> bool:
     return (
         hidden.dtype in (torch.bfloat16, torch.float16)
         and hidden.numel() > 0
+        and hidden.is_contiguous()
         and features % BLOCK == 0
         and all(low is None or low.left.shape[1] <= LARGEST_RANK for low in added)
     )
@@ -211,7 +211,6 @@ def can_gate(hidden: Tensor, features: int, *added: Low | None) -> bool:
 
 def gated(gate_up: Tensor, gate: Low | None, up: Low | None, activation: str, into: Quantized | None) -> Tensor:
     """h of `gate_up[M, 2F]` with these added to its halves, which go `into` FP8 with bytes for scales, if wanted."""
-    gate_up = gate_up.contiguous()
     given, ranks, strides, scalings = _operands(gate_up, gate, up)
     keep = into is not None
     given += into if into is not None else (gate_up, gate_up)
@@ -232,12 +231,11 @@ def gated(gate_up: Tensor, gate: Low | None, up: Low | None, activation: str, in
 
 def gated_backward(
     dh: Tensor, kept: Quantized, added: Low | None, activation: str, *, factor: Tensor | None, h: bool
-) -> tuple[Tensor, Tensor | None]:
-    """The gradient of gate and up `[M, 2F]`, from `dh[M, F]` with `added`; and h, if it is wanted.
+) -> Tensor:
+    """The gradient of gate and up `[M, 2F]`, from `dh[M, F]` with `added`; h takes the place of dh, if it is wanted.
 
     `factor[2F]`: what the gradient is multiplied by before it is rounded. The scales of `kept` are bytes.
     """
-    dh = dh.contiguous()
     given, ranks, strides, scalings = _operands(dh, added)
     given.append(dh if factor is None else factor.contiguous())
     fold = factor is not None
@@ -247,15 +245,13 @@ def gated_backward(
         m, f = dh.shape
         plan = Plan(given=6)
         gradient = plan.make((m, 2 * f), dh.dtype)
-        hidden = plan.make((m, f) if h else (1,), dh.dtype)
         grid, constants = _arrange(dh, m, f, _BACKWARD, activation)
         constants |= {"RANK": ranks[0], "FOLD": fold, "H": h}
         numbers = (m, f, *strides, *scalings)
-        plan.launch(_backward_kernel, grid, (0, 1, 2, 3, 4, 5, gradient, hidden), numbers, constants)
-        plan.results = (gradient, hidden)
+        plan.launch(_backward_kernel, grid, (0, 1, 2, 3, 4, 5, gradient), numbers, constants)
+        plan.results = (gradient,)
         _PLANS[key] = plan
-    d, again = plan.run(dh, *kept, *given)
-    return d, again if h else None
+    return plan.run(dh, *kept, *given)[0]
 
 
 def _operands(like: Tensor, *added: Low | None) -> tuple[list[Tensor], tuple[int, ...], list[int], tuple[float, ...]]:

@@ -91,6 +91,16 @@ def gemm_nt(
     return y.view(shape)
 
 
+def can_multiply_into(a: Quantized, b: Quantized, bias: Tensor | None, out: Tensor) -> bool:
+    """Whether one matrix by one matrix can be written in place, without anything in between."""
+    whole = all(q.data.dim() == 2 and q.data.numel() and q.data.shape[1] % ALIGNMENT == 0 for q in (a, b))
+    return whole and out.is_contiguous() and out.dtype == torch.bfloat16 and _in_cublas(a, b, bias, out.dtype)
+
+
+def gemm_nt_into(a: Quantized, b: Quantized, bias: Tensor | None, out: Tensor, *, fast: bool) -> Tensor:
+    return _scaled_mm(a, b, bias, out.dtype, fast, out)
+
+
 def merge_rows(a: Quantized, b: Quantized, batch: Sequence[int]) -> tuple[Quantized, Quantized, Sequence[int]]:
     """Batches next to the rows of `a` over which `b` is the same, as rows. Views only."""
     while (

@@ -245,8 +245,10 @@ def test_layers_with_adapters_compile_as_one_graph(checkpoint):
 
 
 def test_scaling_state_is_in_fp32_whatever_dtype_the_model_is_loaded_in(checkpoint):
-    """transformers makes the model's dtype the default while it loads; statistics in BF16 would stop counting at 256."""
-    model, _ = FastLanguageModel.from_pretrained(checkpoint, load_in_fp8=True, dtype=torch.bfloat16, tokenizer=False)
+    """transformers makes the model's dtype the default while it loads; counts in BF16 would stop at 256."""
+    model, _ = FastLanguageModel.from_pretrained(
+        checkpoint, max_seq_length=64, load_in_fp8=True, dtype=torch.bfloat16, tokenizer=False
+    )
     frozen = next(m for m in model.modules() if isinstance(m, FP8FrozenLinear))
     assert frozen.row_x.dtype == frozen.row_g.dtype == torch.float32
     state = frozen.scaling.state_dict()
