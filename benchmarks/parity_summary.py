@@ -166,12 +166,15 @@ def verdict(run: dict[str, Any], runs: list[dict[str, Any]], baseline: Baseline)
         return "baseline"
     if recipe_of(run) not in JUDGED:
         return "reported"
-    alike = [baseline.difference(other) for other in runs if recipe_of(other) == recipe_of(run)]
-    found = [difference for difference in alike if difference is not None]
-    if not found:
+    by_seed: dict[int, list[float]] = {}
+    for other in runs:
+        difference = baseline.difference(other)
+        if recipe_of(other) == recipe_of(run) and difference is not None:
+            by_seed.setdefault(seed_of(other), []).append(difference)
+    if not by_seed:
         return "no BF16 run to compare with"
-    mean = statistics.fmean(found)
-    said = f" ({mean:+.3%} over {len(found)} seeds)" if len(found) > 1 else ""
+    mean = statistics.fmean(statistics.fmean(alike) for alike in by_seed.values())
+    said = f" ({mean:+.3%} over {len(by_seed)} seeds)" if len(by_seed) > 1 else ""
     if mean > baseline.allowed:
         return f"**FAIL**{said}"
     return f"pass{said}" if mean >= -baseline.allowed else f"pass (better than BF16){said}"

@@ -9,6 +9,7 @@ and in the MLP's hidden layer, where outputs are widest, within the kernel of th
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -41,6 +42,12 @@ class Adapter:
     scaling: float
 
 
+@cache
+def _places(text: str) -> tuple[Adapter, ...]:
+    fields = [part.split(":") for part in text.split(",")] if text else []
+    return tuple(Adapter(int(first), int(last), float(scaling)) for first, last, scaling in fields)
+
+
 @dataclass(frozen=True)
 class Adapters:
     """Adapters of one product: where they are, and A `[R, K]` and B `[N, R]` of each."""
@@ -60,8 +67,7 @@ class Adapters:
 
     @classmethod
     def decode(cls, downs: Sequence[Tensor], ups: Sequence[Tensor], text: str) -> "Adapters":
-        fields = [part.split(":") for part in text.split(",")] if text else []
-        return cls(tuple(Adapter(int(a), int(b), float(s)) for a, b, s in fields), tuple(downs), tuple(ups))
+        return cls(_places(text), tuple(downs), tuple(ups))
 
     @property
     def ranks(self) -> list[int]:
