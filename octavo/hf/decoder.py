@@ -228,6 +228,11 @@ def fuse_frozen(module: nn.Module) -> str:
     return reason
 
 
+def why_no_frozen_mlp(module: nn.Module) -> str:
+    """Why a frozen MLP's `down_proj` is a product of its own; empty if it need not be."""
+    return why_no_mlp(module) or frozen.why_no_mlp(*(getattr(module, name) for name in (*GATE_UP, "down_proj")))
+
+
 def _frozen_mlp_forward(self: Any, original: Callable[..., Any], x: Tensor) -> Tensor:
     members = [self.gate_proj, self.up_proj]
     activation = _ACTIVATIONS.get(type(self.act_fn).__name__)

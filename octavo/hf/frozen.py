@@ -36,16 +36,26 @@ def product_of_group(members: Sequence[Any], x: Tensor) -> Tensor | None:
     )  # fmt: skip
 
 
+def why_no_mlp(gate: Any, up: Any, down: Any) -> str:
+    """Why a gated MLP cannot be one function, whatever its adapters are; empty if it can."""
+    bases = [base_of(member) for member in (gate, up, down)]
+    if not all(isinstance(base, FP8FrozenLinear) for base in bases):
+        return "not all of it is in FP8"
+    if any(base.bias is not None for base in bases):
+        return "its linears have biases"
+    if bases[2].granularity != bases[0].granularity or bases[2].recipe != bases[0].recipe:
+        return "down is quantised differently"
+    return why_no_group(bases[:2])
+
+
 def mlp(gate: Any, up: Any, down: Any, x: Tensor, activation: str) -> Tensor | None:
     """A gated MLP in one function; None if its linears have to be computed one by one."""
-    bases = [base_of(member) for member in (gate, up, down)]
-    if not all(isinstance(base, FP8FrozenLinear) and base.bias is None for base in bases) or why_no_group(bases[:2]):
-        return None
-    if bases[2].granularity != bases[0].granularity or bases[2].recipe != bases[0].recipe:
+    if why_no_mlp(gate, up, down):
         return None
     adapters, adapters_down = _adapters_of((gate, up)), _adapters_of((down,))
     if adapters is None or adapters_down is None:
         return None
+    bases = [base_of(member) for member in (gate, up, down)]
     weights = [base.quantized for base in bases]
     rows, rows_down = ((base.row_x, base.row_g) for base in (bases[0], bases[2]))
     how = MLP(bases[0].product(x), activation)

@@ -71,13 +71,16 @@ def fuse(model: Any, config: FP8TrainingConfig | None) -> list[str]:
 
 
 def _fuse_groups(model: nn.Module) -> list[str]:
-    """q, k and v, and gate and up, of a frozen base, as one product each."""
+    """q, k and v of a frozen base as one product, its MLP as one function, or at least gate and up as one product."""
     counts: dict[str, int] = {}
     for module in list(model.modules()):
         kind = "q, k and v" if decoder.is_attention(module) else "gate and up" if decoder.is_mlp(module) else ""
         if kind:
             reason = decoder.fuse_frozen(module)
             what = f"{kind} one by one: {reason}" if reason else f"{kind} in one product"
+            if not reason and kind == "gate and up":
+                alone = decoder.why_no_frozen_mlp(module)
+                what = f"{what}, down apart: {alone}" if alone else "MLP with its activation in one function"
             counts[what] = counts.get(what, 0) + 1
     return [f"{what} ({count})" for what, count in counts.items() if "not all of them are in FP8" not in what]
 

@@ -216,7 +216,7 @@ def test_groups_compute_what_their_members_do(granularity, targets, tmp_path):
     for fused in (True, False):
         model = load(str(tmp_path), load_in_fp8=granularity)
         said = " ".join(model.octavo_fused)
-        assert "q, k and v in one product (2)" in said and "gate and up in one product (2)" in said
+        assert "q, k and v in one product (2)" in said and "MLP with its activation in one function (2)" in said
         if not fused:
             octavo.restore(model)
         model = FastLanguageModel.get_peft_model(model, r=4, target_modules=targets, use_gradient_checkpointing=False)

@@ -84,7 +84,7 @@ def test_lora_on_a_frozen_base(tmp_path: Path) -> None:
     result = read(tmp_path, "*-cpu-tiny-1l-lora4-64t.json")
     rows = {row["name"]: row for row in result["rows"]}
     assert rows["octavo block"]["check"]["cosine"] > 0.99 and rows["te"]["status"] != "timed"
-    assert "gate and up in one product" in rows["octavo block"]["summary"]
+    assert "MLP with its activation in one function" in rows["octavo block"]["summary"]
     case = Case.from_dict(result["case"])
     linears = case.matmul_parameters - 64 * 256
     adapters = 4 * (4 * 64 + 64 + 2 * 32 + 64 + 2 * 64 + 2 * 128 + 64 + 128)  # ins and outs of the seven, rank 4
