@@ -15,6 +15,7 @@ What is trained, and what is in FP8:
 | neither                                      | in `dtype`, frozen; for adapters  | `dtype`           |
 """
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from octavo.nn.frozen import GRANULARITIES
 from octavo.numerics import FP8TrainingConfig
 from octavo.numerics.checks import check_choice, check_positive_int
 
+MAX_SEQ_LENGTH = 2048  # unless the model has fewer positions
 _RECIPES = {True: "delayed", "tensor": "delayed", "channel": "channel", "block": "block"}
 
 
@@ -38,7 +40,7 @@ class FastLanguageModel:
     @staticmethod
     def from_pretrained(
         model_name: str,
-        max_seq_length: int = 2048,
+        max_seq_length: int = MAX_SEQ_LENGTH,
         dtype: torch.dtype | None = None,
         load_in_fp8: bool | str = False,
         load_in_4bit: bool = False,
@@ -83,7 +85,11 @@ class FastLanguageModel:
         )
         limit = getattr(model.config, "max_position_embeddings", None)
         if limit is not None and max_seq_length > limit:
-            raise ValueError(f"max_seq_length={max_seq_length}: {model_name} has {limit} positions")
+            if max_seq_length != MAX_SEQ_LENGTH:
+                raise ValueError(f"max_seq_length={max_seq_length}: {model_name} has {limit} positions")
+            max_seq_length = limit  # nobody asked for more
+            if words is not None:
+                words.model_max_length = limit
         if full_finetuning and load_in_fp8:
             config = fp8_config or FP8TrainingConfig.from_recipe(_RECIPES[load_in_fp8], skip=_skipped(skip))
             model.octavo_report = convert_to_fp8(model, config)
@@ -116,8 +122,11 @@ class FastLanguageModel:
         check_positive_int("r", r)
         if use_gradient_checkpointing not in loading.CHECKPOINTING:
             raise ValueError(f"use_gradient_checkpointing={use_gradient_checkpointing!r}: True, False or 'unsloth'")
-        if not 0 <= lora_dropout < 1:
+        if not isinstance(lora_dropout, (int, float)) or not 0 <= lora_dropout < 1:
             raise ValueError(f"lora_dropout={lora_dropout!r}: a probability below 1")
+        if not isinstance(lora_alpha, (int, float)) or not 0 < lora_alpha < math.inf:
+            raise ValueError(f"lora_alpha={lora_alpha!r}: a positive number")
+        _check_targets(model, target_modules)
         options = {
             "r": r,
             "target_modules": target_modules if isinstance(target_modules, str) else list(target_modules),
@@ -172,5 +181,17 @@ def _check_loading(
         raise ValueError("fp8_config is given but load_in_fp8=False: nothing would run in FP8; set load_in_fp8")
 
 
+def _check_targets(model: nn.Module, targets: Any) -> None:
+    """A name that matches nothing is a mistake; PEFT minds only if none of them does."""
+    if isinstance(targets, str):  # a pattern, or all-linear: PEFT's to judge
+        return
+    if not isinstance(targets, (list, tuple, set, frozenset)):
+        raise ValueError(f"target_modules={targets!r}: names of linears, such as {list(loading.LINEARS)}")
+    names = [name for name, _ in model.named_modules()]
+    for target in targets:
+        if not any(name == target or name.endswith(f".{target}") for name in names):
+            raise ValueError(f"target_modules: {target!r} is no module of {type(model).__name__}")
+
+
 def _skipped(skip: Sequence[str]) -> tuple[str, ...]:
-    return (*FP8TrainingConfig.skip, *skip)
+    return (*FP8TrainingConfig.skip, *((skip,) if isinstance(skip, str) else skip))

@@ -77,6 +77,11 @@ def are_neighbours(parts: Sequence[Tensor]) -> bool:
     return True
 
 
+def first_rows(y: Tensor, rows: int) -> Tensor:
+    """Without rows of padding. Not a view where there are none: a function's output that is one allows no in-place."""
+    return y if y.shape[0] == rows else y[:rows]
+
+
 def dequantize(x: Quantized, dtype: torch.dtype) -> Tensor:
     """`x.dequantize(dtype)`, in one pass where there is a kernel."""
     if has_fp8_tensor_cores(x.data.device):
@@ -157,7 +162,7 @@ def _frozen_linear(
     x_q = quantize_directly(padded(x, emulate), row_x, OperandRecipe.decode(recipe_x), record, "rows")[0]
     # y = x · wᵀ
     w = Quantized(joined(weights), joined(scales))
-    return multiply(x_q, w, bias, dtype, [], fast, emulate)[: x.shape[0]]
+    return first_rows(multiply(x_q, w, bias, dtype, [], fast, emulate), x.shape[0])
 
 
 def _frozen_linear_backward(

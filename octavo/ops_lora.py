@@ -17,7 +17,7 @@ from torch import Tensor
 from octavo.kernels.ranges import ranged
 from octavo.numerics import OperandRecipe, Quantized
 from octavo.ops import Product, fake_quantize, multiply, pack_scale, quantize_directly, unpack_scale
-from octavo.ops_frozen import dequantize, dgrad, joined, lists
+from octavo.ops_frozen import dequantize, dgrad, first_rows, joined, lists
 from octavo.ops_linear import empty, fake_padded, padded
 
 _LIBRARY = torch.library.Library("octavo", "FRAGMENT")
@@ -218,7 +218,8 @@ def _lora_linear(
     low = Adapters.decode(downs, ups, adapters)
     x_q = quantize_directly(padded(x, emulate), row_x, OperandRecipe.decode(recipe_x), record, "rows")[0]
     # y = x · wᵀ
-    y = multiply(x_q, Quantized(joined(weights), joined(scales)), bias, dtype, [], fast, emulate)[: x.shape[0]]
+    y = multiply(x_q, Quantized(joined(weights), joined(scales)), bias, dtype, [], fast, emulate)
+    y = first_rows(y, x.shape[0])
     t = narrowed(x, low, dtype)
     add_to(y, t, low)
     kept = (x_q.data, pack_scale(x_q.scale)) if keep else empty(x, 2)

@@ -12,7 +12,7 @@ from octavo.numerics import activation as spec
 from octavo.numerics.formats import E4M3
 from octavo.numerics.quantize import BLOCK
 from octavo.ops import Product, multiply, pack_scale, quantize_directly
-from octavo.ops_frozen import joined, lists, turn
+from octavo.ops_frozen import first_rows, joined, lists, turn
 from octavo.ops_linear import empty, fake_padded, padded
 from octavo.ops_lora import (
     Adapters,
@@ -105,7 +105,7 @@ def _lora_mlp(
         add_to(y[part], t_last[part], low_last)
         del h_q
     kept_x = (x_q.data, pack_scale(x_q.scale)) if keep_x else empty(x, 2)
-    return y[:tokens], *kept_x, *(kept or empty(x, 2)), t, t_last
+    return first_rows(y, tokens), *kept_x, *(kept or empty(x, 2)), t, t_last
 
 
 def _parts(rows: int) -> list[slice]:
@@ -222,7 +222,7 @@ def _lora_mlp_backward(
             if a is not None:
                 dx[part].addmm_(u.to(dtype), a)
         del gradient
-    return dx[:tokens], *first.result(), *last.result()
+    return first_rows(dx, tokens) if needs_x else dx, *first.result(), *last.result()
 
 
 def _lora_mlp_fake(

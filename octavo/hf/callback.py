@@ -221,7 +221,8 @@ def _statistics(managers: list[FP8ScalingManager]) -> dict[str, float]:
 
 
 def _summary(model: nn.Module) -> str:
-    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    named = model.named_modules()
+    linears = [m for name, m in named if isinstance(m, nn.Linear) and ".lora_" not in name]
     recipes = sorted({str(linear.recipe) for linear in linears if isinstance(linear, LinearInFP8)})
     in_fp8 = sum(isinstance(linear, LinearInFP8) for linear in linears)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)

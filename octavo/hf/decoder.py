@@ -293,7 +293,8 @@ def _causal_lm_forward(self: Any, original: Callable[..., Any], *args: Any, **kw
     if not hidden.requires_grad and not self.lm_head.weight.requires_grad:
         raise ValueError(
             f"{type(self).__name__} is in training, with labels, but none of its weights is trained: load it with "
-            "full_finetuning=True, or add adapters (FastLanguageModel.get_peft_model, peft.get_peft_model)"
+            "full_finetuning=True, or add adapters (FastLanguageModel.get_peft_model, peft.get_peft_model). Adapters "
+            "that are disabled or merged do not train: call unmerge_adapter, or leave disable_adapter"
         )
     loss = linear_cross_entropy(
         hidden, self.lm_head.weight, shifted.to(hidden.device), count=count, head=head, rows=rows

@@ -23,12 +23,14 @@ from octavo.numerics.quantize import BLOCK, Quantized
 
 METHODS = ("merged_16bit", "merged_fp8")
 _WRAPPED = ".base_layer"
+_PEFT_PARTS = ("base_layer", "original_module", "modules_to_save", "token_adapter", "trainable_tokens_delta")
 
 
 def export_fp8(model: nn.Module, path: str | Path, *, tokenizer: Any = None) -> Path:
     """Write the model with its linears in FP8, per 128×128 block, as `quant_method: fp8`: for transformers and vLLM."""
     base = _base_model(model)
     left = sorted(name for name, module in _linears(base) if not _goes_into_fp8(base, name, module))
+    left += sorted(name for name, chosen in _saved_whole(base).items() if isinstance(chosen, nn.Linear))
     quantization = {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
@@ -58,12 +60,27 @@ def _base_model(model: Any) -> Any:
 def _linears(base: nn.Module) -> Iterator[tuple[str, Any]]:
     """Every linear under the name it has without adapters: the layer that PEFT put around it, or itself."""
     inside: set[str] = set()
+    whole = tuple(f"{name}." for name in _saved_whole(base))
     for name, module in base.named_modules():
+        if name.startswith(whole):
+            continue
         if hasattr(module, "get_base_layer") and isinstance(module.get_base_layer(), nn.Linear):
             inside.add(f"{name}{_WRAPPED}")
             yield name, module
         elif isinstance(module, nn.Linear) and name not in inside and ".lora_" not in name:
             yield name, module
+
+
+def _saved_whole(base: nn.Module) -> dict[str, nn.Module]:
+    """Where PEFT trains a copy of a whole module (`modules_to_save`): the copy that is in use, or the original."""
+    found: dict[str, nn.Module] = {}
+    for name, module in base.named_modules():
+        copies: Any = getattr(module, "modules_to_save", None)
+        if isinstance(copies, nn.ModuleDict):
+            wrapper: Any = module
+            active = [key for key in wrapper.active_adapters if key in copies]
+            found[name] = copies[active[0]] if active and not wrapper.disable_adapters else wrapper.original_module
+    return found
 
 
 def _goes_into_fp8(base: Any, name: str, module: Any) -> bool:
@@ -87,10 +104,31 @@ def _tensors(base: Any, *, fp8: bool) -> Iterator[tuple[str, Tensor]]:
             yield f"{name}.weight", _merged(module, inner).to(_dtype(base))
         if inner.bias is not None:
             yield f"{name}.bias", inner.bias.detach()
+    whole = _saved_whole(base)
+    for name, chosen in whole.items():
+        yield from ((f"{name}.{part}", value.detach()) for part, value in chosen.state_dict().items())
+    wrapped += tuple(f"{name}." for name in whole)
+    for name, module in _adapted_embeddings(base):
+        wrapped += (f"{name}.",)
+        yield f"{name}.weight", _merged(module, module.get_base_layer()).to(_dtype(base))
     taken = {f"{name}.{part}" for name in linears for part in ("weight", "bias", SCALE_NAME)}
     for name, value in base.state_dict().items():
         if name not in taken and not name.startswith(wrapped) and ".lora_" not in name:
+            odd = next((part for part in _PEFT_PARTS if f".{part}." in name), None)
+            if odd is not None:
+                raise ValueError(
+                    f"{name}: PEFT holds this module as {odd}, which cannot be merged here; save the adapter itself "
+                    "(model.save_pretrained), or train it by modules_to_save"
+                )
             yield name, value.detach()
+
+
+def _adapted_embeddings(base: nn.Module) -> list[tuple[str, Any]]:
+    return [
+        (name, module)
+        for name, module in base.named_modules()
+        if hasattr(module, "lora_embedding_A") and isinstance(module.get_base_layer(), nn.Embedding)
+    ]
 
 
 def _as_blocks(inner: nn.Linear, merged: Tensor | None) -> Quantized:
@@ -99,15 +137,18 @@ def _as_blocks(inner: nn.Linear, merged: Tensor | None) -> Quantized:
     return quantize_weight(_high_precision(inner) if merged is None else merged, "block")
 
 
-def _high_precision(inner: nn.Linear) -> Tensor:
+def _high_precision(inner: Any) -> Tensor:
     return inner.dequantize(torch.float32) if isinstance(inner, FP8FrozenLinear) else inner.weight.detach()
 
 
 def _active(module: Any) -> list[str]:
-    return [] if module.merged else [name for name in module.active_adapters if name in module.lora_A]
+    if module.merged or module.disable_adapters:
+        return []
+    known = module.lora_A if len(module.lora_A) else module.lora_embedding_A
+    return [name for name in module.active_adapters if name in known]
 
 
-def _merged(module: Any, inner: nn.Linear) -> Tensor:
+def _merged(module: Any, inner: nn.Module) -> Tensor:
     """The weight with the active adapters added, in FP32 if there are any."""
     weight = _high_precision(inner)
     for name in _active(module) if hasattr(module, "get_base_layer") else ():
@@ -134,11 +175,14 @@ def _write(base: Any, tensors: dict[str, Tensor], quantization: Any, path: Path,
     config.architectures = [type(base).__name__]
     config.dtype = _dtype(base)
     if getattr(config, "tie_word_embeddings", False):
-        tensors.pop("lm_head.weight", None)
+        head = tensors.pop("lm_head.weight", None)
+        embedding = next((value for name, value in tensors.items() if name.endswith("embed_tokens.weight")), None)
+        if head is not None and embedding is not None and not torch.equal(head, embedding):
+            config.tie_word_embeddings = False  # one of them was trained apart from the other
+            tensors["lm_head.weight"] = head
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as folder:
-        contiguous = {name: value.contiguous() for name, value in tensors.items()}
-        save_torch_state_dict(contiguous, folder, metadata={"format": "pt"})
+        save_torch_state_dict({k: _alone(v) for k, v in tensors.items()}, folder, metadata={"format": "pt"})
         config.save_pretrained(folder)
         if getattr(base, "generation_config", None) is not None:
             base.generation_config.save_pretrained(folder)
@@ -150,3 +194,10 @@ def _write(base: Any, tensors: dict[str, Tensor], quantization: Any, path: Path,
         for file in Path(folder).iterdir():
             shutil.move(str(file), path / file.name)
     return path
+
+
+def _alone(value: Tensor) -> Tensor:
+    """Contiguous, and all there is in its storage: weights of a group are slices of one buffer, which no file takes."""
+    if value.is_contiguous() and value.untyped_storage().nbytes() == value.nbytes:
+        return value
+    return value.clone(memory_format=torch.contiguous_format)

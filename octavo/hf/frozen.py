@@ -21,6 +21,11 @@ def base_of(module: Any) -> Any:
     return module.base_layer if hasattr(module, "fusible") else module
 
 
+def is_hooked(module: Any) -> bool:
+    """Whether something watches a module, or changes what it is called with, as PEFT does for `adapter_names`."""
+    return bool(module._forward_pre_hooks or module._forward_hooks)
+
+
 def product_of_group(members: Sequence[Any], x: Tensor) -> Tensor | None:
     """Their outputs side by side, with those adapters that are active; None if they have to be computed one by one."""
     bases = [base_of(member) for member in members]
@@ -70,6 +75,8 @@ def _adapters_of(members: Sequence[Any]) -> Adapters | None:
     for member in members:
         base = base_of(member)
         last = first + base.out_features
+        if is_hooked(member) or is_hooked(base):
+            return None
         if member is not base:
             names = member.fusible()
             if names is None:

@@ -1,6 +1,7 @@
 """What `FastLanguageModel` needs of transformers and PEFT: reading models and tokenizers, making adapters."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ def read_tokenizer(name: str, max_seq_length: int, options: dict[str, Any]) -> A
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **kept)
     except (OSError, ValueError) as error:
+        if name.startswith(("/", ".", "~")) and not Path(name).exists():
+            raise ValueError(f"model_name={name!r}: there is no such folder") from error
         raise ValueError(
             f"{name} has no tokenizer that loads; for the model alone, tokenizer=False ({error})"
         ) from error

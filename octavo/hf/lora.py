@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from peft.tuners.lora import LoraModel
 from peft.tuners.lora import layer as peft_layer
-from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_adapters_to_merge
 from torch import Tensor, nn
 
+from octavo.hf.frozen import is_hooked
 from octavo.nn.frozen import FP8FrozenLinear, quantize_weight
 from octavo.nn.lora import Adapter, Adapters, frozen_lora
 from octavo.numerics.quantize import Quantized
@@ -33,6 +34,19 @@ def install() -> None:
 
     model: Any = LoraModel
     model._create_new_module = staticmethod(create_new_module)
+    inject: Any = BaseTuner.inject_adapter
+
+    @wraps(inject)
+    def inject_adapter(self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if type(self) is not LoraModel and any(isinstance(module, FP8FrozenLinear) for module in model.modules()):
+            raise ValueError(
+                f"{type(self).__name__}: PEFT would take the weights' FP8 bytes for their values; beside a base in FP8 "
+                "use LoRA, or load the model without load_in_fp8"
+            )
+        return inject(self, model, *args, **kwargs)
+
+    tuner: Any = BaseTuner
+    tuner.inject_adapter = inject_adapter
 
 
 class FP8LoraLinear(peft_layer.Linear):
@@ -43,9 +57,15 @@ class FP8LoraLinear(peft_layer.Linear):
     _before_merging: Quantized | None
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, config: Any, **kwargs: Any) -> None:
-        for option in ("use_dora", "arrow_config", "use_bdlora", "alora_invocation_tokens"):
+        for option in ("use_dora", "lora_bias", "arrow_config", "use_bdlora", "alora_invocation_tokens"):
             if getattr(config, option, None):
                 raise ValueError(f"{option}={getattr(config, option)!r}: not on a base in FP8; use plain LoRA")
+        start = getattr(config, "init_lora_weights", True)
+        if start not in (True, False, "gaussian"):
+            raise ValueError(
+                f"init_lora_weights={start!r}: computed from, or changing, weights in high precision; on a base in FP8 "
+                "one of True, False, 'gaussian'"
+            )
         super().__init__(base_layer, adapter_name, config, **kwargs)
         self._before_merging = None
 
@@ -66,6 +86,8 @@ class FP8LoraLinear(peft_layer.Linear):
     def fusible(self, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> list[str] | None:
         """The adapters to compute with the base in one function; None if PEFT's own way is called for."""
         names = [name for name in self.active_adapters if name in self.lora_A]
+        if is_hooked(self.base_layer):
+            return None
         plain = not args and not any((kwargs or {}).values()) and not self.disable_adapters and not self.merged
         dropped = self.training and any(isinstance(self.lora_dropout[name], nn.Dropout) for name in names)
         other = any(name in self.lora_variant for name in names) or any(self.lora_bias[name] for name in names)

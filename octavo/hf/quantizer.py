@@ -61,7 +61,7 @@ class OctavoConfig(QuantizationConfigMixin):
         self.quant_method: Any = METHOD
         self.granularity = granularity
         self.fp8 = fp8 or activation_config(granularity)
-        self.skip = tuple(skip)
+        self.skip = (skip,) if isinstance(skip, str) else tuple(skip)
         # What the weights on disk are: None in high precision, else where their scales are found.
         self.checkpoint: str | None = kwargs.get("checkpoint")
 
