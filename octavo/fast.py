@@ -26,7 +26,7 @@ from torch import nn
 from octavo.convert import convert_to_fp8
 from octavo.hf import export, loading
 from octavo.hf.accelerate import watch_environment
-from octavo.nn.frozen import GRANULARITIES
+from octavo.nn.frozen import GRANULARITIES, FP8FrozenLinear
 from octavo.numerics import FP8TrainingConfig
 from octavo.numerics.checks import check_choice, check_positive_int
 
@@ -83,6 +83,8 @@ class FastLanguageModel:
             quantization=loading.octavo_config(str(granularity), fp8_config, skip) if frozen_fp8 else None,
             options=kwargs,
         )
+        if frozen_fp8 and load_in_fp8 is not True:
+            _check_granularity(model, str(load_in_fp8))
         limit = getattr(model.config, "max_position_embeddings", None)
         if limit is not None and max_seq_length > limit:
             if max_seq_length != MAX_SEQ_LENGTH:
@@ -179,6 +181,15 @@ def _check_loading(
         )
     if fp8_config is not None and not load_in_fp8:
         raise ValueError("fp8_config is given but load_in_fp8=False: nothing would run in FP8; set load_in_fp8")
+
+
+def _check_granularity(model: nn.Module, asked: str) -> None:
+    found = {module.granularity for module in model.modules() if isinstance(module, FP8FrozenLinear)}
+    if found - {asked}:
+        raise ValueError(
+            f"load_in_fp8={asked!r}: the checkpoint is in FP8 already, per {' and '.join(sorted(found))}; "
+            "load_in_fp8=True takes it as it is"
+        )
 
 
 def _check_targets(model: nn.Module, targets: Any) -> None:

@@ -156,7 +156,7 @@ class Gradients:
         self._ups = [
             up.to(like.dtype) if self.factor is None else self._unfolded(i) for i, up in enumerate(adapters.ups)
         ]
-        self._parts = {"a": 0, "b": 0}
+        self._beta_a = self._beta_b = 0  # 1 once there is something to add to
 
     def _unfolded(self, i: int) -> Tensor:
         """B over the factors of its outputs: what was multiplied by them is multiplied by this."""
@@ -177,8 +177,6 @@ class Gradients:
         adapters = self.adapters
         u = g.new_empty(g.shape[0], sum(adapters.ranks))
         ds = self._of_b() if self.needs_b else [self.db] * len(adapters.ups)
-        beta = 1 if self._parts["b"] else 0
-        self._parts["b"] += 1
         parts = zip(adapters.places, self._ups, adapters.parts(u), adapters.parts(t), ds, strict=True)
         for place, up, mine, part, d in parts:
             g_part = g[:, place.first : place.last]
@@ -186,13 +184,14 @@ class Gradients:
             torch.addmm(mine, g_part, up, beta=0, alpha=place.scaling, out=mine)
             if self.needs_b:
                 # dB += s · gᵀ · t
-                torch.addmm(d, g_part.t(), part, beta=beta, alpha=place.scaling, out=d)
+                torch.addmm(d, g_part.t(), part, beta=self._beta_b, alpha=place.scaling, out=d)
+        self._beta_b = 1
         return u
 
     def add_a(self, u: Tensor, x: Tensor) -> None:
         # dA += uᵀ · x
-        torch.addmm(self.da, u.t(), x, beta=1 if self._parts["a"] else 0, out=self.da)
-        self._parts["a"] += 1
+        torch.addmm(self.da, u.t(), x, beta=self._beta_a, out=self.da)
+        self._beta_a = 1
 
     def result(self) -> tuple[Tensor, Tensor]:
         """In the dtype of the first A and B."""

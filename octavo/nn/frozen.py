@@ -128,8 +128,16 @@ class FP8FrozenLinear(LinearInFP8):
             )
         self.format = format_of(weight.data.dtype)
         scale = self._check_scale(weight.scale.float())
-        self.weight = FrozenTensor(weight.data.contiguous().view(torch.uint8))
-        setattr(self, SCALE_NAME, FrozenTensor(scale.contiguous().view(torch.int32)))
+        self._put("weight", weight.data.contiguous().view(torch.uint8))
+        self._put(SCALE_NAME, scale.contiguous().view(torch.int32))
+
+    def _put(self, name: str, data: Tensor) -> None:
+        """Into the place of what is there, which may be part of a group's buffer; else as something new."""
+        old = getattr(self, name)
+        if isinstance(old, FrozenTensor) and old.shape == data.shape and old.device == data.device:
+            old.data.copy_(data)
+        else:
+            setattr(self, name, FrozenTensor(data))
 
     def settle(self) -> None:
         """Freeze what a loader has put in place: FP8 data with its scales, or a weight still to be quantised."""

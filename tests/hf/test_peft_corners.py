@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 import octavo
 from octavo import FastLanguageModel
 from octavo.hf.callback import _summary
+from octavo.ops_frozen import are_neighbours
 
 WHOLE_BLOCKS = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64}  # so that groups are fused
 
@@ -148,3 +149,23 @@ def test_disabled_adapters_in_training_are_named(folder):
     model = adapt(load(folder)).train()
     with model.disable_adapter(), pytest.raises(ValueError, match="disabled or merged"):
         model(input_ids=tokens(), labels=tokens())
+
+
+def test_merging_and_back_leaves_groups_together(folder):
+    model = adapt(load(folder))
+    mlp = model.get_base_model().model.layers[0].mlp
+    parts = [mlp.gate_proj.base_layer, mlp.up_proj.base_layer]
+    before = [part.quantized.data.clone() for part in parts]
+    assert are_neighbours([part.weight.data for part in parts])
+    model.merge_adapter()
+    assert not torch.equal(parts[0].quantized.data.view(torch.uint8), before[0].view(torch.uint8))
+    model.unmerge_adapter()
+    assert are_neighbours([part.weight.data for part in parts])
+    for part, data in zip(parts, before, strict=True):
+        assert torch.equal(part.quantized.data.view(torch.uint8), data.view(torch.uint8))
+
+
+def test_another_granularity_than_the_checkpoint_has_is_an_error(folder, tmp_path):
+    octavo.export_fp8(load(folder), tmp_path / "blocks")
+    with pytest.raises(ValueError, match="load_in_fp8='channel'"):
+        FastLanguageModel.from_pretrained(str(tmp_path / "blocks"), load_in_fp8="channel", tokenizer=False)
