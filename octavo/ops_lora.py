@@ -84,18 +84,15 @@ class Adapters:
     def split(self, da: Tensor, db: Tensor) -> list[Tensor | None]:
         """From the gradients of all A, one below the other, and of all B, one after the other, those of each adapter.
 
-        A and B in turn; None for those of what was not needed.
+        All A, then all B; None for those of what was not needed.
         """
-        if not self.downs:
-            return []
-        found: list[Tensor | None] = []
-        sizes = [b.numel() for b in self.ups]
-        das = da.split(self.ranks) if da.numel() else [None] * len(sizes)
-        dbs = db.split(sizes) if db.numel() else [None] * len(sizes)
-        for a, b, down, up in zip(das, dbs, self.downs, self.ups, strict=True):
-            found.append(None if a is None else a.to(down.dtype))
-            found.append(None if b is None else b.view(up.shape).to(up.dtype))
-        return found
+        none = [None] * len(self.downs)
+        das = da.split(self.ranks) if da.numel() else none
+        dbs = db.split([up.numel() for up in self.ups]) if db.numel() else none
+        return [
+            None if gradient is None else gradient.view(matrix.shape).to(matrix.dtype)
+            for gradient, matrix in zip((*das, *dbs), (*self.downs, *self.ups), strict=True)
+        ]
 
 
 def lora_linear(

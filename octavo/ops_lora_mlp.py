@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.ranges import ranged
-from octavo.numerics import OperandRecipe, Quantized, compute_scale, quantize
+from octavo.numerics import OperandRecipe, Quantized
 from octavo.numerics import activation as spec
 from octavo.numerics.formats import E4M3
 from octavo.numerics.quantize import BLOCK
@@ -88,16 +88,18 @@ def _lora_mlp(
     t_last = x.new_empty([rows, sum(low_last.ranks)] if last_downs else [0], dtype=dtype)
     y = x.new_empty([rows, down.shape[0]], dtype=dtype)
     kept = Quantized(*_new_kept(x, rows, both)) if keep else None
+    w = Quantized(joined(weights), joined(scales))
+    a_last = low_last.down(dtype) if last_downs else None
     for part in _parts(rows):
         # gu = x · [w_gate; w_up]ᵀ
         x_m = Quantized(x_q.data[part], _rows_of(x_q.scale, part))
-        gate_up = multiply(x_m, Quantized(joined(weights), joined(scales)), None, dtype, [], fast, emulate)
+        gate_up = multiply(x_m, w, None, dtype, [], fast, emulate)
         into = None if kept is None else Quantized(kept.data[part], kept.scale[part])
         h = _gated(gate_up, t[part], low, activation, into, emulate)
         del gate_up
-        if last_downs:
+        if a_last is not None:
             # t = h · Aᵀ
-            torch.mm(h, low_last.down(dtype).t(), out=t_last[part])
+            torch.mm(h, a_last.t(), out=t_last[part])
         h_q = quantize_directly(h, row_h, recipe, record, "rows")[0]
         del h
         # y = h · w_downᵀ
@@ -131,7 +133,7 @@ def _gated(gate_up: Tensor, t: Tensor, low: Adapters, activation: str, into: Qua
             return kernel.gated(gate_up, halves[0], halves[1], activation, into)
     add_to(gate_up, t, low)
     if into is not None:
-        for room, found in zip(into, in_blocks(gate_up), strict=True):
+        for room, found in zip(into, spec.keep(gate_up), strict=True):
             room.copy_(found)
     return spec.gated(gate_up, activation)
 
@@ -145,19 +147,6 @@ def _halves(t: Tensor, low: Adapters, features: int, of: Any) -> list[Any] | Non
             return None
         found[half] = of(part, up, place.scaling)
     return found
-
-
-def in_blocks(gate_up: Tensor) -> Quantized:
-    """In E4M3, with a power of two for every 128 features of a token, as a byte: its exponent."""
-    exact = compute_scale(gate_up, format=E4M3, granularity="block", block=(1, BLOCK))
-    scale = exact.log2().ceil().clamp(-126, 127).exp2()
-    data = quantize(gate_up, format=E4M3, granularity="block", block=(1, BLOCK), scale=scale).data
-    return Quantized(data, (scale.view(torch.int32) >> 23).to(torch.uint8))
-
-
-def from_blocks(kept: Quantized) -> Tensor:
-    scale = (kept.scale.to(torch.int32) << 23).view(torch.float32)
-    return Quantized(kept.data, scale).dequantize(torch.float32)
 
 
 def _gated_backward(
@@ -176,7 +165,7 @@ def _gated_backward(
             return kernel.gated_backward(dh, kept, added, activation, factor=factor, h=wants_h)
     if a is not None:
         dh.addmm_(u, a.to(dh.dtype))
-    gate_up = from_blocks(kept)
+    gate_up = spec.from_kept(kept)
     gradient = spec.gated_backward(dh, gate_up, activation)
     if factor is not None:
         gradient = gradient * factor

@@ -143,3 +143,17 @@ def gated_backward_spec(
     h_recipe = replace(recipe_h, delayed=True)
     h = quantize_operand(gated(gate_up, activation), known, h_recipe, record=False, layout="columns")[0]
     return rows, columns, h
+
+
+def low_rank(m: int, f: int, rank: int, scaling: float, *, turned: bool = True, device: str = "cpu") -> tuple:
+    """Left, right and factor of a product to add; left is part of something wider, as the adapters' products are."""
+    left = torch.randn(m, rank + 3, device=device)[:, 3:].to(torch.bfloat16)
+    return left, torch.randn((f, rank) if turned else (rank, f), device=device).to(torch.bfloat16), scaling
+
+
+def with_low_rank(x: Tensor, product: tuple | None, *, turned: bool = True) -> Tensor:
+    if product is None:
+        return x
+    left, right, scaling = product
+    right = right.float().t() if turned else right.float()
+    return (x.float() + scaling * (left.float() @ right)).to(x.dtype)

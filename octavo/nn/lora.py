@@ -87,7 +87,7 @@ class _FrozenLora(torch.autograd.Function):
             needs=(needs_x, any(needs[:half]), any(needs[half:])), dtype=x_dtype,
         )  # fmt: skip
         found = adapters.split(da, db)
-        gradients = [d if needed else None for d, needed in zip(found[::2] + found[1::2], needs, strict=True)]
+        gradients = [d if needed else None for d, needed in zip(found, needs, strict=True)]
         dbias = g.float().sum(dim=0).to(bias_dtype) if needs_bias else None
         return dx if needs_x else None, dbias, *[None] * (before - 2), *gradients
 

@@ -90,8 +90,7 @@ class _FrozenMLP(torch.autograd.Function):
         )  # fmt: skip
         gradients: list[Tensor | None] = []
         for adapters, pair in zip(both, (found[:2], found[2:]), strict=True):
-            mine = adapters.split(*pair)
-            gradients += mine[::2] + mine[1::2]
+            gradients += adapters.split(*pair)
         gradients = [d if needed else None for d, needed in zip(gradients, needs, strict=True)]
         return dx if needs_x else None, *[None] * 13, *gradients
 

@@ -14,6 +14,10 @@ import math
 import torch
 from torch import Tensor
 
+from octavo.numerics.amax import block_amax
+from octavo.numerics.formats import E4M3, E8M0_DTYPE
+from octavo.numerics.quantize import BLOCK, Quantized, mx_scale, quantize
+
 ACTIVATIONS = ("silu", "gelu_tanh")
 GELU_FACTOR = math.sqrt(2 / math.pi)
 GELU_CUBIC = 0.044715
@@ -31,6 +35,17 @@ def gated_backward(dh: Tensor, gate_up: Tensor, activation: str) -> Tensor:
     value, slope = _activate(gate, activation)
     dh = dh.float()
     return torch.cat([dh * up * slope, dh * value], dim=-1).to(gate_up.dtype)
+
+
+def keep(gate_up: Tensor) -> Quantized:
+    """In E4M3 for backward, with a power of two for every 128 features of a token, as a byte: its exponent."""
+    scale = mx_scale(block_amax(gate_up, (1, BLOCK)), E4M3)
+    kept = quantize(gate_up, format=E4M3, granularity="block", block=(1, BLOCK), scale=scale.float())
+    return Quantized(kept.data, scale.view(torch.uint8))
+
+
+def from_kept(kept: Quantized) -> Tensor:
+    return Quantized(kept.data, kept.scale.view(E8M0_DTYPE).float()).dequantize(torch.float32)
 
 
 def _activate(gate: Tensor, activation: str) -> tuple[Tensor, Tensor]:

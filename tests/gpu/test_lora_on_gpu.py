@@ -2,7 +2,16 @@
 
 import pytest
 import torch
-from kernel_cases import CONFIGS, assert_nearly_same, assert_same_bits, new_row, sample, unusual
+from kernel_cases import (
+    CONFIGS,
+    assert_nearly_same,
+    assert_same_bits,
+    low_rank,
+    new_row,
+    sample,
+    unusual,
+    with_low_rank,
+)
 from torch import nn
 
 from octavo.kernels import dequantize as dequantizing
@@ -13,11 +22,10 @@ from octavo.nn.frozen_group import put_together
 from octavo.nn.lora import Adapter, Adapters, frozen_lora
 from octavo.nn.lora_mlp import frozen_mlp
 from octavo.nn.mlp import MLP
-from octavo.numerics.activation import ACTIVATIONS, gated, gated_backward
+from octavo.numerics.activation import ACTIVATIONS, from_kept, gated, gated_backward, keep
 from octavo.numerics.formats import E4M3
 from octavo.numerics.operand import quantize_operand
 from octavo.numerics.quantize import Quantized, quantize
-from octavo.ops_lora_mlp import from_blocks, in_blocks
 
 BF16 = torch.bfloat16
 WIDTHS = [64, 300, 1000, 4096, 6144, 14336, 28672, 32768]
@@ -64,17 +72,8 @@ def test_dequantize(shape, granularity, dtype):
     assert torch.equal(dequantizing.dequantize(x, dtype), x.dequantize(dtype))
 
 
-def low(m, f, rank, scaling, *, turned=True):
-    left = torch.randn(m, rank + 3, device="cuda")[:, 3:].to(BF16)
-    right = torch.randn((f, rank) if turned else (rank, f), device="cuda").to(BF16)
-    return gated_lora.Low(left, right, scaling)
-
-
-def added(x, product, *, turned=True):
-    if product is None:
-        return x
-    right = product.right.float().t() if turned else product.right.float()
-    return (x.float() + product.scaling * (product.left.float() @ right)).to(x.dtype)
+def low(*shape, **options):
+    return gated_lora.Low(*low_rank(*shape, **options, device="cuda"))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -84,7 +83,7 @@ def added(x, product, *, turned=True):
 def test_gated_with_adapters(m, f, rank, activation):
     gate_up = (2 * torch.randn(m, 2 * f, device="cuda")).to(BF16)
     gate, up = (low(m, f, rank, s) if rank else None for s in (0.5, 2.0))
-    halves = torch.cat([added(gate_up[:, :f], gate), added(gate_up[:, f:], up)], dim=1)
+    halves = torch.cat([with_low_rank(gate_up[:, :f], gate), with_low_rank(gate_up[:, f:], up)], dim=1)
     expected = gated(halves, activation)
     kept = Quantized(
         torch.empty(m, 2 * f, dtype=E4M3.dtype, device="cuda"),
@@ -93,7 +92,7 @@ def test_gated_with_adapters(m, f, rank, activation):
     for _ in range(3):
         h = gated_lora.gated(gate_up, gate, up, activation, kept)
         assert cosine(h, expected) > 0.99999 and (h != expected).float().mean() < 0.03
-        wanted = in_blocks(halves)
+        wanted = keep(halves)
         assert (kept.scale != wanted.scale).float().mean() < 1e-3  # an amax at a power of two may fall either way
         same = kept._replace(
             data=torch.where(
@@ -109,8 +108,8 @@ def test_gated_with_adapters(m, f, rank, activation):
     factor = torch.rand(2 * f, device="cuda") + 0.1
     again = dh.clone()
     d = gated_lora.gated_backward(again, kept, product, activation, factor=factor, h=True)
-    wide = from_blocks(kept)
-    expected = gated_backward(added(dh, product, turned=False), wide, activation) * factor
+    wide = from_kept(kept)
+    expected = gated_backward(with_low_rank(dh, product, turned=False), wide, activation) * factor
     assert cosine(d, expected) > 0.99999 and cosine(again, gated(wide, activation)) > 0.99999
 
 

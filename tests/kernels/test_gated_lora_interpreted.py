@@ -2,49 +2,39 @@
 
 import pytest
 import torch
-from kernel_cases import assert_nearly_same, sample
+from kernel_cases import assert_nearly_same, low_rank, sample, with_low_rank
 
 from octavo.kernels import dequantize as dequantizing
 from octavo.kernels import gated_lora as kernel
-from octavo.numerics.activation import ACTIVATIONS, gated, gated_backward
+from octavo.numerics.activation import ACTIVATIONS, from_kept, gated, gated_backward, keep
 from octavo.numerics.formats import E4M3
 from octavo.numerics.quantize import Quantized, quantize
-from octavo.ops_lora_mlp import from_blocks, in_blocks
 
 BF16 = torch.bfloat16
 
 
-def low(m, f, rank, scaling, *, turned=True):
-    left = torch.randn(m, rank + 3)[:, 3:].to(BF16)  # a part of something wider, as the adapters' products are
-    right = torch.randn((f, rank) if turned else (rank, f)).to(BF16)
-    return kernel.Low(left, right, scaling)
-
-
-def added(x, product, *, turned=True):
-    if product is None:
-        return x
-    right = product.right.float().t() if turned else product.right.float()
-    return (x.float() + product.scaling * (product.left.float() @ right)).to(x.dtype)
+def low(*shape, **options):
+    return kernel.Low(*low_rank(*shape, **options))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize(
     ("m", "f", "gate_rank", "up_rank"), [(16, 128, 8, 8), (37, 256, 32, 0), (1, 128, 0, 20), (65, 384, 0, 0)]
 )
-@pytest.mark.parametrize("keep", [True, False])
-def test_forward(m, f, gate_rank, up_rank, keep, activation):
+@pytest.mark.parametrize("kept_too", [True, False])
+def test_forward(m, f, gate_rank, up_rank, kept_too, activation):
     gate_up = sample(m, 2 * f, dtype=BF16).clamp(-30, 30)
     gate = low(m, f, gate_rank, 0.5) if gate_rank else None
     up = low(m, f, up_rank, 2.0) if up_rank else None
     assert kernel.can_gate(gate_up, f, gate, up)
     kept = Quantized(torch.empty(m, 2 * f, dtype=E4M3.dtype), torch.empty(m, 2 * f // 128, dtype=torch.uint8))
-    h = kernel.gated(gate_up, gate, up, activation, kept if keep else None)
-    halves = torch.cat([added(gate_up[:, :f], gate), added(gate_up[:, f:], up)], dim=1)
+    h = kernel.gated(gate_up, gate, up, activation, kept if kept_too else None)
+    halves = torch.cat([with_low_rank(gate_up[:, :f], gate), with_low_rank(gate_up[:, f:], up)], dim=1)
     expected = gated(halves, activation)
     assert h.dtype == BF16 and (h.float() - expected.float()).abs().max() <= 0.01 * expected.float().abs().max()
     assert (h != expected).float().mean() < 0.01  # sums in another order
-    if keep:
-        expected = in_blocks(halves)
+    if kept_too:
+        expected = keep(halves)
         assert torch.equal(kept.scale, expected.scale)
         assert_nearly_same(kept._replace(scale=kept.scale.float()), expected._replace(scale=kept.scale.float()), 5e-3)
 
@@ -54,13 +44,13 @@ def test_forward(m, f, gate_rank, up_rank, keep, activation):
 @pytest.mark.parametrize("wanted", [True, False])
 def test_backward(m, f, rank, wanted, activation):
     dh = torch.randn(m, f).to(BF16)
-    kept = in_blocks(sample(m, 2 * f).clamp(-30, 30))
+    kept = keep(sample(m, 2 * f).clamp(-30, 30))
     factor = torch.rand(2 * f) + 0.1 if rank else None
     product = low(m, f, rank, 1.0, turned=False) if rank else None
     before = dh.clone()
     found = kernel.gated_backward(dh, kept, product, activation, factor=factor, h=wanted)
-    halves = from_blocks(kept)
-    expected = gated_backward(added(before, product, turned=False), halves, activation)
+    halves = from_kept(kept)
+    expected = gated_backward(with_low_rank(before, product, turned=False), halves, activation)
     expected = expected if factor is None else expected * factor
     torch.testing.assert_close(found.float(), expected, rtol=1e-2, atol=1e-2)
     assert (found != expected.to(BF16)).float().mean() < 0.01

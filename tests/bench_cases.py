@@ -1,0 +1,8 @@
+"""What tests of the bench time."""
+
+from octavo.tools.bench.cases import Case, make_case
+
+
+def preset(name: str, **options) -> Case:
+    given = {"layers": None, "tokens": None, "seq": None, "seed": 0, "device": "cpu", "force": True, **options}
+    return make_case(preset=name, config=None, **given)
