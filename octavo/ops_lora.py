@@ -8,16 +8,15 @@ and in the MLP's hidden layer, where outputs are widest, within the kernel of th
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
 
 from octavo.kernels.ranges import ranged
 from octavo.numerics import OperandRecipe, Quantized
-from octavo.ops import Product, fake_quantize, multiply, pack_scale, quantize_directly, unpack_scale
-from octavo.ops_frozen import dequantize, dgrad, first_rows, joined, lists
+from octavo.ops import Product, fake_quantize, multiply, pack_scale, quantize_directly
+from octavo.ops_adapters import Adapters, Gradients, add_to, narrowed
+from octavo.ops_frozen import dgrad, first_rows, joined, lists
 from octavo.ops_linear import empty, fake_padded, padded
 
 _LIBRARY = torch.library.Library("octavo", "FRAGMENT")
@@ -31,68 +30,6 @@ _LIBRARY.define(
     "Tensor[] scales, Tensor[] downs, Tensor[] ups, str adapters, str recipe_g, bool[] needs, ScalarType dtype, "
     "bool fast, bool emulate) -> (Tensor, Tensor, Tensor)"
 )
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """Outputs `first` to `last` have an adapter, times `scaling`."""
-
-    first: int
-    last: int
-    scaling: float
-
-
-@cache
-def _places(text: str) -> tuple[Adapter, ...]:
-    fields = [part.split(":") for part in text.split(",")] if text else []
-    return tuple(Adapter(int(first), int(last), float(scaling)) for first, last, scaling in fields)
-
-
-@dataclass(frozen=True)
-class Adapters:
-    """Adapters of one product: where they are, and A `[R, K]` and B `[N, R]` of each."""
-
-    places: tuple[Adapter, ...]
-    downs: tuple[Tensor, ...]
-    ups: tuple[Tensor, ...]
-
-    @property
-    def encoded(self) -> str:
-        return ",".join(f"{place.first}:{place.last}:{place.scaling!r}" for place in self.places)
-
-    @property
-    def given(self) -> tuple[list[Tensor], list[Tensor], str]:
-        """As operators take them."""
-        return list(self.downs), list(self.ups), self.encoded
-
-    @classmethod
-    def decode(cls, downs: Sequence[Tensor], ups: Sequence[Tensor], text: str) -> "Adapters":
-        return cls(_places(text), tuple(downs), tuple(ups))
-
-    @property
-    def ranks(self) -> list[int]:
-        return [a.shape[0] for a in self.downs]
-
-    def down(self, dtype: torch.dtype) -> Tensor:
-        """All A, one below the other."""
-        return (torch.cat(self.downs) if len(self.downs) > 1 else self.downs[0]).to(dtype)
-
-    def parts(self, t: Tensor) -> Sequence[Tensor]:
-        """Each adapter's columns of `x · [A₁; A₂; …]ᵀ`."""
-        return t.split(self.ranks, dim=1) if self.downs else ()
-
-    def split(self, da: Tensor, db: Tensor) -> list[Tensor | None]:
-        """From the gradients of all A, one below the other, and of all B, one after the other, those of each adapter.
-
-        All A, then all B; None for those of what was not needed.
-        """
-        none = [None] * len(self.downs)
-        das = da.split(self.ranks) if da.numel() else none
-        dbs = db.split([up.numel() for up in self.ups]) if db.numel() else none
-        return [
-            None if gradient is None else gradient.view(matrix.shape).to(matrix.dtype)
-            for gradient, matrix in zip((*das, *dbs), (*self.downs, *self.ups), strict=True)
-        ]
 
 
 def lora_linear(
@@ -121,91 +58,6 @@ def lora_linear_backward(
     )  # fmt: skip
 
 
-def narrowed(x: Tensor, adapters: Adapters, dtype: torch.dtype) -> Tensor:
-    # t = x · Aᵀ
-    return x.to(dtype) @ adapters.down(dtype).t() if adapters.downs else x.new_empty(0, dtype=dtype)
-
-
-def add_to(y: Tensor, t: Tensor, adapters: Adapters) -> None:
-    # y += s · t · Bᵀ
-    for place, up, part in zip(adapters.places, adapters.ups, adapters.parts(t), strict=True):
-        y[:, place.first : place.last].addmm_(part, up.to(y.dtype).t(), alpha=place.scaling)
-
-
-@dataclass
-class Gradients:
-    """The gradients of all A, one below the other, and of all B, one after the other, added up over parts of a batch.
-
-    In the dtype of the activations until `result`. `factor[N]`: gradients of outputs come multiplied by it.
-    """
-
-    adapters: Adapters
-    needs_a: bool
-    needs_b: bool
-    like: Tensor
-    factor: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        adapters, like = self.adapters, self.like
-        k = adapters.downs[0].shape[1] if adapters.downs else 0
-        self.da = like.new_empty(sum(adapters.ranks), k) if self.needs_a else like.new_empty(0)
-        self.db = like.new_empty(sum(up.numel() for up in adapters.ups) if self.needs_b else 0)
-        self._ups = [
-            up.to(like.dtype) if self.factor is None else self._unfolded(i) for i, up in enumerate(adapters.ups)
-        ]
-        self._beta_a = self._beta_b = 0  # 1 once there is something to add to
-
-    def _unfolded(self, i: int) -> Tensor:
-        """B over the factors of its outputs: what was multiplied by them is multiplied by this."""
-        up = self.adapters.ups[i]
-        return torch.div(up, self._factor_of(i), out=torch.empty_like(up, dtype=self.like.dtype))
-
-    def _factor_of(self, i: int) -> Tensor:
-        assert self.factor is not None
-        place = self.adapters.places[i]
-        return self.factor[place.first : place.last, None]
-
-    def _of_b(self) -> list[Tensor]:
-        ups = self.adapters.ups
-        return [d.view(up.shape) for d, up in zip(self.db.split([up.numel() for up in ups]), ups, strict=True)]
-
-    def widen(self, g: Tensor, t: Tensor) -> Tensor:
-        """u, the gradient of t, of all adapters side by side; adds to those of B on the way."""
-        adapters = self.adapters
-        u = g.new_empty(g.shape[0], sum(adapters.ranks))
-        ds = self._of_b() if self.needs_b else [self.db] * len(adapters.ups)
-        parts = zip(adapters.places, self._ups, adapters.parts(u), adapters.parts(t), ds, strict=True)
-        for place, up, mine, part, d in parts:
-            g_part = g[:, place.first : place.last]
-            # u = s · g · B
-            torch.addmm(mine, g_part, up, beta=0, alpha=place.scaling, out=mine)
-            if self.needs_b:
-                # dB += s · gᵀ · t
-                torch.addmm(d, g_part.t(), part, beta=self._beta_b, alpha=place.scaling, out=d)
-        self._beta_b = 1
-        return u
-
-    def add_a(self, u: Tensor, x: Tensor) -> None:
-        # dA += uᵀ · x
-        torch.addmm(self.da, u.t(), x, beta=self._beta_a, out=self.da)
-        self._beta_a = 1
-
-    def result(self) -> tuple[Tensor, Tensor]:
-        """In the dtype of the first A and B."""
-        if self.needs_b and self.factor is not None:
-            for i, d in enumerate(self._of_b()):
-                d.div_(self._factor_of(i))
-        a, b = self.adapters.downs, self.adapters.ups
-        return self.da.to(a[0].dtype) if self.needs_a else self.da, self.db.to(b[0].dtype) if self.needs_b else self.db
-
-
-def kept_input(x: Tensor, x_scale: Tensor, dtype: torch.dtype, rows: int) -> Tensor:
-    """In high precision, whichever way it was kept, without rows of padding."""
-    if x.element_size() > 1:
-        return x.to(dtype)
-    return dequantize(Quantized(x, unpack_scale(x_scale)), dtype)[:rows]
-
-
 def _lora_linear(
     x: Tensor, row_x: Tensor, weights: list[Tensor], scales: list[Tensor], bias: Tensor | None, downs: list[Tensor],
     ups: list[Tensor], adapters: str, recipe_x: str, record: bool, keep: bool, dtype: torch.dtype, fast: bool,
@@ -230,10 +82,10 @@ def _lora_linear_backward(
     low = Adapters.decode(downs, ups, adapters)
     needs_x, needs_a, needs_b = needs
     (dx,) = empty(g, 1)
-    gradients = Gradients(low, needs_a, needs_b, g)
+    gradients = Gradients(low, g, needs_a=needs_a, needs_b=needs_b)
     u = gradients.widen(g, t)
     if needs_a:
-        gradients.add_a(u, kept_input(x, x_scale, u.dtype, g.shape[0]))
+        gradients.add_a(u, Quantized(x, x_scale))
     if needs_x:
         weight = Quantized(joined(weights), joined(scales))
         dx = dgrad(g, row_g, weight, OperandRecipe.decode(recipe_g), dtype, fast, emulate)

@@ -12,18 +12,10 @@ from octavo.numerics import activation as spec
 from octavo.numerics.formats import E4M3
 from octavo.numerics.quantize import BLOCK
 from octavo.ops import Product, multiply, pack_scale, quantize_directly
+from octavo.ops_adapters import Adapters, Gradients, add_to, narrowed
 from octavo.ops_frozen import first_rows, joined, lists, turn
 from octavo.ops_linear import empty, fake_padded, padded
-from octavo.ops_lora import (
-    Adapters,
-    Gradients,
-    add_to,
-    fake_gradients,
-    fake_kept,
-    fake_narrowed,
-    kept_input,
-    narrowed,
-)
+from octavo.ops_lora import fake_gradients, fake_kept, fake_narrowed
 from octavo.support import has_fp8_tensor_cores
 
 PART = 4096  # tokens of which backward has the gradient of gate and up at a time
@@ -187,8 +179,8 @@ def _lora_mlp_backward(
     tokens, g = g.shape[0], padded(g, emulate)
     turned_down, turned = turn(Quantized(down, down_scale)), turn(Quantized(joined(weights), joined(scales)))
     dx = g.new_empty([g.shape[0], weights[0].shape[1]], dtype=dtype) if needs_x else g.new_empty(0)
-    first = Gradients(low, needs_a, needs_b, g, turned.factor)
-    last = Gradients(low_last, needs_last_a, needs_last_b, g)
+    last = Gradients(low_last, g, needs_a=needs_last_a, needs_b=needs_last_b)
+    first = Gradients(low, g, needs_a=needs_a, needs_b=needs_b, factor=turned.factor)
     a, a_last = (each.down(dtype) if each.downs else None for each in (low, low_last))
     # In parts, so that the gradient of gate and up, the largest tensor of all, is never there as a whole.
     for part in _parts(g.shape[0]):
@@ -200,11 +192,11 @@ def _lora_mlp_backward(
             emulate,
         )  # fmt: skip
         if needs_last_a:
-            last.add_a(u_last, dh)  # where h is now
+            last.add_a(u_last, Quantized(dh, dh.new_empty(0)))  # where h is now
         del dh
         u = first.widen(gradient, t[part])
         if needs_a:
-            first.add_a(u, kept_input(x[part], _rows_of(x_scale, part), u.dtype, u.shape[0]))
+            first.add_a(u, Quantized(x[part], _rows_of(x_scale, part)))
         if needs_x:
             # dx = dgu · [w_gate; w_up] + u · A
             turned.dgrad(gradient, row_dgate_up, recipe, dtype, fast, emulate, folded=True, out=dx[part])

@@ -19,6 +19,7 @@ ORDER = [
     "ops",
     "ops_linear",
     "ops_frozen",
+    "ops_adapters",
     "ops_lora",
     "ops_lora_mlp",
     "ops_loss",

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from octavo import ops_lora
 from octavo.numerics.quantize import Quantized
 from octavo.ops import Product
-from octavo.ops_lora import Adapter, Adapters
+from octavo.ops_adapters import Adapter, Adapters
 
 __all__ = ["Adapter", "Adapters", "frozen_lora"]
 

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from octavo import ops_lora_mlp
 from octavo.nn.mlp import MLP
 from octavo.numerics.quantize import Quantized
-from octavo.ops_lora import Adapter, Adapters
+from octavo.ops_adapters import Adapter, Adapters
 
 Rows = tuple[Tensor, Tensor]
 

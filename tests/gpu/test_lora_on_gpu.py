@@ -4,6 +4,7 @@ import pytest
 import torch
 from kernel_cases import (
     CONFIGS,
+    adapter_gradients,
     assert_nearly_same,
     assert_same_bits,
     low_rank,
@@ -14,6 +15,7 @@ from kernel_cases import (
 )
 from torch import nn
 
+from octavo.kernels import adapter_gradients as adapting
 from octavo.kernels import dequantize as dequantizing
 from octavo.kernels import gated_lora
 from octavo.kernels import quantize as kernel
@@ -111,6 +113,46 @@ def test_gated_with_adapters(m, f, rank, activation):
     wide = from_kept(kept)
     expected = gated_backward(with_low_rank(dh, product, turned=False), wide, activation) * factor
     assert cosine(d, expected) > 0.99999 and cosine(again, gated(wide, activation)) > 0.99999
+
+
+@pytest.mark.parametrize("fold", [False, True])
+@pytest.mark.parametrize(
+    ("m", "places", "rank"),
+    [
+        (8192, [(0, 4096), (4096, 1024), (5120, 1024)], 32),
+        (4096, [(0, 14336), (14336, 14336)], 16),
+        (2048, [(0, 2048), (4096, 1024)], 64),  # nothing in between
+        (130, [(0, 300)], 8),
+        (37, [(0, 64), (64, 200)], 20),
+    ],
+)
+def test_gradients_of_adapters(m, places, rank, fold):
+    places = [adapting.Place(first, size, 0.5 + i) for i, (first, size) in enumerate(places)]
+    width = places[-1].first + places[-1].size
+    g, t = (torch.randn(m, n, device="cuda").to(BF16) for n in (width, rank * len(places)))
+    ups = [torch.randn(place.size, rank, device="cuda").to(BF16) for place in places]
+    factor = torch.rand(width, device="cuda") + 0.5 if fold else None
+    assert adapting.can_multiply(g, ups)
+    expected = adapter_gradients(g, t, ups, places, factor)
+    for times in range(3):
+        u, d = (torch.zeros_like(each) for each in expected)
+        for _ in range(times + 1):
+            adapting.add_gradients(g, t, ups, places, factor, u, d)
+        for found, exact in zip((u, d), expected, strict=True):
+            assert (found / (times + 1) - exact).norm() < 4e-3 * exact.norm()
+    adapting.add_gradients(g, t, ups, places, factor, torch.zeros_like(u), None)
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
+@pytest.mark.parametrize(("m", "k", "ranks"), [(8192, 4096, 96), (4096, 14336, 32), (130, 300, 256), (37, 200, 8)])
+def test_down_from_what_was_kept(m, k, ranks, granularity):
+    x = quantize(torch.randn(m, k, device="cuda"), format=E4M3, granularity=granularity, block=(1, 128))
+    u, d = torch.randn(m, ranks, device="cuda").to(BF16), torch.zeros(ranks, k, device="cuda")
+    assert adapting.can_multiply_kept(x, u)
+    expected = u.float().T @ x.dequantize(torch.float32)
+    for times in range(3):
+        adapting.add_down(u, x, d)
+        assert (d / (times + 1) - expected).norm() < 4e-3 * expected.norm()
 
 
 def adapters_of(places, inputs, rank=32):

@@ -14,7 +14,17 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from octavo import FP8TrainingConfig
-from octavo.kernels import causal, cross_entropy, dequantize, gated, gated_lora, gated_scaled, quantize, transpose
+from octavo.kernels import (
+    adapter_gradients,
+    causal,
+    cross_entropy,
+    dequantize,
+    gated,
+    gated_lora,
+    gated_scaled,
+    quantize,
+    transpose,
+)
 from octavo.numerics import E4M3, E5M2, Quantized
 from octavo.numerics.scaling import new_rows
 
@@ -89,7 +99,10 @@ def main(dtype: torch.dtype, rounding: str) -> None:
         low = low._replace(right=low.right.t())
         dh = torch.zeros(256, 256, dtype=dtype)
         gated_lora.gated_backward(dh, kept, low, "silu", factor=torch.ones(512), h=True)
-        dequantize.dequantize(Quantized(kept.data, torch.ones(256, 1)), dtype)
+        rows = Quantized(kept.data, torch.ones(256, 1))
+        dequantize.dequantize(rows, dtype)
+        for rank in (32, 96):
+            adapter_gradients.add_down(torch.zeros(256, rank, dtype=dtype), rows, torch.zeros(rank, 512))
     channel = FP8TrainingConfig.from_recipe("channel", rounding=rounding).recipe
     for width in (256, 300, 6144, 14336):
         x = torch.zeros(16, width, dtype=dtype)

@@ -1,0 +1,261 @@
+"""The way back through adapters: all that needs the gradient g of the outputs in one reading of it, and the gradient of
+A from x as it was kept, in FP8.
+
+    uᵢ = sᵢ · gᵢ · Bᵢ          of M × R, the gradient of `x · Aᵀ`
+    dBᵢ = sᵢ · gᵢᵀ · tᵢ        of N × R
+    dA = uᵀ · xq               of ΣR × K, for all adapters at once
+
+Shapes: M tokens, K inputs, N outputs, R the rank, equal for all adapters i, each of which has some of the outputs.
+
+A program stays with its outputs (or inputs) and walks over tokens: it holds their part of B and sums their gradient.
+What it finds of u, or finds for its part of the tokens only, it adds to what others find, in FP32.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.kernels import tiles
+from octavo.kernels.dequantize import can_dequantize
+from octavo.kernels.launch import Plan, Plans, kind
+from octavo.kernels.tiles import multiprocessors
+from octavo.numerics.quantize import Quantized
+
+LARGEST_RANK = 64
+MOST = 3  # adapters of one launch
+LARGEST_RANKS = 256  # of all adapters together, where x is in FP8
+_TILE_M, _TILE_N, _WARPS, _STAGES, _PROGRAMS = 64, 128, 8, 3, 2
+_DOWN = 64, 128, 8, 2  # tokens and inputs of a tile, warps, programs per multiprocessor
+_PLANS = Plans()
+
+
+class Place(NamedTuple):
+    """An adapter's first output, how many it has, and its factor."""
+
+    first: int
+    size: int
+    scaling: float
+
+
+@triton.constexpr_function
+def _padded(rank):
+    """To what tensor cores take."""
+    return max(16, triton.next_power_of_2(rank))
+
+
+@triton.jit
+def _product(a, b, c=None):
+    if tiles.INTERPRETED:  # whose own product of BF16 is not one
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), c, input_precision="ieee")
+    return tl.dot(a, b, c)
+
+
+@triton.jit
+def gradients_kernel(
+    g_ptr,
+    t_ptr,
+    factor_ptr,
+    b0_ptr,
+    b1_ptr,
+    b2_ptr,
+    u_ptr,
+    d_ptr,
+    M,
+    stride_g,
+    stride_t,
+    stride_u,
+    first0,
+    first1,
+    first2,
+    size0,
+    size1,
+    size2,
+    scaling0,
+    scaling1,
+    scaling2,
+    RANK: tl.constexpr,
+    FOLD: tl.constexpr,
+    OF_B: tl.constexpr,
+    EVEN: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+):
+    """Programs: tiles of outputs of one adapter after the other, by parts of the tokens."""
+    j = tl.program_id(0)
+    before1 = tl.cdiv(size0, TILE_N)
+    before2 = before1 + tl.cdiv(size1, TILE_N)
+    b_ptr, first, size, scaling, i, above = b0_ptr, first0, size0, scaling0, 0, 0
+    if j >= before2:
+        b_ptr, first, size, scaling, i, above = b2_ptr, first2, size2, scaling2, 2, size0 + size1
+        j -= before2
+    elif j >= before1:
+        b_ptr, first, size, scaling, i, above = b1_ptr, first1, size1, scaling1, 1, size0
+        j -= before1
+    PADDED: tl.constexpr = _padded(RANK)
+    n, k = j * TILE_N + tl.arange(0, TILE_N), tl.arange(0, PADDED)
+    inside = (n[:, None] < size) & (k[None, :] < RANK)
+    b = tl.load(b_ptr + n[:, None] * RANK + k[None, :], mask=inside, other=0.0)
+    if FOLD:
+        factor = tl.load(factor_ptr + first + n, mask=n < size, other=1.0)[:, None]
+        b = tiles.narrow(tl.div_rn(b.to(tl.float32), tl.broadcast_to(factor, b.shape)), b.dtype)
+    d = tl.zeros([TILE_N, PADDED], tl.float32)
+    down, parts = tl.cdiv(M, TILE_M), tl.num_programs(1)
+    for tile in range(tl.program_id(1), down, parts):
+        # Neighbours begin with other tokens, so that they do not add to the same part of u.
+        turned = tile + tl.program_id(0) * parts
+        m = (turned % down) * TILE_M + tl.arange(0, TILE_M)
+        where = g_ptr + m[:, None].to(tl.int64) * stride_g + (first + n)[None, :]
+        where_t = t_ptr + m[:, None] * stride_t + (i * RANK + k)[None, :]
+        if EVEN:
+            g = tl.load(where)
+        else:
+            g = tl.load(where, mask=(m[:, None] < M) & (n[None, :] < size), other=0.0)
+        u = _product(g, b) * scaling
+        if OF_B:
+            t = tl.load(where_t, mask=(m[:, None] < M) & (k[None, :] < RANK), other=0.0)
+            d = _product(tl.trans(g), t, d)
+        here = u_ptr + m[:, None] * stride_u + (i * RANK + k)[None, :]
+        tl.atomic_add(here, u, mask=(m[:, None] < M) & (k[None, :] < RANK), sem="relaxed")
+    if OF_B:
+        d *= scaling
+        if FOLD:
+            d = tl.div_rn(d, tl.broadcast_to(factor, d.shape))
+        tl.atomic_add(d_ptr + (above + n)[:, None] * RANK + k[None, :], d, mask=inside, sem="relaxed")
+
+
+@triton.jit
+def _load(x_ptr, tile, k, M, K, EVEN: tl.constexpr, TILE_M: tl.constexpr):
+    m = tile * TILE_M + tl.arange(0, TILE_M)
+    where = x_ptr + m[:, None].to(tl.int64) * K + k[None, :]
+    if EVEN:
+        return tl.load(where)
+    return tl.load(where, mask=(m[:, None] < M) & (k[None, :] < K), other=0.0)
+
+
+@triton.jit
+def down_kernel(
+    u_ptr,
+    x_ptr,
+    scale_ptr,
+    d_ptr,
+    M,
+    K,
+    stride_scale,
+    RANKS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    EVEN: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_K: tl.constexpr,
+):
+    """Programs: tiles of inputs, by parts of the tokens. `BLOCKS`: a scale per 128 inputs; see `dequantize.py`."""
+    PADDED: tl.constexpr = max(64, _padded(RANKS))
+    j = tl.program_id(0)
+    k, r = j * TILE_K + tl.arange(0, TILE_K), tl.arange(0, PADDED)
+    d = tl.zeros([PADDED, TILE_K], tl.float32)
+    down, parts = tl.cdiv(M, TILE_M), tl.num_programs(1)
+    x_next = _load(x_ptr, tl.program_id(1), k, M, K, EVEN, TILE_M)
+    for tile in range(tl.program_id(1), down, parts):
+        m = tile * TILE_M + tl.arange(0, TILE_M)
+        x = x_next
+        x_next = _load(x_ptr, tl.minimum(tile + parts, down - 1), k, M, K, EVEN, TILE_M)
+        scale = tl.load(scale_ptr + m * stride_scale + (j * TILE_K // 128 if BLOCKS else 0), mask=m < M, other=0.0)
+        u = tl.load(u_ptr + m[:, None] * RANKS + r[None, :], mask=(m[:, None] < M) & (r[None, :] < RANKS), other=0.0)
+        # The scale of a token goes with u, which is the smaller one.
+        scaled = tiles.narrow(u.to(tl.float32) * scale[:, None], u.dtype)
+        d = _product(tl.trans(scaled), x.to(u.dtype), d)
+    inside = (r[:, None] < RANKS) & (k[None, :] < K)
+    tl.atomic_add(d_ptr + r[:, None] * K + k[None, :], d, mask=inside, sem="relaxed")
+
+
+def can_multiply(g: Tensor, ups: Sequence[Tensor]) -> bool:
+    """16 bits, a few adapters of one rank."""
+    return (
+        g.dtype in (torch.bfloat16, torch.float16)
+        and 0 < len(ups) <= MOST
+        and g.numel() > 0
+        and g.stride(1) == 1
+        and ups[0].shape[1] <= LARGEST_RANK
+        and all(up.shape[1] == ups[0].shape[1] for up in ups)
+    )
+
+
+def add_gradients(
+    g: Tensor, t: Tensor, ups: Sequence[Tensor], places: Sequence[Place], factor: Tensor | None, u: Tensor,
+    d: Tensor | None,
+) -> None:  # fmt: skip
+    """Add to `u[M, ΣR]` and, if it is wanted, to `d`, all dB one after the other; both in FP32.
+
+    `factor[N]`: g comes multiplied by it.
+    """
+    ups = [up.to(g.dtype).contiguous() for up in ups]
+    given = (g, t, g if factor is None else factor, *ups, *(ups[0],) * (MOST - len(ups)), u, u if d is None else d)
+    key = (tuple(places), d is None, factor is None, kind(*given))
+    plan = _PLANS.get(key)
+    if plan is None:
+        plan = Plan(given=8)
+        m, rank = g.shape[0], ups[0].shape[1]
+        every = [*places, *(Place(0, 0, 1.0),) * (MOST - len(places))]
+        across = sum(-(-place.size // _TILE_N) for place in places)
+        parts = _parts(across, -(-m // _TILE_M), _PROGRAMS * multiprocessors(g.device))
+        firsts, sizes, scalings = zip(*every, strict=True)
+        numbers = (m, g.stride(0), t.stride(0), u.stride(0), *firsts, *sizes, *scalings)
+        constants = {
+            "RANK": rank,
+            "FOLD": factor is not None,
+            "OF_B": d is not None,
+            "EVEN": m % _TILE_M == 0 and all(place.size % _TILE_N == 0 for place in places),
+            "TILE_M": _TILE_M,
+            "TILE_N": _TILE_N,
+            "num_warps": _WARPS,
+            "num_stages": _STAGES,
+        }
+        plan.launch(gradients_kernel, (across, parts), range(8), numbers, constants)
+        _PLANS[key] = plan
+    plan.run(*given)
+
+
+@cache
+def _parts(across: int, down: int, slots: int) -> int:
+    """Of the tokens. A program takes as long for its beginning and its end as for some eight tiles."""
+
+    def time(parts: int) -> int:
+        return -(-across * parts // slots) * (-(-down // parts) + 8)
+
+    return min(range(1, down + 1), key=time)
+
+
+def can_multiply_kept(x: Quantized, u: Tensor) -> bool:
+    """Rows of FP8 with one scale, a scale per row, or one per 128 columns."""
+    return u.shape[1] <= LARGEST_RANKS and u.is_contiguous() and can_dequantize(x, u.dtype) and u.dtype != torch.float32
+
+
+def add_down(u: Tensor, x: Quantized, d: Tensor) -> None:
+    """Add `u[M, ΣR]ᵀ · x[M, K]` to `d[ΣR, K]`, in FP32."""
+    scale = x.scale.contiguous()
+    given = (u, x.data, scale, d)
+    key = ("down", kind(*given))
+    plan = _PLANS.get(key)
+    if plan is None:
+        plan = Plan(given=4)
+        (m, k), ranks = x.data.shape, u.shape[1]
+        tile_m, tile_k, warps, programs = _DOWN
+        across = -(-k // tile_k)
+        parts = _parts(across, -(-m // tile_m), programs * multiprocessors(u.device))
+        constants = {
+            "RANKS": ranks,
+            "BLOCKS": scale.dim() > 0 and scale.shape[1] > 1,
+            "EVEN": m % tile_m == 0 and k % tile_k == 0,
+            "TILE_M": tile_m,
+            "TILE_K": tile_k,
+            "num_warps": warps,
+            "num_stages": 1,  # else FP8 bytes would lie in shared memory
+        }
+        stride = scale.shape[1] if scale.dim() else 0
+        plan.launch(down_kernel, (across, parts), range(4), (m, k, stride), constants)
+        _PLANS[key] = plan
+    plan.run(*given)

@@ -1,0 +1,202 @@
+"""What adapters compute beside a frozen product, for the operators in `ops_lora.py` and `ops_lora_mlp.py`.
+
+    forward    t = x · [A₁; A₂; …]ᵀ        yᵢ += sᵢ · tᵢ · Bᵢᵀ
+    backward   uᵢ = sᵢ · gᵢ · Bᵢ           dBᵢ = sᵢ · gᵢᵀ · tᵢ          dA = uᵀ · x
+
+Shapes: M tokens, K inputs, N outputs, R the rank of an adapter, ΣR of several.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from octavo.numerics import Quantized
+from octavo.ops import unpack_scale
+from octavo.ops_frozen import dequantize
+from octavo.support import has_fp8_tensor_cores
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """Outputs `first` to `last` have an adapter, times `scaling`."""
+
+    first: int
+    last: int
+    scaling: float
+
+
+@cache
+def _places(text: str) -> tuple[Adapter, ...]:
+    fields = [part.split(":") for part in text.split(",")] if text else []
+    return tuple(Adapter(int(first), int(last), float(scaling)) for first, last, scaling in fields)
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """Adapters of one product: where they are, and A `[R, K]` and B `[N, R]` of each."""
+
+    places: tuple[Adapter, ...]
+    downs: tuple[Tensor, ...]
+    ups: tuple[Tensor, ...]
+
+    @property
+    def encoded(self) -> str:
+        return ",".join(f"{place.first}:{place.last}:{place.scaling!r}" for place in self.places)
+
+    @property
+    def given(self) -> tuple[list[Tensor], list[Tensor], str]:
+        """As operators take them."""
+        return list(self.downs), list(self.ups), self.encoded
+
+    @classmethod
+    def decode(cls, downs: Sequence[Tensor], ups: Sequence[Tensor], text: str) -> "Adapters":
+        return cls(_places(text), tuple(downs), tuple(ups))
+
+    @property
+    def ranks(self) -> list[int]:
+        return [a.shape[0] for a in self.downs]
+
+    def down(self, dtype: torch.dtype) -> Tensor:
+        """All A, one below the other."""
+        return (torch.cat(self.downs) if len(self.downs) > 1 else self.downs[0]).to(dtype)
+
+    def parts(self, t: Tensor) -> Sequence[Tensor]:
+        """Each adapter's columns of `x · [A₁; A₂; …]ᵀ`."""
+        return t.split(self.ranks, dim=1) if self.downs else ()
+
+    def split(self, da: Tensor, db: Tensor) -> list[Tensor | None]:
+        """From the gradients of all A, one below the other, and of all B, one after the other, those of each adapter.
+
+        All A, then all B; None for those of what was not needed.
+        """
+        none = [None] * len(self.downs)
+        das = da.split(self.ranks) if da.numel() else none
+        dbs = db.split([up.numel() for up in self.ups]) if db.numel() else none
+        return [
+            None if gradient is None else gradient.view(matrix.shape).to(matrix.dtype)
+            for gradient, matrix in zip((*das, *dbs), (*self.downs, *self.ups), strict=True)
+        ]
+
+
+def narrowed(x: Tensor, adapters: Adapters, dtype: torch.dtype) -> Tensor:
+    # t = x · Aᵀ
+    return x.to(dtype) @ adapters.down(dtype).t() if adapters.downs else x.new_empty(0, dtype=dtype)
+
+
+def add_to(y: Tensor, t: Tensor, adapters: Adapters) -> None:
+    # y += s · t · Bᵀ
+    for place, up, part in zip(adapters.places, adapters.ups, adapters.parts(t), strict=True):
+        y[:, place.first : place.last].addmm_(part, up.to(y.dtype).t(), alpha=place.scaling)
+
+
+class Gradients:
+    """The gradients of all A, one below the other, and of all B, one after the other, added up over parts of a batch.
+
+    `g[M, N]`: of the outputs, of all tokens. `factor[N]`: it comes multiplied by this. Where there are kernels they add
+    up in FP32, else it is done in the dtype of g.
+    """
+
+    def __init__(
+        self, adapters: Adapters, g: Tensor, *, needs_a: bool, needs_b: bool, factor: Tensor | None = None
+    ) -> None:
+        self.adapters, self.factor, self.needs_a, self.needs_b = adapters, factor, needs_a, needs_b
+        self._empty = g.new_empty(0)
+        self._da: Tensor | None = None
+        self._db: Tensor | None = None
+        self._u: Tensor | None = None  # room for it, where a kernel finds it
+        self._rows = 0  # of u so far
+        if self._in_one_pass(g):
+            room = torch.zeros(g.shape[0] * self.ranks + self._numel_b, dtype=torch.float32, device=g.device)
+            u, self._db = room.split([g.shape[0] * self.ranks, self._numel_b])
+            self._u = u.view(-1, self.ranks)
+
+    @property
+    def ranks(self) -> int:
+        return sum(self.adapters.ranks)
+
+    @property
+    def _numel_b(self) -> int:
+        return sum(up.numel() for up in self.adapters.ups) if self.needs_b else 0
+
+    def _in_one_pass(self, g: Tensor) -> bool:
+        if not has_fp8_tensor_cores(g.device):
+            return False
+        from octavo.kernels import adapter_gradients as kernel
+
+        return kernel.can_multiply(g, self.adapters.ups)
+
+    def widen(self, g: Tensor, t: Tensor) -> Tensor:
+        """u, the gradient of t, of all adapters side by side, for the next tokens; adds to those of B on the way."""
+        if self._u is None:
+            return self._widen_by_products(g, t)
+        from octavo.kernels import adapter_gradients as kernel
+
+        u = self._u[self._rows : self._rows + g.shape[0]]
+        self._rows += g.shape[0]
+        places = [kernel.Place(place.first, place.last - place.first, place.scaling) for place in self.adapters.places]
+        kernel.add_gradients(g, t, self.adapters.ups, places, self.factor, u, self._db if self.needs_b else None)
+        return u.to(g.dtype)
+
+    def _widen_by_products(self, g: Tensor, t: Tensor) -> Tensor:
+        adapters = self.adapters
+        u = g.new_empty(g.shape[0], self.ranks)
+        beta = 0 if self._db is None else 1
+        self._db = g.new_empty(self._numel_b) if self._db is None else self._db
+        parts = zip(adapters.places, adapters.ups, adapters.parts(u), adapters.parts(t), self._each_db(), strict=True)
+        for place, up, mine, part, d in parts:
+            g_part, b = g[:, place.first : place.last], up
+            if self.factor is not None:
+                b = torch.div(up, self.factor[place.first : place.last, None])
+            # u = s · g · B
+            torch.addmm(mine, g_part, b.to(g.dtype), beta=0, alpha=place.scaling, out=mine)
+            if self.needs_b:
+                # dB += s · gᵀ · t
+                torch.addmm(d, g_part.t(), part, beta=beta, alpha=place.scaling, out=d)
+        return u
+
+    def _each_db(self) -> list[Tensor]:
+        assert self._db is not None
+        ups = self.adapters.ups
+        if not self.needs_b:
+            return [self._empty] * len(ups)
+        return [d.view(up.shape) for d, up in zip(self._db.split([up.numel() for up in ups]), ups, strict=True)]
+
+    def add_a(self, u: Tensor, x: Quantized) -> None:
+        """From x in FP8, or in high precision with an empty scale; of as many tokens as u, or of more for padding."""
+        # dA += uᵀ · x
+        rows = u.shape[0]
+        if x.data.element_size() > 1:
+            wide = x.data.to(u.dtype)
+        else:
+            scale = unpack_scale(x.scale)
+            kept = Quantized(x.data[:rows], scale[:rows] if scale.dim() else scale)
+            if self._add_kept(u, kept):
+                return
+            wide = dequantize(kept, u.dtype)
+        self._da = u.t() @ wide if self._da is None else self._da.addmm_(u.t(), wide)
+
+    def _add_kept(self, u: Tensor, x: Quantized) -> bool:
+        """Whether there is a kernel for it, which has done it then."""
+        if not has_fp8_tensor_cores(u.device):
+            return False
+        from octavo.kernels import adapter_gradients as kernel
+
+        if not kernel.can_multiply_kept(x, u):
+            return False
+        if self._da is None:
+            self._da = torch.zeros(u.shape[1], x.data.shape[1], dtype=torch.float32, device=u.device)
+        kernel.add_down(u, x, self._da)
+        return True
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """In the dtype of the first A and B; empty where not needed."""
+        if self.needs_b and self.factor is not None and self._u is None:
+            for place, d in zip(self.adapters.places, self._each_db(), strict=True):
+                d.div_(self.factor[place.first : place.last, None])
+        a, b = self.adapters.downs, self.adapters.ups
+        da = self._da.to(a[0].dtype) if self.needs_a and self._da is not None else self._empty
+        db = self._db.to(b[0].dtype) if self.needs_b and self._db is not None else self._empty
+        return da, db

@@ -1,0 +1,62 @@
+"""The way back through adapters in Triton's interpreter."""
+
+import pytest
+import torch
+from kernel_cases import adapter_gradients, sample
+
+from octavo.kernels import adapter_gradients as kernel
+from octavo.numerics.formats import E4M3
+from octavo.numerics.quantize import Quantized, quantize
+
+BF16 = torch.bfloat16
+
+
+@pytest.mark.parametrize("fold", [False, True])
+@pytest.mark.parametrize("of_b", [False, True])
+@pytest.mark.parametrize(
+    ("m", "places", "rank"),
+    [
+        (64, [(0, 128)], 32),
+        (130, [(0, 300), (300, 100), (400, 64)], 16),
+        (200, [(0, 256), (512, 128)], 8),  # nothing in between
+        (5, [(0, 64)], 20),
+    ],
+)
+def test_gradients(m, places, rank, fold, of_b):
+    places = [kernel.Place(first, size, 0.5 + i) for i, (first, size) in enumerate(places)]
+    width = places[-1].first + places[-1].size
+    g, t = torch.randn(m, width).to(BF16), torch.randn(m, rank * len(places)).to(BF16)
+    ups = [torch.randn(place.size, rank).to(BF16) for place in places]
+    factor = torch.rand(width) + 0.5 if fold else None
+    assert kernel.can_multiply(g, ups)
+    u, d = torch.zeros(m, rank * len(places)), torch.zeros(sum(up.numel() for up in ups))
+    for _ in range(2):
+        kernel.add_gradients(g, t, ups, places, factor, u, d if of_b else None)
+    expected = adapter_gradients(g, t, ups, places, factor)
+    torch.testing.assert_close(u / 2, expected[0], rtol=0, atol=4e-3 * expected[0].abs().max().item())
+    if of_b:
+        torch.testing.assert_close(d / 2, expected[1], rtol=1e-4, atol=1e-4)
+    else:
+        assert not d.any()
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
+@pytest.mark.parametrize(("m", "k", "ranks"), [(64, 128, 32), (130, 300, 96), (37, 200, 8)])
+def test_down(m, k, ranks, granularity):
+    x = quantize(sample(m, k).clamp(-100, 100), format=E4M3, granularity=granularity, block=(1, 128))
+    u, d = torch.randn(m, ranks).to(BF16), torch.zeros(ranks, k)
+    assert kernel.can_multiply_kept(x, u)
+    for _ in range(2):
+        kernel.add_down(u, x, d)
+    expected = u.float().T @ x.dequantize(torch.float32)
+    torch.testing.assert_close(d / 2, expected, rtol=0, atol=4e-3 * expected.abs().max().item())
+
+
+def test_what_they_leave_to_others():
+    g, up = torch.zeros(4, 64, dtype=BF16), torch.zeros(64, 8, dtype=BF16)
+    assert not kernel.can_multiply(g.float(), [up]) and not kernel.can_multiply(g, [])
+    assert not kernel.can_multiply(g, [up] * 4) and not kernel.can_multiply(g, [up, up[:, :4]])
+    assert not kernel.can_multiply(g, [torch.zeros(64, 65, dtype=BF16)]) and not kernel.can_multiply(g.t(), [up])
+    wide = Quantized(torch.zeros(4, 64, dtype=E4M3.dtype), torch.ones(()))
+    assert not kernel.can_multiply_kept(wide, torch.zeros(4, 257, dtype=BF16))
+    assert not kernel.can_multiply_kept(wide, torch.zeros(4, 8))
