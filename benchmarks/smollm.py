@@ -22,6 +22,7 @@ import datetime
 import hashlib
 import platform
 import sys
+import sysconfig
 import time
 from pathlib import Path
 from typing import Any
@@ -41,8 +42,9 @@ LOSS_BOUND, AGREEMENT_BOUND = 0.005, 0.98
 
 def read_options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prepare", type=Path, metavar="DIR", help="write the model there, and stop")
+    parser.add_argument("--prepare", type=Path, metavar="DIR", help="write the model (of --model) there, and stop")
     parser.add_argument("--model", type=Path, help=f"a folder or a GGUF file; default: {PREPARED}, made where missing")
+    parser.add_argument("--text", type=Path, default=Path(sysconfig.get_path("stdlib")), help="a folder with *.py")
     parser.add_argument("--recipes", default="block,channel", help=f"comma-separated, of {', '.join(GRANULARITIES)}")
     parser.add_argument("--noise", action="store_true", help="also train BF16 in another order, and FP32")
     parser.add_argument("--explain", action="store_true", help="also train BF16 on weights that have been to FP8")
@@ -71,7 +73,7 @@ def judge(after: dict[str, float]) -> str:
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     options = read_options(arguments)
     if options.prepare is not None:
-        return {"prepared": str(prepare(options.prepare))}
+        return {"prepared": str(prepare(options.prepare, options.model))}
     folder = find_model(options.model)
     batches, held_out = read_text(folder, options)
     extra = ["bf16-order", "fp32"] if options.noise else []

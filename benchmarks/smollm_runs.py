@@ -8,7 +8,6 @@ import argparse
 import hashlib
 import importlib.util
 import random
-import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,15 +83,15 @@ def find_model(asked: Path | None) -> Path:
 def read_text(folder: Path, options: argparse.Namespace) -> tuple[Tensor, Tensor]:
     """Windows of tokens to train on, in order, `[steps, batch, seq]`, and held out, `[windows, seq]`: other files."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    library = Path(sysconfig.get_path("stdlib"))
-    files = sorted(path for path in library.rglob("*.py") if not SKIPPED_FOLDERS & {*path.relative_to(library).parts})
+    text = options.text
+    files = sorted(path for path in text.rglob("*.py") if not SKIPPED_FOLDERS & {*path.relative_to(text).parts})
     random.Random(0).shuffle(files)
     parts = []
     for windows in (-(-options.eval_tokens // options.seq), options.steps * options.batch):
         tokens: list[int] = []
         while len(tokens) < windows * options.seq:
             if not files:
-                raise SystemExit("the standard library has no more text: fewer --steps, --batch or --eval-tokens")
+                raise SystemExit(f"{text} has no more text: fewer --steps, --batch or --eval-tokens")
             tokens += tokenizer(files.pop().read_text(errors="replace"), verbose=False).input_ids[:PER_FILE]
         parts.append(torch.tensor(tokens[: windows * options.seq]).view(windows, options.seq))
     held_out, train = parts

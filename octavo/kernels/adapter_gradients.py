@@ -129,15 +129,6 @@ def gradients_kernel(
 
 
 @triton.jit
-def _load(x_ptr, tile, k, M, K, EVEN: tl.constexpr, TILE_M: tl.constexpr):
-    m = tile * TILE_M + tl.arange(0, TILE_M)
-    where = x_ptr + m[:, None].to(tl.int64) * K + k[None, :]
-    if EVEN:
-        return tl.load(where)
-    return tl.load(where, mask=(m[:, None] < M) & (k[None, :] < K), other=0.0)
-
-
-@triton.jit
 def down_kernel(
     u_ptr,
     x_ptr,
@@ -157,12 +148,13 @@ def down_kernel(
     j = tl.program_id(0)
     k, r = j * TILE_K + tl.arange(0, TILE_K), tl.arange(0, PADDED)
     d = tl.zeros([PADDED, TILE_K], tl.float32)
-    down, parts = tl.cdiv(M, TILE_M), tl.num_programs(1)
-    x_next = _load(x_ptr, tl.program_id(1), k, M, K, EVEN, TILE_M)
-    for tile in range(tl.program_id(1), down, parts):
+    for tile in range(tl.program_id(1), tl.cdiv(M, TILE_M), tl.num_programs(1)):
         m = tile * TILE_M + tl.arange(0, TILE_M)
-        x = x_next
-        x_next = _load(x_ptr, tl.minimum(tile + parts, down - 1), k, M, K, EVEN, TILE_M)
+        where = x_ptr + m[:, None].to(tl.int64) * K + k[None, :]
+        if EVEN:
+            x = tl.load(where)
+        else:
+            x = tl.load(where, mask=(m[:, None] < M) & (k[None, :] < K), other=0.0)
         scale = tl.load(scale_ptr + m * stride_scale + (j * TILE_K // 128 if BLOCKS else 0), mask=m < M, other=0.0)
         u = tl.load(u_ptr + m[:, None] * RANKS + r[None, :], mask=(m[:, None] < M) & (r[None, :] < RANKS), other=0.0)
         # The scale of a token goes with u, which is the smaller one.
