@@ -10,7 +10,7 @@ the original class: a projection that PEFT has wrapped, labels that are not ther
                 the norm before it in one kernel
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, wraps
 from typing import Any
 
@@ -29,7 +29,7 @@ from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3")
 QKV = ("q_proj", "k_proj", "v_proj")
 GATE_UP = ("gate_proj", "up_proj")
-_ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUTanh": "gelu_tanh"}
+ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUTanh": "gelu_tanh"}
 _PLAIN_NORMS = {f"{family}RMSNorm" for family in ("Llama", "Mistral", "Qwen2", "Qwen3")}  # weight · normed
 _ORIGINAL = "_octavo_original"
 
@@ -48,19 +48,24 @@ class GroupMember(FP8Linear):
 
 
 def is_attention(module: nn.Module) -> bool:
-    return _is_of(module, "Attention") and all(isinstance(getattr(module, name, None), nn.Linear) for name in QKV)
+    return is_of(module, "Attention") and all(isinstance(getattr(module, name, None), nn.Linear) for name in QKV)
 
 
 def is_mlp(module: nn.Module) -> bool:
     names = (*GATE_UP, "down_proj")
-    return _is_of(module, "MLP") and all(isinstance(getattr(module, name, None), nn.Linear) for name in names)
+    return is_of(module, "MLP") and all(isinstance(getattr(module, name, None), nn.Linear) for name in names)
 
 
 def is_causal_lm(module: nn.Module) -> bool:
-    return _is_of(module, "ForCausalLM") and type(getattr(module, "lm_head", None)) is nn.Linear
+    return is_of(module, "ForCausalLM") and type(getattr(module, "lm_head", None)) is nn.Linear
 
 
-def _is_of(module: nn.Module, kind: str) -> bool:
+def is_plain_norm(module: Any) -> bool:
+    """Whether it computes weight · h / rms(h)."""
+    return type(module).__name__ in _PLAIN_NORMS and type(module).__module__.startswith("transformers.models.")
+
+
+def is_of(module: nn.Module, kind: str) -> bool:
     """By name and origin: a class of that name elsewhere may compute something else."""
     cls = type(module)
     return cls.__module__.startswith("transformers.models.") and cls.__name__ in {f + kind for f in FAMILIES}
@@ -75,7 +80,7 @@ def fuse_attention(module: nn.Module, name: str, config: FP8TrainingConfig, scal
     for member in QKV:
         linear = GroupMember.take_over(getattr(module, member), config, scaling, f"{name}.qkv")
         linear.__dict__["ready"] = None
-    _take_class(module, _attention_forward)
+    take_class(module, _attention_forward)
 
 
 def fuse_mlp(module: nn.Module, name: str, config: FP8TrainingConfig, scaling: FP8ScalingManager) -> None:
@@ -83,7 +88,7 @@ def fuse_mlp(module: nn.Module, name: str, config: FP8TrainingConfig, scaling: F
     for member in GATE_UP:
         FP8Linear.take_over(getattr(module, member), config, scaling, f"{name}.gate_up")
     FP8Linear.take_over(module.get_submodule("down_proj"), config, scaling, f"{name}.down_proj")
-    _take_class(module, _mlp_forward)
+    take_class(module, _mlp_forward)
 
 
 def outputs_with_group(modules: dict[str, nn.Module]) -> dict[str, int]:
@@ -98,7 +103,7 @@ def outputs_with_group(modules: dict[str, nn.Module]) -> dict[str, int]:
 
 def why_no_mlp(module: nn.Module) -> str:
     """Why an MLP's linears run one by one; empty if they need not."""
-    if type(module.act_fn).__name__ not in _ACTIVATIONS:
+    if type(module.act_fn).__name__ not in ACTIVATIONS:
         return f"activation {type(module.act_fn).__name__} has no kernel"
     if any(getattr(module, member).bias is not None for member in (*GATE_UP, "down_proj")):
         return "its linears have biases"
@@ -122,10 +127,10 @@ def fuse_loss(model: nn.Module, config: FP8TrainingConfig | None, scaling: FP8Sc
             scaling.register(f"lm_head.{operand}", r.format, r.margin) for operand, r in (("x", head.x), ("w", head.w))
         )
     model.__dict__["_octavo_head"] = (head, rows)
-    _take_class(model, _causal_lm_forward)
+    take_class(model, _causal_lm_forward)
     last = getattr(model.get_submodule("model"), "norm", None)
-    if last is not None and type(last).__name__ in _PLAIN_NORMS and not is_fused(last):
-        _take_class(last, _norm_forward)
+    if is_plain_norm(last) and last is not None and not is_fused(last):
+        take_class(last, _norm_forward)
 
 
 def head_recipe(config: FP8TrainingConfig) -> Any:
@@ -162,7 +167,7 @@ def restore(module: nn.Module) -> None:
         config._attn_implementation = "sdpa"
 
 
-def _take_class(module: Any, forward: Callable[..., Any]) -> None:
+def take_class(module: Any, forward: Callable[..., Any]) -> None:
     original: Any = type(module)
     module.__dict__[_ORIGINAL] = original
     module.__class__ = _subclass(original, forward)
@@ -184,17 +189,23 @@ def _subclass(cls: Any, forward: Callable[..., Any]) -> type[nn.Module]:
 def _attention_forward(
     self: Any, original: Callable[..., Any], hidden_states: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    members = [self.q_proj, self.k_proj, self.v_proj]
-    y = _product_of_group(members, hidden_states)
+    members: list[Any] = [getattr(self, name) for name in QKV]
+    computed = all(getattr(member, "ready", None) is not None for member in members)
+    y = None if computed else _product_of_group(members, hidden_states)
     if y is None:
         return original(self, hidden_states, *args, **kwargs)
+    return with_parts(members, y, lambda: original(self, hidden_states, *args, **kwargs))
+
+
+def with_parts(members: Sequence[Any], y: Tensor, call: Callable[[], Any]) -> Any:
+    """`call()`, in which q, k and v find their parts of y computed."""
     q, k, v = y.split([member.out_features for member in members], dim=-1)
     # q and k are turned by their positions, which copies them; v alone would keep all of y in memory for backward.
     parts = (q, k, v.clone(memory_format=torch.contiguous_format))
     for member, part in zip(members, parts, strict=True):
         member.ready = part
     try:
-        return original(self, hidden_states, *args, **kwargs)
+        return call()
     finally:
         for member in members:
             member.ready = None
@@ -221,10 +232,10 @@ def fuse_frozen(module: nn.Module) -> str:
     if not reason:
         put_together(members)
         if hasattr(module, QKV[0]):
-            _take_class(module, _attention_forward)
+            take_class(module, _attention_forward)
             frozen.base_of(module.o_proj).input_is_kept = True  # by the attention, whose output it is
         else:
-            _take_class(module, _frozen_mlp_forward)
+            take_class(module, _frozen_mlp_forward)
     return reason
 
 
@@ -235,7 +246,7 @@ def why_no_frozen_mlp(module: nn.Module) -> str:
 
 def _frozen_mlp_forward(self: Any, original: Callable[..., Any], x: Tensor) -> Tensor:
     members = [self.gate_proj, self.up_proj]
-    activation = _ACTIVATIONS.get(type(self.act_fn).__name__)
+    activation = ACTIVATIONS.get(type(self.act_fn).__name__)
     if activation is not None and x.numel():
         y = frozen.mlp(self.gate_proj, self.up_proj, self.down_proj, x, activation)
         if y is not None:
@@ -258,7 +269,7 @@ def _mlp_forward(self: Any, original: Callable[..., Any], x: Tensor) -> Tensor:
     gate, up, down = self.gate_proj, self.up_proj, self.down_proj
     if not all(type(linear) is FP8Linear for linear in (gate, up, down)) or x.numel() == 0:
         return original(self, x)
-    mlp = MLP(gate.product(x), _ACTIVATIONS[type(self.act_fn).__name__])
+    mlp = MLP(gate.product(x), ACTIVATIONS[type(self.act_fn).__name__])
     return fp8_mlp(x, gate.weight, up.weight, down.weight, mlp, gate.rows, down.rows)
 
 

@@ -14,6 +14,7 @@ from octavo.nn.frozen_group import why_no_group
 from octavo.nn.lora import Adapter, Adapters, frozen_lora
 from octavo.nn.lora_mlp import frozen_mlp
 from octavo.nn.mlp import MLP
+from octavo.numerics.norm import Norm
 
 
 def base_of(module: Any) -> Any:
@@ -26,8 +27,11 @@ def is_hooked(module: Any) -> bool:
     return bool(module._forward_pre_hooks or module._forward_hooks)
 
 
-def product_of_group(members: Sequence[Any], x: Tensor) -> Tensor | None:
-    """Their outputs side by side, with those adapters that are active; None if they have to be computed one by one."""
+def product_of_group(members: Sequence[Any], x: Tensor, norm: Norm | None = None) -> Tensor | None:
+    """Their outputs side by side, with those adapters that are active; None if they have to be computed one by one.
+
+    `norm`: x has yet to go through it.
+    """
     bases = [base_of(member) for member in members]
     if not all(isinstance(base, FP8FrozenLinear) for base in bases) or why_no_group(bases):
         return None
@@ -37,7 +41,7 @@ def product_of_group(members: Sequence[Any], x: Tensor) -> Tensor | None:
     bias = None if bases[0].bias is None else torch.cat([base.bias for base in bases])
     one = bases[0]
     return frozen_lora(
-        x, [base.quantized for base in bases], bias, one.product(x), (one.row_x, one.row_g), adapters
+        x, [base.quantized for base in bases], bias, one.product(x), (one.row_x, one.row_g), adapters, norm=norm
     )  # fmt: skip
 
 
@@ -53,8 +57,8 @@ def why_no_mlp(gate: Any, up: Any, down: Any) -> str:
     return why_no_group(bases[:2])
 
 
-def mlp(gate: Any, up: Any, down: Any, x: Tensor, activation: str) -> Tensor | None:
-    """A gated MLP in one function; None if its linears have to be computed one by one."""
+def mlp(gate: Any, up: Any, down: Any, x: Tensor, activation: str, norm: Norm | None = None) -> Tensor | None:
+    """A gated MLP in one function; None if its linears have to be computed one by one. `norm`: as above."""
     if why_no_mlp(gate, up, down):
         return None
     adapters, adapters_down = _adapters_of((gate, up)), _adapters_of((down,))
@@ -64,7 +68,7 @@ def mlp(gate: Any, up: Any, down: Any, x: Tensor, activation: str) -> Tensor | N
     weights = [base.quantized for base in bases]
     rows, rows_down = ((base.row_x, base.row_g) for base in (bases[0], bases[2]))
     how = MLP(bases[0].product(x), activation)
-    return frozen_mlp(x, weights[:2], weights[2], how, rows, rows_down, adapters, adapters_down)
+    return frozen_mlp(x, weights[:2], weights[2], how, rows, rows_down, adapters, adapters_down, norm=norm)
 
 
 def _adapters_of(members: Sequence[Any]) -> Adapters | None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from octavo.hf import decoder
+from octavo.hf import decoder, layer
 from octavo.nn.frozen import FP8FrozenLinear
 from octavo.numerics import FP8TrainingConfig
 
@@ -85,6 +85,11 @@ def _fuse_groups(model: nn.Module) -> list[str]:
                 alone = decoder.why_no_frozen_mlp(module)
                 what = f"{what}, down apart: {alone}" if alone else "MLP with its activation in one function"
             counts[what] = counts.get(what, 0) + 1
+    layers = [module for module in model.modules() if layer.can_fuse(module)]
+    for module in layers:
+        layer.fuse(module)
+    if layers:
+        counts["norms with the products that follow them"] = len(layers)
     return [f"{what} ({count})" for what, count in counts.items() if "not all of them are in FP8" not in what]
 
 

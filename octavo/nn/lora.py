@@ -7,6 +7,8 @@ Shapes: M tokens, K inputs, N outputs, R the rank of an adapter, ΣR of all of t
                                                        dBᵢ = sᵢ · gᵢᵀ · tᵢ             dA = uᵀ · xq
     kept       xq_MK in FP8 and t_MΣR, which is narrow; x itself only where something else keeps it anyway
 
+With a norm before it, x = norm(h), and h need not be kept: xq serves the norm's backward, too (`numerics/norm.py`).
+
 Each adapter has a part of the outputs: q, k and v are one weight with three adapters, whose down-projections read x
 once. The adapters multiply in the dtype of the activations, whatever they are kept in.
 """
@@ -19,8 +21,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from octavo import ops_lora
+from octavo.numerics.norm import Norm, rms_norm, rms_norm_backward
 from octavo.numerics.quantize import Quantized
-from octavo.ops import Product
+from octavo.ops import Product, unpack_scale
 from octavo.ops_adapters import Adapter, Adapters
 
 __all__ = ["Adapter", "Adapters", "frozen_lora"]
@@ -35,16 +38,20 @@ def frozen_lora(
     adapters: Adapters,
     *,
     x_is_kept: bool = False,
+    norm: Norm | None = None,
 ) -> Tensor:
     """`x[..., K]` times frozen weights `[Nᵢ, K]` side by side, plus adapters.
 
     `rows`: of x and of g. `x_is_kept`: something else keeps x for its own backward, so it costs no memory here, either.
+    `norm`: comes before all that; its weight is not trained.
     """
-    keep = torch.is_grad_enabled() and any(a.requires_grad for a in adapters.downs)
+    needed = any(a.requires_grad for a in adapters.downs) or (norm is not None and x.requires_grad)
+    keep = torch.is_grad_enabled() and needed
     count = len(weights), len(adapters.places)
     y = _FrozenLora.apply(
-        x.reshape(-1, x.shape[-1]), bias, product, adapters.places, (keep, x_is_kept), *rows, count,
-        *(part for weight in weights for part in weight), *adapters.downs, *adapters.ups,
+        x.reshape(-1, x.shape[-1]), bias, norm and norm.weight, norm and norm.eps, product, adapters.places,
+        (keep, x_is_kept and norm is None), *rows, count, *(part for weight in weights for part in weight),
+        *adapters.downs, *adapters.ups,
     )  # fmt: skip
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
@@ -55,6 +62,8 @@ class _FrozenLora(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         bias: Tensor | None,
+        norm_weight: Tensor | None,
+        norm_eps: float | None,
         product: Product,
         places: tuple[Adapter, ...],
         keep: tuple[bool, bool],
@@ -65,20 +74,24 @@ class _FrozenLora(torch.autograd.Function):
     ) -> Tensor:
         weights, adapters = _sort(tensors, *count, places)
         keep_x, x_is_kept = keep
+        norm = norm_of(norm_weight, norm_eps)
+        inverse = None
+        if norm is not None:
+            x, inverse = rms_norm(x, norm)
         y, x_q, t = ops_lora.lora_linear(x, weights, bias, row_x, adapters, product, keep=keep_x and not x_is_kept)
         kept = (x, x_q.scale) if keep_x and x_is_kept else x_q
-        ctx.save_for_backward(*kept, t, *adapters.downs, *adapters.ups)
-        ctx.weights, ctx.row_g, ctx.product, ctx.places = weights, row_g, product, places
+        ctx.save_for_backward(*kept, t, inverse, *adapters.downs, *adapters.ups)
+        ctx.weights, ctx.row_g, ctx.product, ctx.places, ctx.norm = weights, row_g, product, places, norm
         ctx.like = (x.dtype, bias.dtype if bias is not None else None)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        x_data, x_scale, t, *matrices = ctx.saved_tensors
+        x_data, x_scale, t, inverse, *matrices = ctx.saved_tensors
         x_dtype, bias_dtype = ctx.like
         _, adapters = _sort(matrices, 0, len(ctx.places), ctx.places)
-        before = 8 + 2 * len(ctx.weights)
+        before = 10 + 2 * len(ctx.weights)
         needs = ctx.needs_input_grad[before:]
         needs_x, needs_bias = ctx.needs_input_grad[:2]
         half = len(ctx.places)
@@ -86,10 +99,22 @@ class _FrozenLora(torch.autograd.Function):
             g, ctx.row_g, Quantized(x_data, x_scale), t, ctx.weights, adapters, ctx.product,
             needs=(needs_x, any(needs[:half]), any(needs[half:])), dtype=x_dtype,
         )  # fmt: skip
+        if ctx.norm is not None and needs_x:
+            dx = back_through_norm(dx, Quantized(x_data, x_scale), ctx.norm, inverse)
         found = adapters.split(da, db)
         gradients = [d if needed else None for d, needed in zip(found, needs, strict=True)]
         dbias = g.float().sum(dim=0).to(bias_dtype) if needs_bias else None
         return dx if needs_x else None, dbias, *[None] * (before - 2), *gradients
+
+
+def norm_of(weight: Tensor | None, eps: float | None) -> Norm | None:
+    return None if weight is None or eps is None else Norm(weight, eps)
+
+
+def back_through_norm(dx: Tensor, x: Quantized, norm: Norm, inverse: Tensor) -> Tensor:
+    """dh from dx and from x as it was kept, which may have rows for padding."""
+    kept = Quantized(x.data, unpack_scale(x.scale)).dequantize(torch.float32)
+    return rms_norm_backward(dx, kept[: dx.shape[0]], norm, inverse)
 
 
 def _sort(

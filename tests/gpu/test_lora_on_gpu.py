@@ -26,6 +26,7 @@ from octavo.nn.lora_mlp import frozen_mlp
 from octavo.nn.mlp import MLP
 from octavo.numerics.activation import ACTIVATIONS, from_kept, gated, gated_backward, keep
 from octavo.numerics.formats import E4M3
+from octavo.numerics.norm import Norm
 from octavo.numerics.operand import quantize_operand
 from octavo.numerics.quantize import Quantized, quantize
 
@@ -211,17 +212,26 @@ def test_linears_and_mlp(granularity, tokens, compiled):
     def group(x, **options):
         return frozen_lora(x, weights[:2], None, gate.product(x), rows[0], both, **options)
 
-    def mlp(x):
-        return frozen_mlp(x, weights[:2], weights[2], MLP(gate.product(x), "silu"), *rows, both, last)
+    def mlp(x, **options):
+        return frozen_mlp(x, weights[:2], weights[2], MLP(gate.product(x), "silu"), *rows, both, last, **options)
+
+    def linear(x):
+        return product(x, torch.cat(wide[:2]), both)
 
     def reference(x):
-        first, second = product(x, torch.cat(wide[:2]), both).chunk(2, dim=-1)
+        first, second = linear(x).chunk(2, dim=-1)
         return product(nn.functional.silu(first) * second, wide[2], last)
 
     wrap = torch.compile(fullgraph=True) if compiled else lambda function: function
     x = torch.randn(tokens, k, device="cuda", dtype=BF16, requires_grad=True)
-    compare(wrap(group), lambda x: product(x, torch.cat(wide[:2]), both), x, matrices(both))
-    compare(
-        wrap(lambda x: group(x, x_is_kept=True)), lambda x: product(x, torch.cat(wide[:2]), both), x, matrices(both)
-    )
+    compare(wrap(group), linear, x, matrices(both))
+    compare(wrap(lambda x: group(x, x_is_kept=True)), linear, x, matrices(both))
     compare(wrap(mlp), reference, x, matrices(both, last))
+
+    norm = Norm(torch.rand(k, device="cuda", dtype=BF16) + 0.5, 1e-5)
+
+    def normed(x):
+        return nn.functional.rms_norm(x, (k,), norm.weight.float(), norm.eps)
+
+    compare(wrap(lambda x: group(x, norm=norm)), lambda x: linear(normed(x)), x, matrices(both))
+    compare(wrap(lambda x: mlp(x, norm=norm)), lambda x: reference(normed(x)), x, matrices(both, last))

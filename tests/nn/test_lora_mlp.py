@@ -12,6 +12,7 @@ from octavo.nn.lora import Adapter, Adapters
 from octavo.nn.lora_mlp import frozen_mlp
 from octavo.nn.mlp import MLP
 from octavo.numerics.activation import ACTIVATIONS
+from octavo.numerics.norm import Norm
 
 K, F, R = 192, 256, 8
 NONE = Adapters((), (), ())
@@ -44,11 +45,11 @@ CASES = {
 }
 
 
-def run(linears, adapters, last, x, activation="silu"):
+def run(linears, adapters, last, x, activation="silu", norm=None):
     gate, up, down = linears
     rows = [(linear.row_x, linear.row_g) for linear in (gate, down)]
     how = MLP(gate.product(x), activation)
-    return frozen_mlp(x, [gate.quantized, up.quantized], down.quantized, how, *rows, adapters, last)
+    return frozen_mlp(x, [gate.quantized, up.quantized], down.quantized, how, *rows, adapters, last, norm=norm)
 
 
 def reference(linears, adapters, last, x, activation="silu"):
@@ -90,6 +91,27 @@ def test_values_and_every_gradient(granularity, case, activation):
     assert cosine(y, y_ref) > 0.998
     for found, exact in zip(mine, [x_ref.grad, *(m.grad for m in matrices(adapters, last))], strict=True):
         assert found.shape == exact.shape and cosine(found, exact) > 0.9975
+
+
+@pytest.mark.parametrize("granularity", ["block", "channel"])
+@pytest.mark.parametrize("case", ["all", "none"])
+def test_with_a_norm_before_it(granularity, case):
+    linears = build(granularity)
+    adapters, last = adapters_of(CASES[case][0], K), adapters_of(CASES[case][1], F)
+    norm = Norm(torch.rand(K, dtype=torch.bfloat16) + 0.5, 1e-5)
+    h = torch.randn(3, 37, K, dtype=torch.bfloat16, requires_grad=True)
+    tensors = [h, *matrices(adapters, last)]
+    y = run(linears, adapters, last, h, norm=norm)
+    g = torch.randn_like(y)
+    y.backward(g)
+    mine = [m.grad for m in tensors]
+    h_ref = h.detach().float().requires_grad_()
+    for m in tensors:
+        m.grad = None
+    x = nn.functional.rms_norm(h_ref, (K,), norm.weight.float(), norm.eps)
+    reference(linears, adapters, last, x).backward(g.float())
+    for found, exact in zip(mine, [h_ref.grad, *(m.grad for m in tensors[1:])], strict=True):
+        assert cosine(found, exact) > 0.9975
 
 
 def test_only_what_is_trained_gets_a_gradient_and_keeps_anything():

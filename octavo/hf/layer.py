@@ -1,0 +1,60 @@
+"""A decoder layer of a frozen base: each norm is computed with the products that follow it, so that what goes into the
+norm need not be kept for backward (see `numerics/norm.py`). What cannot be, goes the way of transformers.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from octavo.hf import decoder, frozen
+from octavo.numerics.norm import Norm
+
+
+def can_fuse(module: Any) -> bool:
+    """A layer of h + attention(norm(h)), then h + mlp(norm(h)), with plain norms; what follows one of them is fused."""
+    if not decoder.is_of(module, "DecoderLayer"):
+        return False
+    norms = (getattr(module, name, None) for name in ("input_layernorm", "post_attention_layernorm"))
+    return all(map(decoder.is_plain_norm, norms)) and any(map(decoder.is_fused, (module.self_attn, module.mlp)))
+
+
+def fuse(module: nn.Module) -> None:
+    decoder.take_class(module, _layer_forward)
+
+
+def _layer_forward(self: Any, original: Callable[..., Any], hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    if args or hidden_states.numel() == 0:
+        return original(self, hidden_states, *args, **kwargs)
+    return _feed_forward(self, _attend(self, hidden_states, kwargs))
+
+
+def _attend(self: Any, h: Tensor, kwargs: dict[str, Any]) -> Tensor:
+    """h + attention(norm(h))."""
+    attention = self.self_attn
+    members = [getattr(attention, name) for name in decoder.QKV]
+    norm = _norm_to_join(self.input_layernorm, attention, h)
+    y = None if norm is None else frozen.product_of_group(members, h, norm)
+    if y is None:
+        return h + attention(hidden_states=self.input_layernorm(h), **kwargs)[0]
+    # With q, k and v there already, attention looks at the shape alone of what it is given.
+    return h + decoder.with_parts(members, y, lambda: attention(hidden_states=h, **kwargs))[0]
+
+
+def _feed_forward(self: Any, h: Tensor) -> Tensor:
+    """h + mlp(norm(h))."""
+    mlp = self.mlp
+    activation = decoder.ACTIVATIONS.get(type(mlp.act_fn).__name__)
+    norm = _norm_to_join(self.post_attention_layernorm, mlp, h)
+    y = None
+    if norm is not None and activation is not None:
+        y = frozen.mlp(mlp.gate_proj, mlp.up_proj, mlp.down_proj, h, activation, norm)
+    return h + (mlp(self.post_attention_layernorm(h)) if y is None else y)
+
+
+def _norm_to_join(norm: Any, follower: Any, h: Tensor) -> Norm | None:
+    """What `norm` computes, if nobody watches it or what follows it, and it is not trained."""
+    watched = frozen.is_hooked(norm) or frozen.is_hooked(follower)
+    if watched or not decoder.is_fused(follower) or norm.weight.requires_grad or norm.weight.dtype != h.dtype:
+        return None
+    return Norm(norm.weight, norm.variance_epsilon)

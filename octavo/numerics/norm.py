@@ -1,0 +1,32 @@
+"""The norm before a product, whose backward needs no input: x is what came out of it, and that is kept, in FP8.
+
+    x = weight · h / rms(h)          dh = (weight · g − x / weight · mean(g · x)) / rms(h)
+
+Shapes: `h[..., K]`, one rms for each row. That x has been to FP8 and back touches the second term alone, which is one
+of K directions.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Norm(NamedTuple):
+    weight: Tensor
+    eps: float
+
+
+def rms_norm(h: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+    """x, as Hugging Face's Llama computes it, and 1 / rms of each row in FP32."""
+    wide = h.float()
+    inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
+    return norm.weight * (wide * inverse).to(h.dtype), inverse
+
+
+def rms_norm_backward(g: Tensor, x: Tensor, norm: Norm, inverse: Tensor) -> Tensor:
+    """dh in the dtype of g. A column whose weight is zero has no second term: x does not tell what it was."""
+    weight, wide, x = norm.weight.float(), g.float(), x.float()
+    along = (wide * x).mean(-1, keepdim=True)
+    normed = torch.where(weight == 0, 0.0, x / weight)
+    return ((weight * wide - normed * along) * inverse).to(g.dtype)

@@ -1,0 +1,163 @@
+"""Decoder layers of a frozen base, whose norms are computed with the products that follow them."""
+
+import pytest
+import torch
+from bounds import cosine
+from peft import LoraConfig, get_peft_model
+from small import LINEARS, small_llama, tokens
+from torch import nn
+from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from octavo import FastLanguageModel
+from octavo.hf import decoder
+from octavo.nn.frozen import FP8FrozenLinear
+
+SIZES = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64}  # whole blocks
+FAMILIES = {"mistral": (MistralConfig, MistralForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
+
+
+def checkpoint(folder, family="llama"):
+    llama = small_llama(**SIZES)
+    for name, parameter in llama.named_parameters():
+        if "norm" in name:
+            nn.init.uniform_(parameter, 0.5, 1.5)
+    if family != "llama":
+        config, cls = FAMILIES[family]
+        kept = {k: getattr(llama.config, k) for k in (*SIZES, "vocab_size", "num_hidden_layers", "num_attention_heads")}
+        kept |= {"num_key_value_heads": 2, "tie_word_embeddings": False, "pad_token_id": 0}
+        model = cls(config(**kept)).to(torch.bfloat16)
+        model.load_state_dict(llama.state_dict(), strict=False)
+        llama = model
+    llama.save_pretrained(folder)
+    return folder
+
+
+def load(folder, granularity, targets=LINEARS, checkpointing=False):
+    base, _ = FastLanguageModel.from_pretrained(str(folder), load_in_fp8=granularity, tokenizer=False)
+    model = FastLanguageModel.get_peft_model(
+        base, r=4, target_modules=list(targets), use_gradient_checkpointing=checkpointing
+    )
+    torch.manual_seed(3)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.02)
+    return model.train()
+
+
+def layers_of(model):
+    return model.get_base_model().model.layers
+
+
+def apart(model):
+    """The same layers as transformers computes them, with the same fused products."""
+    for layer in layers_of(model):
+        decoder.restore(layer)
+    return model
+
+
+def in_float32(folder, model, targets):
+    """Stock transformers and PEFT, with the same weights, dequantised, and the same adapters."""
+    exact = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for name, module in model.get_base_model().named_modules():
+        if isinstance(module, FP8FrozenLinear):
+            exact.get_submodule(name.removesuffix(".base_layer")).weight.data = module.dequantize(torch.float32)
+    exact = get_peft_model(exact, LoraConfig(r=4, lora_alpha=16, target_modules=list(targets), task_type="CAUSAL_LM"))
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    for name, parameter in exact.named_parameters():
+        if parameter.requires_grad:
+            parameter.data = trained[name].data.float()
+    return exact.train()
+
+
+def step(model):
+    model.zero_grad()
+    loss = model(input_ids=tokens(), labels=tokens()).loss
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters() if p.requires_grad)]
+
+
+@pytest.mark.parametrize("granularity", ["block", "channel"])
+@pytest.mark.parametrize("family", ["llama", *FAMILIES])
+@pytest.mark.parametrize("targets", [LINEARS, LINEARS[:1]], ids=["all", "q"])
+def test_as_transformers_computes_it(tmp_path, granularity, family, targets):
+    model = load(checkpoint(tmp_path, family), granularity, targets)
+    assert all(decoder.is_fused(layer) for layer in layers_of(model))
+    exact = step(in_float32(tmp_path, model, targets))
+    mine = step(model)
+    theirs = step(apart(model))
+    torch.testing.assert_close(mine[0], theirs[0], rtol=1e-4, atol=0)
+    errors = []
+    for gradients in (mine, theirs):
+        parts = zip(gradients[1:], exact[1:], strict=True)
+        errors.append(torch.tensor([1 - cosine(found, expected) for found, expected in parts]).mean())
+    assert errors[0] < 1.1 * errors[1]
+
+
+def kept_bytes(model):
+    kept = {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(input_ids=tokens(8, 64), labels=tokens(8, 64))
+    return sum(kept.values())
+
+
+def test_what_goes_into_a_norm_is_not_kept(tmp_path):
+    model = load(checkpoint(tmp_path), "channel")
+    together = kept_bytes(model)
+    residuals = 2 * 2 * 8 * 64 * SIZES["hidden_size"] * 2  # layers, norms, tokens, width, bytes
+    assert kept_bytes(apart(model)) - together > 0.9 * residuals
+
+
+def test_one_who_watches_sees_what_transformers_would_show(tmp_path):
+    model = load(checkpoint(tmp_path), "channel")
+    seen = []
+    first = layers_of(model)[0]
+    handles = [
+        module.register_forward_hook(lambda module, _inputs, output: seen.append((type(module).__name__, output)))
+        for module in (first.input_layernorm, first.post_attention_layernorm)
+    ]
+    pre = first.mlp.register_forward_pre_hook(lambda _module, inputs: seen.append(("mlp", inputs[0])))
+    watched = step(model)
+    assert [name for name, _ in seen] == ["LlamaRMSNorm", "LlamaRMSNorm", "mlp"]
+    assert torch.equal(seen[1][1], seen[2][1])
+    for handle in (*handles, pre):
+        handle.remove()
+    for found, expected in zip(step(model), watched, strict=True):
+        assert cosine(found, expected) > 0.9995
+
+
+def test_a_trained_norm_gets_its_gradient(tmp_path):
+    model = load(checkpoint(tmp_path), "channel")
+    norms = [p for name, p in model.named_parameters() if "layernorm" in name]
+    for norm in norms:
+        norm.requires_grad_(True)
+    step(model)
+    assert len(norms) == 4 and all(norm.grad is not None and norm.grad.any() for norm in norms)
+
+
+@pytest.mark.parametrize("checkpointing", [True, "unsloth"])
+def test_with_gradient_checkpointing(tmp_path, checkpointing):
+    plain = step(load(checkpoint(tmp_path), "channel"))
+    for found, expected in zip(step(load(tmp_path, "channel", checkpointing=checkpointing)), plain, strict=True):
+        assert cosine(found, expected) > 0.9999
+
+
+def test_compiled_without_a_break(tmp_path):
+    torch._dynamo.reset()
+    model = load(checkpoint(tmp_path), "channel")
+    eager = step(model)
+    for layer in layers_of(model):
+        layer.compile(backend="aot_eager", fullgraph=True)
+    for found, expected in zip(step(model), eager, strict=True):
+        assert cosine(found, expected) > 0.9999
+
+
+def test_generating_with_a_cache(tmp_path):
+    model = load(checkpoint(tmp_path), "channel").eval()
+    first = model.generate(input_ids=tokens(1, 5), max_new_tokens=6, do_sample=False)
+    again = apart(model).generate(input_ids=tokens(1, 5), max_new_tokens=6, do_sample=False)
+    assert torch.equal(first, again)

@@ -1,0 +1,46 @@
+"""The norm whose backward starts from what came out of it."""
+
+import pytest
+import torch
+from bounds import cosine
+
+from octavo.numerics.norm import Norm, rms_norm, rms_norm_backward
+from octavo.numerics.quantize import quantize
+
+
+def exact(h, weight, eps):
+    return weight * h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_forward(dtype):
+    h, weight = torch.randn(5, 64).to(dtype), (torch.rand(64) + 0.5).to(dtype)
+    x, inverse = rms_norm(h, Norm(weight, 1e-5))
+    assert x.dtype == dtype and inverse.shape == (5, 1) and inverse.dtype == torch.float32
+    torch.testing.assert_close(x.float(), exact(h.float(), weight.float(), 1e-5), rtol=2e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("granularity", [None, "tensor", "channel", "block"])
+def test_backward_against_autograd(granularity):
+    torch.manual_seed(0)
+    h = torch.randn(40, 384, dtype=torch.float64).requires_grad_()
+    weight = torch.randn(384).exp()
+    g = torch.randn(40, 384) + 0.3 * h.detach().float()  # with a part along x, which the second term takes away
+    exact(h, weight.double(), 1e-6).backward(g.double())
+    x, inverse = rms_norm(h.detach().float(), Norm(weight, 1e-6))
+    if granularity:
+        x = quantize(x, granularity=granularity).dequantize()
+    found = rms_norm_backward(g, x, Norm(weight, 1e-6), inverse)
+    if granularity is None:
+        torch.testing.assert_close(found.double(), h.grad, rtol=1e-4, atol=1e-5)
+    assert cosine(found, h.grad) > 0.9999
+
+
+def test_rows_of_zeros_and_weights_of_zero():
+    h, weight = torch.randn(4, 32), torch.rand(32) + 0.5
+    h[1] = 0
+    weight[3] = 0
+    norm = Norm(weight, 1e-6)
+    x, inverse = rms_norm(h, norm)
+    dh = rms_norm_backward(torch.randn(4, 32), x, norm, inverse)
+    assert dh.isfinite().all() and not x[1].any() and not dh[:, 3].any()
