@@ -4,7 +4,7 @@
 
     tensor         one scale: delayed, from the row; else from an amax pass (which ends at once where a scale is known)
     channel        one per row, of rows that a program holds whole; else per row or column from an amax pass, or found
-                   by the pass over the other layout
+                   by the pass over the other layout (columns, on the way over whole rows)
     128×128        of a block, over whose tiles a program walks twice
     1×128          of a tile's own rows (128 elements along the contracted dimension), or columns; each in its own pass
     1×32 (mx)      the same with 32, a power of two
@@ -166,7 +166,7 @@ class _Planner:
             # Without a transposed copy, a batch is just more rows.
             self.heights, self.b = [self.b * r], 1
             self.r = self.heights[0]
-        if mode_r == CHANNEL.value and mode_c in (NONE.value, CHANNEL.value) and self.b == 1 and c <= WIDEST:
+        if mode_r == CHANNEL.value and self.b == 1 and c <= WIDEST and (not mode_c or self._may_find_maxima(mode_c)):
             column_amax = self.write_rows(plan, rows, record=record, column_amax=mode_c > 0)
             plan.results = rows
             if mode_c:
@@ -206,9 +206,13 @@ class _Planner:
         amax = plan.make((c,), torch.float32, zeros=True)
         grid, constants = self._arrange(programs, 1, _CHANNEL_AMAX_TILE, strips=True)
         constants |= {"DELAYED": False, "ROWS": False, "COLUMNS": True, "WHOLE": False}
-        tensors = (maxima, self.row, self.row, self.row, amax)
-        plan.launch(amax_kernel, (*grid, 1), tensors, (0, programs, programs, c, 0, c), constants)
+        measured = (maxima, self.row, self.row, self.row, amax)
+        plan.launch(amax_kernel, (*grid, 1), measured, (0, programs, programs, c, 0, c), constants)
         return amax
+
+    def _may_find_maxima(self, mode_c: int) -> bool:
+        """Whether whole rows leave registers for the maxima of columns."""
+        return mode_c == CHANNEL.value and self.c * self.xs[0].element_size() <= 2 * WIDEST
 
     def _strides(self, x: Tensor) -> tuple[int, int]:
         """From one matrix to the next, and from one row to the next."""
@@ -275,7 +279,8 @@ class _Planner:
         amax, *amaxes = measured
         (first, first_scale), (second, second_scale) = outputs
         for i, r0, end in self._parts():
-            if not mode_r and not record and self._write_whole_columns(plan, i, r0, end, mode_c, measured[2], outputs[1]):
+            alone = not mode_r and not record
+            if alone and self._write_whole_columns(plan, i, r0, end, mode_c, measured[2], outputs[1]):
                 continue
             grid, constants = self._arrange(self.heights[i], b, tile, strips=column_amax, whole_blocks=blocks)
             numbers = (r0, end, r, c, b, *self._strides(self.xs[i]), 1.0 / (b * r * c), seed_of(recipe))

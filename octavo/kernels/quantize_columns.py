@@ -25,20 +25,22 @@ _LANES = tl.constexpr(2)  # for 32 rows
 def _stack(words, step, ROWS: tl.constexpr):
     """The words of several rows along new dimensions, which are one thread's: the last tells even rows from odd."""
     if ROWS == 1:
-        return tl.load(words)
+        stacked = tl.load(words)
     else:
-        return tl.join(_stack(words, 2 * step, ROWS // 2), _stack(words + step, 2 * step, ROWS // 2))
+        stacked = tl.join(_stack(words, 2 * step, ROWS // 2), _stack(words + step, 2 * step, ROWS // 2))
+    return stacked
 
 
 @triton.jit
 def _column(words, k: tl.constexpr, dtype: tl.constexpr):
     """Column k of those in a word, in FP32. BF16 is its upper half."""
     if dtype == tl.float32:
-        return words.to(tl.float32, bitcast=True)
+        x = words.to(tl.float32, bitcast=True)
     elif dtype == tl.bfloat16:
-        return (words & -0x10000 if k else words << 16).to(tl.float32, bitcast=True)
+        x = (words & -0x10000 if k else words << 16).to(tl.float32, bitcast=True)
     else:
-        return (words >> 16 * k).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+        x = (words >> 16 * k).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+    return x
 
 
 @triton.jit(do_not_specialize=["seed"])
@@ -86,11 +88,10 @@ def columns_kernel(
         row = r0 + i * TILE_R
         for k in tl.static_range(PER_WORD):
             x = _column(words, k, dtype)
-            c = batch * C + j * TILE_C + k
-            factor = _factor(
-                x, c + PER_WORD * tl.arange(0, WORDS)[:, None], row, R, amax_ptr, scale_ptr, MODE, MAXIMUM, MARGIN, MX_UP
-            )  # fmt: skip
-            where = c * R + row + inner_t
+            first = batch * C + j * TILE_C + k
+            c = first + PER_WORD * tl.arange(0, WORDS)[:, None]
+            factor = _factor(x, c, row, R, amax_ptr, scale_ptr, MODE, MAXIMUM, MARGIN, MX_UP)
+            where = first * R + row + inner_t
             v = tiles.saturate(x * factor[None, :, :, None], seed + 1, where, MAXIMUM, STOCHASTIC)
             tl.store(out_ptr + where, tiles.cast(v, out_ptr.dtype.element_ty, tl.bfloat16))
 

@@ -4,7 +4,7 @@ The row is held in parts, as it came from memory, and each part is widened when 
 row would not fit into the registers.
 
 For the columns, whose scales are next, a program may leave the largest magnitudes of its rows: one row of `maxima`, of
-which there are as many as programs. (Atomics instead would be one for every nine elements of 8,192 × 4,096.)
+which there are as many as programs. (Atomics instead would be one for every 16 elements of 8,192 × 4,096.)
 
 A row may be multiplied by a factor per column on the way: a frozen weight's channel scales, which backward folds into
 the gradient (see `ops_frozen.py`). The product is rounded to the dtype of `x`, as if it had gone through memory.
@@ -184,8 +184,10 @@ def arrange(
     """The grid and the constants of the tile: the best of some six each on an H200, at 4,096 to 28,672 columns."""
     if c <= 4096:
         part = max(triton.next_power_of_2(c), 128)
-        warps = max(part // 1024, 1)
-        programs = (16 if fold else 20 if maxima else 28) // warps
+        warps = max(part // (512 if maxima else 1024), 1)
+        programs = (16 if fold else 32 if maxima else 28) // warps
+    elif maxima:  # a thread holds the maxima of its columns, too, so they are fewer
+        part, warps, programs = (2048, 8, 2) if c <= 8192 else (2048, 16, 1) if c <= 16384 else (4096, 16, 1)
     else:
         part, warps, programs = (1024, 4, 5) if c <= 8192 else (2048, 8, 2) if c <= 16384 else (4096, 16, 1)
         programs = 8 if fold and c <= 8192 else programs

@@ -63,11 +63,10 @@ def finite_magnitude(v):
 def raise_finite(top, v):
     """The larger of top and |v| in their own dtype, as if what is not finite were 0. Two 16-bit values at a time."""
     if INTERPRETED or v.dtype == tl.float32:
-        return tl.maximum(top.to(tl.float32), finite_magnitude(v.to(tl.float32))).to(v.dtype)
+        top = tl.maximum(top.to(tl.float32), finite_magnitude(v.to(tl.float32))).to(v.dtype)
     else:
-        return tl.inline_asm_elementwise(
-            _raise_pair(v.dtype), "=r,r,r", [top, v], dtype=v.dtype, is_pure=True, pack=2
-        )
+        top = tl.inline_asm_elementwise(_raise_pair(v.dtype), "=r,r,r", [top, v], dtype=v.dtype, is_pure=True, pack=2)
+    return top
 
 
 @triton.constexpr_function
