@@ -4,7 +4,7 @@
 
     tensor         one scale: delayed, from the row; else from an amax pass (which ends at once where a scale is known)
     channel        one per row, of rows that a program holds whole; else per row or column from an amax pass, or found
-                   by the pass over the other layout
+                   by the pass over the other layout (columns, on the way over whole rows)
     128×128        of a block, over whose tiles a program walks twice
     1×128          of a tile's own rows (128 elements along the contracted dimension), or columns; each in its own pass
     1×32 (mx)      the same with 32, a power of two
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from octavo.kernels.launch import Plan, Plans, kind, seed_of
 from octavo.kernels.quantize_block import block_kernel
+from octavo.kernels.quantize_columns import columns_kernel
 from octavo.kernels.quantize_rows import WIDEST, arrange, rows_kernel
 from octavo.kernels.quantize_scaled import amax_kernel, scaled_kernel
 from octavo.kernels.quantize_tensor import tensor_kernel
@@ -56,6 +57,12 @@ _COLUMNS_TILE: Tile = (128, 64, 8, 1, 4, 64)  # as high as a block
 _MX_COLUMNS_TILE: Tile = (64, 64, 8, 1, 4, 64)
 _AMAX_TILE: Tile = (64, 64, 4, 3, 8, None)
 _CHANNEL_AMAX_TILE: Tile = (16, 256, 8, 3, 4, 64)  # a warp holds a row
+# Of columns without statistics, in whole tiles.
+_WHOLE_COLUMNS_TILES: dict[int, Tile] = {
+    CHANNEL.value: (128, 32, 4, 1, 8, None),
+    BLOCK_1X128.value: (128, 32, 4, 1, 8, None),
+    MX.value: (128, 32, 4, 1, 8, None),
+}
 _LARGEST_BATCH = 65_535  # the second dimension of a grid
 _WIDE = (torch.bfloat16, torch.float16, torch.float32)
 _SMALL_TILES = {NONE.value, TENSOR.value, CHANNEL.value}  # scales known before the tile
@@ -159,9 +166,13 @@ class _Planner:
             # Without a transposed copy, a batch is just more rows.
             self.heights, self.b = [self.b * r], 1
             self.r = self.heights[0]
-        if mode_r == CHANNEL.value and not mode_c and self.b == 1 and c <= WIDEST:
-            self.write_rows(plan, rows, record=record)
+        if mode_r == CHANNEL.value and self.b == 1 and c <= WIDEST and (not mode_c or self._may_find_maxima(mode_c)):
+            column_amax = self.write_rows(plan, rows, record=record, column_amax=mode_c > 0)
             plan.results = rows
+            if mode_c:
+                measured = (self.row, self.row, column_amax)
+                self._write(plan, NONE.value, mode_c, (columns, columns), measured, record=False, column_amax=False)
+                plan.results = (*rows, *columns)
             return plan
         passes = _passes(mode_r, mode_c)
         on_the_way = len(passes) == 2 and mode_r != BLOCK_128X128.value
@@ -173,16 +184,35 @@ class _Planner:
         plan.results = (*(rows if mode_r else ()), *(columns if mode_c else ()))
         return plan
 
-    def write_rows(self, plan: Plan, output: tuple[int, int], *, record: bool, factor: int | None = None) -> None:
-        """Whole rows at once, each with its scale; times a factor per column if there is one."""
-        recipe, c = self.recipe, self.c
-        for i, r0, end in self._parts():
-            grid, constants = arrange(self.heights[i], c, multiprocessors(self.xs[0].device), fold=factor is not None)
-            constants |= {"FOLD": factor is not None, "RECORD": record, "FIRST": r0 == 0, "CLIPS": clips(recipe)}
-            constants |= _rounding(recipe)
-            numbers = (r0, end, c, self._strides(self.xs[i])[1], 1.0 / (self.r * c), seed_of(recipe))
-            tensors = (i, self.row, self.row if factor is None else factor, *output)
+    def write_rows(
+        self, plan: Plan, output: tuple[int, int], *, record: bool, factor: int | None = None, column_amax: bool = False
+    ) -> int:
+        """Whole rows at once, each with its scale; times a factor per column if there is one. The amax of columns."""
+        recipe, c, fold = self.recipe, self.c, factor is not None
+        processors = multiprocessors(self.xs[0].device)
+        arranged = [arrange(height, c, processors, fold=fold, maxima=column_amax) for height in self.heights]
+        programs = sum(grid[0] for grid, _ in arranged)
+        maxima = plan.make((programs, c), self.xs[0].dtype) if column_amax else self.row
+        first = 0
+        for (i, r0, end), (grid, constants) in zip(self._parts(), arranged, strict=True):
+            constants |= {"FOLD": fold, "MAXIMA": column_amax, "RECORD": record, "FIRST": r0 == 0}
+            constants |= {"CLIPS": clips(recipe)} | _rounding(recipe)
+            numbers = (r0, end, c, self._strides(self.xs[i])[1], first, 1.0 / (self.r * c), seed_of(recipe))
+            tensors = (i, self.row, self.row if factor is None else factor, *output, maxima)
             plan.launch(rows_kernel, grid, tensors, numbers, constants)
+            first += grid[0]
+        if not column_amax:
+            return self.row
+        amax = plan.make((c,), torch.float32, zeros=True)
+        grid, constants = self._arrange(programs, 1, _CHANNEL_AMAX_TILE, strips=True)
+        constants |= {"DELAYED": False, "ROWS": False, "COLUMNS": True, "WHOLE": False}
+        measured = (maxima, self.row, self.row, self.row, amax)
+        plan.launch(amax_kernel, (*grid, 1), measured, (0, programs, programs, c, 0, c), constants)
+        return amax
+
+    def _may_find_maxima(self, mode_c: int) -> bool:
+        """Whether whole rows leave registers for the maxima of columns."""
+        return mode_c == CHANNEL.value and self.c * self.xs[0].element_size() <= 2 * WIDEST
 
     def _strides(self, x: Tensor) -> tuple[int, int]:
         """From one matrix to the next, and from one row to the next."""
@@ -224,7 +254,7 @@ class _Planner:
             how = {"DELAYED": delayed, "ROWS": by_row, "COLUMNS": by_column, "WHOLE": whole}
             for i, r0, end in self._parts():
                 tile = _CHANNEL_AMAX_TILE if by_row or by_column else _AMAX_TILE
-                grid, constants = self._arrange(i, 1, tile, strips=by_column)
+                grid, constants = self._arrange(self.heights[i], 1, tile, strips=by_column)
                 sizes = (r0, end, r, c, *self._strides(self.xs[i]))
                 plan.launch(amax_kernel, (*grid, b), (i, self.row, amax, row_amax, column_amax), sizes, constants | how)
         return amax, row_amax, column_amax
@@ -249,7 +279,10 @@ class _Planner:
         amax, *amaxes = measured
         (first, first_scale), (second, second_scale) = outputs
         for i, r0, end in self._parts():
-            grid, constants = self._arrange(i, b, tile, strips=column_amax, whole_blocks=blocks)
+            alone = not mode_r and not record
+            if alone and self._write_whole_columns(plan, i, r0, end, mode_c, measured[2], outputs[1]):
+                continue
+            grid, constants = self._arrange(self.heights[i], b, tile, strips=column_amax, whole_blocks=blocks)
             numbers = (r0, end, r, c, b, *self._strides(self.xs[i]), 1.0 / (b * r * c), seed_of(recipe))
             constants |= {"RECORD": record, "FIRST": r0 == 0} | _rounding(recipe)
             kernel: Any
@@ -267,17 +300,34 @@ class _Planner:
                 constants |= {"CLIPS": clips(recipe), "MX_UP": recipe.mx_rule == "up"}
             plan.launch(kernel, grid, (i, self.row, *tensors), numbers, constants)
 
+    def _write_whole_columns(
+        self, plan: Plan, i: int, r0: int, end: int, mode: int, amax: int, output: tuple[int, int]
+    ) -> bool:
+        """One pass over one matrix, if it consists of whole tiles and words."""
+        tile, x = _WHOLE_COLUMNS_TILES.get(mode), self.xs[i]
+        steps = (*self._strides(x), x.data_ptr() // x.element_size())
+        if tile is None or any(step * x.element_size() % 4 for step in steps):
+            return False
+        grid, constants = self._arrange(self.heights[i], self.b, tile)
+        if not constants.pop("EVEN"):
+            return False
+        del constants["STAGES"]
+        constants |= {"MODE": mode, "MX_UP": self.recipe.mx_rule == "up"} | _rounding(self.recipe)
+        numbers = (r0, end, self.r, self.c, self.b, *self._strides(x), seed_of(self.recipe))
+        plan.launch(columns_kernel, grid, (i, amax, *output), numbers, constants)
+        return True
+
     def _parts(self) -> list[tuple[int, int, int]]:
         """Each matrix of the group: its number, and its first and last rows among all."""
         ends = list(accumulate(self.heights))
         return [(i, end - height, end) for i, (end, height) in enumerate(zip(ends, self.heights, strict=True))]
 
     def _arrange(
-        self, i: int, b: int, tile: Tile, *, strips: bool = False, whole_blocks: bool = False
+        self, r: int, b: int, tile: Tile, *, strips: bool = False, whole_blocks: bool = False
     ) -> tuple[tuple[int], dict[str, Any]]:
-        """The grid for one matrix, and the constants of the tile. `strips`: a program keeps to its columns."""
+        """The grid for a matrix of r rows, and the constants of the tile. `strips`: a program keeps to its columns."""
         tile_r, tile_c, warps, stages, programs, registers = tile
-        r, c = self.heights[i], self.c
+        c = self.c
         down, across = (BLOCK, BLOCK) if whole_blocks else (tile_r, tile_c)
         count = b * -(-r // down) * -(-c // across)
         programs *= multiprocessors(self.xs[0].device)

@@ -3,6 +3,9 @@
 The row is held in parts, as it came from memory, and each part is widened when its turn comes: widened all at once, a
 row would not fit into the registers.
 
+For the columns, whose scales are next, a program may leave the largest magnitudes of its rows: one row of `maxima`, of
+which there are as many as programs. (Atomics instead would be one for every 16 elements of 8,192 × 4,096.)
+
 A row may be multiplied by a factor per column on the way: a frozen weight's channel scales, which backward folds into
 the gradient (see `ops_frozen.py`). The product is rounded to the dtype of `x`, as if it had gone through memory.
 """
@@ -54,6 +57,15 @@ def _largest(parts, FINITE: tl.constexpr):
 
 
 @triton.jit
+def _raise(tops, parts):
+    """The largest magnitudes of columns so far."""
+    raised = ()
+    for k in tl.static_range(len(parts)):
+        raised = _and(raised, tiles.raise_finite(tops[k], parts[k]))
+    return raised
+
+
+@triton.jit
 def _write(x, inverse, out_ptr, target, c, C, seed, source: tl.constexpr, MAXIMUM: tl.constexpr,
            STOCHASTIC: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
     v = tiles.saturate(x.to(tl.float32) * inverse, seed, target + c, MAXIMUM, STOCHASTIC)
@@ -81,13 +93,16 @@ def rows_kernel(
     factor_ptr,
     out_ptr,
     scale_ptr,
+    maxima_ptr,
     r0,
     end,
     C,
     stride_r,
+    first,
     per_element,
     seed,
     FOLD: tl.constexpr,
+    MAXIMA: tl.constexpr,
     RECORD: tl.constexpr,
     FIRST: tl.constexpr,
     CLIPS: tl.constexpr,
@@ -101,6 +116,7 @@ def rows_kernel(
 ):
     """`x` is rows r0 to end of `out`; PARTS parts are all of a row. `CLIPS`: these scales saturate.
 
+    `MAXIMA`: leave those of columns, in row `first` of `maxima` and the following, one for each program.
     `NEAR`: there are registers enough to hold the factors, too.
     """
     c = tl.arange(0, PART)[None, :]
@@ -110,6 +126,10 @@ def rows_kernel(
     step = tiles.sample_step(count)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     source: tl.constexpr = tl.float32 if STOCHASTIC or not EVEN else dtype
+    tops = ()
+    if MAXIMA:
+        for _ in tl.static_range(PARTS):
+            tops = _and(tops, tl.zeros([1, PART], dtype))
     factors = ()
     if FOLD and NEAR:
         for k in tl.static_range(PARTS):
@@ -124,6 +144,8 @@ def rows_kernel(
                 factor = factors[k] if NEAR else _load(factor_ptr, k * PART + c, C, EVEN)
                 part = tiles.narrow(part.to(tl.float32) * factor, dtype)
             parts = _and(parts, part)
+        if MAXIMA:
+            tops = _raise(tops, parts)
         bits = _largest(parts, False)
         strange = tl.max(bits, axis=0) >= _infinity(dtype)
         if strange:
@@ -144,6 +166,10 @@ def rows_kernel(
         if RECORD:
             top = tl.maximum(top, tl.max(amax, axis=0))
             trouble = trouble | strange
+    if MAXIMA:
+        maxima_ptr += tl.cast(first + tl.program_id(0), tl.int64) * C
+        for k in tl.static_range(PARTS):
+            tl.store(maxima_ptr + k * PART + c, tops[k], mask=k * PART + c < C)
     if RECORD:
         all_lost = tiles.from_sample(tl.full([1, 1], lost, tl.int32), count, step)
         tiles.record(row_ptr, top, trouble, all_lost, clipped, per_element)
@@ -152,12 +178,16 @@ def rows_kernel(
                 tiles.record_use(row_ptr)
 
 
-def arrange(r: int, c: int, multiprocessors: int, *, fold: bool) -> tuple[tuple[int], dict[str, int | bool]]:
+def arrange(
+    r: int, c: int, multiprocessors: int, *, fold: bool, maxima: bool
+) -> tuple[tuple[int], dict[str, int | bool]]:
     """The grid and the constants of the tile: the best of some six each on an H200, at 4,096 to 28,672 columns."""
     if c <= 4096:
         part = max(triton.next_power_of_2(c), 128)
-        warps = max(part // 1024, 1)
-        programs = (16 if fold else 28) // warps
+        warps = max(part // (512 if maxima else 1024), 1)
+        programs = (16 if fold else 32 if maxima else 28) // warps
+    elif maxima:  # a thread holds the maxima of its columns, too, so they are fewer
+        part, warps, programs = (2048, 8, 2) if c <= 8192 else (2048, 16, 1) if c <= 16384 else (4096, 16, 1)
     else:
         part, warps, programs = (1024, 4, 5) if c <= 8192 else (2048, 8, 2) if c <= 16384 else (4096, 16, 1)
         programs = 8 if fold and c <= 8192 else programs

@@ -60,6 +60,26 @@ def finite_magnitude(v):
 
 
 @triton.jit
+def raise_finite(top, v):
+    """The larger of top and |v| in their own dtype, as if what is not finite were 0. Two 16-bit values at a time."""
+    if INTERPRETED or v.dtype == tl.float32:
+        top = tl.maximum(top.to(tl.float32), finite_magnitude(v.to(tl.float32))).to(v.dtype)
+    else:
+        top = tl.inline_asm_elementwise(_raise_pair(v.dtype), "=r,r,r", [top, v], dtype=v.dtype, is_pure=True, pack=2)
+    return top
+
+
+@triton.constexpr_function
+def _raise_pair(dtype):
+    """|v + 0 · v| is NaN for what is not finite, and a maximum passes over it."""
+    pair = {"bf16": "bf16x2", "fp16": "f16x2"}[str(dtype)]
+    return (
+        "{.reg .b32 magnitude, zero; mov.b32 zero, 0; and.b32 magnitude, $2, 0x7FFF7FFF; "
+        f"fma.rn.{pair} magnitude, magnitude, zero, magnitude; max.{pair} $0, $1, magnitude;}}"
+    )
+
+
+@triton.jit
 def trouble_of_eight(v):
     """0 for every eight neighbours that are finite, else NaN: to be added up."""
     return tl.sum(tl.reshape(v * 0.0, [v.shape[0], v.shape[1] // 8, 8]), axis=2)

@@ -23,6 +23,7 @@ def test_tiles_are_transposed_in_16_bits(dtype, rounding):
         "_gated_backward_kernel",
         "_causal_kernel",
         "rows_kernel",
+        "columns_kernel",
     }
     assert sum(k["conversions"] for k in kernels) > 0  # else this looks for the wrong thing
     assert not [k for k in kernels if k["bytes_turned"]]

@@ -105,6 +105,32 @@ def test_strided_inputs(name):
         compare(x, OPERANDS[name], "both")
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["channel x", "block x", "mx x", "mx floor x", "little margin x"])
+def test_columns_of_whole_tiles(name, dtype, monkeypatch):
+    """Their own kernel, which nothing else takes the place of."""
+    monkeypatch.setattr(kernel, "scaled_kernel", None)
+    x = sample(2, 128, 96, dtype=dtype)
+    x[0, 3, 5] = float("inf")
+    x[1, 100, 7] = float("nan")
+    x[1, :, 9] = float("-inf")
+    x[..., 10] = 0
+    compare(x, OPERANDS[name], "columns", record=False)
+    compare(x[:, :, 32:64], OPERANDS[name], "columns", record=False)
+    xs = [sample(rows, 32, dtype=dtype) * factor for rows, factor in ((128, 1), (256, 9))]
+    found = kernel.quantize_group(xs, new_row(), OPERANDS[name], record=False, layout="columns")
+    assert_same_bits(found, spec.quantize_operand(torch.cat(xs), new_row(), OPERANDS[name], layout="columns"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(300, 70), (7, 5000), (3, 9000), (2, 17000)], ids=str)
+def test_maxima_of_columns_are_found_on_the_way(shape, dtype):
+    x = sample(*shape, dtype=dtype)
+    x[1, 3], x[1, 5], x[:, 7] = float("inf"), float("nan"), float("-inf")
+    found = kernel.quantize_operand(x, new_row(), OPERANDS["channel x"], layout="both")
+    assert_same_bits(found, spec.quantize_operand(x, new_row(), OPERANDS["channel x"], layout="both"))
+
+
 def test_what_is_refused():
     x = torch.randn(4, 4)
     assert not kernel.can_quantize([x.double()], DELAYED)

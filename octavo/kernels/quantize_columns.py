@@ -1,0 +1,124 @@
+"""Quantising columns in whole tiles, without statistics: per channel, per block of 1×128, per 1×32 (mx).
+
+A thread takes a word of 32 bits (a pair of neighbours, if elements have 16) from each of 16 rows. So it holds 16
+neighbours of the transposed matrix for each column of the word, and writes them as 16 bytes:
+
+    lane             0        1        2        3      …
+    rows 0 to 15     word 0            word 1          …      one load for every row, of 16 words: 64 bytes
+    rows 16 to 31             word 0            word 1 …      one store for every column, of 2 lanes: 32 bytes
+
+Nothing changes hands between threads but maxima. Where Triton transposes a tile, either maxima are found before, in a
+layout that does not suit them, or it transposes FP8 (see `tiles.cast`).
+"""
+
+import triton
+import triton.language as tl
+
+from octavo.kernels import tiles
+from octavo.kernels.tiles import CHANNEL, MX
+
+_ROWS = tl.constexpr(16)  # of a thread
+_LANES = tl.constexpr(2)  # for 32 rows
+
+
+@triton.jit
+def _stack(words, step, ROWS: tl.constexpr):
+    """The words of several rows along new dimensions, which are one thread's: the last tells even rows from odd."""
+    if ROWS == 1:
+        stacked = tl.load(words)
+    else:
+        stacked = tl.join(_stack(words, 2 * step, ROWS // 2), _stack(words + step, 2 * step, ROWS // 2))
+    return stacked
+
+
+@triton.jit
+def _column(words, k: tl.constexpr, dtype: tl.constexpr):
+    """Column k of those in a word, in FP32. BF16 is its upper half."""
+    if dtype == tl.float32:
+        x = words.to(tl.float32, bitcast=True)
+    elif dtype == tl.bfloat16:
+        x = (words & -0x10000 if k else words << 16).to(tl.float32, bitcast=True)
+    else:
+        x = (words >> 16 * k).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+    return x
+
+
+@triton.jit(do_not_specialize=["seed"])
+def columns_kernel(
+    x_ptr,
+    amax_ptr,
+    out_ptr,
+    scale_ptr,
+    r0,
+    end,
+    R,
+    C,
+    batches,
+    stride_b,
+    stride_r,
+    seed,
+    MODE: tl.constexpr,
+    MAXIMUM: tl.constexpr,
+    MARGIN: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    MX_UP: tl.constexpr,
+    TILE_R: tl.constexpr,
+    TILE_C: tl.constexpr,
+):
+    """`x` is rows r0 to end of R, columns r0 to end of `out[C, R]`. A block of 1×128 is as long as a tile."""
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    PER_WORD: tl.constexpr = 32 // dtype.primitive_bitwidth
+    WORDS: tl.constexpr = TILE_C // PER_WORD
+    GROUPS: tl.constexpr = TILE_R // 32
+    x_ptr = x_ptr.to(tl.pointer_type(tl.int32))
+    stride_b, stride_r = stride_b // PER_WORD, stride_r // PER_WORD
+    across = C // TILE_C
+    per_matrix = (end - r0) // TILE_R * across
+    # Of dimensions that say nothing of neighbours in memory, Triton gives lanes to the first ones first.
+    lane = tl.arange(0, _LANES)[:, None, None]
+    word = tl.arange(0, WORDS)[None, :, None]
+    r = _ROWS * lane + 32 * tl.arange(0, GROUPS)[None, None, :]
+    inner = tl.max_contiguous(r * stride_r + word, [1, 1, 1])
+    inner_t = (r + PER_WORD * word * R)[:, :, :, None] + tl.arange(0, _ROWS)[None, None, None, :]
+    for tile in range(tl.program_id(0), batches * per_matrix, tl.num_programs(0)):
+        batch = (tile // per_matrix).to(tl.int64)
+        i, j = tile % per_matrix // across, tile % across
+        base = x_ptr + batch * stride_b + i.to(tl.int64) * TILE_R * stride_r + j * WORDS
+        words = tl.reshape(_stack(base + inner, stride_r, _ROWS), [_LANES, WORDS, GROUPS, _ROWS])
+        row = r0 + i * TILE_R
+        for k in tl.static_range(PER_WORD):
+            x = _column(words, k, dtype)
+            first = batch * C + j * TILE_C + k
+            c = first + PER_WORD * tl.arange(0, WORDS)[:, None]
+            factor = _factor(x, c, row, R, amax_ptr, scale_ptr, MODE, MAXIMUM, MARGIN, MX_UP)
+            where = first * R + row + inner_t
+            v = tiles.saturate(x * factor[None, :, :, None], seed + 1, where, MAXIMUM, STOCHASTIC)
+            tl.store(out_ptr + where, tiles.cast(v, out_ptr.dtype.element_ty, tl.bfloat16))
+
+
+@triton.jit
+def _factor(
+    x, c, row, R, amax_ptr, scale_ptr, MODE: tl.constexpr, MAXIMUM: tl.constexpr, MARGIN: tl.constexpr,
+    MX_UP: tl.constexpr,
+):  # fmt: skip
+    """What to multiply columns c of a tile by; stores the scales, of which it is the inverse."""
+    if MODE == CHANNEL:
+        scale = tiles.scale_from_amax(tl.load(amax_ptr + c), MAXIMUM, MARGIN)
+        tl.store(scale_ptr + c, scale, mask=(c >= 0) & (row == 0))
+        factor = tiles.reciprocal(scale)
+    elif MODE == MX:
+        exponent = tiles.mx_exponent(_amax(x), MAXIMUM, MARGIN, MX_UP)
+        group = row // 32 + tl.arange(0, x.shape[2])[None, :]
+        tl.store(scale_ptr + c * (R // 32) + group, exponent.to(tl.uint8))
+        factor = tiles.mx_factor(254 - exponent)
+    else:
+        scale = tiles.scale_from_amax(tl.max(_amax(x), axis=1, keep_dims=True), MAXIMUM, MARGIN)
+        tl.store(scale_ptr + c * (R // 128) + row // 128, scale)
+        factor = tiles.reciprocal(scale)
+    return factor
+
+
+@triton.jit
+def _amax(x):
+    """Of every 32 rows."""
+    return tl.max(tl.max(tiles.finite_magnitude(x), axis=3), axis=0)
