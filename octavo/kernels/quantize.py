@@ -59,9 +59,9 @@ _AMAX_TILE: Tile = (64, 64, 4, 3, 8, None)
 _CHANNEL_AMAX_TILE: Tile = (16, 256, 8, 3, 4, 64)  # a warp holds a row
 # Of columns without statistics, in whole tiles.
 _WHOLE_COLUMNS_TILES: dict[int, Tile] = {
-    CHANNEL.value: (128, 32, 4, 1, 8, None),
-    BLOCK_1X128.value: (128, 32, 4, 1, 8, None),
-    MX.value: (128, 32, 4, 1, 8, None),
+    CHANNEL.value: (128, 64, 8, 1, 32, None),
+    BLOCK_1X128.value: (128, 64, 8, 1, 4, None),
+    MX.value: (128, 64, 8, 1, 4, None),
 }
 _LARGEST_BATCH = 65_535  # the second dimension of a grid
 _WIDE = (torch.bfloat16, torch.float16, torch.float32)
