@@ -1,5 +1,6 @@
 """A decoder layer of a frozen base: each norm is computed with the products that follow it, so that what goes into the
-norm need not be kept for backward (see `numerics/norm.py`). What cannot be, goes the way of transformers.
+norm need not be kept for backward (see `numerics/norm.py`), and what a layer adds to the residual stream is added where
+it is computed. What cannot be, goes the way of transformers.
 """
 
 from collections.abc import Callable
@@ -37,8 +38,17 @@ def _attend(self: Any, h: Tensor, kwargs: dict[str, Any]) -> Tensor:
     y = None if norm is None else frozen.product_of_group(members, h, norm)
     if y is None:
         return h + attention(hidden_states=self.input_layernorm(h), **kwargs)[0]
-    # With q, k and v there already, attention looks at the shape alone of what it is given.
-    return h + decoder.with_parts(members, y, lambda: attention(hidden_states=h, **kwargs))[0]
+    last = attention.o_proj
+    adds = frozen.adds_residual(last)
+    if adds:
+        last.residual = h
+    try:
+        # With q, k and v there already, attention looks at the shape alone of what it is given.
+        out = decoder.with_parts(members, y, lambda: attention(hidden_states=h, **kwargs))[0]
+    finally:
+        if adds:
+            last.residual = None
+    return out if adds else h + out
 
 
 def _feed_forward(self: Any, h: Tensor) -> Tensor:
@@ -48,8 +58,8 @@ def _feed_forward(self: Any, h: Tensor) -> Tensor:
     norm = _norm_to_join(self.post_attention_layernorm, mlp, h)
     y = None
     if norm is not None and activation is not None:
-        y = frozen.mlp(mlp.gate_proj, mlp.up_proj, mlp.down_proj, h, activation, norm)
-    return h + (mlp(self.post_attention_layernorm(h)) if y is None else y)
+        y = frozen.mlp(mlp.gate_proj, mlp.up_proj, mlp.down_proj, h, activation, norm, residual=True)
+    return h + mlp(self.post_attention_layernorm(h)) if y is None else y
 
 
 def _norm_to_join(norm: Any, follower: Any, h: Tensor) -> Norm | None:

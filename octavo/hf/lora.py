@@ -54,6 +54,7 @@ class FP8LoraLinear(peft_layer.Linear):
 
     base_layer: FP8FrozenLinear
     ready: Tensor | None = None  # its part of a group's product, computed before
+    residual: Tensor | None = None  # to be added to what comes out
     _before_merging: Quantized | None
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, config: Any, **kwargs: Any) -> None:
@@ -80,7 +81,7 @@ class FP8LoraLinear(peft_layer.Linear):
         places = tuple(Adapter(0, base.out_features, float(self.scaling[name])) for name in adapters)
         return frozen_lora(
             x, [base.quantized], base.bias, base.product(x), (base.row_x, base.row_g), Adapters(places, downs, ups),
-            x_is_kept=base.input_is_kept,
+            x_is_kept=base.input_is_kept, residual=self.residual,
         )  # fmt: skip
 
     def fusible(self, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> list[str] | None:
