@@ -84,14 +84,17 @@ def mlp(
 
 
 def _adapters_of(members: Sequence[Any]) -> Adapters | None:
-    """The active adapters of linears side by side; None if one of them has to be computed PEFT's own way."""
+    """The active adapters of linears side by side; None if one of them has to be computed by itself.
+
+    Such as one whose weight is on the meta device: only the module itself knows what to do about that.
+    """
     places: list[Adapter] = []
     matrices: list[tuple[Tensor, Tensor]] = []
     first = 0
     for member in members:
         base = base_of(member)
         last = first + base.out_features
-        if is_hooked(member) or is_hooked(base):
+        if is_hooked(member) or is_hooked(base) or base.weight.is_meta:
             return None
         if member is not base:
             names = member.fusible()
