@@ -189,8 +189,8 @@ class FP8FrozenLinear(LinearInFP8):
             return self.ready
         if getattr(self.__dict__.get("_hf_hook"), "offload", False):
             raise ValueError(
-                "Accelerate has moved this FP8 weight off its device, and casts what it brings back: keep the model on one "
-                "device (device_map={'': 0}); in FP8 it takes a byte a parameter"
+                "Accelerate has moved this FP8 weight off its device, and casts what it brings back: keep the model on "
+                "one device (device_map={'': 0}); in FP8 it takes a byte a parameter"
             )
         if input.shape[-1] != self.in_features:
             raise ValueError(f"input has {input.shape[-1]} features; this FP8FrozenLinear takes {self.in_features}")
