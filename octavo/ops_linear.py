@@ -17,6 +17,8 @@ from torch import Tensor
 from octavo.kernels.ranges import ranged
 from octavo.numerics import OperandRecipe, Quantized
 from octavo.numerics import activation as spec
+from octavo.numerics.formats import E4M3
+from octavo.numerics.quantize import BLOCK
 from octavo.numerics.scaling import SCALE
 from octavo.ops import Product, fake_quantize, multiply, pack_scale, quantize_directly, quantize_group
 from octavo.support import has_fp8_tensor_cores
@@ -35,14 +37,14 @@ _LIBRARY.define(
 )
 _LIBRARY.define(
     "mlp(Tensor x, Tensor gate, Tensor up, Tensor down, Tensor(a!) row_x, Tensor(b!) row_gate_up, Tensor(c!) row_h, "
-    "Tensor(d!) row_down, str recipe_x, str recipe_w, str activation, bool record, bool keep, ScalarType dtype, "
-    "bool fast, bool emulate) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "Tensor(d!) row_down, str recipe_x, str recipe_w, str activation, bool record, bool keep, bool in_fp8, "
+    "ScalarType dtype, bool fast, bool emulate) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 _LIBRARY.define(
-    "mlp_backward(Tensor g, Tensor x, Tensor x_scale, Tensor gate_up, Tensor h_scale, Tensor gate, Tensor up, "
-    "Tensor down, Tensor(a!) row_g, Tensor row_down, Tensor(b!) row_dgate_up, Tensor row_gate_up, str recipe_x, "
-    "str recipe_w, str recipe_g, str activation, bool[] needs, ScalarType dtype, bool fast, bool emulate) "
-    "-> (Tensor, Tensor, Tensor)"
+    "mlp_backward(Tensor g, Tensor x, Tensor x_scale, Tensor gate_up, Tensor gate_up_scale, Tensor h_scale, "
+    "Tensor gate, Tensor up, Tensor down, Tensor(a!) row_g, Tensor row_down, Tensor(b!) row_dgate_up, "
+    "Tensor row_gate_up, str recipe_x, str recipe_w, str recipe_g, str activation, bool[] needs, ScalarType dtype, "
+    "bool fast, bool emulate) -> (Tensor, Tensor, Tensor)"
 )
 
 
@@ -70,21 +72,22 @@ def linear_backward(
 
 def mlp(
     x: Tensor, weights: tuple[Tensor, Tensor, Tensor], rows: tuple[Tensor, Tensor, Tensor, Tensor], how: Product,
-    activation: str, *, keep: bool,
-) -> tuple[Tensor, Quantized, Tensor, Tensor]:  # fmt: skip
+    activation: str, *, keep: bool, in_fp8: bool,
+) -> tuple[Tensor, Quantized, Quantized, Tensor]:  # fmt: skip
     """y, x as columns if it is to be kept, gate and up side by side, and the scale of h.
 
-    `weights`: gate, up, down. `rows`: of x, of gate and up, of h, of down.
+    `weights`: gate, up, down. `rows`: of x, of gate and up, of h, of down. `in_fp8`: gate and up are to be kept in FP8,
+    with scales in bytes; else they are as they were, and their scale is empty.
     """
-    y, data, scale, gate_up, h_scale = torch.ops.octavo.mlp(
-        x, *weights, *rows, how.a.encode(), how.b.encode(), activation, how.record, keep, how.out_dtype,
+    y, data, scale, *gate_up, h_scale = torch.ops.octavo.mlp(
+        x, *weights, *rows, how.a.encode(), how.b.encode(), activation, how.record, keep, in_fp8, how.out_dtype,
         how.fast_forward, how.emulate,
     )  # fmt: skip
-    return y, Quantized(data, scale), gate_up, h_scale
+    return y, Quantized(data, scale), Quantized(*gate_up), h_scale
 
 
 def mlp_backward(
-    g: Tensor, x: Quantized, gate_up: Tensor, h_scale: Tensor, weights: tuple[Tensor, Tensor, Tensor],
+    g: Tensor, x: Quantized, gate_up: Quantized, h_scale: Tensor, weights: tuple[Tensor, Tensor, Tensor],
     rows: tuple[Tensor, Tensor, Tensor, Tensor], how: Product, activation: str, *, needs: Sequence[bool],
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
@@ -93,7 +96,7 @@ def mlp_backward(
     `rows`: of g, of down, of the gradient of gate and up, of gate and up. `needs`: of x, of gate or up, of down.
     """
     return torch.ops.octavo.mlp_backward(
-        g, *x, gate_up, h_scale, *weights, *rows, how.a.encode(), how.b.encode(), how.g.encode(), activation,
+        g, *x, *gate_up, h_scale, *weights, *rows, how.a.encode(), how.b.encode(), how.g.encode(), activation,
         list(needs), dtype, how.fast_backward, how.emulate,
     )  # fmt: skip
 
@@ -109,32 +112,63 @@ def weight_gemm(
     return multiply(a, w, bias, dtype, [], fast, emulate)
 
 
-def gated_quantize(gate_up: Tensor, row: Tensor, recipe: OperandRecipe, activation: str, *, record: bool) -> Quantized:
-    """`numerics.activation.gated(gate_up)`, quantised as rows."""
+def gated_quantize(
+    gate_up: Tensor, row: Tensor, recipe: OperandRecipe, activation: str, *, record: bool, into: Quantized | None = None
+) -> Quantized:
+    """`numerics.activation.gated(gate_up)`, quantised as rows; gate and up `into` FP8, if they are to be kept so."""
     if has_fp8_tensor_cores(gate_up.device):
         from octavo.kernels import gated, gated_scaled
 
-        for kernel in (gated, gated_scaled):
-            if kernel.can_quantize(gate_up, recipe):
-                return kernel.gated_quantize(gate_up, row, recipe, activation, record=record)
-    return quantize_directly(_gated(gate_up, activation), row, recipe, record, "rows")[0]
+        if gated.can_quantize(gate_up, recipe) and (into is None or gated.can_keep(gate_up)):
+            return gated.gated_quantize(gate_up, row, recipe, activation, record=record, into=into)
+        if into is None and gated_scaled.can_quantize(gate_up, recipe):
+            return gated_scaled.gated_quantize(gate_up, row, recipe, activation, record=record)
+    return quantize_directly(gated_keeping(gate_up, activation, into), row, recipe, record, "rows")[0]
+
+
+def gated_keeping(gate_up: Tensor, activation: str, into: Quantized | None) -> Tensor:
+    """h in high precision; gate and up `into` FP8, if they are to be kept so."""
+    if into is None:
+        return _gated(gate_up, activation)
+    if has_fp8_tensor_cores(gate_up.device):
+        from octavo.kernels import gated_lora as kernel
+
+        if kernel.can_gate(gate_up, gate_up.shape[1] // 2):
+            return kernel.gated(gate_up, None, None, activation, into)
+    for room, found in zip(into, spec.keep(gate_up), strict=True):
+        room.copy_(found)
+    return spec.gated(gate_up, activation)
+
+
+def new_kept(like: Tensor, rows: Any, features: Any) -> list[Tensor]:
+    """Room for gate and up together, as `numerics.activation.keep` keeps them."""
+    shape = [rows, -(-features // BLOCK)]
+    return [like.new_empty([rows, features], dtype=E4M3.dtype), like.new_empty(shape, dtype=torch.uint8)]
 
 
 def gated_quantize_backward(
     dh: Tensor, gate_up: Tensor, h_scale: Tensor, row: Tensor, recipe: OperandRecipe, recipe_h: OperandRecipe,
-    activation: str,
+    activation: str, kept_scale: Tensor | None = None,
 ) -> Sequence[Quantized]:  # fmt: skip
     """The gradient of `gate_up` as rows and as columns, and `gated(gate_up)` as columns.
 
     `h_scale` is what forward quantised h with; a granularity other than `tensor` finds its own for the columns.
+    `kept_scale`: `gate_up` is as it was kept, in FP8.
     """
     if has_fp8_tensor_cores(dh.device):
         from octavo.kernels import gated, gated_scaled
 
+        if kept_scale is not None and gated.can_quantize(dh, recipe, recipe_h) and gated.can_keep(gate_up):
+            how = (h_scale, row, recipe, recipe_h, activation)
+            return gated.gated_quantize_backward(dh, gate_up, *how, kept_scale=kept_scale)
+        if kept_scale is not None:
+            gate_up, kept_scale = spec.from_kept(Quantized(gate_up, kept_scale)).to(dh.dtype), None
         if gated.can_quantize(gate_up, recipe, recipe_h):
             return gated.gated_quantize_backward(dh, gate_up, h_scale, row, recipe, recipe_h, activation)
         if gated_scaled.can_quantize_backward(gate_up, recipe, recipe_h):
             return gated_scaled.gated_quantize_backward(dh, gate_up, row, recipe, recipe_h, activation)
+    if kept_scale is not None:
+        gate_up = spec.from_kept(Quantized(gate_up, kept_scale)).to(dh.dtype)
     gradient, h = _gated_backward(dh, gate_up, activation)
     found = quantize_directly(gradient, row, recipe, True, "both")
     known = row.new_zeros(row.shape)
@@ -223,25 +257,29 @@ def _linear_backward(
 
 def _mlp(
     x: Tensor, gate: Tensor, up: Tensor, down: Tensor, row_x: Tensor, row_gate_up: Tensor, row_h: Tensor,
-    row_down: Tensor, recipe_x: str, recipe_w: str, activation: str, record: bool, keep: bool, dtype: torch.dtype,
-    fast: bool, emulate: bool,
+    row_down: Tensor, recipe_x: str, recipe_w: str, activation: str, record: bool, keep: bool, in_fp8: bool,
+    dtype: torch.dtype, fast: bool, emulate: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     x_recipe, w_recipe = OperandRecipe.decode(recipe_x), OperandRecipe.decode(recipe_w)
     how: dict[str, Any] = {"record": record, "dtype": dtype, "fast": fast, "emulate": emulate}
     x_mk, x_km = _quantize_input(padded(x, emulate), row_x, x_recipe, record, keep)
     # gu = x · [w_gate; w_up]ᵀ
     gate_up = weight_gemm(x_mk, (gate, up), row_gate_up, w_recipe, **how)
-    h = gated_quantize(gate_up, row_h, x_recipe, activation, record=record)
+    kept = Quantized(*new_kept(x, *gate_up.shape)) if in_fp8 else None
+    h = gated_quantize(gate_up, row_h, x_recipe, activation, record=record, into=kept)
+    found = kept or Quantized(gate_up, *empty(x, 1))
+    del gate_up
     # y = h · w_downᵀ
     y = weight_gemm(h, (down,), row_down, w_recipe, **how)
     h_scale = h.scale if x_recipe.granularity == "tensor" else empty(row_h, 1)[0]
-    return y[: x.shape[0]], x_km.data, _fresh_scale(x_km, x_mk), gate_up, h_scale
+    return y[: x.shape[0]], x_km.data, _fresh_scale(x_km, x_mk), *found, h_scale
 
 
 def _mlp_backward(
-    g: Tensor, x: Tensor, x_scale: Tensor, gate_up: Tensor, h_scale: Tensor, gate: Tensor, up: Tensor, down: Tensor,
-    row_g: Tensor, row_down: Tensor, row_dgate_up: Tensor, row_gate_up: Tensor, recipe_x: str, recipe_w: str,
-    recipe_g: str, activation: str, needs: list[bool], dtype: torch.dtype, fast: bool, emulate: bool,
+    g: Tensor, x: Tensor, x_scale: Tensor, gate_up: Tensor, gate_up_scale: Tensor, h_scale: Tensor, gate: Tensor,
+    up: Tensor, down: Tensor, row_g: Tensor, row_down: Tensor, row_dgate_up: Tensor, row_gate_up: Tensor,
+    recipe_x: str, recipe_w: str, recipe_g: str, activation: str, needs: list[bool], dtype: torch.dtype, fast: bool,
+    emulate: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     needs_x, needs_gate_up, needs_down = needs
     x_recipe, w_recipe, g_recipe = (OperandRecipe.decode(text) for text in (recipe_x, recipe_w, recipe_g))
@@ -249,9 +287,11 @@ def _mlp_backward(
     dx, dgate_up, ddown = empty(g, 3)
     g_q = quantize_directly(padded(g, emulate), row_g, g_recipe, True, "both" if needs_down else "rows")
     # dh = g · w_down
-    dh = weight_gemm(g_q[0], (down,), row_down, w_recipe, transpose=True, dtype=gate_up.dtype, **how)
+    in_fp8 = gate_up_scale.numel() > 0
+    wide = g.dtype if in_fp8 else gate_up.dtype
+    dh = weight_gemm(g_q[0], (down,), row_down, w_recipe, transpose=True, dtype=wide, **how)
     d_rows, d_columns, h = gated_quantize_backward(
-        dh, gate_up, h_scale, row_dgate_up, g_recipe, x_recipe, activation
+        dh, gate_up, h_scale, row_dgate_up, g_recipe, x_recipe, activation, gate_up_scale if in_fp8 else None
     )  # fmt: skip
     del dh
     if needs_down:
@@ -297,21 +337,23 @@ def _linear_backward_fake(
 
 def _mlp_fake(
     x: Tensor, gate: Tensor, up: Tensor, down: Tensor, row_x: Tensor, row_gate_up: Tensor, row_h: Tensor,
-    row_down: Tensor, recipe_x: str, recipe_w: str, activation: str, record: bool, keep: bool, dtype: torch.dtype,
-    fast: bool, emulate: bool,
+    row_down: Tensor, recipe_x: str, recipe_w: str, activation: str, record: bool, keep: bool, in_fp8: bool,
+    dtype: torch.dtype, fast: bool, emulate: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     y = x.new_empty([x.shape[0], down.shape[0]], dtype=dtype)
     tokens = fake_padded(x, emulate).shape[0]
-    gate_up = x.new_empty([tokens, gate.shape[0] + up.shape[0]], dtype=dtype)
+    shape = [tokens, gate.shape[0] + up.shape[0]]
+    gate_up = new_kept(x, *shape) if in_fp8 else [x.new_empty(shape, dtype=dtype), x.new_empty(0)]
     one_scale = OperandRecipe.decode(recipe_x).granularity == "tensor"
     h_scale = row_h.new_empty(()) if one_scale else row_h.new_empty(0)
-    return y, *_fake_input(x, recipe_x, keep, emulate), gate_up, h_scale
+    return y, *_fake_input(x, recipe_x, keep, emulate), *gate_up, h_scale
 
 
 def _mlp_backward_fake(
-    g: Tensor, x: Tensor, x_scale: Tensor, gate_up: Tensor, h_scale: Tensor, gate: Tensor, up: Tensor, down: Tensor,
-    row_g: Tensor, row_down: Tensor, row_dgate_up: Tensor, row_gate_up: Tensor, recipe_x: str, recipe_w: str,
-    recipe_g: str, activation: str, needs: list[bool], dtype: torch.dtype, fast: bool, emulate: bool,
+    g: Tensor, x: Tensor, x_scale: Tensor, gate_up: Tensor, gate_up_scale: Tensor, h_scale: Tensor, gate: Tensor,
+    up: Tensor, down: Tensor, row_g: Tensor, row_down: Tensor, row_dgate_up: Tensor, row_gate_up: Tensor,
+    recipe_x: str, recipe_w: str, recipe_g: str, activation: str, needs: list[bool], dtype: torch.dtype, fast: bool,
+    emulate: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     needs_x, needs_gate_up, needs_down = needs
     dx = g.new_empty([g.shape[0], gate.shape[1]], dtype=dtype) if needs_x else g.new_empty(0)

@@ -9,12 +9,10 @@ from torch import Tensor
 from octavo.kernels.ranges import ranged
 from octavo.numerics import OperandRecipe, Quantized
 from octavo.numerics import activation as spec
-from octavo.numerics.formats import E4M3
-from octavo.numerics.quantize import BLOCK
 from octavo.ops import Product, multiply, pack_scale, quantize_directly
 from octavo.ops_adapters import Adapters, Gradients, add_to, add_to_input, narrowed
 from octavo.ops_frozen import first_rows, joined, lists, turn
-from octavo.ops_linear import empty, fake_padded, padded
+from octavo.ops_linear import empty, fake_padded, new_kept, padded
 from octavo.ops_lora import fake_gradients, fake_kept, fake_narrowed
 from octavo.support import has_fp8_tensor_cores
 
@@ -81,7 +79,7 @@ def _lora_mlp(
     t = narrowed(x, low, dtype)
     t_last = x.new_empty([rows, sum(low_last.ranks)] if last_downs else [0], dtype=dtype)
     y = x.new_empty([rows, down.shape[0]], dtype=dtype)
-    kept = Quantized(*_new_kept(x, rows, both)) if keep else None
+    kept = Quantized(*new_kept(x, rows, both)) if keep else None
     w = Quantized(joined(weights), joined(scales))
     a_last = low_last.down(dtype) if last_downs else None
     for part in _parts(rows):
@@ -110,11 +108,6 @@ def _parts(rows: int) -> list[slice]:
 
 def _rows_of(scale: Tensor, part: slice) -> Tensor:
     return scale[part] if scale.dim() else scale
-
-
-def _new_kept(like: Tensor, rows: Any, features: Any) -> list[Tensor]:
-    blocks = -(-features // BLOCK)
-    return [like.new_empty([rows, features], dtype=E4M3.dtype), like.new_empty([rows, blocks], dtype=torch.uint8)]
 
 
 def _gated(gate_up: Tensor, t: Tensor, low: Adapters, activation: str, into: Quantized | None, emulate: bool) -> Tensor:
@@ -216,7 +209,7 @@ def _lora_mlp_fake(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     y = x.new_empty([x.shape[0], down.shape[0]], dtype=dtype)
     rows, both = fake_padded(x, emulate).shape[0], sum(w.shape[0] for w in weights)
-    kept = _new_kept(x, rows, both)
+    kept = new_kept(x, rows, both)
     narrowed = [fake_narrowed(x, matrices, rows, dtype) for matrices in (downs, last_downs)]
     return y, *fake_kept(x, recipe_x, keep_x, emulate), *(kept if keep else empty(x, 2)), *narrowed
 

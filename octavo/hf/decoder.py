@@ -269,7 +269,7 @@ def _mlp_forward(self: Any, original: Callable[..., Any], x: Tensor) -> Tensor:
     gate, up, down = self.gate_proj, self.up_proj, self.down_proj
     if not all(type(linear) is FP8Linear for linear in (gate, up, down)) or x.numel() == 0:
         return original(self, x)
-    mlp = MLP(gate.product(x), ACTIVATIONS[type(self.act_fn).__name__])
+    mlp = MLP(gate.product(x), ACTIVATIONS[type(self.act_fn).__name__], in_fp8=gate.config.activations == "fp8")
     return fp8_mlp(x, gate.weight, up.weight, down.weight, mlp, gate.rows, down.rows)
 
 

@@ -6,7 +6,8 @@ Shapes: M tokens, K width, F hidden.
     backward   gq_MK → dh_MF = gq · w_down
                one kernel: dgu_M2F in both layouts, and h again, transposed
                dw_down = gqT · hqTᵀ     dx = dguq · [w_gate; w_up]     dw_gate_up = dguqT · xqTᵀ
-    kept       xqT_KM in FP8 and gu_M2F; h is computed again on the way back, where gate and up are read anyway
+    kept       xqT_KM in FP8 and gu_M2F, in FP8 if asked for; h is computed again on the way back, where gate and up are
+               read anyway
 """
 
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ class MLP:
 
     product: Product
     activation: str
+    in_fp8: bool = False  # keep gate and up so
 
 
 def fp8_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, mlp: MLP, rows_gate_up: Rows, rows_down: Rows) -> Tensor:
@@ -47,9 +49,9 @@ class _FP8MLP(torch.autograd.Function):
         row_x, row_gate_up, _, row_h, row_down, _ = rows
         used = (row_x, row_gate_up, row_h, row_down)
         y, x_columns, gate_up, h_scale = ops_linear.mlp(
-            x, (gate, up, down), used, mlp.product, mlp.activation, keep=keep_x
+            x, (gate, up, down), used, mlp.product, mlp.activation, keep=keep_x, in_fp8=mlp.in_fp8
         )
-        ctx.save_for_backward(*x_columns, gate_up, h_scale, gate, up, down)
+        ctx.save_for_backward(*x_columns, *gate_up, h_scale, gate, up, down)
         ctx.rows = rows
         ctx.mlp = mlp
         ctx.x_dtype = x.dtype
@@ -58,13 +60,13 @@ class _FP8MLP(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        x_data, x_scale, gate_up, h_scale, gate, up, down = ctx.saved_tensors
+        x_data, x_scale, gate_up, gate_up_scale, h_scale, gate, up, down = ctx.saved_tensors
         _, row_gate_up, row_dgate_up, _, row_down, row_g = ctx.rows
         needs_x, needs_gate, needs_up, needs_down = ctx.needs_input_grad[:4]
         dx, dgate_up, ddown = ops_linear.mlp_backward(
             g,
             Quantized(x_data, x_scale),
-            gate_up,
+            Quantized(gate_up, gate_up_scale),
             h_scale,
             (gate, up, down),
             (row_g, row_down, row_dgate_up, row_gate_up),
