@@ -28,30 +28,33 @@ TILE = 64  # tokens
 _LIBRARY = torch.library.Library("octavo", "FRAGMENT")
 _LIBRARY.define(
     "linear(Tensor x, Tensor(a!) row_x, Tensor[] weights, Tensor(b!) row_w, Tensor? bias, str recipe_x, str recipe_w, "
-    "bool record, bool keep, ScalarType dtype, bool fast, bool emulate) -> (Tensor, Tensor, Tensor)"
+    "bool record, str keep, ScalarType dtype, bool fast, bool emulate) -> (Tensor, Tensor, Tensor)"
 )
 _LIBRARY.define(
     "linear_backward(Tensor g, Tensor(a!) row_g, Tensor x, Tensor x_scale, Tensor[] weights, Tensor row_w, "
-    "str recipe_g, str recipe_w, bool needs_x, bool needs_w, ScalarType dtype, bool fast, bool emulate) "
-    "-> (Tensor, Tensor)"
+    "str recipe_g, str recipe_w, bool x_is_rows, bool needs_x, bool needs_w, ScalarType dtype, bool fast, "
+    "bool emulate) -> (Tensor, Tensor)"
 )
 _LIBRARY.define(
     "mlp(Tensor x, Tensor gate, Tensor up, Tensor down, Tensor(a!) row_x, Tensor(b!) row_gate_up, Tensor(c!) row_h, "
-    "Tensor(d!) row_down, str recipe_x, str recipe_w, str activation, bool record, bool keep, bool in_fp8, "
+    "Tensor(d!) row_down, str recipe_x, str recipe_w, str activation, bool record, str keep, bool in_fp8, "
     "ScalarType dtype, bool fast, bool emulate) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 _LIBRARY.define(
     "mlp_backward(Tensor g, Tensor x, Tensor x_scale, Tensor gate_up, Tensor gate_up_scale, Tensor h_scale, "
     "Tensor gate, Tensor up, Tensor down, Tensor(a!) row_g, Tensor row_down, Tensor(b!) row_dgate_up, "
-    "Tensor row_gate_up, str recipe_x, str recipe_w, str recipe_g, str activation, bool[] needs, ScalarType dtype, "
-    "bool fast, bool emulate) -> (Tensor, Tensor, Tensor)"
+    "Tensor row_gate_up, str recipe_x, str recipe_w, str recipe_g, str activation, bool x_is_rows, bool[] needs, "
+    "ScalarType dtype, bool fast, bool emulate) -> (Tensor, Tensor, Tensor)"
 )
 
 
 def linear(
-    x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, rows: tuple[Tensor, Tensor], how: Product, *, keep: bool
+    x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, rows: tuple[Tensor, Tensor], how: Product, *, keep: str
 ) -> tuple[Tensor, Quantized]:
-    """`x[M, K] · w[N, K]ᵀ + bias` for `w` the weights side by side, and x as columns: empty unless kept."""
+    """`x[M, K] · w[N, K]ᵀ + bias` for `w` the weights side by side, and x as it is to be kept.
+
+    `keep`: `columns`, as the weight's gradient wants it; `rows`, if something else wants it so, too; or nothing.
+    """
     y, data, scale = torch.ops.octavo.linear(
         x, rows[0], list(weights), rows[1], bias, how.a.encode(), how.b.encode(), how.record, keep, how.out_dtype,
         how.fast_forward, how.emulate,
@@ -61,20 +64,20 @@ def linear(
 
 def linear_backward(
     g: Tensor, x: Quantized, weights: Sequence[Tensor], rows: tuple[Tensor, Tensor], how: Product,
-    *, needs_x: bool, needs_w: bool, dtype: torch.dtype,
+    *, x_is_rows: bool = False, needs_x: bool, needs_w: bool, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dx in `dtype` and dw, of all weights; empty where not needed. `rows`: of g and of the weights."""
     return torch.ops.octavo.linear_backward(
-        g, rows[0], *x, list(weights), rows[1], how.g.encode(), how.b.encode(), needs_x, needs_w, dtype,
+        g, rows[0], *x, list(weights), rows[1], how.g.encode(), how.b.encode(), x_is_rows, needs_x, needs_w, dtype,
         how.fast_backward, how.emulate,
     )  # fmt: skip
 
 
 def mlp(
     x: Tensor, weights: tuple[Tensor, Tensor, Tensor], rows: tuple[Tensor, Tensor, Tensor, Tensor], how: Product,
-    activation: str, *, keep: bool, in_fp8: bool,
+    activation: str, *, keep: str, in_fp8: bool,
 ) -> tuple[Tensor, Quantized, Quantized, Tensor]:  # fmt: skip
-    """y, x as columns if it is to be kept, gate and up side by side, and the scale of h.
+    """y, x as it is to be kept (see `linear`), gate and up side by side, and the scale of h.
 
     `weights`: gate, up, down. `rows`: of x, of gate and up, of h, of down. `in_fp8`: gate and up are to be kept in FP8,
     with scales in bytes; else they are as they were, and their scale is empty.
@@ -88,8 +91,8 @@ def mlp(
 
 def mlp_backward(
     g: Tensor, x: Quantized, gate_up: Quantized, h_scale: Tensor, weights: tuple[Tensor, Tensor, Tensor],
-    rows: tuple[Tensor, Tensor, Tensor, Tensor], how: Product, activation: str, *, needs: Sequence[bool],
-    dtype: torch.dtype,
+    rows: tuple[Tensor, Tensor, Tensor, Tensor], how: Product, activation: str, *, x_is_rows: bool = False,
+    needs: Sequence[bool], dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dx in `dtype`, dw of gate and up together, dw of down; empty where not needed.
 
@@ -97,7 +100,7 @@ def mlp_backward(
     """
     return torch.ops.octavo.mlp_backward(
         g, *x, *gate_up, h_scale, *weights, *rows, how.a.encode(), how.b.encode(), how.g.encode(), activation,
-        list(needs), dtype, how.fast_backward, how.emulate,
+        x_is_rows, list(needs), dtype, how.fast_backward, how.emulate,
     )  # fmt: skip
 
 
@@ -210,10 +213,25 @@ def padded(x: Tensor, emulate: bool) -> Tensor:
     return torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x
 
 
-def _quantize_input(x: Tensor, row: Tensor, recipe: OperandRecipe, record: bool, keep: bool) -> tuple[Quantized, ...]:
-    """x as rows, and as columns if it is to be kept, else something empty."""
-    found = quantize_directly(x, row, recipe, record, "both" if keep else "rows")
-    return found[0], found[1] if keep else Quantized(*empty(x, 2))
+def _quantize_input(x: Tensor, row: Tensor, recipe: OperandRecipe, record: bool, keep: str) -> tuple[Quantized, ...]:
+    """x as rows, and as it is to be kept, or something empty."""
+    found = quantize_directly(x, row, recipe, record, "both" if keep == "columns" else "rows")
+    return found[0], found[-1] if keep else Quantized(*empty(x, 2))
+
+
+def _columns(x: Tensor, scale: Tensor, is_rows: bool) -> Quantized:
+    """What was kept of x, as columns. Rows have one scale for all, so they can be turned."""
+    return Quantized(transpose_bytes(x) if is_rows else x, scale)
+
+
+def transpose_bytes(data: Tensor) -> Tensor:
+    """An FP8 matrix transposed, contiguous."""
+    if has_fp8_tensor_cores(data.device):
+        from octavo.kernels import transpose as kernel
+
+        if kernel.can_transpose(data):
+            return kernel.transpose(data)
+    return data.view(torch.uint8).t().contiguous().view(data.dtype)
 
 
 def empty(like: Tensor, count: int) -> list[Tensor]:
@@ -223,12 +241,12 @@ def empty(like: Tensor, count: int) -> list[Tensor]:
 
 def _fresh_scale(q: Quantized, other: Quantized) -> Tensor:
     """Per tensor, both layouts may share one scale."""
-    return pack_scale(q.scale.clone() if q.scale is other.scale else q.scale)
+    return pack_scale(q.scale.clone() if q.scale is other.scale and q is not other else q.scale)
 
 
 def _linear(
     x: Tensor, row_x: Tensor, weights: list[Tensor], row_w: Tensor, bias: Tensor | None, recipe_x: str, recipe_w: str,
-    record: bool, keep: bool, dtype: torch.dtype, fast: bool, emulate: bool,
+    record: bool, keep: str, dtype: torch.dtype, fast: bool, emulate: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     x_mk, x_km = _quantize_input(padded(x, emulate), row_x, OperandRecipe.decode(recipe_x), record, keep)
     # y = x · wᵀ
@@ -239,7 +257,7 @@ def _linear(
 
 def _linear_backward(
     g: Tensor, row_g: Tensor, x: Tensor, x_scale: Tensor, weights: list[Tensor], row_w: Tensor, recipe_g: str,
-    recipe_w: str, needs_x: bool, needs_w: bool, dtype: torch.dtype, fast: bool, emulate: bool,
+    recipe_w: str, x_is_rows: bool, needs_x: bool, needs_w: bool, dtype: torch.dtype, fast: bool, emulate: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     dx, dw = empty(g, 2)
     layout = "both" if needs_x and needs_w else "rows" if needs_x else "columns"
@@ -251,13 +269,13 @@ def _linear_backward(
         dx = dx[: g.shape[0]]
     if needs_w:
         # dw = gᵀ · x
-        dw = multiply(g_q[-1], Quantized(x, x_scale), None, weights[0].dtype, [], fast, emulate)
+        dw = multiply(g_q[-1], _columns(x, x_scale, x_is_rows), None, weights[0].dtype, [], fast, emulate)
     return dx, dw
 
 
 def _mlp(
     x: Tensor, gate: Tensor, up: Tensor, down: Tensor, row_x: Tensor, row_gate_up: Tensor, row_h: Tensor,
-    row_down: Tensor, recipe_x: str, recipe_w: str, activation: str, record: bool, keep: bool, in_fp8: bool,
+    row_down: Tensor, recipe_x: str, recipe_w: str, activation: str, record: bool, keep: str, in_fp8: bool,
     dtype: torch.dtype, fast: bool, emulate: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     x_recipe, w_recipe = OperandRecipe.decode(recipe_x), OperandRecipe.decode(recipe_w)
@@ -278,8 +296,8 @@ def _mlp(
 def _mlp_backward(
     g: Tensor, x: Tensor, x_scale: Tensor, gate_up: Tensor, gate_up_scale: Tensor, h_scale: Tensor, gate: Tensor,
     up: Tensor, down: Tensor, row_g: Tensor, row_down: Tensor, row_dgate_up: Tensor, row_gate_up: Tensor,
-    recipe_x: str, recipe_w: str, recipe_g: str, activation: str, needs: list[bool], dtype: torch.dtype, fast: bool,
-    emulate: bool,
+    recipe_x: str, recipe_w: str, recipe_g: str, activation: str, x_is_rows: bool, needs: list[bool],
+    dtype: torch.dtype, fast: bool, emulate: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     needs_x, needs_gate_up, needs_down = needs
     x_recipe, w_recipe, g_recipe = (OperandRecipe.decode(text) for text in (recipe_x, recipe_w, recipe_g))
@@ -304,7 +322,7 @@ def _mlp_backward(
     del d_rows
     if needs_gate_up:
         # dw_gate_up = dguᵀ · x
-        dgate_up = multiply(d_columns, Quantized(x, x_scale), None, gate.dtype, [], **how)
+        dgate_up = multiply(d_columns, _columns(x, x_scale, x_is_rows), None, gate.dtype, [], **how)
     return dx, dgate_up, ddown
 
 
@@ -312,15 +330,15 @@ def fake_padded(x: Tensor, emulate: bool) -> Tensor:
     return x.new_empty([_padded_rows(x.shape[0]), x.shape[1]]) if _pads(x.device, emulate) else x
 
 
-def _fake_input(x: Tensor, recipe: str, keep: bool, emulate: bool) -> tuple[Tensor, Tensor]:
+def _fake_input(x: Tensor, recipe: str, keep: str, emulate: bool) -> tuple[Tensor, Tensor]:
     if not keep:
         return x.new_empty(0), x.new_empty(0)
-    return fake_quantize(fake_padded(x, emulate), OperandRecipe.decode(recipe), transpose=True)
+    return fake_quantize(fake_padded(x, emulate), OperandRecipe.decode(recipe), transpose=keep == "columns")
 
 
 def _linear_fake(
     x: Tensor, row_x: Tensor, weights: list[Tensor], row_w: Tensor, bias: Tensor | None, recipe_x: str, recipe_w: str,
-    record: bool, keep: bool, dtype: torch.dtype, fast: bool, emulate: bool,
+    record: bool, keep: str, dtype: torch.dtype, fast: bool, emulate: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     y = x.new_empty([x.shape[0], sum(w.shape[0] for w in weights)], dtype=dtype)
     return y, *_fake_input(x, recipe_x, keep, emulate)
@@ -328,7 +346,7 @@ def _linear_fake(
 
 def _linear_backward_fake(
     g: Tensor, row_g: Tensor, x: Tensor, x_scale: Tensor, weights: list[Tensor], row_w: Tensor, recipe_g: str,
-    recipe_w: str, needs_x: bool, needs_w: bool, dtype: torch.dtype, fast: bool, emulate: bool,
+    recipe_w: str, x_is_rows: bool, needs_x: bool, needs_w: bool, dtype: torch.dtype, fast: bool, emulate: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     k, w_dtype = weights[0].shape[1], weights[0].dtype
     dx = g.new_empty([g.shape[0], k], dtype=dtype) if needs_x else g.new_empty(0)
@@ -337,7 +355,7 @@ def _linear_backward_fake(
 
 def _mlp_fake(
     x: Tensor, gate: Tensor, up: Tensor, down: Tensor, row_x: Tensor, row_gate_up: Tensor, row_h: Tensor,
-    row_down: Tensor, recipe_x: str, recipe_w: str, activation: str, record: bool, keep: bool, in_fp8: bool,
+    row_down: Tensor, recipe_x: str, recipe_w: str, activation: str, record: bool, keep: str, in_fp8: bool,
     dtype: torch.dtype, fast: bool, emulate: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     y = x.new_empty([x.shape[0], down.shape[0]], dtype=dtype)
@@ -352,8 +370,8 @@ def _mlp_fake(
 def _mlp_backward_fake(
     g: Tensor, x: Tensor, x_scale: Tensor, gate_up: Tensor, gate_up_scale: Tensor, h_scale: Tensor, gate: Tensor,
     up: Tensor, down: Tensor, row_g: Tensor, row_down: Tensor, row_dgate_up: Tensor, row_gate_up: Tensor,
-    recipe_x: str, recipe_w: str, recipe_g: str, activation: str, needs: list[bool], dtype: torch.dtype, fast: bool,
-    emulate: bool,
+    recipe_x: str, recipe_w: str, recipe_g: str, activation: str, x_is_rows: bool, needs: list[bool],
+    dtype: torch.dtype, fast: bool, emulate: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     needs_x, needs_gate_up, needs_down = needs
     dx = g.new_empty([g.shape[0], gate.shape[1]], dtype=dtype) if needs_x else g.new_empty(0)
