@@ -25,9 +25,16 @@ import torch
 from torch import nn
 from torch.compiler import set_stance
 
-from octavo.optim.in_backward import step_in_backward, steps_in_backward
+from octavo.optim.in_backward import offload_states, step_in_backward, steps_in_backward
 
-__all__ = ["OPTIMIZERS", "build_optimizer", "set_learning_rate", "step_in_backward", "steps_in_backward"]
+__all__ = [
+    "OPTIMIZERS",
+    "build_optimizer",
+    "offload_states",
+    "set_learning_rate",
+    "step_in_backward",
+    "steps_in_backward",
+]
 
 LOW_BIT = {"adamw8bit": "AdamW8bit", "adamw4bit": "AdamW4bit", "adamwfp8": "AdamWFp8"}
 OPTIMIZERS = ("adamw", *LOW_BIT)

@@ -12,39 +12,22 @@ It is the same optimiser with the same state, so learning rates, checkpoints and
 before. What needs all gradients at once cannot be had: a limit on their norm, or their sum over several micro-batches.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+
+from octavo.optim.one_by_one import OneByOne
 
 _MARK = "_octavo_in_backward"
 
 
-class InBackward:
+class InBackward(OneByOne):
     """What `step_in_backward` has set up. `remove()` undoes it."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-        self._step = _plain_step(optimizer)
-        self._group = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
-        self._handles = [
-            parameter.register_post_accumulate_grad_hook(self._apply)
-            for parameter in self._group
-            if parameter.requires_grad
-        ]
+    def __init__(self, optimizer: torch.optim.Optimizer, *, offload: bool) -> None:
+        super().__init__(optimizer, offload=offload)
+        self._handles = [parameter.register_post_accumulate_grad_hook(self.apply) for parameter in self.parameters]
         setattr(optimizer, _MARK, self)
-
-    def _apply(self, parameter: Tensor) -> None:
-        """Step with this parameter alone: others may have gradients that are not complete."""
-        optimizer = self.optimizer
-        groups = optimizer.param_groups
-        optimizer.param_groups = [{**self._group[parameter], "params": [parameter]}]
-        try:
-            self._step(optimizer)
-        finally:
-            optimizer.param_groups = groups
-        parameter.grad = None
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -52,13 +35,13 @@ class InBackward:
         delattr(self.optimizer, _MARK)
 
 
-def step_in_backward(optimizer: torch.optim.Optimizer) -> InBackward:
-    """Let `optimizer` apply each gradient within backward."""
+def step_in_backward(optimizer: torch.optim.Optimizer, *, offload: bool = False) -> InBackward:
+    """Let `optimizer` apply each gradient within backward. `offload`: with its states in host memory."""
     if steps_in_backward(optimizer):
         raise ValueError(f"{type(optimizer).__name__} steps in backward already; call remove() on what that returned")
     if not any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
         raise ValueError(f"{type(optimizer).__name__} has no parameter that requires a gradient")
-    return InBackward(optimizer)
+    return InBackward(optimizer, offload=offload)
 
 
 def steps_in_backward(optimizer: Any) -> bool:
@@ -66,7 +49,25 @@ def steps_in_backward(optimizer: Any) -> bool:
     return hasattr(getattr(optimizer, "optimizer", optimizer), _MARK)
 
 
-def _plain_step(optimizer: torch.optim.Optimizer) -> Callable[[Any], Any]:
-    """Without the hooks that torch puts around `step` of each class: they are for whole steps."""
-    step: Any = type(optimizer).step
-    return step.__wrapped__ if getattr(step, "hooked", False) else step
+class Offloaded(OneByOne):
+    """What `offload_states` has set up."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer, offload=True)
+        optimizer.register_step_pre_hook(lambda *_: self._apply_all())
+
+    def _apply_all(self) -> None:
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                self.apply(parameter)
+
+
+def offload_states(optimizer: torch.optim.Optimizer) -> Offloaded:
+    """Keep the states of `optimizer` in host memory; its `step()` brings them one by one, and leaves no gradient.
+
+    Where gradients need not be there all at once, `step_in_backward(optimizer, offload=True)` does it while backward
+    computes.
+    """
+    if steps_in_backward(optimizer):
+        raise ValueError(f"{type(optimizer).__name__} steps in backward: step_in_backward(optimizer, offload=True)")
+    return Offloaded(optimizer)

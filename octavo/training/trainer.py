@@ -20,7 +20,7 @@ from octavo.nn.linear import FP8Linear
 from octavo.nn.report import Report
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 from octavo.numerics.config import check_config
-from octavo.optim.in_backward import step_in_backward
+from octavo.optim.in_backward import offload_states, step_in_backward
 from octavo.support import check_fp8_support
 from octavo.training.files import disk_errors
 
@@ -35,7 +35,8 @@ class FP8Trainer:
     Batches: a dict for models that return an object or dict with `loss`; a tuple for models that return a loss, or
     `(..., loss)`. With `loss_fn`, a tuple is `(*inputs, target)` and the loss is `loss_fn(model(*inputs), target)`.
     `release_gradients`: each is applied within backward, and its memory given back (`octavo.optim.step_in_backward`);
-    a step is then not skipped for a gradient that is not finite, which shows too late.
+    a step is then not skipped for a gradient that is not finite, which shows too late. `offload="optimizer"`: its
+    states live in host memory (`octavo.optim.offload_states`).
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class FP8Trainer:
         max_grad_norm: float | None = None,
         loss_fn: Callable[[Any, Any], Tensor] | None = None,
         release_gradients: bool = False,
+        offload: str | None = None,
     ) -> None:
         if gradient_accumulation_steps < 1:
             raise ValueError(f"gradient_accumulation_steps={gradient_accumulation_steps!r}: at least 1")
@@ -56,6 +58,8 @@ class FP8Trainer:
             raise ValueError(f"max_grad_norm={max_grad_norm!r}: a number above 0, or None for no limit")
         if release_gradients:
             _require_each_gradient_alone(gradient_accumulation_steps, max_grad_norm)
+        if offload not in (None, "optimizer"):
+            raise ValueError(f"offload={offload!r}: 'optimizer', for its states in host memory, or None")
         self.model = model
         self.optimizer = optimizer
         self.fp8_config = check_config(fp8_config)
@@ -72,7 +76,9 @@ class FP8Trainer:
         self.report: Report | None = None
         self._set_up_fp8(convert_model_to_fp8)
         if release_gradients:
-            step_in_backward(optimizer)
+            step_in_backward(optimizer, offload=offload is not None)
+        elif offload is not None:
+            offload_states(optimizer)
 
     def _set_up_fp8(self, convert: bool) -> None:
         converted = [m for m in self.model.modules() if isinstance(m, FP8Linear)]

@@ -7,7 +7,14 @@ import torch
 from torch import nn
 
 from octavo import FP8TrainingConfig, convert_to_fp8
-from octavo.optim import OPTIMIZERS, build_optimizer, set_learning_rate, step_in_backward, steps_in_backward
+from octavo.optim import (
+    OPTIMIZERS,
+    build_optimizer,
+    offload_states,
+    set_learning_rate,
+    step_in_backward,
+    steps_in_backward,
+)
 from octavo.training.trainer import FP8Trainer
 
 
@@ -32,14 +39,23 @@ def run(model, optimizer, steps=4, rates=()):
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
+def released(optimizer):
+    step_in_backward(optimizer)
+
+
+def released_and_offloaded(optimizer):
+    step_in_backward(optimizer, offload=True)
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_same_weights(name):
+@pytest.mark.parametrize("how", [released, released_and_offloaded, offload_states])
+def test_the_same_weights(name, how):
     rates = (1e-2, 5e-3, 2e-3, 1e-3)
     model = small()
     expected = run(model, build_optimizer(name, model.parameters(), 1e-2), rates=rates)
     model = small()
     optimizer = build_optimizer(name, model.parameters(), 1e-2)
-    step_in_backward(optimizer)
+    how(optimizer)
     for found, wanted in zip(run(model, optimizer, rates=rates), expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-7)
 
@@ -91,10 +107,11 @@ def test_hooks_of_the_step_run_once_a_step():
     assert len(seen) == 5 and report.scaling is not None
 
 
-def test_a_checkpoint_in_the_middle_goes_on_as_without_it():
+@pytest.mark.parametrize("how", [released, released_and_offloaded, offload_states])
+def test_a_checkpoint_in_the_middle_goes_on_as_without_it(how):
     model = small()
     optimizer = build_optimizer("adamw8bit", model.parameters(), 1e-2)
-    step_in_backward(optimizer)
+    how(optimizer)
     run(model, optimizer, 2)
     file = io.BytesIO()
     torch.save([model.state_dict(), optimizer.state_dict()], file)
@@ -104,8 +121,8 @@ def test_a_checkpoint_in_the_middle_goes_on_as_without_it():
     again = small(1)
     again.load_state_dict(saved)
     optimizer = build_optimizer("adamw8bit", again.parameters(), 1e-2)
+    how(optimizer)
     optimizer.load_state_dict(states)
-    step_in_backward(optimizer)
     for found, wanted in zip(run(again, optimizer, 2), expected, strict=True):
         torch.testing.assert_close(found, wanted)
 
@@ -115,11 +132,11 @@ def test_a_weight_used_twice_is_applied_once():
     model = nn.Sequential(shared, nn.GELU(), shared)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     expected = None
-    for released in (False, True):
+    for early in (False, True):
         torch.manual_seed(0)
         nn.init.normal_(shared.weight, std=0.1)
         nn.init.zeros_(shared.bias)
-        handle = step_in_backward(optimizer) if released else None
+        handle = step_in_backward(optimizer) if early else None
         found = run(model, optimizer, 2)
         if handle is None:
             expected = found
@@ -141,15 +158,57 @@ def test_what_it_refuses():
             FP8Trainer(fresh, torch.optim.SGD(fresh.parameters(), lr=0.1), release_gradients=True, **options)
 
 
+def test_what_can_be_offloaded():
+    model = small()
+    with pytest.raises(ValueError, match="offload='weights': 'optimizer'"):
+        FP8Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), offload="weights")
+
+
 def test_in_the_trainer():
     results = []
-    for released in (False, True):
+    for early, offload in ((False, None), (True, None), (True, "optimizer"), (False, "optimizer")):
         model = small()
         optimizer = build_optimizer("adamw", model.parameters(), 1e-2)
-        trainer = FP8Trainer(model, optimizer, loss_fn=nn.functional.mse_loss, release_gradients=released)
+        trainer = FP8Trainer(model, optimizer, loss_fn=nn.functional.mse_loss, release_gradients=early, offload=offload)
         for i in range(3):
             trainer.training_step((batch(i), batch(i + 1)))
         assert trainer.step == 3
         results.append([p.detach().clone() for p in model.parameters()])
-    for found, wanted in zip(results[1], results[0], strict=True):
-        torch.testing.assert_close(found, wanted)
+    for other in results[1:]:
+        for found, wanted in zip(other, results[0], strict=True):
+            torch.testing.assert_close(found, wanted)
+
+
+def test_states_are_in_rooms_of_their_own_between_steps():
+    model = small()
+    optimizer = build_optimizer("adamw8bit", model.parameters(), 1e-2)
+    states = step_in_backward(optimizer, offload=True).states
+    run(model, optimizer, 1)
+    weight = model[0].weight
+    room = optimizer.state[weight]["exp_avg"].codes
+    run(model, optimizer, 2)
+    assert optimizer.state[weight]["exp_avg"].codes is room and len(states._after) == 4
+    assert optimizer.state[weight]["step"] == 3
+
+
+def test_offloading_twice_is_refused():
+    model = small()
+    optimizer = build_optimizer("adamw", model.parameters(), 1e-2)
+    step_in_backward(optimizer)
+    with pytest.raises(ValueError, match=r"step_in_backward\(optimizer, offload=True\)"):
+        offload_states(optimizer)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_few_parameters_come_round_soon(count):
+    results = []
+    for offload in (False, True):
+        torch.manual_seed(0)
+        weights = [nn.Parameter(torch.randn(64, 64)) for _ in range(count)]
+        optimizer = build_optimizer("adamw", weights, 1e-2)
+        step_in_backward(optimizer, offload=offload)
+        for i in range(4):
+            sum((weight @ batch(i).T).square().mean() for weight in weights).backward()
+            optimizer.step()
+        results.append([weight.detach().clone() for weight in weights])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
