@@ -14,7 +14,7 @@ def build():
 
 
 HOW = {
-    "plain": lambda optimizer: None,
+    "plain": lambda _optimizer: None,
     "released": step_in_backward,
     "released and offloaded": lambda optimizer: step_in_backward(optimizer, offload=True),
     "offloaded": offload_states,
@@ -55,7 +55,7 @@ def test_the_same_weights(name):
 
 
 def test_states_saved_and_loaded():
-    model, optimizer, _ = run("adamw", "released and offloaded")
+    _, optimizer, _ = run("adamw", "released and offloaded")
     states = optimizer.state_dict()
     other = build_optimizer("adamw", build().parameters(), 1e-3)
     step_in_backward(other, offload=True)
