@@ -73,6 +73,24 @@ def test_every_preset(invoke: Invoke, model: str, mode: str) -> None:
     assert "…" not in output  # nothing is cut
 
 
+def test_a_narrow_terminal_cuts_no_figure() -> None:
+    import io
+
+    from rich.console import Console
+
+    from octavo.tools.plan.show import show
+
+    plan = make_plan("70b", mode="lora", batch=4, seq=2048, gpu="h200")
+    for width in (80, 100):
+        file = io.StringIO()
+        show(Console(file=file, width=width, force_terminal=True, color_system=None), plan)
+        text = file.getvalue()
+        assert "…" not in text
+        for memory, batch in zip(plan.memories, plan.batches, strict=True):
+            ratio = memory.peak.total / plan.memories[0].peak.total
+            assert re.search(rf" {memory.peak_gib:.1f} +{ratio:.2f} +{batch or '–'} ", text)
+
+
 @pytest.mark.parametrize(
     ("model", "billions"),
     [

@@ -17,6 +17,7 @@ from octavo.tools.plan.memory import GIB, KINDS, Memory
 
 PIPE_WIDTH = 118
 BAR = 60
+SHORT = ("wts", "grads", "states", "acts", "bufs")  # for KINDS
 # Signs that can be told apart without colours.
 SIGNS = dict(zip(KINDS, "█▓▒░·", strict=True))
 COLOURS = dict(zip(KINDS, ("blue", "magenta", "yellow", "green", "red"), strict=True))
@@ -39,7 +40,7 @@ class Plan:
 def show(console: Console, plan: Plan) -> None:
     # A file or a pipe has no width of its own, and rich would squeeze the table into 80 columns.
     wide = console if console.is_terminal else Console(file=console.file, width=PIPE_WIDTH)
-    wide.print(_table(plan))
+    wide.print(_table(plan, narrow=wide.width < PIPE_WIDTH))
     wide.print(_bars(plan), soft_wrap=True)
     for note in plan.notes:
         wide.print(Text(note, style="yellow"))
@@ -56,15 +57,23 @@ def title(case: Case) -> str:
     )
 
 
-def _table(plan: Plan) -> Table:
+def _table(plan: Plan, narrow: bool) -> Table:
+    """Narrow: with short headings, and without the moment of the peak; names are folded, figures never cut."""
     caption = "GiB at the moment of the peak; ×: of the first row's"
     if plan.gpu is not None:
         caption += f"; most: sequences that fit {plan.gpu.name}, {plan.gpu.room:.1f} GiB of tensors"
     table = Table(title=title(plan.case), caption=caption, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.title_justify = table.caption_justify = "left"
-    headings = ["", "weights", "gradients", "states", "activations", "buffers", "peak", "×", "at"]
-    for heading in [*headings, *(["most"] if plan.gpu else [])]:
-        table.add_column(heading, justify="left" if heading in ("", "at") else "right", no_wrap=True)
+    headings = [
+        *(SHORT if narrow else KINDS),
+        "peak",
+        "×",
+        *([] if narrow else ["at"]),
+        *(["most"] if plan.gpu else []),
+    ]
+    table.add_column("", overflow="fold")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == "at" else "right", no_wrap=True)
     first = plan.memories[0].peak.total
     section = "none"
     for i, memory in enumerate(plan.memories):
@@ -73,11 +82,9 @@ def _table(plan: Plan) -> Table:
             section = option.checkpointing
             table.add_section()
             table.add_row(Text(SECTIONS[section], style="italic"))
-        sizes = [f"{getattr(peak, kind) / GIB:.1f}" for kind in KINDS]
-        row = [_label(memory), *sizes, f"{memory.peak_gib:.1f}", f"{peak.total / first:.2f}", peak.name]
-        if plan.gpu is not None:
-            row.append(_batch(plan.batches[i]))
-        table.add_row(*row)
+        row = [f"{getattr(peak, kind) / GIB:.1f}" for kind in KINDS]
+        row += [f"{memory.peak_gib:.1f}", f"{peak.total / first:.2f}", *([] if narrow else [peak.name])]
+        table.add_row(_label(memory), *row, *([] if plan.gpu is None else [_batch(plan.batches[i])]))
     return table
 
 
