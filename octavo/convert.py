@@ -156,6 +156,8 @@ def _fuse(
         report.fused.append(f"q, k and v in one product ({groups})")
     if mlps:
         report.fused.append(f"MLP with its activation in one function ({mlps})")
+    if scaling is not None and config.activations == "fp8":
+        report.fused += _join_norms(list(known.values()), config)
 
     for name, module in known.items():
         if not decoder.is_causal_lm(module):
@@ -171,6 +173,17 @@ def _fuse(
                 _note_head(report, f"{name}.lm_head" if name else "lm_head", config)
         if decoder.use_fused_attention(module):
             report.fused.append("attention on cuDNN where it applies")
+
+
+def _join_norms(modules: list[nn.Module], config: FP8TrainingConfig) -> list[str]:
+    from octavo.hf import layer
+
+    layers = [module for module in modules if layer.can_fuse(module)]
+    if layers and not layer.joins_norm(config, config.recipe):
+        return ["norms apart from the products that follow them: those have several scales for x"]
+    for module in layers:
+        layer.fuse(module)
+    return [f"norms with the products that follow them ({len(layers)})"] if layers else []
 
 
 def _check_head(modules: dict[str, nn.Module], config: FP8TrainingConfig) -> None:

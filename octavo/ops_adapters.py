@@ -59,6 +59,11 @@ class Adapters:
     def ranks(self) -> list[int]:
         return [a.shape[0] for a in self.downs]
 
+    @property
+    def spans(self) -> list[tuple[int, int, float]]:
+        """As kernels take the places: the first output, how many, the factor."""
+        return [(place.first, place.last - place.first, place.scaling) for place in self.places]
+
     def down(self, dtype: torch.dtype) -> Tensor:
         """All A, one below the other."""
         return (torch.cat(self.downs) if len(self.downs) > 1 else self.downs[0]).to(dtype)
@@ -86,10 +91,32 @@ def narrowed(x: Tensor, adapters: Adapters, dtype: torch.dtype) -> Tensor:
     return x.to(dtype) @ adapters.down(dtype).t() if adapters.downs else x.new_empty(0, dtype=dtype)
 
 
-def add_to(y: Tensor, t: Tensor, adapters: Adapters) -> None:
+def add_to(y: Tensor, t: Tensor, adapters: Adapters, residual: Tensor | None = None) -> None:
+    """The adapters' outputs to y, and `residual`, if there is one."""
     # y += s · t · Bᵀ
+    if has_fp8_tensor_cores(y.device):
+        from octavo.kernels import adapter_outputs as kernel
+
+        if kernel.can_add(y, adapters.ups, adapters.spans, residual, turned=True):
+            kernel.add_outputs(y, t, adapters.ups, adapters.spans, residual, turned=True)
+            return
     for place, up, part in zip(adapters.places, adapters.ups, adapters.parts(t), strict=True):
         y[:, place.first : place.last].addmm_(part, up.to(y.dtype).t(), alpha=place.scaling)
+    if residual is not None:
+        y.add_(residual)
+
+
+def add_to_input(dx: Tensor, u: Tensor, a: Tensor) -> None:
+    """What `u[M, ΣR]` gives through all A, one below the other."""
+    # dx += u · A
+    if has_fp8_tensor_cores(dx.device):
+        from octavo.kernels import adapter_outputs as kernel
+
+        span = [(0, dx.shape[1], 1.0)]
+        if kernel.can_add(dx, [a], span, None, turned=False):
+            kernel.add_outputs(dx, u, [a], span, None, turned=False)
+            return
+    dx.addmm_(u.to(dx.dtype), a)
 
 
 class Gradients:
@@ -136,8 +163,8 @@ class Gradients:
 
         u = self._u[self._rows : self._rows + g.shape[0]]
         self._rows += g.shape[0]
-        places = [kernel.Place(place.first, place.last - place.first, place.scaling) for place in self.adapters.places]
-        kernel.add_gradients(g, t, self.adapters.ups, places, self.factor, u, self._db if self.needs_b else None)
+        d = self._db if self.needs_b else None
+        kernel.add_gradients(g, t, self.adapters.ups, self.adapters.spans, self.factor, u, d)
         return u.to(g.dtype)
 
     def _widen_by_products(self, g: Tensor, t: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from octavo.kernels.ranges import ranged
 from octavo.numerics import OperandRecipe, Quantized
 from octavo.numerics.gemm import constant_along_k
 from octavo.ops import Product, multiply, quantize_directly
-from octavo.ops_linear import padded
+from octavo.ops_linear import padded, transpose_bytes
 from octavo.support import has_fp8_tensor_cores
 
 _LIBRARY = torch.library.Library("octavo", "FRAGMENT")
@@ -90,16 +90,6 @@ def dequantize(x: Quantized, dtype: torch.dtype) -> Tensor:
         if kernel.can_dequantize(x, dtype):
             return kernel.dequantize(x, dtype)
     return x.dequantize(dtype)
-
-
-def transpose_bytes(data: Tensor) -> Tensor:
-    """An FP8 matrix transposed, contiguous."""
-    if has_fp8_tensor_cores(data.device):
-        from octavo.kernels import transpose as kernel
-
-        if kernel.can_transpose(data):
-            return kernel.transpose(data)
-    return data.view(torch.uint8).t().contiguous().view(data.dtype)
 
 
 @dataclass(frozen=True)

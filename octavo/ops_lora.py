@@ -15,15 +15,15 @@ from torch import Tensor
 from octavo.kernels.ranges import ranged
 from octavo.numerics import OperandRecipe, Quantized
 from octavo.ops import Product, fake_quantize, multiply, pack_scale, quantize_directly
-from octavo.ops_adapters import Adapters, Gradients, add_to, narrowed
+from octavo.ops_adapters import Adapters, Gradients, add_to, add_to_input, narrowed
 from octavo.ops_frozen import dgrad, first_rows, joined, lists
 from octavo.ops_linear import empty, fake_padded, padded
 
 _LIBRARY = torch.library.Library("octavo", "FRAGMENT")
 _LIBRARY.define(
-    "lora_linear(Tensor x, Tensor(a!) row_x, Tensor[] weights, Tensor[] scales, Tensor? bias, Tensor[] downs, "
-    "Tensor[] ups, str adapters, str recipe_x, bool record, bool keep, ScalarType dtype, bool fast, bool emulate) "
-    "-> (Tensor, Tensor, Tensor, Tensor)"
+    "lora_linear(Tensor x, Tensor(a!) row_x, Tensor[] weights, Tensor[] scales, Tensor? bias, Tensor? residual, "
+    "Tensor[] downs, Tensor[] ups, str adapters, str recipe_x, bool record, bool keep, ScalarType dtype, bool fast, "
+    "bool emulate) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 _LIBRARY.define(
     "lora_linear_backward(Tensor g, Tensor(a!) row_g, Tensor x, Tensor x_scale, Tensor t, Tensor[] weights, "
@@ -34,11 +34,11 @@ _LIBRARY.define(
 
 def lora_linear(
     x: Tensor, weights: Sequence[Quantized], bias: Tensor | None, row_x: Tensor, adapters: Adapters, how: Product,
-    *, keep: bool,
+    *, keep: bool, residual: Tensor | None = None,
 ) -> tuple[Tensor, Quantized, Tensor]:  # fmt: skip
-    """y of `x[M, K]`; x as rows in FP8 if it is to be kept; `x · Aᵀ` of all adapters."""
+    """y of `x[M, K]`, plus `residual`; x as rows in FP8 if it is to be kept; `x · Aᵀ` of all adapters."""
     y, data, scale, t = torch.ops.octavo.lora_linear(
-        x, row_x, *lists(weights), bias, *adapters.given, how.a.encode(), how.record, keep, how.out_dtype,
+        x, row_x, *lists(weights), bias, residual, *adapters.given, how.a.encode(), how.record, keep, how.out_dtype,
         how.fast_forward, how.emulate,
     )  # fmt: skip
     return y, Quantized(data, scale), t
@@ -59,9 +59,9 @@ def lora_linear_backward(
 
 
 def _lora_linear(
-    x: Tensor, row_x: Tensor, weights: list[Tensor], scales: list[Tensor], bias: Tensor | None, downs: list[Tensor],
-    ups: list[Tensor], adapters: str, recipe_x: str, record: bool, keep: bool, dtype: torch.dtype, fast: bool,
-    emulate: bool,
+    x: Tensor, row_x: Tensor, weights: list[Tensor], scales: list[Tensor], bias: Tensor | None,
+    residual: Tensor | None, downs: list[Tensor], ups: list[Tensor], adapters: str, recipe_x: str, record: bool,
+    keep: bool, dtype: torch.dtype, fast: bool, emulate: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     low = Adapters.decode(downs, ups, adapters)
     x_q = quantize_directly(padded(x, emulate), row_x, OperandRecipe.decode(recipe_x), record, "rows")[0]
@@ -69,7 +69,7 @@ def _lora_linear(
     y = multiply(x_q, Quantized(joined(weights), joined(scales)), bias, dtype, [], fast, emulate)
     y = first_rows(y, x.shape[0])
     t = narrowed(x, low, dtype)
-    add_to(y, t, low)
+    add_to(y, t, low, residual)
     kept = (x_q.data, pack_scale(x_q.scale)) if keep else empty(x, 2)
     return y, *kept, t
 
@@ -90,8 +90,7 @@ def _lora_linear_backward(
         weight = Quantized(joined(weights), joined(scales))
         dx = dgrad(g, row_g, weight, OperandRecipe.decode(recipe_g), dtype, fast, emulate)
         if downs:
-            # dx = g · w + u · A
-            dx.addmm_(u.to(dtype), low.down(dtype))
+            add_to_input(dx, u, low.down(dtype))
     return dx, *gradients.result()
 
 
@@ -116,9 +115,9 @@ def fake_gradients(
 
 
 def _lora_linear_fake(
-    x: Tensor, row_x: Tensor, weights: list[Tensor], scales: list[Tensor], bias: Tensor | None, downs: list[Tensor],
-    ups: list[Tensor], adapters: str, recipe_x: str, record: bool, keep: bool, dtype: torch.dtype, fast: bool,
-    emulate: bool,
+    x: Tensor, row_x: Tensor, weights: list[Tensor], scales: list[Tensor], bias: Tensor | None,
+    residual: Tensor | None, downs: list[Tensor], ups: list[Tensor], adapters: str, recipe_x: str, record: bool,
+    keep: bool, dtype: torch.dtype, fast: bool, emulate: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     y = x.new_empty([x.shape[0], sum(w.shape[0] for w in weights)], dtype=dtype)
     return y, *fake_kept(x, recipe_x, keep, emulate), fake_narrowed(x, downs, x.shape[0], dtype)

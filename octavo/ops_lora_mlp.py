@@ -9,12 +9,10 @@ from torch import Tensor
 from octavo.kernels.ranges import ranged
 from octavo.numerics import OperandRecipe, Quantized
 from octavo.numerics import activation as spec
-from octavo.numerics.formats import E4M3
-from octavo.numerics.quantize import BLOCK
 from octavo.ops import Product, multiply, pack_scale, quantize_directly
-from octavo.ops_adapters import Adapters, Gradients, add_to, narrowed
+from octavo.ops_adapters import Adapters, Gradients, add_to, add_to_input, narrowed
 from octavo.ops_frozen import first_rows, joined, lists, turn
-from octavo.ops_linear import empty, fake_padded, padded
+from octavo.ops_linear import empty, fake_padded, new_kept, padded
 from octavo.ops_lora import fake_gradients, fake_kept, fake_narrowed
 from octavo.support import has_fp8_tensor_cores
 
@@ -22,9 +20,10 @@ PART = 4096  # tokens of which backward has the gradient of gate and up at a tim
 
 _LIBRARY = torch.library.Library("octavo", "FRAGMENT")
 _LIBRARY.define(
-    "lora_mlp(Tensor x, Tensor(a!) row_x, Tensor(b!) row_h, Tensor[] weights, Tensor[] scales, Tensor down, "
-    "Tensor down_scale, Tensor[] downs, Tensor[] ups, str adapters, Tensor[] last_downs, Tensor[] last_ups, "
-    "str last_adapters, str recipe_x, str activation, bool record, bool keep, bool keep_x, ScalarType dtype, "
+    "lora_mlp(Tensor x, Tensor? residual, Tensor(a!) row_x, Tensor(b!) row_h, Tensor[] weights, Tensor[] scales, "
+    "Tensor down, Tensor down_scale, Tensor[] downs, Tensor[] ups, str adapters, Tensor[] last_downs, "
+    "Tensor[] last_ups, str last_adapters, str recipe_x, str activation, bool record, bool keep, bool keep_x, "
+    "ScalarType dtype, "
     "bool fast, bool emulate) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 _LIBRARY.define(
@@ -38,15 +37,15 @@ _LIBRARY.define(
 
 def lora_mlp(
     x: Tensor, rows: tuple[Tensor, Tensor], weights: Sequence[Quantized], down: Quantized, adapters: Adapters,
-    last: Adapters, how: Product, activation: str, *, keep: bool, keep_x: bool,
+    last: Adapters, how: Product, activation: str, *, keep: bool, keep_x: bool, residual: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """y, then what may be kept: x in FP8 with its scales, gate and up in FP8 with theirs, `x · Aᵀ` and `h · Aᵀ`.
+    """y plus `residual`, then what may be kept: x, gate and up in FP8 with their scales, `x · Aᵀ` and `h · Aᵀ`.
 
     `rows`: of x and of h. `weights`: gate and up. `last`: the adapters of down.
     """
     return torch.ops.octavo.lora_mlp(
-        x, *rows, *lists(weights), *down, *adapters.given, *last.given, how.a.encode(), activation, how.record, keep,
-        keep_x, how.out_dtype, how.fast_forward, how.emulate,
+        x, residual, *rows, *lists(weights), *down, *adapters.given, *last.given, how.a.encode(), activation,
+        how.record, keep, keep_x, how.out_dtype, how.fast_forward, how.emulate,
     )  # fmt: skip
 
 
@@ -66,20 +65,21 @@ def lora_mlp_backward(
 
 
 def _lora_mlp(
-    x: Tensor, row_x: Tensor, row_h: Tensor, weights: list[Tensor], scales: list[Tensor], down: Tensor,
-    down_scale: Tensor, downs: list[Tensor], ups: list[Tensor], adapters: str, last_downs: list[Tensor],
+    x: Tensor, residual: Tensor | None, row_x: Tensor, row_h: Tensor, weights: list[Tensor], scales: list[Tensor],
+    down: Tensor, down_scale: Tensor, downs: list[Tensor], ups: list[Tensor], adapters: str, last_downs: list[Tensor],
     last_ups: list[Tensor], last_adapters: str, recipe_x: str, activation: str, record: bool, keep: bool,
     keep_x: bool, dtype: torch.dtype, fast: bool, emulate: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     low, low_last = Adapters.decode(downs, ups, adapters), Adapters.decode(last_downs, last_ups, last_adapters)
     recipe = OperandRecipe.decode(recipe_x)
     tokens, x = x.shape[0], padded(x, emulate)
+    residual = None if residual is None else padded(residual, emulate)
     rows, both = x.shape[0], sum(w.shape[0] for w in weights)
     x_q = quantize_directly(x, row_x, recipe, record, "rows")[0]
     t = narrowed(x, low, dtype)
     t_last = x.new_empty([rows, sum(low_last.ranks)] if last_downs else [0], dtype=dtype)
     y = x.new_empty([rows, down.shape[0]], dtype=dtype)
-    kept = Quantized(*_new_kept(x, rows, both)) if keep else None
+    kept = Quantized(*new_kept(x, rows, both)) if keep else None
     w = Quantized(joined(weights), joined(scales))
     a_last = low_last.down(dtype) if last_downs else None
     for part in _parts(rows):
@@ -96,7 +96,7 @@ def _lora_mlp(
         del h
         # y = h · w_downᵀ
         multiply(h_q, Quantized(down, down_scale), None, dtype, [], fast, emulate, out=y[part])
-        add_to(y[part], t_last[part], low_last)
+        add_to(y[part], t_last[part], low_last, None if residual is None else residual[part])
         del h_q
     kept_x = (x_q.data, pack_scale(x_q.scale)) if keep_x else empty(x, 2)
     return first_rows(y, tokens), *kept_x, *(kept or empty(x, 2)), t, t_last
@@ -108,11 +108,6 @@ def _parts(rows: int) -> list[slice]:
 
 def _rows_of(scale: Tensor, part: slice) -> Tensor:
     return scale[part] if scale.dim() else scale
-
-
-def _new_kept(like: Tensor, rows: Any, features: Any) -> list[Tensor]:
-    blocks = -(-features // BLOCK)
-    return [like.new_empty([rows, features], dtype=E4M3.dtype), like.new_empty([rows, blocks], dtype=torch.uint8)]
 
 
 def _gated(gate_up: Tensor, t: Tensor, low: Adapters, activation: str, into: Quantized | None, emulate: bool) -> Tensor:
@@ -201,20 +196,20 @@ def _lora_mlp_backward(
             # dx = dgu · [w_gate; w_up] + u · A
             turned.dgrad(gradient, row_dgate_up, recipe, dtype, fast, emulate, folded=True, out=dx[part])
             if a is not None:
-                dx[part].addmm_(u.to(dtype), a)
+                add_to_input(dx[part], u, a)
         del gradient
     return first_rows(dx, tokens) if needs_x else dx, *first.result(), *last.result()
 
 
 def _lora_mlp_fake(
-    x: Tensor, row_x: Tensor, row_h: Tensor, weights: list[Tensor], scales: list[Tensor], down: Tensor,
-    down_scale: Tensor, downs: list[Tensor], ups: list[Tensor], adapters: str, last_downs: list[Tensor],
+    x: Tensor, residual: Tensor | None, row_x: Tensor, row_h: Tensor, weights: list[Tensor], scales: list[Tensor],
+    down: Tensor, down_scale: Tensor, downs: list[Tensor], ups: list[Tensor], adapters: str, last_downs: list[Tensor],
     last_ups: list[Tensor], last_adapters: str, recipe_x: str, activation: str, record: bool, keep: bool,
     keep_x: bool, dtype: torch.dtype, fast: bool, emulate: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     y = x.new_empty([x.shape[0], down.shape[0]], dtype=dtype)
     rows, both = fake_padded(x, emulate).shape[0], sum(w.shape[0] for w in weights)
-    kept = _new_kept(x, rows, both)
+    kept = new_kept(x, rows, both)
     narrowed = [fake_narrowed(x, matrices, rows, dtype) for matrices in (downs, last_downs)]
     return y, *fake_kept(x, recipe_x, keep_x, emulate), *(kept if keep else empty(x, 2)), *narrowed
 

@@ -22,6 +22,7 @@ RECIPES = {
     "block, channel wgrad": FP8TrainingConfig.from_recipe("block", wgrad="channel"),
     "FP8 head": FP8TrainingConfig(fp8_head=True),
     "stochastic": FP8TrainingConfig(rounding={"g": "stochastic"}),
+    "FP8 activations": FP8TrainingConfig(activations="fp8"),
 }
 SIZES = {
     "hidden_size": 64,

@@ -162,7 +162,7 @@ def with_low_rank(x: Tensor, product: tuple | None, *, turned: bool = True) -> T
 def adapter_gradients(g, t, ups, places, factor):
     """u and all dB one after the other, in FP32: what `kernels.adapter_gradients` adds up."""
     g = g.float() if factor is None else g.float() / factor
-    parts = [place.scaling * g[:, place.first : place.first + place.size] for place in places]
+    parts = [scaling * g[:, first : first + size] for first, size, scaling in places]
     u = torch.cat([part @ up.float() for part, up in zip(parts, ups, strict=True)], dim=1)
     ts = t.float().split([up.shape[1] for up in ups], dim=1)
     return u, torch.cat([(part.T @ own).flatten() for part, own in zip(parts, ts, strict=True)])

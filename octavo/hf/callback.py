@@ -26,6 +26,7 @@ from octavo.hf.moved import MovementCheck
 from octavo.hf.running import put_first, resumed_from, running_trainer
 from octavo.nn.linear import LinearInFP8
 from octavo.numerics import FP8ScalingManager
+from octavo.optim.in_backward import step_in_backward, steps_in_backward
 
 MULTIPLE = 16  # tokens: FP8 products on tensor cores have operands of whole 16-byte units
 WATCHED_BATCHES = 8
@@ -43,12 +44,20 @@ class OctavoCallback(TrainerCallback):
     saves, if the Trainer counts tokens: `TrainingArguments(include_num_input_tokens_seen="non_padding")`.
 
     `scaling`: statistics of this manager, for a model that runs under `octavo.fp8_autocast` (its `scaling`); by default
-    those of the model's layers. `check_weights=False` leaves out the proof that weights move.
+    those of the model's layers. `check_weights=False` leaves out the proof that weights move. `release_gradients`: each
+    gradient is applied within backward, and its memory given back (`octavo.optim.step_in_backward`).
     """
 
-    def __init__(self, scaling: FP8ScalingManager | None = None, *, check_weights: bool = True) -> None:
+    def __init__(
+        self,
+        scaling: FP8ScalingManager | None = None,
+        *,
+        check_weights: bool = True,
+        release_gradients: bool = False,
+    ) -> None:
         self.scaling = scaling
         self.check_weights = check_weights
+        self.release_gradients = release_gradients
         self._managers: list[FP8ScalingManager] = []
         self._check: MovementCheck | None = None
         self._speed = _Speed()
@@ -75,8 +84,26 @@ class OctavoCallback(TrainerCallback):
             self._introduced = True
             _introduce(model, trainer, args)
         self._check = MovementCheck(model) if self.check_weights else None
+        if self.release_gradients:
+            self._release(args, kwargs["optimizer"])
         self._head_checked = False
         self._speed = _Speed(state.num_input_tokens_seen)
+
+    def _release(self, args: TrainingArguments, optimizer: Any) -> None:
+        for name, value, fix in (
+            ("max_grad_norm", args.max_grad_norm, 0),
+            ("gradient_accumulation_steps", args.gradient_accumulation_steps, 1),
+        ):
+            if value not in (fix, None):
+                raise ValueError(
+                    f"OctavoCallback(release_gradients=True) with {name}={value}: that needs all gradients at once; "
+                    f"set TrainingArguments({name}={fix}), or leave release_gradients out"
+                )
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # without what Accelerate puts around it
+        if self._check is not None:
+            self._check.watch(optimizer)
+        if not steps_in_backward(optimizer):
+            step_in_backward(optimizer)
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

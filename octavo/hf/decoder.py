@@ -25,6 +25,7 @@ from octavo.nn.linears import fp8_linears
 from octavo.nn.loss import FP8Head, linear_cross_entropy
 from octavo.nn.mlp import MLP, fp8_mlp
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
+from octavo.numerics.norm import Norm
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3")
 QKV = ("q_proj", "k_proj", "v_proj")
@@ -191,7 +192,7 @@ def _attention_forward(
 ) -> Any:
     members: list[Any] = [getattr(self, name) for name in QKV]
     computed = all(getattr(member, "ready", None) is not None for member in members)
-    y = None if computed else _product_of_group(members, hidden_states)
+    y = None if computed else product_of_group(members, hidden_states)
     if y is None:
         return original(self, hidden_states, *args, **kwargs)
     return with_parts(members, y, lambda: original(self, hidden_states, *args, **kwargs))
@@ -211,16 +212,19 @@ def with_parts(members: Sequence[Any], y: Tensor, call: Callable[[], Any]) -> An
             member.ready = None
 
 
-def _product_of_group(members: list[Any], x: Tensor) -> Tensor | None:
-    """The outputs of linears with one input, side by side; None if they have to be computed one by one."""
+def product_of_group(members: list[Any], x: Tensor, norm: Norm | None = None) -> Tensor | None:
+    """The outputs of linears with one input, side by side; None if they have to be computed one by one.
+
+    `norm`: x has yet to go through it.
+    """
     if x.numel() == 0:
         return None
     if not all(type(member) is GroupMember for member in members):
-        return frozen.product_of_group(members, x)
+        return frozen.product_of_group(members, x, norm)
     biases = [member.bias for member in members]
     bias = None if biases[0] is None else torch.cat(biases)
     first = members[0]
-    return fp8_linears(x, [member.weight for member in members], bias, first.product(x), first.rows)
+    return fp8_linears(x, [member.weight for member in members], bias, first.product(x), first.rows, norm=norm)
 
 
 def fuse_frozen(module: nn.Module) -> str:
@@ -251,7 +255,7 @@ def _frozen_mlp_forward(self: Any, original: Callable[..., Any], x: Tensor) -> T
         y = frozen.mlp(self.gate_proj, self.up_proj, self.down_proj, x, activation)
         if y is not None:
             return y
-    y = _product_of_group(members, x)
+    y = product_of_group(members, x)
     if y is None:
         return original(self, x)
     gate, up = y.split([member.out_features for member in members], dim=-1)
@@ -266,11 +270,17 @@ def _norm_forward(self: Any, original: Callable[..., Any], x: Tensor) -> Tensor:
 
 
 def _mlp_forward(self: Any, original: Callable[..., Any], x: Tensor) -> Tensor:
-    gate, up, down = self.gate_proj, self.up_proj, self.down_proj
-    if not all(type(linear) is FP8Linear for linear in (gate, up, down)) or x.numel() == 0:
-        return original(self, x)
-    mlp = MLP(gate.product(x), ACTIVATIONS[type(self.act_fn).__name__])
-    return fp8_mlp(x, gate.weight, up.weight, down.weight, mlp, gate.rows, down.rows)
+    y = trained_mlp(self, x) if x.numel() else None
+    return original(self, x) if y is None else y
+
+
+def trained_mlp(module: Any, x: Tensor, norm: Norm | None = None) -> Tensor | None:
+    """A gated MLP that is trained, in one function; None if its linears have to be computed one by one."""
+    gate, up, down = module.gate_proj, module.up_proj, module.down_proj
+    if not all(type(linear) is FP8Linear for linear in (gate, up, down)):
+        return None
+    mlp = MLP(gate.product(x), ACTIVATIONS[type(module.act_fn).__name__], in_fp8=gate.config.activations == "fp8")
+    return fp8_mlp(x, gate.weight, up.weight, down.weight, mlp, gate.rows, down.rows, norm=norm)
 
 
 def _is_plainly_causal(config: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -27,6 +27,11 @@ def is_hooked(module: Any) -> bool:
     return bool(module._forward_pre_hooks or module._forward_hooks)
 
 
+def adds_residual(module: Any) -> bool:
+    """Whether it would add what it finds as its `residual` to what it gives."""
+    return hasattr(module, "fusible") and not is_hooked(module) and module.fusible() is not None
+
+
 def product_of_group(members: Sequence[Any], x: Tensor, norm: Norm | None = None) -> Tensor | None:
     """Their outputs side by side, with those adapters that are active; None if they have to be computed one by one.
 
@@ -57,8 +62,13 @@ def why_no_mlp(gate: Any, up: Any, down: Any) -> str:
     return why_no_group(bases[:2])
 
 
-def mlp(gate: Any, up: Any, down: Any, x: Tensor, activation: str, norm: Norm | None = None) -> Tensor | None:
-    """A gated MLP in one function; None if its linears have to be computed one by one. `norm`: as above."""
+def mlp(
+    gate: Any, up: Any, down: Any, x: Tensor, activation: str, norm: Norm | None = None, *, residual: bool = False
+) -> Tensor | None:
+    """A gated MLP in one function; None if its linears have to be computed one by one.
+
+    `norm`: as above. `residual`: x, as it is before that, is added to what comes out.
+    """
     if why_no_mlp(gate, up, down):
         return None
     adapters, adapters_down = _adapters_of((gate, up)), _adapters_of((down,))
@@ -68,18 +78,23 @@ def mlp(gate: Any, up: Any, down: Any, x: Tensor, activation: str, norm: Norm | 
     weights = [base.quantized for base in bases]
     rows, rows_down = ((base.row_x, base.row_g) for base in (bases[0], bases[2]))
     how = MLP(bases[0].product(x), activation)
-    return frozen_mlp(x, weights[:2], weights[2], how, rows, rows_down, adapters, adapters_down, norm=norm)
+    return frozen_mlp(
+        x, weights[:2], weights[2], how, rows, rows_down, adapters, adapters_down, norm=norm, residual=residual
+    )
 
 
 def _adapters_of(members: Sequence[Any]) -> Adapters | None:
-    """The active adapters of linears side by side; None if one of them has to be computed PEFT's own way."""
+    """The active adapters of linears side by side; None if one of them has to be computed by itself.
+
+    Such as one whose weight is on the meta device: only the module itself knows what to do about that.
+    """
     places: list[Adapter] = []
     matrices: list[tuple[Tensor, Tensor]] = []
     first = 0
     for member in members:
         base = base_of(member)
         last = first + base.out_features
-        if is_hooked(member) or is_hooked(base):
+        if is_hooked(member) or is_hooked(base) or base.weight.is_meta:
             return None
         if member is not base:
             names = member.fusible()

@@ -1,5 +1,6 @@
-"""A decoder layer of a frozen base: each norm is computed with the products that follow it, so that what goes into the
-norm need not be kept for backward (see `numerics/norm.py`). What cannot be, goes the way of transformers.
+"""A decoder layer whose norms are computed with the products that follow them, so that what goes into a norm need not
+be kept for backward (see `numerics/norm.py`). On a frozen base, what a layer adds to the residual stream is added where
+it is computed. What cannot be, goes the way of transformers.
 """
 
 from collections.abc import Callable
@@ -8,7 +9,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from octavo.hf import decoder, frozen
+from octavo.nn.linear import FP8Linear
+from octavo.numerics import FP8TrainingConfig
+from octavo.numerics.config import Recipe
 from octavo.numerics.norm import Norm
+
+TRAINED = (FP8Linear, decoder.GroupMember)
 
 
 def can_fuse(module: Any) -> bool:
@@ -33,28 +39,47 @@ def _attend(self: Any, h: Tensor, kwargs: dict[str, Any]) -> Tensor:
     """h + attention(norm(h))."""
     attention = self.self_attn
     members = [getattr(attention, name) for name in decoder.QKV]
-    norm = _norm_to_join(self.input_layernorm, attention, h)
-    y = None if norm is None else frozen.product_of_group(members, h, norm)
+    norm = _norm_to_join(self.input_layernorm, attention, members[0], h)
+    y = None if norm is None else decoder.product_of_group(members, h, norm)
     if y is None:
         return h + attention(hidden_states=self.input_layernorm(h), **kwargs)[0]
-    # With q, k and v there already, attention looks at the shape alone of what it is given.
-    return h + decoder.with_parts(members, y, lambda: attention(hidden_states=h, **kwargs))[0]
+    last = attention.o_proj
+    adds = frozen.adds_residual(last)
+    if adds:
+        last.residual = h
+    try:
+        # With q, k and v there already, attention looks at the shape alone of what it is given.
+        out = decoder.with_parts(members, y, lambda: attention(hidden_states=h, **kwargs))[0]
+    finally:
+        if adds:
+            last.residual = None
+    return out if adds else h + out
 
 
 def _feed_forward(self: Any, h: Tensor) -> Tensor:
     """h + mlp(norm(h))."""
     mlp = self.mlp
+    norm = _norm_to_join(self.post_attention_layernorm, mlp, mlp.gate_proj, h)
+    if norm is None:
+        return h + mlp(self.post_attention_layernorm(h))
     activation = decoder.ACTIVATIONS.get(type(mlp.act_fn).__name__)
-    norm = _norm_to_join(self.post_attention_layernorm, mlp, h)
-    y = None
-    if norm is not None and activation is not None:
-        y = frozen.mlp(mlp.gate_proj, mlp.up_proj, mlp.down_proj, h, activation, norm)
+    if activation is not None:
+        added = frozen.mlp(mlp.gate_proj, mlp.up_proj, mlp.down_proj, h, activation, norm, residual=True)
+        if added is not None:
+            return added
+    y = decoder.trained_mlp(mlp, h, norm)
     return h + (mlp(self.post_attention_layernorm(h)) if y is None else y)
 
 
-def _norm_to_join(norm: Any, follower: Any, h: Tensor) -> Norm | None:
-    """What `norm` computes, if nobody watches it or what follows it, and it is not trained."""
+def _norm_to_join(norm: Any, follower: Any, linear: Any, h: Tensor) -> Norm | None:
+    """What `norm` computes, if nobody watches it or what follows it, and `linear`, the first there, keeps x for it."""
     watched = frozen.is_hooked(norm) or frozen.is_hooked(follower)
-    if watched or not decoder.is_fused(follower) or norm.weight.requires_grad or norm.weight.dtype != h.dtype:
+    if watched or not decoder.is_fused(follower) or norm.weight.dtype != h.dtype:
         return None
-    return Norm(norm.weight, norm.variance_epsilon)
+    joins = joins_norm(linear.config, linear.recipe) if type(linear) in TRAINED else not norm.weight.requires_grad
+    return Norm(norm.weight, norm.variance_epsilon) if joins else None
+
+
+def joins_norm(config: FP8TrainingConfig, recipe: Recipe) -> bool:
+    """Of trained linears: those that keep less, with one scale for all of x."""
+    return config.activations == "fp8" and recipe.x.granularity == "tensor"

@@ -59,7 +59,7 @@ def fuse(model: Any, config: FP8TrainingConfig | None) -> list[str]:
     """The fused pieces that do not depend on who multiplies: loss in chunks, attention. Returns what was done."""
     if not decoder.is_causal_lm(model):
         return [f"nothing fused: {type(model).__name__} is not one of {', '.join(decoder.FAMILIES)}"]
-    done = _fuse_groups(model)
+    done: list[str] = list(getattr(model, "octavo_fused", ())) or fuse_groups(model)
     reason = decoder.why_no_loss(model)
     if reason:
         done.append(f"loss not fused: {reason}")
@@ -73,8 +73,11 @@ def fuse(model: Any, config: FP8TrainingConfig | None) -> list[str]:
     return done
 
 
-def _fuse_groups(model: nn.Module) -> list[str]:
-    """q, k and v of a frozen base as one product, its MLP as one function, or at least gate and up as one product."""
+def fuse_groups(model: nn.Module) -> list[str]:
+    """q, k and v of a frozen base as one product, its MLP as one function, or at least gate and up as one product.
+
+    All of it gives what the modules would give, one by one. Returns what was done.
+    """
     counts: dict[str, int] = {}
     for module in list(model.modules()):
         kind = "q, k and v" if decoder.is_attention(module) else "gate and up" if decoder.is_mlp(module) else ""

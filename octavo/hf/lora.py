@@ -54,6 +54,7 @@ class FP8LoraLinear(peft_layer.Linear):
 
     base_layer: FP8FrozenLinear
     ready: Tensor | None = None  # its part of a group's product, computed before
+    residual: Tensor | None = None  # to be added to what comes out
     _before_merging: Quantized | None
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, config: Any, **kwargs: Any) -> None:
@@ -80,13 +81,13 @@ class FP8LoraLinear(peft_layer.Linear):
         places = tuple(Adapter(0, base.out_features, float(self.scaling[name])) for name in adapters)
         return frozen_lora(
             x, [base.quantized], base.bias, base.product(x), (base.row_x, base.row_g), Adapters(places, downs, ups),
-            x_is_kept=base.input_is_kept,
+            x_is_kept=base.input_is_kept, residual=self.residual,
         )  # fmt: skip
 
     def fusible(self, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> list[str] | None:
         """The adapters to compute with the base in one function; None if PEFT's own way is called for."""
         names = [name for name in self.active_adapters if name in self.lora_A]
-        if is_hooked(self.base_layer):
+        if is_hooked(self.base_layer) or self.base_layer.weight.is_meta:
             return None
         plain = not args and not any((kwargs or {}).values()) and not self.disable_adapters and not self.merged
         dropped = self.training and any(isinstance(self.lora_dropout[name], nn.Dropout) for name in names)

@@ -19,6 +19,7 @@ It costs less than a kilobyte a weight and one synchronisation a step, in as man
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,7 +46,8 @@ class _Probe:
 class MovementCheck:
     """Call `before_step` and `after_step` around the optimiser's step until `done`; `findings` then says what is left.
 
-    `after_step` raises a RuntimeError that lists the weights that should have moved.
+    `after_step` raises a RuntimeError that lists the weights that should have moved. For an optimiser that will step
+    within backward, call `watch` before it is made to: each weight is looked at when its gradient is complete.
     """
 
     model: nn.Module
@@ -54,6 +56,7 @@ class MovementCheck:
     _holds_some: bool = False
     _pending: dict[str, str] = field(default_factory=dict)  # name → why it could not be judged yet
     _probes: dict[str, _Probe] = field(default_factory=dict)
+    _hooks: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._pending = {name: "no step" for name, p in self.model.named_parameters() if p.requires_grad}
@@ -65,14 +68,28 @@ class MovementCheck:
         highest = max(rates.values(), default=0.0)
         # A sharding engine gives its optimiser tensors of its own: holding none of the model's proves nothing then.
         self._holds_some = any(id(parameter) in rates for parameter in self.model.parameters())
-        self._probes = {}
         for name, parameter in self.model.named_parameters():
-            if name in self._pending:
-                lr = rates.get(id(parameter), highest)
-                self._pending[name], probe = _probe(parameter, lr, id(parameter) in rates)
-                if probe is not None:
-                    self._probes[name] = probe
+            if name in self._pending and name not in self._probes:
+                self._look(name, parameter, rates.get(id(parameter), highest), id(parameter) in rates)
         self.steps += highest > 0
+
+    @torch.no_grad()
+    def watch(self, optimizer: Any) -> None:
+        groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        for name, parameter in self.model.named_parameters():
+            group = groups.get(id(parameter))
+            if name in self._pending and group is not None:
+                look = partial(self._look_in_backward, name, group)
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(look))
+
+    def _look_in_backward(self, name: str, group: dict[str, Any], parameter: Any) -> None:
+        if name in self._pending and name not in self._probes:
+            self._look(name, parameter, float(group["lr"]), True)
+
+    def _look(self, name: str, parameter: nn.Parameter, lr: float, held: bool) -> None:
+        self._pending[name], probe = _probe(parameter, lr, held)
+        if probe is not None:
+            self._probes[name] = probe
 
     @torch.no_grad()
     def after_step(self, optimizer: Any) -> None:
@@ -80,6 +97,10 @@ class MovementCheck:
             self._judge(optimizer)
         self._probes = {}
         self.done = not self._pending or self.steps >= MOST_STEPS
+        if self.done:
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks = []
 
     def _judge(self, optimizer: Any) -> None:
         if not self._probes:

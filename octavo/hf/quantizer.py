@@ -26,6 +26,7 @@ from transformers.quantizers.auto import AutoHfQuantizer, register_quantization_
 from transformers.quantizers.quantizers_utils import get_module_from_name
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from octavo.hf import loading
 from octavo.nn.autocast import matches
 from octavo.nn.frozen import GRANULARITIES, SCALE_NAME, FP8FrozenLinear, activation_config, quantize_weight
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
@@ -124,11 +125,15 @@ class OctavoQuantizer(HfQuantizer):
         config = self.quantization_config
         left = [*self.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules), *config.skip]
         scaling = FP8ScalingManager.from_config(config.fp8)
+        names = [name for name, _ in model.named_modules()]
         linears = {
             name: module
             for name, module in model.named_modules()
             if type(module) is nn.Linear and not any(_is_left(name, pattern) for pattern in left)
         }
+        for pattern in () if config.checkpoint else config.skip:
+            if pattern not in FP8TrainingConfig.skip and not any(_is_left(name, pattern) for name in names):
+                raise ValueError(f"skip={pattern!r}: {type(model).__name__} has no module of that name or pattern")
         if not linears:
             raise ValueError(f"skip={list(config.skip)}: it leaves {type(model).__name__} no linear to load into FP8")
         dtypes = (torch.float8_e4m3fn, torch.float32) if config.checkpoint else (None, None)
@@ -145,6 +150,7 @@ class OctavoQuantizer(HfQuantizer):
         scaling = frozen[0].scaling
         scaling.to(frozen[0].scaling_device)
         scaling.follow_optimizers(model)
+        model.octavo_fused = loading.fuse_groups(model)
         self.quantization_config.checkpoint = SCALE_NAME  # what it would be if it were saved
         return model
 

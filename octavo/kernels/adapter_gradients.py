@@ -13,7 +13,6 @@ What it finds of u, or finds for its part of the tokens only, it adds to what ot
 
 from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple
 
 import torch
 import triton
@@ -21,38 +20,17 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels import tiles
+from octavo.kernels.adapter_tiles import MOST, Place, are_even, choose, numbers_of, padded, product, select, tiles_of
 from octavo.kernels.dequantize import can_dequantize
 from octavo.kernels.launch import Plan, Plans, kind
 from octavo.kernels.tiles import multiprocessors
 from octavo.numerics.quantize import Quantized
 
 LARGEST_RANK = 64
-MOST = 3  # adapters of one launch
 LARGEST_RANKS = 256  # of all adapters together, where x is in FP8
 _TILE_M, _TILE_N, _WARPS, _STAGES, _PROGRAMS = 64, 128, 8, 3, 2
 _DOWN = 64, 128, 8, 2  # tokens and inputs of a tile, warps, programs per multiprocessor
 _PLANS = Plans()
-
-
-class Place(NamedTuple):
-    """An adapter's first output, how many it has, and its factor."""
-
-    first: int
-    size: int
-    scaling: float
-
-
-@triton.constexpr_function
-def _padded(rank):
-    """To what tensor cores take."""
-    return max(16, triton.next_power_of_2(rank))
-
-
-@triton.jit
-def _product(a, b, c=None):
-    if tiles.INTERPRETED:  # whose own product of BF16 is not one
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), c, input_precision="ieee")
-    return tl.dot(a, b, c)
 
 
 @triton.jit
@@ -86,17 +64,11 @@ def gradients_kernel(
     TILE_N: tl.constexpr,
 ):
     """Programs: tiles of outputs of one adapter after the other, by parts of the tokens."""
-    j = tl.program_id(0)
-    before1 = tl.cdiv(size0, TILE_N)
-    before2 = before1 + tl.cdiv(size1, TILE_N)
-    b_ptr, first, size, scaling, i, above = b0_ptr, first0, size0, scaling0, 0, 0
-    if j >= before2:
-        b_ptr, first, size, scaling, i, above = b2_ptr, first2, size2, scaling2, 2, size0 + size1
-        j -= before2
-    elif j >= before1:
-        b_ptr, first, size, scaling, i, above = b1_ptr, first1, size1, scaling1, 1, size0
-        j -= before1
-    PADDED: tl.constexpr = _padded(RANK)
+    i, j, first, size, scaling, above = select(
+        tl.program_id(0), first0, first1, first2, size0, size1, size2, scaling0, scaling1, scaling2, TILE_N
+    )
+    b_ptr = choose(i, b0_ptr, b1_ptr, b2_ptr)
+    PADDED: tl.constexpr = padded(RANK)
     n, k = j * TILE_N + tl.arange(0, TILE_N), tl.arange(0, PADDED)
     inside = (n[:, None] < size) & (k[None, :] < RANK)
     b = tl.load(b_ptr + n[:, None] * RANK + k[None, :], mask=inside, other=0.0)
@@ -115,10 +87,10 @@ def gradients_kernel(
             g = tl.load(where)
         else:
             g = tl.load(where, mask=(m[:, None] < M) & (n[None, :] < size), other=0.0)
-        u = _product(g, b) * scaling
+        u = product(g, b) * scaling
         if OF_B:
             t = tl.load(where_t, mask=(m[:, None] < M) & (k[None, :] < RANK), other=0.0)
-            d = _product(tl.trans(g), t, d)
+            d = product(tl.trans(g), t, d)
         here = u_ptr + m[:, None] * stride_u + (i * RANK + k)[None, :]
         tl.atomic_add(here, u, mask=(m[:, None] < M) & (k[None, :] < RANK), sem="relaxed")
     if OF_B:
@@ -144,7 +116,7 @@ def down_kernel(
     TILE_K: tl.constexpr,
 ):
     """Programs: tiles of inputs, by parts of the tokens. `BLOCKS`: a scale per 128 inputs; see `dequantize.py`."""
-    PADDED: tl.constexpr = max(64, _padded(RANKS))
+    PADDED: tl.constexpr = max(64, padded(RANKS))
     j = tl.program_id(0)
     k, r = j * TILE_K + tl.arange(0, TILE_K), tl.arange(0, PADDED)
     d = tl.zeros([PADDED, TILE_K], tl.float32)
@@ -159,7 +131,7 @@ def down_kernel(
         u = tl.load(u_ptr + m[:, None] * RANKS + r[None, :], mask=(m[:, None] < M) & (r[None, :] < RANKS), other=0.0)
         # The scale of a token goes with u, which is the smaller one.
         scaled = tiles.narrow(u.to(tl.float32) * scale[:, None], u.dtype)
-        d = _product(tl.trans(scaled), x.to(u.dtype), d)
+        d = product(tl.trans(scaled), x.to(u.dtype), d)
     inside = (r[:, None] < RANKS) & (k[None, :] < K)
     tl.atomic_add(d_ptr + r[:, None] * K + k[None, :], d, mask=inside, sem="relaxed")
 
@@ -191,16 +163,14 @@ def add_gradients(
     if plan is None:
         plan = Plan(given=8)
         m, rank = g.shape[0], ups[0].shape[1]
-        every = [*places, *(Place(0, 0, 1.0),) * (MOST - len(places))]
-        across = sum(-(-place.size // _TILE_N) for place in places)
+        across = tiles_of(places, _TILE_N)
         parts = _parts(across, -(-m // _TILE_M), _PROGRAMS * multiprocessors(g.device))
-        firsts, sizes, scalings = zip(*every, strict=True)
-        numbers = (m, g.stride(0), t.stride(0), u.stride(0), *firsts, *sizes, *scalings)
+        numbers = (m, g.stride(0), t.stride(0), u.stride(0), *numbers_of(places))
         constants = {
             "RANK": rank,
             "FOLD": factor is not None,
             "OF_B": d is not None,
-            "EVEN": m % _TILE_M == 0 and all(place.size % _TILE_N == 0 for place in places),
+            "EVEN": m % _TILE_M == 0 and are_even(places, _TILE_N),
             "TILE_M": _TILE_M,
             "TILE_N": _TILE_N,
             "num_warps": _WARPS,

@@ -18,11 +18,10 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels import tiles
-from octavo.kernels.gated_tiles import activate
+from octavo.kernels.gated_tiles import activate, keep, kept
 from octavo.kernels.launch import Plan, Plans, kind
 from octavo.kernels.quantize_tensor import load_tile, offsets, store_tile
 from octavo.kernels.tiles import multiprocessors, programs_in_strips
-from octavo.numerics.formats import E4M3
 from octavo.numerics.quantize import BLOCK, Quantized
 
 LARGEST_RANK = 128
@@ -31,7 +30,6 @@ Tile = tuple[int, int, int, int | None]
 # no FP8 bytes change hands (see `dequantize.py`).
 _FORWARD: Tile = (16, 4, 6, 80)
 _BACKWARD: Tile = (16, 8, 4, 64)
-_MAXIMUM = tl.constexpr(E4M3.max)
 _PLANS = Plans()
 
 
@@ -127,24 +125,10 @@ def _forward_kernel(
         h = tiles.narrow(value * up.to(tl.float32), gate.dtype)
         store_tile(h_ptr, h, i, j, inner_h, M, F, F, EVEN, TILE_M, TILE_F)
         if KEEP:
+            source: tl.constexpr = tl.float32 if GATE_RANK + UP_RANK > 0 else gate.dtype
             for half in tl.static_range(2):
                 x = (gate if half == 0 else up).to(tl.float32)
-                exponent = tiles.mx_exponent(tl.max(tl.abs(x), axis=1), _MAXIMUM, 1.0, True)
-                m = m0 + tl.arange(0, TILE_M)
-                where = scale_ptr + m * (2 * across) + half * across + j
-                tl.store(where, exponent.to(tl.uint8), mask=m < M)
-                # Infinities need no care here: h tells of them.
-                v = tiles.saturate(x * tiles.mx_factor(254 - exponent)[:, None], 0, 0, _MAXIMUM, False, False)
-                q = tiles.cast(v, kept_ptr.dtype.element_ty, tl.float32 if GATE_RANK + UP_RANK > 0 else gate.dtype)
-                store_tile(kept_ptr + half * F, q, i, j, inner, M, F, 2 * F, EVEN, TILE_M, TILE_F)
-
-
-@triton.jit
-def _kept(kept_ptr, scale_ptr, i, j, inner, M, F, per_row, EVEN: tl.constexpr, TILE_M: tl.constexpr,
-          TILE_F: tl.constexpr):  # fmt: skip
-    m = i * TILE_M + tl.arange(0, TILE_M)
-    scale = tiles.mx_factor(tl.load(scale_ptr + m * per_row + j, mask=m < M, other=127).to(tl.int32))
-    return load_tile(kept_ptr, i, j, inner, M, 2 * F, 2 * F, EVEN, TILE_M, TILE_F).to(tl.float32) * scale[:, None]
+                keep(x, kept_ptr, scale_ptr, i, j, inner, M, F, half, source, EVEN, TILE_M, TILE_F)
 
 
 @triton.jit
@@ -185,8 +169,8 @@ def _backward_kernel(
         if RANK > 0:
             narrow = _added(narrow, left_ptr, stride, right, scaling, i * TILE_M, M, RANK, PADDED, EVEN, TILE_M)
         dh = narrow.to(tl.float32)
-        gate = _kept(kept_ptr, scale_ptr, i, j, inner, M, F, 2 * across, EVEN, TILE_M, TILE_F)
-        up = _kept(kept_ptr, scale_ptr, i, j + across, inner, M, F, 2 * across, EVEN, TILE_M, TILE_F)
+        gate = kept(kept_ptr, scale_ptr, i, j, inner, M, F, 0, EVEN, TILE_M, TILE_F)
+        up = kept(kept_ptr, scale_ptr, i, j, inner, M, F, 1, EVEN, TILE_M, TILE_F)
         value, slope = activate(gate, SILU)
         dgate, dup = dh * up * slope, dh * value
         if FOLD:

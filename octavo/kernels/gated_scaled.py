@@ -139,7 +139,9 @@ def _backward_rows_kernel(
     step = tiles.sample_step(count)
     for tile in range(tl.program_id(0), count, tl.num_programs(0)):
         i, j = tile // across, tile % across
-        dgate, dup, h = gradients(dh_ptr, gate_up_ptr, i, j, inner, inner_h, M, F, SILU, EVEN, TILE_M, TILE_F)
+        dgate, dup, h = gradients(
+            dh_ptr, gate_up_ptr, gate_up_ptr, i, j, inner, inner_h, M, F, SILU, EVEN, TILE_M, TILE_F
+        )
         if COLUMN_AMAX:
             h_top = tl.maximum(h_top, tiles.finite_magnitude(h.to(tl.float32)))
         for half in tl.static_range(2):
@@ -207,7 +209,9 @@ def _backward_columns_kernel(
     source: tl.constexpr = gate_up_ptr.dtype.element_ty
     for tile in range(tl.program_id(0), count, tl.num_programs(0)):
         i, j = tile // across, tile % across
-        dgate, dup, h = gradients(dh_ptr, gate_up_ptr, i, j, inner, inner_h, M, F, SILU, EVEN, TILE_M, TILE_F)
+        dgate, dup, h = gradients(
+            dh_ptr, gate_up_ptr, gate_up_ptr, i, j, inner, inner_h, M, F, SILU, EVEN, TILE_M, TILE_F
+        )
         where = j.to(tl.int64) * TILE_F * M + i * TILE_M + inner_t if STOCHASTIC or H_STOCHASTIC else 0
         for half in tl.static_range(2):
             d = dgate if half == 0 else dup

@@ -30,8 +30,9 @@ SCALE_NAME = "weight_scale_inv"
 class FrozenTensor(nn.Parameter):
     """A Parameter, so that it moves and is sharded like one, that cannot be trained and says why."""
 
-    def __new__(cls, data: Tensor) -> Self:
-        return super().__new__(cls, data, requires_grad=False)
+    def __new__(cls, data: Tensor, requires_grad: bool = False) -> Self:
+        """As Accelerate makes Parameters anew that it has moved."""
+        return super().__new__(cls, data, requires_grad=False).requires_grad_(requires_grad)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "FrozenTensor":
         return memo.setdefault(id(self), FrozenTensor(self.data.clone()))
@@ -186,6 +187,11 @@ class FP8FrozenLinear(LinearInFP8):
     def forward(self, input: Tensor) -> Tensor:
         if self.ready is not None:
             return self.ready
+        if getattr(self.__dict__.get("_hf_hook"), "offload", False):
+            raise ValueError(
+                "Accelerate has moved this FP8 weight off its device, and casts what it brings back: keep the model on "
+                "one device (device_map={'': 0}); in FP8 it takes a byte a parameter"
+            )
         if input.shape[-1] != self.in_features:
             raise ValueError(f"input has {input.shape[-1]} features; this FP8FrozenLinear takes {self.in_features}")
         if input.numel() == 0:

@@ -7,6 +7,9 @@ Shapes: M tokens, K inputs, N outputs of all the weights together.
                                            dw_NK = gqT · xqTᵀ
     kept       xqT_KM in FP8, and the weights themselves, which are in memory anyway and quantised anew
 
+With a norm before it, x = norm(h), and h need not be kept: xq_MK serves the norm's backward, too (`numerics/norm.py`),
+and is transposed when its turn comes. That takes one scale for all of x.
+
 A linear alone is a group of one; q, k and v are a group of three with one quantised input and one GEMM. Each weight
 stays a Parameter of its own: quantising writes a new buffer anyway, so it writes them side by side. Per tensor the
 group has one scale, from the amax of all, because dx contracts over all of N.
@@ -20,18 +23,39 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from octavo import ops_linear
+from octavo.nn.norm import back_through, normed, parts_of
+from octavo.numerics.norm import Norm
 from octavo.numerics.quantize import Quantized
 from octavo.ops import Product
 
 Rows = tuple[Tensor, Tensor, Tensor]
 
 
-def fp8_linears(x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, product: Product, rows: Rows) -> Tensor:
-    """`x[..., K]` times the weights `[Nᵢ, K]` side by side, `[..., N]`. `rows`: scaling state of x, w and g."""
-    # Inside an autograd function nothing tells whether gradients are enabled.
-    keep_x = torch.is_grad_enabled() and any(w.requires_grad for w in weights)
-    y = _FP8Linears.apply(x.reshape(-1, x.shape[-1]), bias, product, keep_x, *rows, *weights)
+def fp8_linears(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    bias: Tensor | None,
+    product: Product,
+    rows: Rows,
+    *,
+    norm: Norm | None = None,
+) -> Tensor:
+    """`x[..., K]` times the weights `[Nᵢ, K]` side by side, `[..., N]`. `rows`: scaling state of x, w and g.
+
+    `norm`: comes before all that.
+    """
+    keep = how_to_keep(x, weights, norm)
+    y = _FP8Linears.apply(x.reshape(-1, x.shape[-1]), bias, *parts_of(norm), product, keep, *rows, *weights)
     return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+def how_to_keep(x: Tensor, weights: Sequence[Tensor], norm: Norm | None) -> str:
+    """See `ops_linear.linear`. Not asked inside an autograd function: there, gradients are never enabled."""
+    if not torch.is_grad_enabled():
+        return ""
+    if norm is not None and (x.requires_grad or norm.weight.requires_grad):
+        return "rows"
+    return "columns" if any(w.requires_grad for w in weights) else ""
 
 
 class _FP8Linears(torch.autograd.Function):
@@ -40,37 +64,44 @@ class _FP8Linears(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         bias: Tensor | None,
+        norm_weight: Tensor | None,
+        norm_eps: float | None,
         product: Product,
-        keep_x: bool,
+        keep: str,
         row_x: Tensor,
         row_w: Tensor,
         row_g: Tensor,
         *weights: Tensor,
     ) -> Tensor:
-        y, x_columns = ops_linear.linear(x, weights, bias, (row_x, row_w), product, keep=keep_x)
-        ctx.save_for_backward(*x_columns, *weights)
+        x, inverse = normed(x, norm_weight, norm_eps)
+        y, kept = ops_linear.linear(x, weights, bias, (row_x, row_w), product, keep=keep)
+        ctx.save_for_backward(*kept, inverse, norm_weight, *weights)
         # Not saved as tensors: rows change with every use, which autograd's version check would take for a mistake.
         ctx.rows = (row_w, row_g)
-        ctx.product = product
+        ctx.product, ctx.keep, ctx.eps = product, keep, norm_eps
         ctx.like = (x.dtype, bias.dtype if bias is not None else None)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        x_data, x_scale, *weights = ctx.saved_tensors
+        x_data, x_scale, inverse, norm_weight, *weights = ctx.saved_tensors
         product, (row_w, row_g) = ctx.product, ctx.rows
         x_dtype, bias_dtype = ctx.like
-        needs_x, needs_bias, needs_w = ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[7:]
-        dx = dbias = None
+        needs_x, needs_bias, needs_norm = ctx.needs_input_grad[:3]
+        needs_w = ctx.needs_input_grad[9:]
+        x = Quantized(x_data, x_scale)
+        dx = dnorm = dbias = None
         dws: list[Tensor | None] = [None] * len(weights)
-        if needs_x or any(needs_w):
-            x = Quantized(x_data, x_scale)
-            needs = {"needs_x": needs_x, "needs_w": any(needs_w), "dtype": x_dtype}
-            dx, dw = ops_linear.linear_backward(g, x, weights, (row_g, row_w), product, **needs)
+        if needs_x or needs_norm or any(needs_w):
+            dx, dw = ops_linear.linear_backward(
+                g, x, weights, (row_g, row_w), product, x_is_rows=ctx.keep == "rows", needs_x=needs_x or needs_norm,
+                needs_w=any(needs_w), dtype=x_dtype,
+            )  # fmt: skip
             if any(needs_w):
                 parts = dw.split([w.shape[0] for w in weights])
                 dws = [part if needed else None for part, needed in zip(parts, needs_w, strict=True)]
+            dx, dnorm = back_through(dx, x, norm_weight, ctx.eps, inverse, needs=(needs_x, needs_norm))
         if needs_bias:
             dbias = g.float().sum(dim=0).to(bias_dtype)
-        return dx if needs_x else None, dbias, None, None, None, None, None, *dws
+        return dx, dbias, dnorm, *[None] * 6, *dws

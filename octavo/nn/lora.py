@@ -21,9 +21,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from octavo import ops_lora
-from octavo.numerics.norm import Norm, rms_norm, rms_norm_backward
+from octavo.nn.norm import back_through, normed, parts_of
+from octavo.numerics.norm import Norm
 from octavo.numerics.quantize import Quantized
-from octavo.ops import Product, unpack_scale
+from octavo.ops import Product
 from octavo.ops_adapters import Adapter, Adapters
 
 __all__ = ["Adapter", "Adapters", "frozen_lora"]
@@ -39,17 +40,19 @@ def frozen_lora(
     *,
     x_is_kept: bool = False,
     norm: Norm | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """`x[..., K]` times frozen weights `[Nᵢ, K]` side by side, plus adapters.
 
     `rows`: of x and of g. `x_is_kept`: something else keeps x for its own backward, so it costs no memory here, either.
-    `norm`: comes before all that; its weight is not trained.
+    `norm`: comes before all that; its weight is not trained. `residual[..., ΣN]`: is added to what comes out.
     """
     needed = any(a.requires_grad for a in adapters.downs) or (norm is not None and x.requires_grad)
     keep = torch.is_grad_enabled() and needed
     count = len(weights), len(adapters.places)
+    flat = None if residual is None else residual.reshape(-1, residual.shape[-1])
     y = _FrozenLora.apply(
-        x.reshape(-1, x.shape[-1]), bias, norm and norm.weight, norm and norm.eps, product, adapters.places,
+        x.reshape(-1, x.shape[-1]), bias, flat, *parts_of(norm), product, adapters.places,
         (keep, x_is_kept and norm is None), *rows, count, *(part for weight in weights for part in weight),
         *adapters.downs, *adapters.ups,
     )  # fmt: skip
@@ -62,6 +65,7 @@ class _FrozenLora(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         bias: Tensor | None,
+        residual: Tensor | None,
         norm_weight: Tensor | None,
         norm_eps: float | None,
         product: Product,
@@ -74,47 +78,37 @@ class _FrozenLora(torch.autograd.Function):
     ) -> Tensor:
         weights, adapters = _sort(tensors, *count, places)
         keep_x, x_is_kept = keep
-        norm = norm_of(norm_weight, norm_eps)
-        inverse = None
-        if norm is not None:
-            x, inverse = rms_norm(x, norm)
-        y, x_q, t = ops_lora.lora_linear(x, weights, bias, row_x, adapters, product, keep=keep_x and not x_is_kept)
+        x, inverse = normed(x, norm_weight, norm_eps)
+        y, x_q, t = ops_lora.lora_linear(
+            x, weights, bias, row_x, adapters, product, keep=keep_x and not x_is_kept, residual=residual
+        )
         kept = (x, x_q.scale) if keep_x and x_is_kept else x_q
-        ctx.save_for_backward(*kept, t, inverse, *adapters.downs, *adapters.ups)
-        ctx.weights, ctx.row_g, ctx.product, ctx.places, ctx.norm = weights, row_g, product, places, norm
+        ctx.save_for_backward(*kept, t, inverse, norm_weight, *adapters.downs, *adapters.ups)
+        ctx.weights, ctx.row_g, ctx.product, ctx.places, ctx.eps = weights, row_g, product, places, norm_eps
         ctx.like = (x.dtype, bias.dtype if bias is not None else None)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        x_data, x_scale, t, inverse, *matrices = ctx.saved_tensors
+        x_data, x_scale, t, inverse, norm_weight, *matrices = ctx.saved_tensors
         x_dtype, bias_dtype = ctx.like
         _, adapters = _sort(matrices, 0, len(ctx.places), ctx.places)
-        before = 10 + 2 * len(ctx.weights)
+        before = 11 + 2 * len(ctx.weights)
         needs = ctx.needs_input_grad[before:]
-        needs_x, needs_bias = ctx.needs_input_grad[:2]
+        needs_x, needs_bias, needs_residual = ctx.needs_input_grad[:3]
         half = len(ctx.places)
         dx, da, db = ops_lora.lora_linear_backward(
             g, ctx.row_g, Quantized(x_data, x_scale), t, ctx.weights, adapters, ctx.product,
             needs=(needs_x, any(needs[:half]), any(needs[half:])), dtype=x_dtype,
         )  # fmt: skip
-        if ctx.norm is not None and needs_x:
-            dx = back_through_norm(dx, Quantized(x_data, x_scale), ctx.norm, inverse)
+        kept = Quantized(x_data, x_scale)
+        dh, _ = back_through(dx, kept, norm_weight, ctx.eps, inverse, needs=(needs_x, False))
         found = adapters.split(da, db)
         gradients = [d if needed else None for d, needed in zip(found, needs, strict=True)]
         dbias = g.float().sum(dim=0).to(bias_dtype) if needs_bias else None
-        return dx if needs_x else None, dbias, *[None] * (before - 2), *gradients
-
-
-def norm_of(weight: Tensor | None, eps: float | None) -> Norm | None:
-    return None if weight is None or eps is None else Norm(weight, eps)
-
-
-def back_through_norm(dx: Tensor, x: Quantized, norm: Norm, inverse: Tensor) -> Tensor:
-    """dh from dx and from x as it was kept, which may have rows for padding."""
-    kept = Quantized(x.data, unpack_scale(x.scale)).dequantize(torch.float32)
-    return rms_norm_backward(dx, kept[: dx.shape[0]], norm, inverse)
+        dresidual = g if needs_residual else None
+        return dh, dbias, dresidual, *[None] * (before - 3), *gradients
 
 
 def _sort(

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from octavo import ops_lora_mlp
-from octavo.nn.lora import back_through_norm, norm_of
 from octavo.nn.mlp import MLP
-from octavo.numerics.norm import Norm, rms_norm
+from octavo.nn.norm import back_through, normed, parts_of
+from octavo.numerics.norm import Norm
 from octavo.numerics.quantize import Quantized
 from octavo.ops_adapters import Adapter, Adapters
 
@@ -37,17 +37,18 @@ def frozen_mlp(
     adapters_down: Adapters,
     *,
     norm: Norm | None = None,
+    residual: bool = False,
 ) -> Tensor:
     """`x[..., K]` through the MLP. `weights`: gate and up. `rows_…`: scaling state of input and gradient.
 
-    `norm`: comes before all that, as in `lora.py`.
+    `norm`: comes before all that, as in `lora.py`. `residual`: x itself is added to what comes out.
     """
     enabled = torch.is_grad_enabled()
     keep_x = enabled and (any(a.requires_grad for a in adapters.downs) or (norm is not None and x.requires_grad))
     matrices = [m for each in (adapters, adapters_down) for m in (*each.downs, *each.ups)]
     keep = enabled and (x.requires_grad or any(m.requires_grad for m in matrices))
     y = _FrozenMLP.apply(
-        x.reshape(-1, x.shape[-1]), norm and norm.weight, norm and norm.eps, mlp,
+        x.reshape(-1, x.shape[-1]), *parts_of(norm), residual, mlp,
         (adapters.places, adapters_down.places), (keep, keep_x), *rows, *rows_down,
         *(part for weight in (*weights, down) for part in weight), *matrices,
     )  # fmt: skip
@@ -61,6 +62,7 @@ class _FrozenMLP(torch.autograd.Function):
         x: Tensor,
         norm_weight: Tensor | None,
         norm_eps: float | None,
+        residual: bool,
         mlp: MLP,
         places: tuple[tuple[Adapter, ...], tuple[Adapter, ...]],
         keep: tuple[bool, bool],
@@ -72,26 +74,24 @@ class _FrozenMLP(torch.autograd.Function):
     ) -> Tensor:
         weights = [Quantized(*tensors[i : i + 2]) for i in (0, 2)]
         down, matrices = Quantized(*tensors[4:6]), tensors[6:]
-        norm = norm_of(norm_weight, norm_eps)
-        inverse = None
-        if norm is not None:
-            x, inverse = rms_norm(x, norm)
+        h = x
+        x, inverse = normed(h, norm_weight, norm_eps)
         y, *saved = ops_lora_mlp.lora_mlp(
             x, (row_x, row_h), weights, down, *_sort(matrices, places), mlp.product, mlp.activation, keep=keep[0],
-            keep_x=keep[1],
+            keep_x=keep[1], residual=h if residual else None,
         )  # fmt: skip
-        ctx.save_for_backward(*saved, inverse, *matrices)
+        ctx.save_for_backward(*saved, inverse, norm_weight, *matrices)
         ctx.weights, ctx.down, ctx.rows, ctx.mlp, ctx.places = weights, down, (row_g, row_dgate_up), mlp, places
-        ctx.x_dtype, ctx.norm = x.dtype, norm
+        ctx.x_dtype, ctx.eps, ctx.residual = x.dtype, norm_eps, residual
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         everything = ctx.saved_tensors
-        saved, inverse, matrices = everything[:6], everything[6], everything[7:]
+        saved, (inverse, norm_weight), matrices = everything[:6], everything[6:8], everything[8:]
         both = _sort(matrices, ctx.places)
-        needs_x, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[16:]
+        needs_x, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[17:]
         wanted = [needs_x]
         start = 0
         for places in ctx.places:
@@ -102,13 +102,15 @@ class _FrozenMLP(torch.autograd.Function):
             g, ctx.rows, saved, ctx.weights, ctx.down, *both, ctx.mlp.product, ctx.mlp.activation, needs=wanted,
             dtype=ctx.x_dtype,
         )  # fmt: skip
-        if ctx.norm is not None and needs_x:
-            dx = back_through_norm(dx, Quantized(*saved[:2]), ctx.norm, inverse)
+        kept = Quantized(*saved[:2])
+        dh, _ = back_through(dx, kept, norm_weight, ctx.eps, inverse, needs=(needs_x, False))
+        if ctx.residual and dh is not None:
+            dh = dh + g
         gradients: list[Tensor | None] = []
         for adapters, pair in zip(both, (found[:2], found[2:]), strict=True):
             gradients += adapters.split(*pair)
         gradients = [d if needed else None for d, needed in zip(gradients, needs, strict=True)]
-        return dx if needs_x else None, *[None] * 15, *gradients
+        return dh, *[None] * 16, *gradients
 
 
 def _sort(

@@ -6,7 +6,8 @@ Shapes: M tokens, K width, F hidden.
     backward   gq_MK → dh_MF = gq · w_down
                one kernel: dgu_M2F in both layouts, and h again, transposed
                dw_down = gqT · hqTᵀ     dx = dguq · [w_gate; w_up]     dw_gate_up = dguqT · xqTᵀ
-    kept       xqT_KM in FP8 and gu_M2F; h is computed again on the way back, where gate and up are read anyway
+    kept       xqT_KM in FP8 and gu_M2F, in FP8 if asked for; h is computed again on the way back, where gate and up are
+               read anyway
 """
 
 from dataclasses import dataclass
@@ -17,6 +18,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from octavo import ops_linear
+from octavo.nn.linears import how_to_keep
+from octavo.nn.norm import back_through, normed, parts_of
+from octavo.numerics.norm import Norm
 from octavo.numerics.quantize import Quantized
 from octavo.ops import Product
 
@@ -29,27 +33,54 @@ class MLP:
 
     product: Product
     activation: str
+    in_fp8: bool = False  # keep gate and up so
 
 
-def fp8_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, mlp: MLP, rows_gate_up: Rows, rows_down: Rows) -> Tensor:
-    """`x[..., K]` through the MLP. `rows_…`: scaling state of input, weight and gradient of each product."""
-    # Inside an autograd function nothing tells whether gradients are enabled.
-    keep_x = torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad)
-    y = _FP8MLP.apply(x.reshape(-1, x.shape[-1]), gate, up, down, mlp, keep_x, *rows_gate_up, *rows_down)
+def fp8_mlp(
+    x: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    down: Tensor,
+    mlp: MLP,
+    rows_gate_up: Rows,
+    rows_down: Rows,
+    *,
+    norm: Norm | None = None,
+) -> Tensor:
+    """`x[..., K]` through the MLP. `rows_…`: scaling state of input, weight and gradient of each product.
+
+    `norm`: comes before all that, as in `linears.py`.
+    """
+    keep = how_to_keep(x, (gate, up), norm)
+    y = _FP8MLP.apply(
+        x.reshape(-1, x.shape[-1]), gate, up, down, *parts_of(norm), mlp, keep, *rows_gate_up,
+        *rows_down,
+    )  # fmt: skip
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
 class _FP8MLP(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor, mlp: MLP, keep_x: bool, *rows: Tensor
+        ctx: Any,
+        x: Tensor,
+        gate: Tensor,
+        up: Tensor,
+        down: Tensor,
+        norm_weight: Tensor | None,
+        norm_eps: float | None,
+        mlp: MLP,
+        keep: str,
+        *rows: Tensor,
     ) -> Tensor:
         row_x, row_gate_up, _, row_h, row_down, _ = rows
         used = (row_x, row_gate_up, row_h, row_down)
-        y, x_columns, gate_up, h_scale = ops_linear.mlp(
-            x, (gate, up, down), used, mlp.product, mlp.activation, keep=keep_x
+        x, inverse = normed(x, norm_weight, norm_eps)
+        y, kept, gate_up, h_scale = ops_linear.mlp(
+            x, (gate, up, down), used, mlp.product, mlp.activation, keep=keep, in_fp8=mlp.in_fp8
         )
-        ctx.save_for_backward(*x_columns, gate_up, h_scale, gate, up, down)
+        ctx.save_for_backward(*kept, *gate_up, h_scale, gate, up, down, inverse, norm_weight)
+        ctx.keep, ctx.eps = keep, norm_eps
         ctx.rows = rows
         ctx.mlp = mlp
         ctx.x_dtype = x.dtype
@@ -58,24 +89,28 @@ class _FP8MLP(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        x_data, x_scale, gate_up, h_scale, gate, up, down = ctx.saved_tensors
+        x_data, x_scale, gate_up, gate_up_scale, h_scale, gate, up, down, inverse, norm_weight = ctx.saved_tensors
         _, row_gate_up, row_dgate_up, _, row_down, row_g = ctx.rows
-        needs_x, needs_gate, needs_up, needs_down = ctx.needs_input_grad[:4]
+        needs_x, needs_gate, needs_up, needs_down, needs_norm = ctx.needs_input_grad[:5]
+        x = Quantized(x_data, x_scale)
         dx, dgate_up, ddown = ops_linear.mlp_backward(
             g,
-            Quantized(x_data, x_scale),
-            gate_up,
+            x,
+            Quantized(gate_up, gate_up_scale),
             h_scale,
             (gate, up, down),
             (row_g, row_down, row_dgate_up, row_gate_up),
             ctx.mlp.product,
             ctx.mlp.activation,
-            needs=(needs_x, needs_gate or needs_up, needs_down),
+            x_is_rows=ctx.keep == "rows",
+            needs=(needs_x or needs_norm, needs_gate or needs_up, needs_down),
             dtype=ctx.x_dtype,
         )
+        dh, dnorm = back_through(dx, x, norm_weight, ctx.eps, inverse, needs=(needs_x, needs_norm))
         dgate = dup = None
         if needs_gate or needs_up:
             dgate, dup = dgate_up.split([gate.shape[0], up.shape[0]])
-        found = (dx, dgate, dup, ddown)
-        wanted = (needs_x, needs_gate, needs_up, needs_down)
-        return *[d if needed else None for d, needed in zip(found, wanted, strict=True)], *[None] * 8
+        gradients = (dh, dgate, dup, ddown, dnorm)
+        return *[d if needed else None for d, needed in zip(gradients, ctx.needs_input_grad[:5], strict=True)], *[
+            None
+        ] * 9

@@ -18,6 +18,7 @@ OPERANDS = ("x", "w", "g")
 ALGORITHMS = ("max", "most_recent", "ema")
 SCALINGS = ("delayed", "current")
 FAST_ACCUMULATIONS = ("none", "forward", "all")
+ACTIVATIONS = ("bf16", "fp8")
 FP8_FORMATS = {
     "HYBRID": ("E4M3", "E4M3", "E5M2"),
     "E4M3": ("E4M3", "E4M3", "E4M3"),
@@ -124,6 +125,9 @@ class FP8TrainingConfig:
         fast_accumulation: where tensor cores may keep only about 14 bits of a running sum: `none`, `forward`, or `all`
             (gradients, too). Measured (docs/LOG.md): over 8,192 tokens it adds 0.2 % to a weight gradient that FP8
             has put off by 6 % already, over 32,768 tokens 0.4 %; steps are 2 to 4 % faster.
+        activations: what backward reads of a gated MLP, beside what is in FP8 anyway: `bf16`, gate and up as they were;
+            `fp8`, both in E4M3 with a scale for every 128 features of a token, which is half of it. Forward sees them
+            as they were, either way.
         mx_rule: how MX scales round: `up` (nothing saturates) or `floor` (the OCP specification).
         emulate: True computes by the spec in plain PyTorch; False insists on FP8 tensor cores; not given: whichever
             the device can do.
@@ -144,6 +148,7 @@ class FP8TrainingConfig:
     fp8_head: bool = False
     wgrad: str | None = None
     fast_accumulation: str = "all"
+    activations: str = "bf16"
     emulate: bool | None = None
 
     def __post_init__(self) -> None:
@@ -177,6 +182,7 @@ class FP8TrainingConfig:
             raise ValueError(f"skip={self.skip!r}: a sequence of layer names, such as ('lm_head',)")
         set_field("skip", tuple(self.skip))
         check_choice("fast_accumulation", self.fast_accumulation, FAST_ACCUMULATIONS)
+        check_choice("activations", self.activations, ACTIVATIONS)
         if self.wgrad not in (None, "channel"):
             raise ValueError(f"wgrad={self.wgrad!r}: choose 'channel', or None for the recipe's own granularity")
         if self.wgrad is not None and self.granularity != "block":

@@ -30,3 +30,10 @@ def rms_norm_backward(g: Tensor, x: Tensor, norm: Norm, inverse: Tensor) -> Tens
     along = (wide * x).mean(-1, keepdim=True)
     normed = torch.where(weight == 0, 0.0, x / weight)
     return ((weight * wide - normed * along) * inverse).to(g.dtype)
+
+
+def weight_gradient(g: Tensor, x: Tensor, norm: Norm) -> Tensor:
+    """Of the norm's weight. Where that is zero there is none: x does not tell what was multiplied by it."""
+    weight = norm.weight.float()
+    along = (g.float() * x.float()).sum(0)
+    return torch.where(weight == 0, 0.0, along / weight).to(norm.weight.dtype)

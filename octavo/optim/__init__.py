@@ -9,7 +9,9 @@ parameter itself. The low-bit variants store them in blocks with one FP32 scale 
     adamw4bit   1                       16 levels, blocks of 128
 
 Only a tensor with at least 4,096 elements whose count divides by the block is stored so; smaller ones keep FP32 states.
-The parameters, the gradients and the update itself stay in FP32.
+The update itself is computed in FP32, and parameters may be kept so. In BF16, rounded to the nearest, a weight does not
+move by less than a 256th of itself, so small updates would be lost: with `stochastic_rounding` it rounds up or down by
+chance, and on average moves by what it should.
 """
 
 import importlib
@@ -17,10 +19,15 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import nn
 from torch.compiler import set_stance
+
+from octavo.optim.in_backward import step_in_backward, steps_in_backward
+
+__all__ = ["OPTIMIZERS", "build_optimizer", "set_learning_rate", "step_in_backward", "steps_in_backward"]
 
 LOW_BIT = {"adamw8bit": "AdamW8bit", "adamw4bit": "AdamW4bit", "adamwfp8": "AdamWFp8"}
 OPTIMIZERS = ("adamw", *LOW_BIT)
@@ -32,17 +39,20 @@ def build_optimizer(
     lr: float,
     weight_decay: float = 0.1,
     betas: tuple[float, float] = (0.9, 0.95),
+    *,
+    stochastic_rounding: bool = False,
 ) -> torch.optim.Optimizer:
-    """The optimiser called `name`, one of `OPTIMIZERS`."""
+    """The optimiser called `name`, one of `OPTIMIZERS`. `stochastic_rounding`: of parameters in BF16."""
     if name not in OPTIMIZERS:
         raise ValueError(f"optimizer={name!r}: choose from {', '.join(OPTIMIZERS)}")
     parameters = list(params)
-    if name == "adamw":
-        return torch.optim.AdamW(parameters, lr=lr, weight_decay=weight_decay, betas=betas)
-    optimizer_class = getattr(_torchao_optim(name), LOW_BIT[name])
+    options: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "betas": betas}
+    if name == "adamw" and not stochastic_rounding:
+        return torch.optim.AdamW(parameters, **options)
+    optimizer_class = getattr(_torchao_optim(name), LOW_BIT.get(name, "_AdamW"))
     if all(parameter.device.type == "cpu" for parameter in parameters):
         optimizer_class = _without_compiling(optimizer_class)
-    return optimizer_class(parameters, lr=lr, weight_decay=weight_decay, betas=betas)
+    return optimizer_class(parameters, **options, bf16_stochastic_round=stochastic_rounding)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -62,7 +72,7 @@ def _torchao_optim(name: str) -> ModuleType:
         if error.name is None or error.name.split(".")[0] != "torchao":
             raise
         raise ModuleNotFoundError(
-            f"optimizer={name!r} needs torchao: pip install octavo[optim] (or use optimizer='adamw')", name="torchao"
+            f"optimizer={name!r} needs torchao: pip install octavo[optim] (or plain optimizer='adamw')", name="torchao"
         ) from error
 
 

@@ -20,6 +20,7 @@ from octavo.nn.linear import FP8Linear
 from octavo.nn.report import Report
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 from octavo.numerics.config import check_config
+from octavo.optim.in_backward import step_in_backward
 from octavo.support import check_fp8_support
 from octavo.training.files import disk_errors
 
@@ -33,6 +34,8 @@ class FP8Trainer:
     under the autocast instead. Without it, the model is trained as it is, including an FP8 one converted before.
     Batches: a dict for models that return an object or dict with `loss`; a tuple for models that return a loss, or
     `(..., loss)`. With `loss_fn`, a tuple is `(*inputs, target)` and the loss is `loss_fn(model(*inputs), target)`.
+    `release_gradients`: each is applied within backward, and its memory given back (`octavo.optim.step_in_backward`);
+    a step is then not skipped for a gradient that is not finite, which shows too late.
     """
 
     def __init__(
@@ -45,11 +48,14 @@ class FP8Trainer:
         gradient_accumulation_steps: int = 1,
         max_grad_norm: float | None = None,
         loss_fn: Callable[[Any, Any], Tensor] | None = None,
+        release_gradients: bool = False,
     ) -> None:
         if gradient_accumulation_steps < 1:
             raise ValueError(f"gradient_accumulation_steps={gradient_accumulation_steps!r}: at least 1")
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ValueError(f"max_grad_norm={max_grad_norm!r}: a number above 0, or None for no limit")
+        if release_gradients:
+            _require_each_gradient_alone(gradient_accumulation_steps, max_grad_norm)
         self.model = model
         self.optimizer = optimizer
         self.fp8_config = check_config(fp8_config)
@@ -65,6 +71,8 @@ class FP8Trainer:
         self.scaling: FP8ScalingManager | None = None
         self.report: Report | None = None
         self._set_up_fp8(convert_model_to_fp8)
+        if release_gradients:
+            step_in_backward(optimizer)
 
     def _set_up_fp8(self, convert: bool) -> None:
         converted = [m for m in self.model.modules() if isinstance(m, FP8Linear)]
@@ -204,6 +212,19 @@ class FP8Trainer:
         self._accumulated = {name: value.clone().to(device) for name, value in state["accumulated"].items()}
         for name, value in state["counters"].items():
             setattr(self, name, value)
+
+
+def _require_each_gradient_alone(accumulation: int, limit: float | None) -> None:
+    if accumulation > 1:
+        raise ValueError(
+            f"release_gradients=True with gradient_accumulation_steps={accumulation}: gradients that are to be summed "
+            "have to be kept; use one of the two"
+        )
+    if limit is not None:
+        raise ValueError(
+            f"release_gradients=True with max_grad_norm={limit}: their norm is known only when all are there; leave "
+            "max_grad_norm out, or keep them"
+        )
 
 
 def _model_file(path: Path) -> Path:

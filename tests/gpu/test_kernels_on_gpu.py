@@ -25,10 +25,10 @@ from kernel_cases import (
 )
 
 from octavo import FP8TrainingConfig
-from octavo.numerics import E4M3, E5M2, OperandRecipe
+from octavo.numerics import E4M3, E5M2, OperandRecipe, Quantized
 from octavo.numerics import cross_entropy as loss_spec
 from octavo.numerics import operand as spec
-from octavo.numerics.activation import ACTIVATIONS, gated, gated_backward
+from octavo.numerics.activation import ACTIVATIONS, from_kept, gated, gated_backward, keep
 from octavo.numerics.quantize import expand_scale
 from octavo.numerics.scaling import SCALE, UNDERFLOW
 
@@ -203,6 +203,32 @@ def test_gated(name, activation, dtype):
             assert_nearly_same(one, other)
         assert torch.equal(bytes_of(found[1].data), bytes_of(found[0].data).mT)
         assert_rows_alike(mine, theirs)
+
+
+@pytest.mark.parametrize(("name", "activation"), [("delayed", "silu"), ("E5M2", "gelu_tanh")])
+def test_gated_with_gate_and_up_kept_in_fp8(name, activation):
+    recipe = CONFIGS[name].recipe
+    for m, f in ((1024, 768), (8192, 1024), (257, 256)):
+        gate_up, dh = (sample(m, n, device="cuda").clamp(-30, 30).to(BF16) for n in (2 * f, f))
+        room = Quantized(
+            torch.empty(m, 2 * f, dtype=torch.float8_e4m3fn, device="cuda"),
+            torch.empty(m, 2 * f // 128, dtype=torch.uint8, device="cuda"),
+        )
+        mine, theirs = new_row(2.0, "cuda"), new_row(2.0, "cuda")
+        poison()
+        found = gated_kernel.gated_quantize(gate_up, mine, recipe.x, activation, record=True, into=room)
+        assert_nearly_same(found, gated_spec(gate_up, theirs, recipe.x, activation, record=True))
+        expected = keep(gate_up)
+        assert torch.equal(room.scale, expected.scale)
+        assert torch.equal(bytes_of(room.data), bytes_of(expected.data))
+        wide = from_kept(room).to(BF16)  # which is exact
+        mine, theirs = new_row(0.04, "cuda"), new_row(0.04, "cuda")
+        how = (recipe.g, recipe.x, activation)
+        poison()
+        backward = gated_kernel.gated_quantize_backward(dh, room.data, found.scale, mine, *how, kept_scale=room.scale)
+        for one, other in zip(backward, gated_backward_spec(dh, wide, found.scale, theirs, *how), strict=True):
+            assert_nearly_same(one, other)
+        assert torch.equal(bytes_of(backward[1].data), bytes_of(backward[0].data).mT)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)

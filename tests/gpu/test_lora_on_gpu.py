@@ -16,6 +16,7 @@ from kernel_cases import (
 from torch import nn
 
 from octavo.kernels import adapter_gradients as adapting
+from octavo.kernels import adapter_outputs as adding
 from octavo.kernels import dequantize as dequantizing
 from octavo.kernels import gated_lora
 from octavo.kernels import quantize as kernel
@@ -128,10 +129,10 @@ def test_gated_with_adapters(m, f, rank, activation):
     ],
 )
 def test_gradients_of_adapters(m, places, rank, fold):
-    places = [adapting.Place(first, size, 0.5 + i) for i, (first, size) in enumerate(places)]
-    width = places[-1].first + places[-1].size
+    places = [(first, size, 0.5 + i) for i, (first, size) in enumerate(places)]
+    width = sum(places[-1][:2])
     g, t = (torch.randn(m, n, device="cuda").to(BF16) for n in (width, rank * len(places)))
-    ups = [torch.randn(place.size, rank, device="cuda").to(BF16) for place in places]
+    ups = [torch.randn(size, rank, device="cuda").to(BF16) for _, size, _ in places]
     factor = torch.rand(width, device="cuda") + 0.5 if fold else None
     assert adapting.can_multiply(g, ups)
     expected = adapter_gradients(g, t, ups, places, factor)
@@ -142,6 +143,24 @@ def test_gradients_of_adapters(m, places, rank, fold):
         for found, exact in zip((u, d), expected, strict=True):
             assert (found / (times + 1) - exact).norm() < 4e-3 * exact.norm()
     adapting.add_gradients(g, t, ups, places, factor, torch.zeros_like(u), None)
+
+    residual = torch.randn_like(g) if len(places) == 1 else None
+    expected = g.float() if residual is None else g.float() + residual
+    for i, ((first, size, scaling), up) in enumerate(zip(places, ups, strict=True)):
+        expected[:, first : first + size] += scaling * t[:, i * rank : (i + 1) * rank].float() @ up.float().T
+    assert adding.can_add(g, ups, places, residual, turned=True)
+    for left in (t, t.float()):
+        y = g.clone()
+        adding.add_outputs(y, left, ups, places, residual, turned=True)
+        assert (y - expected).norm() < 4e-3 * expected.norm()
+
+
+@pytest.mark.parametrize(("m", "k", "ranks"), [(8192, 4096, 96), (4096, 4096, 64), (100, 200, 24)])
+def test_down_projections_of_gradients(m, k, ranks):
+    dx, u, a = (torch.randn(*shape, device="cuda").to(BF16) for shape in ((m, k), (m, ranks), (ranks, k)))
+    expected = dx.float() + u.float() @ a.float()
+    adding.add_outputs(dx, u, [a], [(0, k, 1.0)], None, turned=False)
+    assert (dx - expected).norm() < 4e-3 * expected.norm()
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
@@ -234,4 +253,7 @@ def test_linears_and_mlp(granularity, tokens, compiled):
         return nn.functional.rms_norm(x, (k,), norm.weight.float(), norm.eps)
 
     compare(wrap(lambda x: group(x, norm=norm)), lambda x: linear(normed(x)), x, matrices(both))
-    compare(wrap(lambda x: mlp(x, norm=norm)), lambda x: reference(normed(x)), x, matrices(both, last))
+    compare(
+        wrap(lambda x: mlp(x, norm=norm, residual=True)), lambda x: x + reference(normed(x)), x, matrices(both, last)
+    )
+    compare(wrap(lambda x: group(x, residual=group(x))), lambda x: 2 * linear(x), x, matrices(both))

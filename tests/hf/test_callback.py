@@ -261,3 +261,39 @@ def test_a_skipped_step_proves_nothing():
     optimizer.step_was_skipped = False
     with pytest.raises(RuntimeError, match="2 of 2 weights"):
         checked(model, optimizer, lambda: model(x).square().sum())
+
+
+class Gradients(transformers.TrainerCallback):
+    def __init__(self):
+        self.seen = []
+
+    def on_pre_optimizer_step(self, *_, model, **__):
+        self.seen.append(sum(parameter.grad is not None for parameter in model.parameters()))
+
+
+def test_released_gradients_train_the_same(tmp_path, capsys):
+    weights, watchers = [], (Gradients(), Gradients())
+    for released, watcher in zip((False, True), watchers, strict=True):
+        callbacks = [OctavoCallback(release_gradients=released), watcher]
+        run = trainer(tmp_path / str(released), callbacks=callbacks, max_steps=3, max_grad_norm=0.0)
+        run.train()
+        weights.append([p.detach().clone() for p in run.model.parameters()])
+    assert min(watchers[0].seen) > 20 and set(watchers[1].seen) == {0}
+    for one, other in zip(*weights, strict=True):
+        torch.testing.assert_close(one, other)
+    assert "not seen to learn" not in capsys.readouterr().err
+
+
+def test_released_gradients_of_weights_that_do_not_move(tmp_path):
+    run = trainer(tmp_path, callbacks=[OctavoCallback(release_gradients=True)], max_steps=2, max_grad_norm=0.0)
+    run.optimizer = Frozen(run.model.parameters(), lr=1e-3)
+    with pytest.raises(RuntimeError, match="did not move in the optimiser's step"):
+        run.train()
+
+
+@pytest.mark.parametrize(("name", "value"), [("max_grad_norm", 1.0), ("gradient_accumulation_steps", 2)])
+def test_what_needs_all_gradients_is_refused(tmp_path, name, value):
+    options = {"max_grad_norm": 0.0} | {name: value}
+    run = trainer(tmp_path, callbacks=[OctavoCallback(release_gradients=True)], **options)
+    with pytest.raises(ValueError, match=rf"with {name}={value}: that needs all gradients at once; set"):
+        run.train()

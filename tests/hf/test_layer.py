@@ -1,4 +1,4 @@
-"""Decoder layers of a frozen base, whose norms are computed with the products that follow them."""
+"""Decoder layers whose norms are computed with the products that follow them, frozen or trained."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from small import LINEARS, small_llama, tokens
 from torch import nn
 from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from octavo import FastLanguageModel
+from octavo import FastLanguageModel, FP8TrainingConfig, convert_to_fp8, restore
 from octavo.hf import decoder
 from octavo.nn.frozen import FP8FrozenLinear
 
@@ -161,3 +161,57 @@ def test_generating_with_a_cache(tmp_path):
     first = model.generate(input_ids=tokens(1, 5), max_new_tokens=6, do_sample=False)
     again = apart(model).generate(input_ids=tokens(1, 5), max_new_tokens=6, do_sample=False)
     assert torch.equal(first, again)
+
+
+def trained(activations, recipe="delayed", **changes):
+    model = small_llama(**SIZES, dtype=torch.float32, **changes)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            torch.manual_seed(len(name))
+            nn.init.uniform_(parameter, 0.5, 1.5)
+    exact = step(model)
+    report = convert_to_fp8(model, FP8TrainingConfig.from_recipe(recipe, activations=activations))
+    return model.train(), report, exact
+
+
+def test_full_fine_tuning_with_fp8_activations():
+    errors, losses, kept = [], [], []
+    for activations in ("bf16", "fp8"):
+        model, report, exact = trained(activations)
+        assert ("norms with the products that follow them (2)" in report.fused) == (activations == "fp8")
+        found = step(model)
+        parts = zip(found[1:], exact[1:], strict=True)
+        errors.append(torch.tensor([1 - cosine(a, b) for a, b in parts]))
+        losses.append(found[0])
+        kept.append(kept_bytes(model))
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=0)
+    # What rounding gate and up adds is small beside what FP8 has put off already; norms' weights are among these.
+    assert errors[1].mean() < 1.1 * errors[0].mean() and (errors[1] < 1.3 * errors[0]).all()
+    tokens_, wide = 8 * 64, 4  # bytes: this one is in FP32
+    residuals = 2 * 2 * tokens_ * SIZES["hidden_size"] * wide
+    gate_up = 2 * tokens_ * 2 * SIZES["intermediate_size"] * (wide - 1)
+    assert kept[0] - kept[1] > 0.9 * (residuals + gate_up)
+
+
+@pytest.mark.parametrize("recipe", ["block", "channel"])
+def test_several_scales_keep_norms_apart(recipe):
+    model, report, _ = trained("fp8", recipe)
+    assert any("norms apart" in line for line in report.fused)
+    assert not any(decoder.is_fused(layer) for layer in model.model.layers)
+    step(model)
+
+
+def test_full_fine_tuning_compiled_and_restored():
+    torch._dynamo.reset()
+    model, _, exact = trained("fp8")
+    eager = step(model)
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    for found, expected in zip(step(model), eager, strict=True):
+        assert cosine(found, expected) > 0.999
+    for layer in model.model.layers:
+        layer._compiled_call_impl = None
+    restore(model)
+    assert not any(decoder.is_fused(layer) for layer in model.model.layers)
+    for found, expected in zip(step(model), exact, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)

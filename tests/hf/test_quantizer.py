@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+import accelerate
 import pytest
 import torch
 from bounds import cosine
@@ -13,6 +14,7 @@ from small import LINEARS, small_llama, tokens
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from octavo.hf import decoder
 from octavo.hf.quantizer import OctavoConfig, read_layout
 from octavo.nn.frozen import GRANULARITIES, SCALE_NAME, FP8FrozenLinear, quantize_weight
 
@@ -177,6 +179,27 @@ def test_bad_configurations():
         OctavoConfig("row")
     with pytest.raises(ValueError, match="bits=4: no such field"):
         OctavoConfig(bits=4)
+
+
+def test_a_typo_in_skip_is_an_error(checkpoint):
+    with pytest.raises(ValueError, match=r"skip='dwon_proj': LlamaForCausalLM has no module"):
+        load(checkpoint, OctavoConfig("block", skip=["dwon_proj"]))
+
+
+def test_its_groups_are_fused_and_still_give_what_the_modules_give(checkpoint):
+    model = load(checkpoint, OctavoConfig("channel"))
+    assert any("MLP with its activation in one function (2)" in line for line in model.octavo_fused)
+    together = model(tokens()).logits
+    for module in model.modules():
+        decoder.restore(module)
+    torch.testing.assert_close(together, model(tokens()).logits, rtol=0, atol=0.05)
+
+
+def test_offloading_by_accelerate_is_refused(checkpoint):
+    model = load(checkpoint, OctavoConfig("channel"))
+    accelerate.cpu_offload(model, execution_device="cpu")
+    with pytest.raises(ValueError, match="Accelerate has moved this FP8 weight off its device"):
+        model(tokens())
 
 
 def test_skip(checkpoint):

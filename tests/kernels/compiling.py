@@ -81,6 +81,12 @@ def main(dtype: torch.dtype, rounding: str) -> None:
     for m, f in ((256, 256), (257, 300)):
         gate_up, dh = torch.zeros(m, 2 * f, dtype=dtype), torch.zeros(m, f, dtype=dtype)
         gated.gated_quantize_backward(dh, gate_up, torch.ones(()), new_rows(device="cpu"), recipe.g, recipe.x, "silu")
+    kept = Quantized(torch.zeros(256, 512, dtype=E4M3.dtype), torch.ones(256, 4, dtype=torch.uint8))
+    gate_up, dh = torch.zeros(256, 512, dtype=dtype), torch.zeros(256, 256, dtype=dtype)
+    gated.gated_quantize(gate_up, new_rows(device="cpu"), recipe.x, "silu", record=True, into=kept)
+    gated.gated_quantize_backward(
+        dh, kept.data, torch.ones(()), new_rows(device="cpu"), recipe.g, recipe.x, "silu", kept_scale=kept.scale
+    )
     for recipe_b in (
         FP8TrainingConfig.from_recipe("block", wgrad=w, rounding=rounding).recipe for w in (None, "channel")
     ):

@@ -1,10 +1,11 @@
-"""The way back through adapters in Triton's interpreter."""
+"""Adapters in Triton's interpreter: what they add, and the way back through them."""
 
 import pytest
 import torch
 from kernel_cases import adapter_gradients, sample
 
 from octavo.kernels import adapter_gradients as kernel
+from octavo.kernels import adapter_outputs as adding
 from octavo.numerics.formats import E4M3
 from octavo.numerics.quantize import Quantized, quantize
 
@@ -23,10 +24,10 @@ BF16 = torch.bfloat16
     ],
 )
 def test_gradients(m, places, rank, fold, of_b):
-    places = [kernel.Place(first, size, 0.5 + i) for i, (first, size) in enumerate(places)]
-    width = places[-1].first + places[-1].size
+    places = [(first, size, 0.5 + i) for i, (first, size) in enumerate(places)]
+    width = sum(places[-1][:2])
     g, t = torch.randn(m, width).to(BF16), torch.randn(m, rank * len(places)).to(BF16)
-    ups = [torch.randn(place.size, rank).to(BF16) for place in places]
+    ups = [torch.randn(size, rank).to(BF16) for _, size, _ in places]
     factor = torch.rand(width) + 0.5 if fold else None
     assert kernel.can_multiply(g, ups)
     u, d = torch.zeros(m, rank * len(places)), torch.zeros(sum(up.numel() for up in ups))
@@ -38,6 +39,34 @@ def test_gradients(m, places, rank, fold, of_b):
         torch.testing.assert_close(d / 2, expected[1], rtol=1e-4, atol=1e-4)
     else:
         assert not d.any()
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize(
+    ("m", "places", "rank"), [(64, [(0, 128)], 32), (130, [(0, 300), (300, 100), (400, 64)], 8), (5, [(0, 64)], 20)]
+)
+def test_outputs(m, places, rank, residual, wide):
+    places = [(first, size, 0.5 + i) for i, (first, size) in enumerate(places)]
+    residual = torch.randn(m, sum(places[-1][:2])).to(BF16) if residual else None
+    y, t = torch.randn(m, sum(places[-1][:2])).to(BF16), torch.randn(m, rank * len(places)).to(BF16)
+    ups = [torch.randn(size, rank).to(BF16) for _, size, _ in places]
+    assert adding.can_add(y, ups, places, residual, turned=True) == (residual is None or len(places) == 1)
+    expected = y.float() + (0 if residual is None else residual)
+    for i, ((first, size, scaling), up) in enumerate(zip(places, ups, strict=True)):
+        expected[:, first : first + size] += scaling * t[:, i * rank : (i + 1) * rank].float() @ up.float().T
+    if adding.can_add(y, ups, places, residual, turned=True):
+        adding.add_outputs(y, t.float() if wide else t, ups, places, residual, turned=True)
+        torch.testing.assert_close(y.float(), expected, rtol=1e-2, atol=1e-2)
+
+
+def test_inputs():
+    dx, u, a = (torch.randn(*shape).to(BF16) for shape in ((37, 200), (37, 96), (96, 200)))
+    span = [(0, 200, 1.0)]
+    assert adding.can_add(dx, [a], span, None, turned=False)
+    expected = dx.float() + u.float() @ a.float()
+    adding.add_outputs(dx, u, [a], span, None, turned=False)
+    torch.testing.assert_close(dx.float(), expected, rtol=1e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
@@ -57,6 +86,8 @@ def test_what_they_leave_to_others():
     assert not kernel.can_multiply(g.float(), [up]) and not kernel.can_multiply(g, [])
     assert not kernel.can_multiply(g, [up] * 4) and not kernel.can_multiply(g, [up, up[:, :4]])
     assert not kernel.can_multiply(g, [torch.zeros(64, 65, dtype=BF16)]) and not kernel.can_multiply(g.t(), [up])
+    assert not adding.can_add(g.float(), [up], [(0, 64, 1.0)], None, turned=True)
+    assert not adding.can_add(g, [up, up[:, :4]], [(0, 32, 1.0), (32, 32, 1.0)], None, turned=True)
     wide = Quantized(torch.zeros(4, 64, dtype=E4M3.dtype), torch.ones(()))
     assert not kernel.can_multiply_kept(wide, torch.zeros(4, 257, dtype=BF16))
     assert not kernel.can_multiply_kept(wide, torch.zeros(4, 8))

@@ -20,7 +20,7 @@ def test_tiles_are_transposed_in_16_bits(dtype, rounding):
         "tensor_kernel",
         "scaled_kernel",
         "block_kernel",
-        "_gated_backward_kernel",
+        "gated_backward_kernel",
         "_causal_kernel",
         "rows_kernel",
         "columns_kernel",

@@ -45,11 +45,11 @@ CASES = {
 }
 
 
-def run(linears, adapters, last, x, activation="silu", norm=None):
+def run(linears, adapters, last, x, activation="silu", **options):
     gate, up, down = linears
     rows = [(linear.row_x, linear.row_g) for linear in (gate, down)]
     how = MLP(gate.product(x), activation)
-    return frozen_mlp(x, [gate.quantized, up.quantized], down.quantized, how, *rows, adapters, last, norm=norm)
+    return frozen_mlp(x, [gate.quantized, up.quantized], down.quantized, how, *rows, adapters, last, **options)
 
 
 def reference(linears, adapters, last, x, activation="silu"):
@@ -95,13 +95,14 @@ def test_values_and_every_gradient(granularity, case, activation):
 
 @pytest.mark.parametrize("granularity", ["block", "channel"])
 @pytest.mark.parametrize("case", ["all", "none"])
-def test_with_a_norm_before_it(granularity, case):
+@pytest.mark.parametrize("residual", [False, True])
+def test_with_a_norm_before_it(granularity, case, residual):
     linears = build(granularity)
     adapters, last = adapters_of(CASES[case][0], K), adapters_of(CASES[case][1], F)
     norm = Norm(torch.rand(K, dtype=torch.bfloat16) + 0.5, 1e-5)
     h = torch.randn(3, 37, K, dtype=torch.bfloat16, requires_grad=True)
     tensors = [h, *matrices(adapters, last)]
-    y = run(linears, adapters, last, h, norm=norm)
+    y = run(linears, adapters, last, h, norm=norm, residual=residual)
     g = torch.randn_like(y)
     y.backward(g)
     mine = [m.grad for m in tensors]
@@ -109,7 +110,7 @@ def test_with_a_norm_before_it(granularity, case):
     for m in tensors:
         m.grad = None
     x = nn.functional.rms_norm(h_ref, (K,), norm.weight.float(), norm.eps)
-    reference(linears, adapters, last, x).backward(g.float())
+    (reference(linears, adapters, last, x) + (h_ref if residual else 0)).backward(g.float())
     for found, exact in zip(mine, [h_ref.grad, *(m.grad for m in tensors[1:])], strict=True):
         assert cosine(found, exact) > 0.9975
 

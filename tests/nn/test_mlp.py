@@ -24,9 +24,9 @@ TORCH = {"silu": F.silu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
 K, HIDDEN = 40, 72
 
 
-def mlp_of(config, activation="silu", dtype=torch.float32):
+def mlp_of(config, activation="silu", dtype=torch.float32, **options):
     recipe = config.recipe
-    return MLP(Product(recipe.x, recipe.w, recipe.g, out_dtype=dtype, b_is_nk=True), activation)
+    return MLP(Product(recipe.x, recipe.w, recipe.g, out_dtype=dtype, b_is_nk=True), activation, **options)
 
 
 def rows():
@@ -47,9 +47,10 @@ def exact(leaves, activation):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_values_and_gradients(name, activation, dtype):
+@pytest.mark.parametrize("in_fp8", [False, True])
+def test_values_and_gradients(name, activation, dtype, in_fp8):
     leaves = build(dtype)
-    y = fp8_mlp(*leaves, mlp_of(CONFIGS[name], activation, dtype), rows(), rows())
+    y = fp8_mlp(*leaves, mlp_of(CONFIGS[name], activation, dtype, in_fp8=in_fp8), rows(), rows())
     g = torch.randn_like(y)
     found = torch.autograd.grad(y, leaves, g)
     doubles = [leaf.detach().double().requires_grad_() for leaf in leaves]
@@ -98,11 +99,23 @@ def test_h_is_not_kept():
     assert next(t for t in saved if t.shape == (K, 57)).element_size() == 1
 
 
+def test_gate_and_up_are_kept_in_half_as_much():
+    leaves = build()
+    kept = []
+    for in_fp8 in (False, True):
+        y = fp8_mlp(*leaves, mlp_of(CONFIGS["delayed"], in_fp8=in_fp8), rows(), rows())
+        saved = [t for t in y.grad_fn.next_functions[0][0].saved_tensors if t is not None]
+        saved = [t for t in saved if t.shape == (57, 2 * HIDDEN)]
+        kept.append((y, [t.element_size() for t in saved]))
+    assert [sizes for _, sizes in kept] == [[4], [1]] and torch.equal(kept[0][0], kept[1][0])
+
+
 @pytest.mark.parametrize("name", CONFIGS)
-def test_one_graph_under_compile(name):
+@pytest.mark.parametrize("in_fp8", [False, True])
+def test_one_graph_under_compile(name, in_fp8):
     torch._dynamo.reset()
     leaves = build()
-    mlp = mlp_of(CONFIGS[name])
+    mlp = mlp_of(CONFIGS[name], in_fp8=in_fp8)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(fp8_mlp, backend=counter, fullgraph=True)
 

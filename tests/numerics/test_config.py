@@ -32,6 +32,7 @@ DEFAULTS = {
     "mx_rule": "up",
     "fp8_head": False,
     "fast_accumulation": "all",
+    "activations": "bf16",
     "wgrad": None,
     "emulate": None,
 }
@@ -70,6 +71,7 @@ BAD = [
     ("fp8_dpa", ["yes", None, 2]),
     ("fp8_head", ["yes", None, 2]),
     ("fast_accumulation", ["backward", None, True]),
+    ("activations", ["e4m3", None, True]),
     ("wgrad", ["tensor", "block", "", 1, True]),
     ("granularity", ["row", "Tensor", None, 128]),
     ("scaling", ["dynamic", "", 1]),

@@ -102,3 +102,18 @@ def test_without_torchao_the_error_says_what_to_install(monkeypatch: pytest.Monk
     with pytest.raises(ModuleNotFoundError, match=r"pip install octavo\[optim\]"):
         build_optimizer("adamw4bit", make_parameters(), lr=0.1)
     assert build_optimizer("adamw", make_parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_small_updates_of_bf16_weights_are_not_lost_with_stochastic_rounding(name: str) -> None:
+    """An update of a 2,000th of a weight: to the nearest it is nothing."""
+    moved = {}
+    for stochastic in (False, True):
+        torch.manual_seed(0)
+        weight = nn.Parameter(torch.ones(64, 128, dtype=torch.bfloat16))
+        optimizer = build_optimizer(name, [weight], lr=5e-4, weight_decay=0.0, stochastic_rounding=stochastic)
+        for _ in range(4):
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+        moved[stochastic] = 1 - weight.float().mean().item()
+    assert moved[False] == 0 and abs(moved[True] - 4 * 5e-4) < 2e-4

@@ -1,0 +1,35 @@
+"""A norm joined to the product that follows it, in one autograd function: its backward takes x from what that keeps.
+
+Autograd functions take tensors one by one, so a norm comes in as its weight and its eps, or as None and None.
+"""
+
+import torch
+from torch import Tensor
+
+from octavo.numerics.norm import Norm, rms_norm, rms_norm_backward, weight_gradient
+from octavo.numerics.quantize import Quantized
+from octavo.ops import unpack_scale
+
+
+def parts_of(norm: Norm | None) -> tuple[Tensor | None, float | None]:
+    return (None, None) if norm is None else (norm.weight, norm.eps)
+
+
+def normed(h: Tensor, weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor | None]:
+    """x, and 1 / rms of each row; h itself and None if there is no norm."""
+    return (h, None) if weight is None or eps is None else rms_norm(h, Norm(weight, eps))
+
+
+def back_through(
+    dx: Tensor, x: Quantized, weight: Tensor | None, eps: float | None, inverse: Tensor, *, needs: tuple[bool, bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of h and of the norm's weight, from dx and from x as it was kept, which may have rows for padding.
+
+    Without a norm, dx is the gradient of h.
+    """
+    if weight is None or eps is None:
+        return dx if needs[0] else None, None
+    norm = Norm(weight, eps)
+    kept = Quantized(x.data, unpack_scale(x.scale)).dequantize(torch.float32)[: dx.shape[0]]
+    dh = rms_norm_backward(dx, kept, norm, inverse) if needs[0] else None
+    return dh, weight_gradient(dx, kept, norm) if needs[1] else None
