@@ -69,7 +69,7 @@ def test_every_preset(invoke: Invoke, model: str, mode: str) -> None:
     for kind in KINDS:
         assert kind in output
     assert "BF16 Hugging Face, adamw" in output and "with checkpointing" in output and "For h200: " in output
-    assert max(len(line) for line in output.splitlines() if not line.startswith("octavo bench ")) <= 118
+    assert max(len(line) for line in output.splitlines() if not line.startswith("octavo bench ")) <= 124
     assert "…" not in output  # nothing is cut
 
 
@@ -274,6 +274,8 @@ def test_advice_prefers_what_computes_nothing_twice() -> None:
     narrow = make_plan("8b", mode="full", batch=4, seq=2048, gpu="60").advice
     assert narrow is not None and narrow.option is not None
     assert (narrow.option.optimizer, narrow.option.checkpointing) == ("adamw4bit", "none")
+    kept = make_plan("8b", mode="full", batch=4, seq=2048, gpu="50").advice
+    assert kept is not None and kept.option is not None and kept.option.activations == "fp8" and not kept.check
     least = make_plan("8b", mode="full", batch=10_000, seq=2048, gpu="60").advice
     assert least is not None and least.option is not None and 0 < least.batch < 10_000
     assert least.why.startswith("10000 do not fit")
@@ -291,7 +293,7 @@ def test_advised_code_runs(tmp_path: Path, gpu: str, mode: str, more: dict, fp8_
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY)).save_pretrained(tmp_path)
     plan = make_plan(str(tmp_path), mode=mode, batch=1, seq=32, gpu=gpu, fp8_head=fp8_head, **more)
     assert plan.advice is not None
-    code = plan.advice.code.replace("max_seq_length=32", "max_seq_length=32, tokenizer=False")
+    code = plan.advice.code.replace("max_seq_length=32,", "max_seq_length=32, tokenizer=False,")
     names: dict = {}
     exec(code, names)
     model = names["model"]
@@ -312,10 +314,11 @@ def test_advised_code_checkpoints(tmp_path: Path, kind: str) -> None:
     codes = [advice._lora_code(str(tmp_path), case, Option("fp8", "block", checkpointing=kind))]
     if kind == "layers":
         full = replace(case, frozen=False, rank=0)
-        codes.append(advice._full_code(str(tmp_path), full, Option("fp8", "delayed", checkpointing=kind)))
+        less = Option("fp8", "delayed", checkpointing=kind, activations="fp8", in_backward=True)
+        codes.append(advice._full_code(str(tmp_path), full, less))
     for code in codes:
         names: dict = {}
-        exec(code.replace("max_seq_length=32", "max_seq_length=32, tokenizer=False"), names)
+        exec(code.replace("max_seq_length=32,", "max_seq_length=32, tokenizer=False,"), names)
         assert names["model"].is_gradient_checkpointing
 
 

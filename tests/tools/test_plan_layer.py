@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from octavo import FP8TrainingConfig, convert_to_fp8
 from octavo.tools.bench.cases import Case
 from octavo.tools.bench.contenders import Contender
 from octavo.tools.plan import standing
@@ -37,6 +38,10 @@ def case_of(model_type="llama", rank=None, targets="all"):
 def subject_of(case, option):
     from octavo.tools.bench.subject import Subject
 
+    if option.activations == "fp8":  # which the bench does not know
+        subject = Subject(case, Contender("test", "bf16", False))
+        convert_to_fp8(subject.model, FP8TrainingConfig.from_recipe(str(option.recipe), activations="fp8"))
+        return subject
     subject = Subject(case, Contender("test", KINDS[option.code], False, option.recipe, option.fp8_head))
     if option.weight_bytes == 4:
         subject.model.float()
@@ -122,6 +127,13 @@ def test_kept_bytes_with_some_adapters(code, recipe, compiled, targets):
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_kept_bytes_with_fp32_weights(compiled):
     case, option = case_of(), Option("fp8", "delayed", weight_bytes=4, compiled=compiled)
+    assert sum(kept(case, option).values()) == counted(case, option)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(("model_type", "recipe"), [("llama", "delayed"), ("llama", "block"), ("qwen3", "delayed")])
+def test_kept_bytes_with_fp8_activations(model_type, recipe, compiled):
+    case, option = case_of(model_type), Option("fp8", recipe, activations="fp8", compiled=compiled)
     assert sum(kept(case, option).values()) == counted(case, option)
 
 

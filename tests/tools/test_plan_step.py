@@ -7,6 +7,7 @@ any device.
 import pytest
 import torch
 
+from octavo.optim import step_in_backward
 from octavo.tools.bench.cases import Case
 from octavo.tools.bench.contenders import Contender
 from octavo.tools.plan import standing
@@ -55,6 +56,8 @@ def counted(case, option):
         subject.model.gradient_checkpointing_enable()
     trained = [parameter for parameter in subject.model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, foreach=True)  # as on a GPU
+    if option.in_backward:
+        step_in_backward(optimizer)
 
     def step():
         subject.model(input_ids=subject.tokens_BT, labels=subject.tokens_BT, use_cache=False).loss.backward()
@@ -79,6 +82,15 @@ def counted(case, option):
         (SMALL, 1024, 8, "qwen3", Option("own", compiled=False, checkpointing="layers"), "last layer"),
         (SMALL, 64, None, "llama", Option("own", compiled=False), "optimiser"),
         (LARGE, 64, None, "qwen3", Option("hf", compiled=False, checkpointing="layers"), "optimiser"),
+        (LARGE, 64, None, "llama", Option("own", compiled=False, in_backward=True), "optimiser"),
+        (
+            SMALL,
+            1024,
+            None,
+            "llama",
+            Option("own", compiled=False, in_backward=True, checkpointing="layers"),
+            "last layer",
+        ),
     ],
 )
 def test_peak_of_a_step(vocabulary, tokens, rank, model_type, option, moment):

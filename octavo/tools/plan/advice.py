@@ -1,7 +1,8 @@
 """Which option to take on a GPU, the code that runs it, and what cannot be had.
 
-First what fits without computing anything twice, then with checkpointing, then with checkpoints in host memory; in
-each, the optimiser with the most exact states. `channel` comes before `block`: 1.48x against 1.34x of BF16 (README).
+First what fits without computing anything twice, then with checkpointing, then with checkpoints in host memory. In
+each, first what keeps most: all gradients, BF16 activations, the optimiser with the most exact states. `channel` comes
+before `block`, which is slower (README).
 """
 
 from collections.abc import Sequence
@@ -54,15 +55,17 @@ def _can_be_advised(option: Option, gpu: Gpu) -> bool:
     return option.code != "hf" and option.weight_bytes == 2 and (option.code == "fp8") == gpu.has_fp8
 
 
-def _rank(option: Option) -> tuple[int, int, bool]:
+def _rank(option: Option) -> tuple[int, bool, bool, int, bool]:
+    checkpointing = CHECKPOINTING.index(option.checkpointing)
     states = BY_EXACTNESS.index(str(option.optimizer))
-    return CHECKPOINTING.index(option.checkpointing), states, option.recipe == "block"
+    return checkpointing, option.in_backward, option.activations == "fp8", states, option.recipe == "block"
 
 
 def _loading(model: str, case: Case, arguments: str) -> list[str]:
     return [
         "model, tokenizer = FastLanguageModel.from_pretrained(",
-        f"    {checkpoint_name(model)!r}, max_seq_length={case.seq}{arguments}",
+        f"    {checkpoint_name(model)!r}, max_seq_length={case.seq},",
+        *([f"    {arguments}"] if arguments else []),
         ")",
     ]
 
@@ -75,7 +78,7 @@ def _lora_code(model: str, case: Case, option: Option) -> str:
     imports = ["from octavo import FastLanguageModel"]
     loading, adapting = "", f"r={case.rank}, lora_alpha={case.rank}"
     if option.code == "fp8":
-        loading = f", load_in_fp8={option.recipe!r}"
+        loading = f"load_in_fp8={option.recipe!r}"
         if option.fp8_head:
             imports.append("from octavo.nn.frozen import activation_config")
             loading += f", fp8_config=activation_config({option.recipe!r}).replace(fp8_head=True)"
@@ -96,12 +99,15 @@ def _lora_code(model: str, case: Case, option: Option) -> str:
 
 def _full_code(model: str, case: Case, option: Option) -> str:
     imports = ["from octavo import FastLanguageModel", "from octavo.optim import build_optimizer"]
-    loading = ", full_finetuning=True"
+    loading = "full_finetuning=True"
     if option.code == "fp8":
         loading += ", load_in_fp8=True"
-        if option.fp8_head:
+        settings = ['activations="fp8"'] * (option.activations == "fp8") + ["fp8_head=True"] * option.fp8_head
+        if settings:
             imports[0] = "from octavo import FastLanguageModel, FP8TrainingConfig"
-            loading += ", fp8_config=FP8TrainingConfig(fp8_head=True)"
+            loading += f", fp8_config=FP8TrainingConfig({', '.join(settings)})"
+    if option.in_backward:
+        imports[1] += ", step_in_backward"
     lines = [
         *imports,
         "",
@@ -109,15 +115,16 @@ def _full_code(model: str, case: Case, option: Option) -> str:
         *(["model.gradient_checkpointing_enable()"] if option.checkpointing == "layers" else []),
         *_compiling(option, "model.model"),
         f"optimizer = build_optimizer({option.optimizer!r}, model.parameters(), lr=1e-5)",
+        *(["step_in_backward(optimizer)"] if option.in_backward else []),
     ]
     return "\n".join(lines)
 
 
 def _check(model: str, case: Case, option: Option, gpu: Gpu) -> str:
-    """The command that measures forward and backward of it. The bench does not checkpoint, and wants a baseline."""
+    """The command that measures forward and backward of it. The bench neither checkpoints nor keeps less."""
     plain = Option("hf", optimizer=None, compiled=option.compiled)
     baselines = [name for code, name in BASELINES.items() if fits(case, replace(plain, code=code), gpu)]
-    if option.checkpointing != "none" or not option.compiled or not baselines:
+    if option.checkpointing != "none" or not option.compiled or option.activations == "fp8" or not baselines:
         return ""
     config = model if Path(model).is_file() else f"{model}/config.json"
     words = ["octavo bench", f"--preset {model}" if model in DECODERS else f"--config {config}"]
@@ -159,8 +166,8 @@ def notes(case: Case, memories: Sequence[Memory], gpu: Gpu | None) -> list[str]:
         )
     if not case.frozen:
         found.append(
-            "FP8 halves what layers keep of most inputs. Weights and gradients stay in BF16: what else there is to "
-            "save is in the optimiser's states and in checkpointing."
+            "FP8 products alone halve what layers keep of most inputs; FP8 activations, gate and up as well. Weights "
+            "stay in BF16, and so do gradients, which in backward are applied one by one: no clipping, no accumulation."
         )
     return found
 

@@ -6,7 +6,8 @@ Letters: M tokens, K width, Q and KV outputs of q and of k or v, F hidden of the
     norms          compiled: their inputs in BF16. Eager: in FP32, and what is multiplied by a trained weight.
                    Before products of a frozen FP8 base: nothing but 1/rms (`numerics/norm.py`)
     BF16 linears   their input, where the weight is trained or has an adapter; gate, up, and eager silu(gate)
-    FP8, trained   inputs of q/k/v, o and gate/up in FP8; gate and up in BF16 (`nn/linears.py`, `nn/mlp.py`)
+    FP8, trained   inputs of q/k/v, o and gate/up in FP8; gate and up in BF16 (`nn/linears.py`, `nn/mlp.py`), in FP8
+                   with `activations="fp8"`, which per tensor joins norms, too
     FP8, frozen    inputs of q/k/v and gate/up in FP8; gate and up in FP8 (`nn/lora.py`, `nn/lora_mlp.py`)
     adapters       x · Aᵀ of each
 
@@ -88,7 +89,9 @@ def _attention(case: Case, option: Option) -> dict[str, int]:
 
 
 def joins_norms(case: Case, option: Option) -> bool:
-    return case.frozen and option.code == "fp8" and option.joined_norms
+    if option.code != "fp8" or not option.joined_norms:
+        return False
+    return case.frozen or (option.activations == "fp8" and option.recipe == "delayed")
 
 
 def _norms(case: Case, option: Option) -> dict[str, int]:
@@ -124,19 +127,20 @@ def _bf16_linears(case: Case, option: Option) -> dict[str, int]:
 
 def _fp8_linears(case: Case, option: Option) -> dict[str, int]:
     s = Sizes.of(case)
+    gate_up_fp8 = (2 * s.f + -(-2 * s.f // BLOCK)) * s.m  # one byte of scale for 128
     if not case.frozen:
         return {
             "input of q, k and v": _columns(s.m, s.k, option),
             "input of o": _columns(s.m, s.q, option),
             "input of gate and up": _columns(s.m, s.k, option),
-            "gate and up": 2 * s.f * BF16 * s.m,
+            "gate and up": gate_up_fp8 if option.activations == "fp8" else 2 * s.f * BF16 * s.m,
             "scale of h": FP32 if option.recipe == "delayed" else 0,
         }
     joined = joins_norms(case, option)
     return {
         "input of q, k and v": _rows(s.m, s.k, option) * (joined or is_adapted(case, "qkv")),
         "input of gate and up": _rows(s.m, s.k, option) * (joined or is_adapted(case, "gate_up")),
-        "gate and up": (2 * s.f + -(-2 * s.f // BLOCK)) * s.m,  # one byte of scale for 128
+        "gate and up": gate_up_fp8,
     }
 
 
@@ -167,7 +171,9 @@ def backward_buffers(case: Case, option: Option) -> int:
     if not case.frozen:
         g_q, wide = 2 * s.k * s.m, 2 * s.f * s.m  # g in both layouts; dh, or d(gate, up) in one layout
         own = down * option.weight_bytes
+        norm = 0 if option.compiled or not joins_norms(case, option) else g + dx + 6 * s.k * FP32 * s.m
         return max(
+            norm,
             g + g_q + 3 * wide + s.f * s.m,  # dh, both layouts of d(gate, up), h
             g + g_q + 2 * wide + s.f * s.m + own,
             g + 2 * wide + dx + own + gate_up,  # gate and up as columns, for dx

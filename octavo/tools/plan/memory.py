@@ -6,8 +6,9 @@
     embedding          all gradients are there
     optimiser          weights, gradients, states, and what the optimiser makes
 
-States are there at every moment, from the second step on. Between them, memory falls or rises by one layer after the
-other: the ends decide. Gradients are made anew in each step, as after `zero_grad`.
+States are there at every moment, from the second step on. With the optimiser in backward, gradients are let go of one
+by one, and its largest step is the head's. Between moments, memory falls or rises by one layer after the other: the
+ends decide. Gradients are made anew in each step, as after `zero_grad`.
 """
 
 from collections.abc import Mapping
@@ -67,35 +68,42 @@ def plan_memory(case: Case, option: Option) -> Memory:
     layer = kept(case, option)
     all_kept, one_kept = _activations(case, option, layer)
     weights, states = standing.weights(case, option), standing.states(case, option)
-    gradients = standing.gradients(case, option)
-    vocabulary = 0 if case.frozen else standing.vocabulary_parameters(case) * option.weight_bytes
-    of_layer = 0 if case.frozen else standing.layer_parameters(case) * option.weight_bytes
-    backward = backward_buffers(case, option)
+    held = _gradients(case, option)
+    backward, step = backward_buffers(case, option), standing.step_buffers(case, option)
     head = head_bytes(case, option)
-    last = vocabulary if not case.frozen else 0  # the head's gradient
-    # A tied embedding makes a gradient of its own, which is then added to the head's.
-    again = vocabulary if standing.is_tied(case) else 0
+    at_head = _at_head(case, option, all_kept)
+    bottom = case.tokens * case.config["hidden_size"] * BF16
 
-    def moment(name: str, *, gradients: int, activations: int, buffers: int) -> Moment:
+    def moment(name: str, gradients: int, activations: int, buffers: int) -> Moment:
         return Moment(name, weights, gradients, states, activations, buffers + WORKSPACE)
 
-    first = gradients - of_layer - (0 if standing.is_tied(case) else vocabulary)
-    bottom = case.tokens * case.config["hidden_size"] * BF16
     moments = [
-        moment(
-            "head",
-            gradients=head["gradients"],
-            activations=_at_head(case, option, all_kept) + head["activations"],
-            buffers=head["buffers"],
-        ),
-        moment("last layer", gradients=last, activations=all_kept, buffers=backward),
-        moment("first layer", gradients=first, activations=one_kept, buffers=backward),
-        moment("embedding", gradients=gradients, activations=bottom, buffers=again),
+        moment("head", head["gradients"], at_head + head["activations"], head["buffers"]),
+        moment("last layer", held["last layer"], all_kept, backward),
+        moment("first layer", held["first layer"], one_kept, backward),
+        # A tied embedding makes a gradient of its own, which is then added to the head's.
+        moment("embedding", held["embedding"], bottom, held["head"] if standing.is_tied(case) else 0),
     ]
-    if option.optimizer is not None:
-        buffers = standing.step_buffers(case, option)
-        moments.append(moment("optimiser", gradients=gradients, activations=0, buffers=buffers))
+    if option.in_backward:
+        moments.append(moment("optimiser", held["head"], at_head, step))  # of the head, before any layer goes backward
+    elif option.optimizer is not None:
+        moments.append(moment("optimiser", held["embedding"], 0, step))
     return Memory(option, tuple(moments), layer)
+
+
+def _gradients(case: Case, option: Option) -> dict[str, int]:
+    """Bytes of gradients at each moment. A tied head's is complete, and can be applied, at the embedding alone."""
+    if case.frozen:
+        every = standing.gradients(case, option)
+        return {"head": 0, "last layer": 0, "first layer": every, "embedding": every}
+    head = standing.vocabulary_parameters(case) * option.weight_bytes
+    tied = head if standing.is_tied(case) else 0
+    if option.in_backward:
+        return {"head": head, "last layer": tied, "first layer": tied, "embedding": head}
+    every = standing.gradients(case, option)
+    layer = standing.layer_parameters(case) * option.weight_bytes
+    first = every - layer - (head - tied)
+    return {"head": head, "last layer": head, "first layer": first, "embedding": every}
 
 
 def _activations(case: Case, option: Option, layer: Mapping[str, int]) -> tuple[int, int]:

@@ -19,8 +19,9 @@ class Option:
 
     `code`: Hugging Face's own in BF16, Octavo's fused pieces in BF16, or those in FP8. `recipe`: what has a scale in
     FP8 (`delayed`: a tensor). `optimizer`: None for forward and backward alone. `checkpointing`: `layers` keeps the
-    input of each layer, `offload` keeps that in host memory. `adapter_bytes`: beside FP8, PEFT makes adapters in FP32.
-    `joined_norms`: of a frozen FP8 base, as `hf/layer.py` has it.
+    input of each layer, `offload` keeps that in host memory. `activations`: what trained FP8 layers keep, as in
+    `FP8TrainingConfig`. `in_backward`: gradients are applied there, one by one. `adapter_bytes`: beside FP8, PEFT makes
+    adapters in FP32. `joined_norms`: where `hf/layer.py` joins norms to what follows them.
     """
 
     code: str
@@ -29,6 +30,8 @@ class Option:
     checkpointing: str = "none"
     compiled: bool = True
     fp8_head: bool = False
+    activations: str = "bf16"
+    in_backward: bool = False
     weight_bytes: int = 2  # of a weight that is trained, or is not in FP8
     adapter_bytes: int = 2
     joined_norms: bool = True
@@ -40,19 +43,23 @@ class Option:
             check_choice("optimizer", self.optimizer, OPTIMIZERS)
         if self.code == "fp8":
             check_choice("recipe", self.recipe, RECIPES)
-        elif self.recipe is not None or self.fp8_head:
-            raise ValueError(f"recipe={self.recipe!r}, fp8_head={self.fp8_head}: code={self.code!r} has no FP8")
+        elif self.recipe is not None or self.fp8_head or self.activations != "bf16":
+            raise ValueError(f"code={self.code!r} has no FP8: leave recipe, fp8_head and activations out")
 
     @property
     def name(self) -> str:
-        who = {"hf": "BF16 Hugging Face", "own": "BF16 Octavo", "fp8": f"FP8 {self.recipe}"}[self.code]
-        return who + (", FP32 weights" if self.weight_bytes == 4 else "")
+        fp8 = "FP8 activations" if self.activations == "fp8" else f"FP8 {self.recipe}"
+        who = {"hf": "BF16 Hugging Face", "own": "BF16 Octavo", "fp8": fp8}[self.code]
+        weights = ", FP32 weights" if self.weight_bytes == 4 else ""
+        return f"{who}{weights}, {self.optimizer}{' in backward' if self.in_backward else ''}"
 
     @property
     def full_name(self) -> str:
-        """With what sets it apart from others of its name."""
-        extra = {"none": "", "layers": ", checkpointing", "offload": ", offloaded checkpointing"}[self.checkpointing]
-        return f"{self.name}, {self.optimizer}{extra}"
+        """With checkpointing, which the table has in parts of its own."""
+        return (
+            self.name
+            + {"none": "", "layers": ", checkpointing", "offload": ", offloaded checkpointing"}[self.checkpointing]
+        )
 
 
 def blocks_fit(case: Case) -> bool:
@@ -70,6 +77,9 @@ def options_of(case: Case, *, compiled: bool, fp8_head: bool) -> list[Option]:
     if not case.frozen:
         ways = [*bf16, replace(bf16[1], optimizer="adamw4bit"), replace(fp8, weight_bytes=4)]
         ways += [replace(fp8, optimizer=optimizer) for optimizer in BY_EXACTNESS]
+        # adamwfp8 takes as much as adamw8bit: once is enough.
+        kept = [replace(fp8, activations="fp8", optimizer=name) for name in BY_EXACTNESS if name != "adamwfp8"]
+        ways += [*kept, *(replace(way, in_backward=True) for way in kept)]
         kinds: tuple[str, ...] = ("none", "layers")
     else:
         recipes = ("channel", "block") if blocks_fit(case) else ("channel",)

@@ -15,7 +15,7 @@ from octavo.tools.plan.advice import Advice
 from octavo.tools.plan.gpus import MOST, Gpu
 from octavo.tools.plan.memory import GIB, KINDS, Memory
 
-PIPE_WIDTH = 118
+PIPE_WIDTH = 124
 BAR = 60
 SHORT = ("wts", "grads", "states", "acts", "bufs")  # for KINDS
 # Signs that can be told apart without colours.
@@ -84,12 +84,8 @@ def _table(plan: Plan, narrow: bool) -> Table:
             table.add_row(Text(SECTIONS[section], style="italic"))
         row = [f"{getattr(peak, kind) / GIB:.1f}" for kind in KINDS]
         row += [f"{memory.peak_gib:.1f}", f"{peak.total / first:.2f}", *([] if narrow else [peak.name])]
-        table.add_row(_label(memory), *row, *([] if plan.gpu is None else [_batch(plan.batches[i])]))
+        table.add_row(memory.option.name, *row, *([] if plan.gpu is None else [_batch(plan.batches[i])]))
     return table
-
-
-def _label(memory: Memory) -> str:
-    return f"{memory.option.name}, {memory.option.optimizer}"
 
 
 def _batch(batch: int) -> str:
@@ -100,7 +96,7 @@ def _bars(plan: Plan) -> Text:
     """One bar for each option, split by kind; a line where the GPU ends."""
     limit = None if plan.gpu is None else plan.gpu.room * GIB
     longest = max(memory.peak.total for memory in plan.memories)
-    width = max(len(_label(memory)) for memory in plan.memories)
+    width = max(len(memory.option.name) for memory in plan.memories)
     text = Text("\n" + " " * (width + 1))
     for kind in KINDS:
         text.append(f"{SIGNS[kind]} ", COLOURS[kind]).append(f"{kind}  ")
@@ -112,7 +108,7 @@ def _bars(plan: Plan) -> Text:
         if memory.option.checkpointing != section:
             section = memory.option.checkpointing
             text.append(SECTIONS[section] + "\n", "italic")
-        text.append(f"{_label(memory):>{width}} ")
+        text.append(f"{memory.option.name:>{width}} ")
         cells = _cells(memory, longest)
         end = None if limit is None else round(BAR * limit / longest)
         for place, kind in enumerate(cells):

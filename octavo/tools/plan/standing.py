@@ -84,5 +84,10 @@ def states(case: Case, option: Option) -> int:
 
 
 def step_buffers(case: Case, option: Option) -> int:
-    """torch's AdamW makes the square roots of all second moments at once; torchao's goes from tensor to tensor."""
-    return gradients(case, option) if option.optimizer == "adamw" else 0
+    """torch's AdamW makes the square roots of all second moments at once; torchao's goes from tensor to tensor.
+
+    Within backward there is one tensor at a time: the largest is the embedding, or the head.
+    """
+    if option.optimizer != "adamw":
+        return 0
+    return vocabulary_parameters(case) * option.weight_bytes if option.in_backward else gradients(case, option)
