@@ -15,9 +15,13 @@ from rich.console import Console
 from rich.text import Text
 
 from octavo import __version__
-from octavo.tools.bench.cases import make_case
+from octavo.numerics.checks import check_choice
+from octavo.tools.bench.cases import DECODERS, make_case
 from octavo.tools.bench.contenders import AGAINST, make_contenders
-from octavo.tools.bench.plan import BenchPlan, run_plan
+from octavo.tools.bench.plan import BenchPlan
+from octavo.tools.bench.plan import run_plan as run_bench
+from octavo.tools.plan.gpus import GPUS
+from octavo.tools.plan.run import make_plan, run_plan
 from octavo.tools.report import write_report
 from octavo.training.errors import UserError
 from octavo.training.files import disk_errors
@@ -231,7 +235,7 @@ def _names(text: str) -> list[str]:
 @app.command()
 def bench(
     preset: Annotated[
-        str | None, _option("Model", "--preset", "1b, 3b, 8b (Llama), bdh-100m, bdh-25m, bdh-tiny or tiny.")
+        str | None, _option("Model", "--preset", f"{', '.join(DECODERS)}, bdh-100m, bdh-25m or bdh-tiny.")
     ] = None,
     config: Annotated[
         Path | None, _option("Model", "--config", "Or a Hugging Face config.json of a dense decoder.")
@@ -309,7 +313,52 @@ def bench(
         plan = BenchPlan(part, case, contenders, reasons, rounds, steps, warmup)
     except ValueError as error:
         raise UserError(str(error)) from error
-    run_plan(plan, out=out, command=["octavo", *sys.argv[1:]], console=Console())
+    run_bench(plan, out=out, command=["octavo", *sys.argv[1:]], console=Console())
+
+
+@app.command()
+def plan(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help=f"{', '.join(DECODERS)}; or a config.json, or a folder with one.")
+    ],
+    mode: Annotated[str, _option("Training", "--mode", "full, lora or grpo (to come) (default: full).")] = "full",
+    batch: Annotated[int, _option("Training", "--batch", "Sequences a step (default: 4).")] = 4,
+    seq: Annotated[int, _option("Training", "--seq", "Tokens a sequence (default: 2048).")] = 2048,
+    layers: Annotated[int | None, _option("Training", "--layers", "Layers, instead of the model's.")] = None,
+    rank: Annotated[int | None, _option("Training", "--rank", "Of LoRA's adapters (default: 32).")] = None,
+    targets: Annotated[
+        str | None, _option("Training", "--targets", "Linears with adapters: all, attention or mlp (default: all).")
+    ] = None,
+    head: Annotated[str, _option("Training", "--head", "Of FP8 options: bf16 or fp8 (default: bf16).")] = "bf16",
+    compile: Annotated[
+        bool, _option("Training", "--compile/--no-compile", "Compile decoder layers (default: yes).")
+    ] = True,
+    gpu: Annotated[
+        str | None, _option("GPU", "--gpu", f"What fits: GiB such as 24, or one of {', '.join(GPUS)}.")
+    ] = None,
+    json: Annotated[Path | None, _option("Output", "--json", "Write all figures to this file, too.")] = None,
+) -> None:
+    """Say how much GPU memory a training step takes, before anything runs: no weights, no GPU, nothing to download.
+
+    For BF16 and each FP8 option; with --gpu also the largest batch of each, and the code of the one to take.
+    """
+    try:
+        check_choice("head", head, ("bf16", "fp8"))
+        found = make_plan(
+            model,
+            mode=mode,
+            batch=batch,
+            seq=seq,
+            layers=layers,
+            rank=rank,
+            targets=targets,
+            gpu=gpu,
+            fp8_head=head == "fp8",
+            compiled=compile,
+        )
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    run_plan(found, json=json, console=Console())
 
 
 if __name__ == "__main__":

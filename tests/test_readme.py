@@ -34,12 +34,20 @@ def test_make_targets_exist():
 
 def test_options_exist():
     lines = "\n".join(blocks("sh")).splitlines()
-    for command in ("train", "bench"):
+    for command in ("train", "bench", "plan"):
         help_text = subprocess.run(
             [sys.executable, "-m", "octavo.cli", command, "--help"], capture_output=True, text=True, check=True
         ).stdout
         options = {o for line in lines if f"octavo {command}" in line for o in re.findall(r"(--[a-z0-9-]+)", line)}
         assert options and all(option in help_text for option in options)
+
+
+def test_the_plan_shown_is_what_is_printed():
+    command = [sys.executable, "-m", "octavo.cli", "plan", "8b", "--mode", "lora", "--gpu", "24"]
+    assert "octavo plan 8b --mode lora --gpu 24 " in README
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    (shown,) = blocks("text")
+    assert [line.rstrip() for line in printed.splitlines()] == shown.splitlines()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)

@@ -111,7 +111,7 @@ def _chunks(
     dw = None
     losses = []
     chunk = CHUNK_BYTES if needs_w else FROZEN_CHUNK_BYTES
-    for start, stop in _bounds(0, len(labels), weight.shape[0] * compute.itemsize, chunk):
+    for start, stop in chunk_bounds(0, len(labels), weight.shape[0] * compute.itemsize, chunk):
         h, label = hidden[start:stop].to(compute), labels[start:stop]
         logits = h @ w.t()
         loss, lse = ops_loss.cross_entropy(logits, label)
@@ -146,10 +146,10 @@ def _chunks_fp8(
     how: dict[str, Any] = {"batch": (), "fast": head.fast_backward, "emulate": head.emulate}
     losses = []
     vocabulary = weight.shape[0]
-    for first, last in _bounds(0, len(labels), vocabulary * E5M2.dtype.itemsize, CHUNK_BYTES):
+    for first, last in chunk_bounds(0, len(labels), vocabulary * E5M2.dtype.itemsize, CHUNK_BYTES):
         columns = hidden.new_empty(vocabulary, last - first, dtype=E5M2.dtype) if needs_w else None
         logit_bytes = CHUNK_BYTES // 2 if needs_w else FROZEN_CHUNK_BYTES
-        for start, stop in _bounds(first, last, vocabulary * compute.itemsize, logit_bytes):
+        for start, stop in chunk_bounds(first, last, vocabulary * compute.itemsize, logit_bytes):
             label = labels[start:stop]
             h = h_q._replace(data=h_q.data[start:stop])
             logits = ops.gemm_nt(h, w_q[0], out_dtype=compute, **(how | {"fast": head.fast_forward}))
@@ -177,7 +177,7 @@ def _added(dw: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tenso
     return a @ b if dw is None else dw.addmm_(a, b)
 
 
-def _bounds(first: int, last: int, bytes_per_token: int, chunk_bytes: int) -> list[tuple[int, int]]:
+def chunk_bounds(first: int, last: int, bytes_per_token: int, chunk_bytes: int) -> list[tuple[int, int]]:
     """Chunks of about so many bytes, in multiples of 128 tokens."""
     chunk = max(chunk_bytes // bytes_per_token // 128 * 128, 128)
     return [(start, min(start + chunk, last)) for start in range(first, last, chunk)]

@@ -13,9 +13,11 @@ from typing import Any
 
 from octavo.training.errors import RunError
 
+HINT = "free some space or choose another --out"
+
 
 @contextmanager
-def disk_errors(path: Path, hint: str = "free some space or choose another --out") -> Iterator[None]:
+def disk_errors(path: Path, hint: str = HINT) -> Iterator[None]:
     """Turn what the operating system says about a failed write (a full disk, a lost permission) into one clear line."""
     try:
         yield
@@ -40,14 +42,14 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def replace_file(path: Path, content: bytes | str) -> None:
-    """Give a file new content atomically."""
+def replace_file(path: Path, content: bytes | str, hint: str = HINT) -> None:
+    """Give a file new content atomically. `hint`: what to do if it cannot be written."""
     temporary = path.with_name(path.name + ".tmp")
-    with disk_errors(path):
+    with disk_errors(path, hint):
         write_durable(temporary, content.encode() if isinstance(content, str) else content)
         temporary.replace(path)
         sync_folder(path.parent)
 
 
-def write_json(path: Path, value: Any) -> None:
-    replace_file(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+def write_json(path: Path, value: Any, hint: str = HINT) -> None:
+    replace_file(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n", hint)

@@ -139,7 +139,7 @@ def test_gemm_and_kernels(tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         ([], ["--preset", "--config"]),
-        (["--preset", "70b"], ["preset='70b'", "1b, 3b, 8b"]),
+        (["--preset", "9b"], ["preset='9b'", "1b, 3b, 8b"]),
         (["--preset", "8b", "--device", "cpu"], ["8b", "parameters", "--preset tiny", "--force"]),
         (["--preset", "tiny", "--mode", "half"], ["mode='half'", "full, lora"]),
         (["--preset", "tiny", "--rank", "8"], ["--rank 8", "--mode lora"]),

@@ -49,7 +49,9 @@ _NEEDED = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers"
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
-def _llama(hidden: int, layers: int, intermediate: int, heads: int, kv: int, head_dim: int, vocab: int) -> dict:
+def _llama(
+    hidden: int, layers: int, intermediate: int, heads: int, kv: int, head_dim: int, vocab: int, tied: bool = False
+) -> dict[str, Any]:
     return {
         "model_type": "llama",
         "hidden_size": hidden,
@@ -61,17 +63,29 @@ def _llama(hidden: int, layers: int, intermediate: int, heads: int, kv: int, hea
         "vocab_size": vocab,
         "rope_theta": 500000.0,
         "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": tied,  # as published; the bench builds two matrices in any case
     }
 
 
-# Llama 3.2 1B and 3B, Llama 3.1 8B; `tiny` is for a CPU.
+def _as_qwen3(shape: dict[str, Any]) -> dict[str, Any]:
+    return {**shape, "model_type": "qwen3", "rope_theta": 1000000.0, "rms_norm_eps": 1e-6}
+
+
+# Llama 3.2 1B and 3B, Llama 3.1 8B and 70B; `tiny` is for a CPU.
 LLAMAS = {
-    "1b": _llama(2048, 16, 8192, 32, 8, 64, 128256),
-    "3b": _llama(3072, 28, 8192, 24, 8, 128, 128256),
+    "1b": _llama(2048, 16, 8192, 32, 8, 64, 128256, tied=True),
+    "3b": _llama(3072, 28, 8192, 24, 8, 128, 128256, tied=True),
     "8b": _llama(4096, 32, 14336, 32, 8, 128, 128256),
+    "70b": _llama(8192, 80, 28672, 64, 8, 128, 128256),
     "tiny": _llama(64, 2, 128, 4, 2, 16, 256),
 }
-PRESETS = (*LLAMAS, *(f"bdh-{size}" for size in BDH_SIZES))
+QWENS = {
+    "qwen3-0.6b": _as_qwen3(_llama(1024, 28, 3072, 16, 8, 128, 151936, tied=True)),
+    "qwen3-8b": _as_qwen3(_llama(4096, 36, 12288, 32, 8, 128, 151936)),
+    "qwen3-32b": _as_qwen3(_llama(5120, 64, 25600, 64, 8, 128, 151936)),
+}
+DECODERS = {**LLAMAS, **QWENS}
+PRESETS = (*DECODERS, *(f"bdh-{size}" for size in BDH_SIZES))
 
 
 @dataclass(frozen=True)
@@ -235,7 +249,7 @@ def make_case(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: torch sees no CUDA device here; use --device cpu with --preset tiny")
-    values = read_config(config) if config is not None else _preset(str(preset))
+    values = read_config(config, f"--config {config}") if config is not None else _preset(str(preset))
     name = config.stem if config is not None else str(preset)
     case = Case(
         name=name,
@@ -266,24 +280,24 @@ def usual_tokens(name: str) -> int:
 
 def _preset(name: str) -> dict[str, Any]:
     check_choice("preset", name, PRESETS)
-    if name in LLAMAS:
-        return LLAMAS[name]
+    if name in DECODERS:
+        return DECODERS[name]
     return {"model_type": "bdh", "vocabulary": 256, **BDH_SIZES[name.removeprefix("bdh-")]}
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """A Hugging Face `config.json` of a dense decoder."""
+def read_config(path: Path, given: str) -> dict[str, Any]:
+    """A Hugging Face `config.json` of a dense decoder. `given`: how a person named it, for what is said about it."""
     try:
         values = json.loads(path.read_text())
     except FileNotFoundError as error:
-        raise UserError(f"--config {path}: no such file") from error
+        raise UserError(f"{given}: no such file") from error
     except (OSError, ValueError) as error:
-        raise UserError(f"--config {path}: not a JSON file that can be read: {error}") from error
+        raise UserError(f"{given}: not a JSON file that can be read: {error}") from error
     missing = [name for name in _NEEDED if not (isinstance(values, dict) and values.get(name))]
     if missing:
-        raise UserError(f"--config {path}: no {missing[0]} in it; the bench takes the config.json of a dense decoder")
+        raise UserError(f"{given}: no {missing[0]} in it; this takes the config.json of a dense decoder")
     experts = [name for name in _EXPERTS if values.get(name)]
     if experts:
-        raise UserError(f"--config {path}: {experts[0]}={values[experts[0]]}: the bench counts dense decoders only")
+        raise UserError(f"{given}: {experts[0]}={values[experts[0]]}: this counts dense decoders only")
     values.pop("_name_or_path", None)  # results hold the configuration, and this may be a folder of the machine
     return values

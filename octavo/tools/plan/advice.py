@@ -1,0 +1,177 @@
+"""Which option to take on a GPU, the code that runs it, and what cannot be had.
+
+First what fits without computing anything twice, then with checkpointing, then with checkpoints in host memory. In
+each, first what keeps most: all gradients, BF16 activations, the optimiser with the most exact states. `channel` comes
+before `block`, which is slower (README).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from octavo.numerics.quantize import BLOCK
+from octavo.tools.bench.cases import DECODERS, Case
+from octavo.tools.plan import standing
+from octavo.tools.plan.gpus import Gpu, fits, largest_batch
+from octavo.tools.plan.memory import GIB, Memory, plan_memory
+from octavo.tools.plan.options import BY_EXACTNESS, CHECKPOINTING, Option, blocks_fit
+from octavo.tools.plan.request import checkpoint_name, with_batch
+
+# What is often said of models this large: parameters from, to, what is said, and its bytes.
+CLAIMS = ((65e9, 80e9, "a 70B in 64 GB of FP8", 64e9),)
+BASELINES = {"hf": "bf16-compiled", "own": "octavo-bf16"}  # as the bench calls them
+
+
+@dataclass(frozen=True)
+class Advice:
+    """`option` is None if nothing fits. `batch`: what was asked for, or the largest that fits."""
+
+    option: Option | None
+    batch: int
+    why: str
+    code: str = ""
+    check: str = ""
+
+
+def advise(model: str, case: Case, options: Sequence[Option], gpu: Gpu) -> Advice:
+    asked = case.tokens // case.seq
+    ranked = sorted((option for option in options if _can_be_advised(option, gpu)), key=_rank)
+    option = next((option for option in ranked if fits(case, option, gpu)), None)
+    why = ""
+    if option is None:
+        batches = [largest_batch(case, option, gpu) for option in ranked]
+        best = max(batches)
+        if not best:
+            return Advice(None, 0, f"not even one sequence of {case.seq:,} tokens fits, in no way known here")
+        option, case = ranked[batches.index(best)], with_batch(case, best)
+        why = f"{asked} do not fit; "
+    why += f"{plan_memory(case, option).peak_gib:.1f} of {gpu.room:.1f} GiB"
+    code = _lora_code(model, case, option) if case.frozen else _full_code(model, case, option)
+    return Advice(option, case.tokens // case.seq, why, code, _check(model, case, option, gpu))
+
+
+def _can_be_advised(option: Option, gpu: Gpu) -> bool:
+    """Octavo's own, with BF16 weights, whose speed is measured; in FP8 where the GPU has it."""
+    return option.code != "hf" and option.weight_bytes == 2 and (option.code == "fp8") == gpu.has_fp8
+
+
+def _rank(option: Option) -> tuple[int, bool, bool, int, bool]:
+    checkpointing = CHECKPOINTING.index(option.checkpointing)
+    states = BY_EXACTNESS.index(str(option.optimizer))
+    return checkpointing, option.in_backward, option.activations == "fp8", states, option.recipe == "block"
+
+
+def _loading(model: str, case: Case, arguments: str) -> list[str]:
+    return [
+        "model, tokenizer = FastLanguageModel.from_pretrained(",
+        f"    {checkpoint_name(model)!r}, max_seq_length={case.seq},",
+        *([f"    {arguments}"] if arguments else []),
+        ")",
+    ]
+
+
+def _compiling(option: Option, decoder: str) -> list[str]:
+    return [f"for layer in {decoder}.layers:", "    layer.compile()"] if option.compiled else []
+
+
+def _lora_code(model: str, case: Case, option: Option) -> str:
+    imports = ["from octavo import FastLanguageModel"]
+    loading, adapting = "", f"r={case.rank}, lora_alpha={case.rank}"
+    if option.code == "fp8":
+        loading = f"load_in_fp8={option.recipe!r}"
+        if option.fp8_head:
+            imports.append("from octavo.nn.frozen import activation_config")
+            loading += f", fp8_config=activation_config({option.recipe!r}).replace(fp8_head=True)"
+    else:
+        adapting += ", autocast_adapter_dtype=False"
+    if case.targets != "all":
+        adapting += f", target_modules={case.target_modules}"
+    kind = {"none": False, "layers": True, "offload": "unsloth"}[option.checkpointing]
+    lines = [
+        *imports,
+        "",
+        *_loading(model, case, loading),
+        f"model = FastLanguageModel.get_peft_model(model, {adapting}, use_gradient_checkpointing={kind!r})",
+        *_compiling(option, "model.get_base_model().model"),
+    ]
+    return "\n".join(lines)
+
+
+def _full_code(model: str, case: Case, option: Option) -> str:
+    imports = ["from octavo import FastLanguageModel", "from octavo.optim import build_optimizer"]
+    loading = "full_finetuning=True"
+    if option.code == "fp8":
+        loading += ", load_in_fp8=True"
+        settings = ['activations="fp8"'] * (option.activations == "fp8") + ["fp8_head=True"] * option.fp8_head
+        if settings:
+            imports[0] = "from octavo import FastLanguageModel, FP8TrainingConfig"
+            loading += f", fp8_config=FP8TrainingConfig({', '.join(settings)})"
+    if option.in_backward:
+        imports[1] += ", step_in_backward"
+    lines = [
+        *imports,
+        "",
+        *_loading(model, case, loading),
+        *(["model.gradient_checkpointing_enable()"] if option.checkpointing == "layers" else []),
+        *_compiling(option, "model.model"),
+        f"optimizer = build_optimizer({option.optimizer!r}, model.parameters(), lr=1e-5)",
+        *(["step_in_backward(optimizer)"] if option.in_backward else []),
+    ]
+    return "\n".join(lines)
+
+
+def _check(model: str, case: Case, option: Option, gpu: Gpu) -> str:
+    """The command that measures forward and backward of it. The bench neither checkpoints nor keeps less."""
+    plain = Option("hf", optimizer=None, compiled=option.compiled)
+    baselines = [name for code, name in BASELINES.items() if fits(case, replace(plain, code=code), gpu)]
+    if option.checkpointing != "none" or not option.compiled or option.activations == "fp8" or not baselines:
+        return ""
+    config = model if Path(model).is_file() else f"{model}/config.json"
+    words = ["octavo bench", f"--preset {model}" if model in DECODERS else f"--config {config}"]
+    if case.layers != case.config["num_hidden_layers"]:
+        words.append(f"--layers {case.layers}")
+    if case.frozen:
+        targets = "" if case.targets == "all" else f" --targets {case.targets}"
+        words.append(f"--mode lora --rank {case.rank}{targets}")
+    words.append(f"--tokens {case.tokens} --seq {case.seq}")
+    if option.code == "fp8":
+        words.append(f"--recipe {option.recipe}{'+fp8-head' if option.fp8_head else ''}")
+    return " ".join([*words, f"--against {','.join(baselines)}"])
+
+
+def notes(case: Case, memories: Sequence[Memory], gpu: Gpu | None) -> list[str]:
+    """What a person should know who has heard otherwise."""
+    found = []
+    in_fp8 = standing.weights(replace(case, frozen=True, rank=0), Option("fp8", "channel"))
+    for low, high, claim, size in CLAIMS:
+        if low < standing.parameters(case) < high and in_fp8 > size:
+            found.append(
+                f"Not possible: {claim}. The weights alone are {in_fp8 / 1e9:.1f} GB ({in_fp8 / GIB:.1f} GiB): one "
+                "byte each in the layers, two in embedding and head. Activations come on top."
+            )
+    if gpu is not None:
+        least = min(_standing(memory) for memory in memories)
+        if least > gpu.room * GIB:
+            what = "weights, and adapters with their states," if case.frozen else "weights, gradients and states"
+            found.append(
+                f"Not possible on {gpu.name}, whatever the batch: {what} alone take {least / GIB:.1f} GiB at the "
+                f"least, and there are {gpu.room:.1f} GiB for tensors."
+            )
+        if not gpu.has_fp8:
+            found.append(f"{gpu.name} has no FP8 tensor cores: FP8 would be emulated there, slowly. Take BF16.")
+    if case.frozen and not blocks_fit(case):
+        found.append(
+            f"Left out: block. Of q, k, v, gate or up, one has outputs that are no multiple of {BLOCK}, so that they "
+            "are computed one by one, and keep more."
+        )
+    if not case.frozen:
+        found.append(
+            "FP8 products alone halve what layers keep of most inputs; FP8 activations, gate and up as well. Weights "
+            "stay in BF16, and so do gradients, which in backward are applied one by one: no clipping, no accumulation."
+        )
+    return found
+
+
+def _standing(memory: Memory) -> int:
+    """What has to be there at once, with no token at all."""
+    return max(moment.weights + moment.gradients + moment.states for moment in memory.moments)

@@ -1,0 +1,83 @@
+"""GPUs by name, and the largest batch that fits one.
+
+What a plan counts are tensors. A process takes more: CUDA's context and libraries, and memory that torch's allocator
+has reserved but not handed out. On an H200, training an 8B: 0.75 GiB, and 2.3 % of the tensors' peak
+(`benchmarks/results/2026-11-15-h200-load.json`); 5 % are left here, for what varies from run to run.
+"""
+
+import math
+from dataclasses import dataclass
+
+from octavo.tools.bench.cases import Case
+from octavo.tools.plan.memory import GIB, plan_memory
+from octavo.tools.plan.options import Option
+from octavo.tools.plan.request import with_batch
+from octavo.training.errors import UserError
+
+CONTEXT_GIB = 0.75
+RESERVED = 1.05  # torch's reserved memory for each byte of tensors
+MOST = 2**16  # sequences; nobody asks for more
+
+
+@dataclass(frozen=True)
+class Gpu:
+    name: str
+    gib: float
+    has_fp8: bool = True
+
+    @property
+    def room(self) -> float:
+        """GiB for tensors."""
+        return max(self.gib - CONTEXT_GIB, 0.0) / RESERVED
+
+
+# GiB as torch reports them, rounded down.
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu("b200", 178.0),
+        Gpu("h200", 139.0),
+        Gpu("h100", 79.0),
+        Gpu("l40s", 44.0),
+        Gpu("rtx5090", 31.0),
+        Gpu("rtx4090", 23.5),
+        Gpu("l4", 22.0),
+        Gpu("a100", 79.0, has_fp8=False),
+        Gpu("a100-40gb", 39.0, has_fp8=False),
+        Gpu("rtx3090", 23.5, has_fp8=False),
+    )
+}
+
+
+def find_gpu(text: str) -> Gpu:
+    """By name, or by its GiB; then it is one with FP8."""
+    name = text.strip().lower().replace(" ", "")
+    if name in GPUS:
+        return GPUS[name]
+    try:
+        gib = float(name.removesuffix("gib"))
+    except ValueError as error:
+        raise UserError(f"--gpu {text}: GiB of memory such as 24, or one of {', '.join(GPUS)}") from error
+    if not (math.isfinite(gib) and gib > 0):
+        raise UserError(f"--gpu {text}: GiB of memory, a number above 0")
+    return Gpu(f"{gib:g} GiB", gib)
+
+
+def fits(case: Case, option: Option, gpu: Gpu) -> bool:
+    return plan_memory(case, option).peak.total <= gpu.room * GIB
+
+
+def largest_batch(case: Case, option: Option, gpu: Gpu) -> int:
+    """In sequences; 0 if not even one fits."""
+    low, high = 0, 1
+    while fits(with_batch(case, high), option, gpu):
+        if high >= MOST:
+            return MOST
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if fits(with_batch(case, middle), option, gpu):
+            low = middle
+        else:
+            high = middle
+    return low

@@ -1,0 +1,60 @@
+"""Head and loss: where a vocabulary of 100,000 words meets every token, often the peak of a step.
+
+Letters: M tokens, K width, V vocabulary. Bytes at the largest moment, by kind.
+
+    Hugging Face   backward of the loss has three FP32 tensors [M, V]: log-probabilities and two gradients
+    Octavo         chunks of tokens (`nn/loss.py`): the logits of one are made while those of the one before are there,
+                   beside the gradient of the head so far
+    FP8 head       the head twice in FP8; logits of a chunk, their gradient in FP8 as rows and, for dw, as columns
+"""
+
+from octavo.nn.loss import CHUNK_BYTES, FROZEN_CHUNK_BYTES, chunk_bounds
+from octavo.tools.bench.cases import Case
+from octavo.tools.plan.layer import BF16, FP32
+from octavo.tools.plan.options import Option
+
+
+def head_bytes(case: Case, option: Option) -> dict[str, int]:
+    """Activations, gradients and buffers at the head's largest moment, beside what the layers keep."""
+    m, k, v = case.tokens, case.config["hidden_size"], case.vocabulary
+    rows = m * k * option.weight_bytes
+    if option.code == "hf":
+        # The norm's input in FP32; if they are trained, what is multiplied by the norm's weight, and by the head.
+        norm = m * k * FP32 + (0 if case.frozen else 2 * rows)
+        return {"activations": norm, "gradients": 0, "buffers": 3 * m * v * FP32}
+    norm = (2 if case.frozen else 3) * rows  # its input, its output; normed without weights
+    chunks = _fp8_chunks if option.fp8_head else _bf16_chunks
+    gradients, buffers = chunks(case, option)
+    return {"activations": norm, "gradients": gradients, "buffers": buffers + rows}  # rows: the gradient of its input
+
+
+def _bf16_chunks(case: Case, option: Option) -> tuple[int, int]:
+    m, k, v = case.tokens, case.config["hidden_size"], case.vocabulary
+    bounds = chunk_bounds(0, m, v * BF16, FROZEN_CHUNK_BYTES if case.frozen else CHUNK_BYTES)
+    longest = max(stop - start for start, stop in bounds)
+    logits = longest * v * BF16
+    several = len(bounds) > 1
+    buffers = logits * (1 + several) + longest * k * BF16
+    if option.weight_bytes == FP32:
+        # The head in BF16 beside it; and dw of a chunk is made in BF16, then in FP32, before it is added.
+        buffers = max(buffers, logits + v * k * (BF16 + FP32 * several)) + v * k * BF16
+    return 0 if case.frozen else v * k * option.weight_bytes, buffers
+
+
+def _fp8_chunks(case: Case, option: Option) -> tuple[int, int]:
+    """Groups of tokens share one product for dw; each goes through the head in chunks."""
+    m, k, v = case.tokens, case.config["hidden_size"], case.vocabulary
+    trained = not case.frozen
+    groups = chunk_bounds(0, m, v, CHUNK_BYTES)
+    logit_bytes = CHUNK_BYTES // 2 if trained else FROZEN_CHUNK_BYTES
+    chunks = [each for first, last in groups for each in chunk_bounds(first, last, v * BF16, logit_bytes)]
+    group, chunk = (max(stop - start for start, stop in bounds) for bounds in (groups, chunks))
+    rows, columns = chunk * v, group * v * trained
+    dw = v * k * option.weight_bytes * trained
+    several = len(groups) > 1
+    # The gradient so far, and buffers, at each of these; a variable lives until it is given something new.
+    in_chunk = dw * several, columns + chunk * v * BF16 + rows * min(len(chunks), 2)
+    at_product = dw, columns + rows + group * k * trained + dw * several
+    next_group = dw, (2 * columns + rows) * several
+    gradient, buffers = max(in_chunk, at_product, next_group, key=sum)
+    return gradient, buffers + 2 * v * k + m * k

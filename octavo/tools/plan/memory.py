@@ -1,0 +1,125 @@
+"""The moments of a training step, what is in memory at each, and the peak: the largest of them.
+
+    head               the layers have kept what they need; head and loss run
+    last layer         the last layer goes backward: everything is still kept, and its gradients come on top
+    first layer        the first layer goes backward: almost all gradients are there, and one layer's activations
+    embedding          all gradients are there
+    optimiser          weights, gradients, states, and what the optimiser makes
+
+States are there at every moment, from the second step on. With the optimiser in backward, gradients are let go of one
+by one, and its largest step is the head's. Between moments, memory falls or rises by one layer after the other: the
+ends decide. Gradients are made anew in each step, as after `zero_grad`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from octavo.tools.bench.cases import Case
+from octavo.tools.plan import standing
+from octavo.tools.plan.head import head_bytes
+from octavo.tools.plan.layer import BF16, INPUT, backward_buffers, kept, layer_input
+from octavo.tools.plan.options import Option
+
+GIB = 2**30
+KINDS = ("weights", "gradients", "states", "activations", "buffers")
+# cuBLAS has 32 MiB on Hopper for each of the two threads, forward's and backward's; 2 MiB are what measured steps have
+# beside all that is counted here: positions, labels, scaling histories.
+WORKSPACE = 66 * 2**20
+IN_FLIGHT = 2  # inputs of layers on their way to and from the host
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Bytes by kind."""
+
+    name: str
+    weights: int
+    gradients: int
+    states: int
+    activations: int
+    buffers: int
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, kind) for kind in KINDS)
+
+    def to_dict(self) -> dict[str, object]:
+        return {"name": self.name, **{kind: getattr(self, kind) for kind in KINDS}, "total": self.total}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a step of an option takes."""
+
+    option: Option
+    moments: tuple[Moment, ...]
+    kept: Mapping[str, int] = field(repr=False)  # by a layer, tensor by tensor
+
+    @property
+    def peak(self) -> Moment:
+        return max(self.moments, key=lambda moment: moment.total)
+
+    @property
+    def peak_gib(self) -> float:
+        return self.peak.total / GIB
+
+
+def plan_memory(case: Case, option: Option) -> Memory:
+    layer = kept(case, option)
+    all_kept, one_kept = _activations(case, option, layer)
+    weights, states = standing.weights(case, option), standing.states(case, option)
+    held = _gradients(case, option)
+    backward, step = backward_buffers(case, option), standing.step_buffers(case, option)
+    head = head_bytes(case, option)
+    at_head = _at_head(case, option, all_kept)
+    bottom = case.tokens * case.config["hidden_size"] * BF16
+
+    def moment(name: str, gradients: int, activations: int, buffers: int) -> Moment:
+        return Moment(name, weights, gradients, states, activations, buffers + WORKSPACE)
+
+    moments = [
+        moment("head", head["gradients"], at_head + head["activations"], head["buffers"]),
+        moment("last layer", held["last layer"], all_kept, backward),
+        moment("first layer", held["first layer"], one_kept, backward),
+        # A tied embedding makes a gradient of its own, which is then added to the head's.
+        moment("embedding", held["embedding"], bottom, held["head"] if standing.is_tied(case) else 0),
+    ]
+    if option.in_backward:
+        moments.append(moment("optimiser", held["head"], at_head, step))  # of the head, before any layer goes backward
+    elif option.optimizer is not None:
+        moments.append(moment("optimiser", held["embedding"], 0, step))
+    return Memory(option, tuple(moments), layer)
+
+
+def _gradients(case: Case, option: Option) -> dict[str, int]:
+    """Bytes of gradients at each moment. A tied head's is complete, and can be applied, at the embedding alone."""
+    if case.frozen:
+        every = standing.gradients(case, option)
+        return {"head": 0, "last layer": 0, "first layer": every, "embedding": every}
+    head = standing.vocabulary_parameters(case) * option.weight_bytes
+    tied = head if standing.is_tied(case) else 0
+    if option.in_backward:
+        return {"head": head, "last layer": tied, "first layer": tied, "embedding": head}
+    every = standing.gradients(case, option)
+    layer = standing.layer_parameters(case) * option.weight_bytes
+    first = every - layer - (head - tied)
+    return {"head": head, "last layer": head, "first layer": first, "embedding": every}
+
+
+def _activations(case: Case, option: Option, layer: Mapping[str, int]) -> tuple[int, int]:
+    """What layers have kept when the last goes backward, and when the first does."""
+    one = sum(layer.values())
+    if option.checkpointing == "none":
+        return case.layers * one, one
+    inside = one - layer.get(INPUT, 0)  # computed again
+    inputs = case.layers if option.checkpointing == "layers" else min(case.layers, IN_FLIGHT)
+    whole = layer_input(case, option)
+    return inputs * whole + inside, whole + inside
+
+
+def _at_head(case: Case, option: Option, all_kept: int) -> int:
+    """Checkpointed layers have not begun to compute anything again."""
+    if option.checkpointing == "none":
+        return all_kept
+    inputs = case.layers if option.checkpointing == "layers" else min(case.layers, IN_FLIGHT)
+    return inputs * layer_input(case, option)

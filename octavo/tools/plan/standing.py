@@ -1,0 +1,93 @@
+"""What stays in memory from step to step, weights and optimiser states, and the gradients between.
+
+states   bytes per number trained: adamw 2 of the weight's dtype (torch makes them like the weight); adamw8bit and
+         adamwfp8 two of one byte, with an FP32 scale for 256; adamw4bit two of half a byte, with one for 128
+"""
+
+from octavo.numerics.quantize import BLOCK
+from octavo.tools.bench.cases import MEMBERS, Case
+from octavo.tools.plan.layer import FP32, Sizes
+from octavo.tools.plan.options import Option
+
+LOW_BIT_STATES = {"adamw8bit": (1.0, 256), "adamwfp8": (1.0, 256), "adamw4bit": (0.5, 128)}
+
+
+def layer_matrices(case: Case) -> list[tuple[int, int]]:
+    """Outputs and inputs of each linear of a layer, one by one."""
+    s = Sizes.of(case)
+    outputs = {"q_proj": s.q, "k_proj": s.kv, "v_proj": s.kv, "o_proj": s.k}
+    outputs |= {"gate_proj": s.f, "up_proj": s.f, "down_proj": s.k}
+    inputs = {"o_proj": s.q, "down_proj": s.f}
+    return [(outputs[name], inputs.get(name, s.k)) for members in MEMBERS.values() for name in members]
+
+
+def is_tied(case: Case) -> bool:
+    """Whether embedding and head are one matrix."""
+    return bool(case.config.get("tie_word_embeddings", False))
+
+
+def vocabulary_parameters(case: Case) -> int:
+    """Of the head, and as many of the embedding."""
+    return case.vocabulary * int(case.config["hidden_size"])
+
+
+def layer_parameters(case: Case) -> int:
+    return sum(n * k for n, k in layer_matrices(case))
+
+
+def norm_parameters(case: Case) -> int:
+    s = Sizes.of(case)
+    return case.layers * (2 * s.k + (2 * case.head_dim if s.has_qk_norm else 0)) + s.k
+
+
+def parameters(case: Case) -> int:
+    """All of the model's, biases apart, adapters apart."""
+    matrices = case.layers * layer_parameters(case) + vocabulary_parameters(case) * (1 if is_tied(case) else 2)
+    return matrices + norm_parameters(case)
+
+
+def weights(case: Case, option: Option) -> int:
+    adapters = case.adapter_parameters * option.adapter_bytes
+    if option.code != "fp8" or not case.frozen:
+        return parameters(case) * option.weight_bytes + adapters
+    layers = case.layers * layer_parameters(case)
+    scales = {
+        "channel": sum(n for n, _ in layer_matrices(case)),
+        "block": sum(-(-n // BLOCK) * -(-k // BLOCK) for n, k in layer_matrices(case)),
+        "delayed": len(layer_matrices(case)),
+    }[str(option.recipe)]
+    others = (parameters(case) - layers) * option.weight_bytes
+    return layers + case.layers * scales * FP32 + others + adapters
+
+
+def trained(case: Case) -> int:
+    """How many numbers have a gradient."""
+    return case.adapter_parameters if case.frozen else parameters(case)
+
+
+def trained_bytes(case: Case, option: Option) -> int:
+    """Of one such number."""
+    return option.adapter_bytes if case.frozen else option.weight_bytes
+
+
+def gradients(case: Case, option: Option) -> int:
+    return trained(case) * trained_bytes(case, option)
+
+
+def states(case: Case, option: Option) -> int:
+    if option.optimizer is None:
+        return 0
+    if option.optimizer == "adamw":
+        return 2 * gradients(case, option)
+    size, block = LOW_BIT_STATES[option.optimizer]
+    return round(2 * trained(case) * (size + FP32 / block))
+
+
+def step_buffers(case: Case, option: Option) -> int:
+    """torch's AdamW makes the square roots of all second moments at once; torchao's goes from tensor to tensor.
+
+    Within backward there is one tensor at a time: the largest is the embedding, or the head.
+    """
+    if option.optimizer != "adamw":
+        return 0
+    return vocabulary_parameters(case) * option.weight_bytes if option.in_backward else gradients(case, option)

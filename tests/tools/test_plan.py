@@ -1,0 +1,336 @@
+"""`octavo plan` through the command: what it prints, writes, advises and refuses."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from octavo.cli import main
+from octavo.tools.bench.cases import DECODERS
+from octavo.tools.plan import gpus, standing
+from octavo.tools.plan.gpus import GPUS, Gpu, find_gpu, fits, largest_batch
+from octavo.tools.plan.memory import KINDS, plan_memory
+from octavo.tools.plan.options import Option, options_of
+from octavo.tools.plan.request import make_request, with_batch
+from octavo.tools.plan.run import make_plan
+
+Invoke = Callable[..., tuple[int, str, str]]
+TINY = {
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.fixture
+def invoke(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Invoke:
+    """`octavo plan …` in this process, in a folder of its own: exit code, stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["octavo", "plan", *arguments])
+        try:
+            main()
+            code = 0
+        except SystemExit as leaving:
+            code = int(leaving.code or 0)
+        output = capsys.readouterr()
+        return code, output.out, output.err
+
+    return run
+
+
+def write_config(folder: Path, **changes) -> Path:
+    folder.mkdir(exist_ok=True)
+    path = folder / "config.json"
+    path.write_text(json.dumps({name: value for name, value in (TINY | changes).items() if value is not None}))
+    return path
+
+
+def request(model="8b", mode="full", batch=4, seq=2048, **more):
+    return make_request(model, mode=mode, batch=batch, seq=seq, **more)
+
+
+@pytest.mark.parametrize("model", sorted(set(DECODERS) - {"tiny"}))
+@pytest.mark.parametrize("mode", ["full", "lora"])
+def test_every_preset(invoke: Invoke, model: str, mode: str) -> None:
+    code, output, error = invoke(model, "--mode", mode, "--gpu", "h200")
+    assert code == 0 and error == ""
+    for kind in KINDS:
+        assert kind in output
+    assert "BF16 Hugging Face, adamw" in output and "with checkpointing" in output and "For h200: " in output
+    assert max(len(line) for line in output.splitlines() if not line.startswith("octavo bench ")) <= 124
+    assert "…" not in output  # nothing is cut
+
+
+def test_a_narrow_terminal_cuts_no_figure() -> None:
+    import io
+
+    from rich.console import Console
+
+    from octavo.tools.plan.show import show
+
+    plan = make_plan("70b", mode="lora", batch=4, seq=2048, gpu="h200")
+    for width in (80, 100):
+        file = io.StringIO()
+        show(Console(file=file, width=width, force_terminal=True, color_system=None), plan)
+        text = file.getvalue()
+        assert "…" not in text
+        for memory, batch in zip(plan.memories, plan.batches, strict=True):
+            ratio = memory.peak.total / plan.memories[0].peak.total
+            assert re.search(rf" {memory.peak_gib:.1f} +{ratio:.2f} +{batch or '–'} ", text)
+
+
+@pytest.mark.parametrize(
+    ("model", "billions"),
+    [
+        ("1b", 1.236),
+        ("3b", 3.213),
+        ("8b", 8.030),
+        ("70b", 70.554),
+        ("qwen3-0.6b", 0.596),
+        ("qwen3-8b", 8.191),
+        ("qwen3-32b", 32.762),
+    ],
+)
+def test_parameters_are_those_published(model: str, billions: float) -> None:
+    assert standing.parameters(request(model)) / 1e9 == pytest.approx(billions, abs=0.001)
+
+
+def test_json_has_all_figures_and_adds_up(invoke: Invoke) -> None:
+    code, output, _ = invoke("8b", "--mode", "lora", "--rank", "16", "--gpu", "24", "--json", "plan.json")
+    assert code == 0 and "Figures: plan.json" in output
+    assert [path.name for path in Path().iterdir()] == ["plan.json"]  # and no temporary file
+    plan = json.loads(Path("plan.json").read_text())
+    assert (plan["model"], plan["mode"], plan["batch"], plan["seq"], plan["rank"]) == ("8b", "lora", 4, 2048, 16)
+    for option in plan["options"]:
+        for moment in option["moments"]:
+            assert moment["total"] == sum(moment[kind] for kind in KINDS)
+            assert min(moment[kind] for kind in KINDS) >= 0
+        assert option["peak"]["total"] == max(moment["total"] for moment in option["moments"])
+        assert option["peak_gib"] == option["peak"]["total"] / 2**30
+    assert plan["advice"]["option"]["recipe"] == "channel"
+
+
+def test_it_needs_neither_transformers_nor_a_gpu(tmp_path: Path) -> None:
+    code = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split('.')[0] in ('transformers', 'peft', 'torchao', 'triton', 'accelerate'):
+            raise ImportError(name + ' was imported')
+sys.meta_path.insert(0, Refuse())
+sys.argv = ['octavo', 'plan', '70b', '--mode', 'lora', '--gpu', '80']
+from octavo.cli import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert "70.55 billion parameters" in done.stdout
+
+
+def test_a_config_of_ones_own(invoke: Invoke, tmp_path: Path) -> None:
+    path = write_config(tmp_path / "mine")
+    for model in (str(path), str(path.parent), "mine"):
+        code, output, error = invoke(model, "--seq", "64")
+        assert code == 0, error
+        assert output.startswith("mine, 0.00 billion parameters, 2 layers")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hidden_size": None}, ["hidden_size", "config.json"]),
+        ({"hidden_size": "wide"}, ["hidden_size='wide'", "whole number"]),
+        ({"num_attention_heads": 3}, ["hidden_size=128", "num_attention_heads=3", "head_dim"]),
+        ({"num_key_value_heads": 3}, ["num_key_value_heads=3"]),
+        ({"num_local_experts": 8}, ["num_local_experts=8", "dense"]),
+        ({"model_type": "gpt2"}, ["model_type='gpt2'", "qwen3"]),
+        ({"max_position_embeddings": 16}, ["--seq 64", "16 positions"]),
+    ],
+)
+def test_a_bad_config_is_named(invoke: Invoke, tmp_path: Path, changes: dict, words: list[str]) -> None:
+    write_config(tmp_path / "mine", **changes)
+    code, output, error = invoke("mine", "--seq", "64")
+    assert code == 2 and output == ""
+    assert error.startswith("octavo: ") and error.count("\n") == 1, error
+    for word in words:
+        assert word in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["9b"], ["MODEL 9b", "8b", "config.json"]),
+        (["."], ["MODEL .", "no config.json"]),
+        (["broken.json"], ["MODEL broken.json", "not a JSON file"]),
+        (["8b", "--mode", "grpo"], ["--mode grpo", "reinforcement learning"]),
+        (["8b", "--mode", "half"], ["mode='half'", "full, lora"]),
+        (["8b", "--batch", "0"], ["batch=0", "at least 1"]),
+        (["8b", "--seq", "-5"], ["seq=-5"]),
+        (["8b", "--layers", "0"], ["layers=0"]),
+        (["8b", "--rank", "8"], ["--rank 8", "--mode lora"]),
+        (["8b", "--mode", "lora", "--rank", "0"], ["rank=0"]),
+        (["8b", "--mode", "lora", "--targets", "head"], ["targets='head'", "attention"]),
+        (["8b", "--head", "fp4"], ["head='fp4'"]),
+        (["8b", "--gpu", "h300"], ["--gpu h300", "h200"]),
+        (["8b", "--gpu", "-1"], ["--gpu -1", "above 0"]),
+        (["8b", "--gpu", "nan"], ["--gpu nan"]),
+        (["8b", "--json", "no/such/plan.json"], ["--json no/such/plan.json", "folder"]),
+        (["8b", "--json", "."], ["--json ."]),
+    ],
+)
+def test_bad_input_is_one_clear_line(invoke: Invoke, arguments: list[str], words: list[str]) -> None:
+    Path("broken.json").write_text("{")
+    code, output, error = invoke(*arguments)
+    assert code == 2 and output == ""
+    assert error.startswith("octavo: ") and error.count("\n") == 1, error
+    for word in words:
+        assert word in error, error
+
+
+def test_a_full_disk_is_named(invoke: Invoke) -> None:
+    Path("plan.json.tmp").mkdir()  # where the file is written first
+    code, _, error = invoke("8b", "--json", "plan.json")
+    assert code == 1 and "cannot write plan.json" in error and "--json" in error
+
+
+def test_claims_that_cannot_hold(invoke: Invoke) -> None:
+    _, output, _ = invoke("70b", "--mode", "lora")
+    text = " ".join(output.split())
+    assert "Not possible: a 70B in 64 GB of FP8. The weights alone are 72.7 GB (67.7 GiB)" in text
+    assert "Not possible" not in invoke("qwen3-32b", "--mode", "lora", "--gpu", "80")[1]
+    text = " ".join(invoke("8b", "--gpu", "24")[1].split())
+    assert "Not possible on 24 GiB, whatever the batch: weights, gradients and states alone take" in text
+    assert "not even one sequence" in text
+    text = " ".join(invoke("8b", "--gpu", "a100")[1].split())
+    assert "a100 has no FP8 tensor cores" in text and "For a100: BF16 Octavo" in text
+
+
+def test_blocks_that_straddle_linears_are_left_out(invoke: Invoke, tmp_path: Path) -> None:
+    write_config(
+        tmp_path / "small", hidden_size=576, num_attention_heads=9, num_key_value_heads=3, intermediate_size=1536
+    )
+    _, output, _ = invoke("small", "--mode", "lora", "--seq", "64")
+    assert "Left out: block" in output and "FP8 block" not in output and "FP8 channel" in output
+
+
+def test_more_tokens_and_more_layers_never_take_less() -> None:
+    for mode in ("full", "lora"):
+        case = request(mode=mode)
+        for option in options_of(case, compiled=True, fp8_head=False) + options_of(case, compiled=False, fp8_head=True):
+            peaks = [plan_memory(request(mode=mode, batch=batch), option).peak.total for batch in (1, 2, 3, 4, 16, 64)]
+            assert peaks == sorted(peaks)
+            peaks = [plan_memory(request(mode=mode, layers=layers), option).peak.total for layers in (1, 2, 8, 32)]
+            assert peaks == sorted(peaks)
+
+
+def test_checkpointing_keeps_the_inputs_of_layers() -> None:
+    case = request(mode="lora")
+    for code, recipe in (("own", None), ("fp8", "channel")):
+        plain, layers, offload = (
+            plan_memory(case, Option(code, recipe, checkpointing=kind)) for kind in ("none", "layers", "offload")
+        )
+        assert offload.peak.total < layers.peak.total < plain.peak.total
+        head = next(moment for moment in layers.moments if moment.name == "head")
+        norm = 2 * 8192 * 4096 * 2  # the last one's input and output
+        assert head.activations == 32 * 8192 * 4096 * 2 + norm
+
+
+@pytest.mark.parametrize("mode", ["full", "lora"])
+def test_the_largest_batch_fits_and_one_more_does_not(mode: str) -> None:
+    case = request(mode=mode)
+    for option in options_of(case, compiled=True, fp8_head=False):
+        gpu = GPUS["h100"]
+        most = largest_batch(case, option, gpu)
+        assert most == 0 or fits(with_batch(case, most), option, gpu)
+        assert not fits(with_batch(case, most + 1), option, gpu)
+
+
+def test_a_batch_beyond_counting_ends() -> None:
+    assert largest_batch(request("tiny", seq=1), Option("own"), Gpu("all", 1e9)) == gpus.MOST
+
+
+def test_gpus_by_name_and_size() -> None:
+    assert find_gpu("H200") == find_gpu(" h200 ") == GPUS["h200"]
+    assert find_gpu("24").gib == find_gpu("24GiB").gib == 24
+    assert find_gpu("24").has_fp8 and not find_gpu("a100").has_fp8
+    assert find_gpu("0.5").room == 0
+
+
+def test_advice_prefers_what_computes_nothing_twice() -> None:
+    wide = make_plan("8b", mode="full", batch=4, seq=2048, gpu="b200").advice
+    assert wide is not None and wide.option is not None
+    assert (wide.option.code, wide.option.optimizer, wide.option.checkpointing) == ("fp8", "adamw", "none")
+    narrow = make_plan("8b", mode="full", batch=4, seq=2048, gpu="60").advice
+    assert narrow is not None and narrow.option is not None
+    assert (narrow.option.optimizer, narrow.option.checkpointing) == ("adamw4bit", "none")
+    kept = make_plan("8b", mode="full", batch=4, seq=2048, gpu="50").advice
+    assert kept is not None and kept.option is not None and kept.option.activations == "fp8" and not kept.check
+    least = make_plan("8b", mode="full", batch=10_000, seq=2048, gpu="60").advice
+    assert least is not None and least.option is not None and 0 < least.batch < 10_000
+    assert least.why.startswith("10000 do not fit")
+
+
+@pytest.mark.parametrize("gpu", ["h200", "a100"])
+@pytest.mark.parametrize(
+    ("mode", "more"), [("full", {}), ("lora", {"rank": 4}), ("lora", {"rank": 4, "targets": "attention"})]
+)
+@pytest.mark.parametrize("fp8_head", [False, True])
+def test_advised_code_runs(tmp_path: Path, gpu: str, mode: str, more: dict, fp8_head: bool) -> None:
+    """On a model of this shape, without a tokenizer."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY)).save_pretrained(tmp_path)
+    plan = make_plan(str(tmp_path), mode=mode, batch=1, seq=32, gpu=gpu, fp8_head=fp8_head, **more)
+    assert plan.advice is not None
+    code = plan.advice.code.replace("max_seq_length=32,", "max_seq_length=32, tokenizer=False,")
+    names: dict = {}
+    exec(code, names)
+    model = names["model"]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    assert sum(parameter.nbytes for parameter in trained) == standing.gradients(plan.case, plan.advice.option)
+    found = sum(parameter.nbytes for parameter in model.parameters())
+    assert found == standing.weights(plan.case, plan.advice.option)
+
+
+@pytest.mark.parametrize("kind", ["layers", "offload"])
+def test_advised_code_checkpoints(tmp_path: Path, kind: str) -> None:
+    from octavo.tools.plan import advice
+
+    pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY)).save_pretrained(tmp_path)
+    case = request(str(tmp_path), mode="lora", seq=32, rank=4)
+    codes = [advice._lora_code(str(tmp_path), case, Option("fp8", "block", checkpointing=kind))]
+    if kind == "layers":
+        full = replace(case, frozen=False, rank=0)
+        less = Option("fp8", "delayed", checkpointing=kind, activations="fp8", in_backward=True)
+        codes.append(advice._full_code(str(tmp_path), full, less))
+    for code in codes:
+        names: dict = {}
+        exec(code.replace("max_seq_length=32,", "max_seq_length=32, tokenizer=False,"), names)
+        assert names["model"].is_gradient_checkpointing
+
+
+def test_the_command_that_measures_exists(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    found = make_plan("8b", mode="lora", batch=4, seq=2048, rank=8, targets="mlp", gpu="h200", fp8_head=True).advice
+    assert found is not None
+    assert found.check == (
+        "octavo bench --preset 8b --mode lora --rank 8 --targets mlp --tokens 8192 --seq 2048 "
+        "--recipe channel+fp8-head --against bf16-compiled,octavo-bf16"
+    )
+    monkeypatch.setattr(sys, "argv", ["octavo", "bench", "--help"])
+    with pytest.raises(SystemExit):
+        main()
+    text = capsys.readouterr().out
+    assert all(option in text for option in re.findall(r"--[a-z-]+", found.check))

@@ -1,0 +1,186 @@
+"""What a layer keeps for backward: what the plan says against what autograd is given to keep, to the byte."""
+
+import pytest
+import torch
+
+from octavo import FP8TrainingConfig, convert_to_fp8
+from octavo.tools.bench.cases import Case
+from octavo.tools.bench.contenders import Contender
+from octavo.tools.plan import standing
+from octavo.tools.plan.layer import kept
+from octavo.tools.plan.options import Option
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+
+# The partitioner that inductor uses, without its compiler: what a compiled layer keeps is its choice.
+COMPILED = "aot_eager_decomp_partition"
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 256,
+    "num_hidden_layers": 2,
+    "intermediate_size": 640,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 512,
+    "rms_norm_eps": 1e-5,
+}
+KINDS = {"hf": "bf16", "own": "octavo-bf16", "fp8": "octavo"}
+
+
+def case_of(model_type="llama", rank=None, targets="all"):
+    config = {**CONFIG, "model_type": model_type}
+    frozen = rank is not None
+    return Case("test", config, 2, 256, 128, 0, "cpu", frozen=frozen, rank=rank or 0, targets=targets)
+
+
+def subject_of(case, option):
+    from octavo.tools.bench.subject import Subject
+
+    if option.activations == "fp8":  # which the bench does not know
+        subject = Subject(case, Contender("test", "bf16", False))
+        convert_to_fp8(subject.model, FP8TrainingConfig.from_recipe(str(option.recipe), activations="fp8"))
+        return subject
+    subject = Subject(case, Contender("test", KINDS[option.code], False, option.recipe, option.fp8_head))
+    if option.weight_bytes == 4:
+        subject.model.float()
+    return subject
+
+
+def layer_call(subject, case, option):
+    """The second decoder layer, and what it is called with in a step."""
+    from octavo.hf.build import decoder_layers
+
+    layer = decoder_layers(subject.model.get_base_model() if case.rank else subject.model)[1]
+    found = []
+
+    def look(_module, args, kwargs):
+        found.append((args, kwargs))
+
+    handle = layer.register_forward_pre_hook(look, with_kwargs=True)
+    with torch.autocast("cpu", torch.bfloat16, enabled=option.weight_bytes == 4):
+        subject.model(input_ids=subject.tokens_BT, labels=subject.tokens_BT, use_cache=False)
+    handle.remove()
+    (args, kwargs) = found[0]
+    return layer, args[0].detach().requires_grad_(), kwargs
+
+
+def counted(case, option):
+    """Bytes of all storages that autograd keeps for a layer: those of weights and of the positions are there anyway."""
+    subject = subject_of(case, option)
+    layer, hidden, kwargs = layer_call(subject, case, option)
+    if option.compiled:
+        torch._dynamo.reset()
+        layer.compile(backend=COMPILED)
+    others = [*subject.model.parameters(), *kwargs["position_embeddings"]]
+    known = {tensor.untyped_storage().data_ptr() for tensor in others}
+    found = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            found[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autocast("cpu", torch.bfloat16, enabled=option.weight_bytes == 4):
+        if option.compiled:
+            layer(hidden, **kwargs)  # compiles
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            layer(hidden, **kwargs)
+    return sum(storage.nbytes() for storage in found.values())
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    ("model_type", "code", "recipe", "rank"),
+    [
+        ("llama", "hf", None, None),
+        ("llama", "own", None, None),
+        ("llama", "fp8", "delayed", None),
+        ("llama", "fp8", "block", None),
+        ("llama", "fp8", "channel", None),
+        ("llama", "hf", None, 8),
+        ("llama", "own", None, 8),
+        ("llama", "fp8", "block", 8),
+        ("llama", "fp8", "channel", 8),
+        ("qwen3", "hf", None, None),
+        ("qwen3", "fp8", "delayed", None),
+        ("qwen3", "fp8", "channel", 8),
+    ],
+)
+def test_kept_bytes(model_type, compiled, code, recipe, rank):
+    case = case_of(model_type, rank)
+    option = Option(code, recipe, compiled=compiled)
+    assert sum(kept(case, option).values()) == counted(case, option)
+
+
+@pytest.mark.parametrize("targets", ["attention", "mlp"])
+@pytest.mark.parametrize(("code", "recipe"), [("hf", None), ("fp8", "channel")])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_kept_bytes_with_some_adapters(code, recipe, compiled, targets):
+    case = case_of(rank=8, targets=targets)
+    option = Option(code, recipe, compiled=compiled)
+    assert sum(kept(case, option).values()) == counted(case, option)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_kept_bytes_with_fp32_weights(compiled):
+    case, option = case_of(), Option("fp8", "delayed", weight_bytes=4, compiled=compiled)
+    assert sum(kept(case, option).values()) == counted(case, option)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(("model_type", "recipe"), [("llama", "delayed"), ("llama", "block"), ("qwen3", "delayed")])
+def test_kept_bytes_with_fp8_activations(model_type, recipe, compiled):
+    case, option = case_of(model_type), Option("fp8", recipe, activations="fp8", compiled=compiled)
+    assert sum(kept(case, option).values()) == counted(case, option)
+
+
+def test_beside_bf16_weights_adapters_in_fp32_are_refused():
+    """They would be computed from copies of their inputs in FP32: half as much again as what is planned."""
+    with pytest.raises(ValueError, match="autocast_adapter_dtype=False"):
+        kept(case_of(rank=8), Option("hf", adapter_bytes=4))
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+@pytest.mark.parametrize(
+    ("option", "rank"),
+    [
+        (Option("hf"), None),
+        (Option("fp8", "delayed", weight_bytes=4), None),
+        (Option("hf"), 8),
+        (Option("fp8", "block"), 8),
+        (Option("fp8", "channel"), 8),
+    ],
+    ids=lambda value: str(value) if value is None or isinstance(value, int) else value.name,
+)
+def test_weights_and_gradients(model_type, option, rank):
+    case = case_of(model_type, rank)
+    model = subject_of(case, option).model
+    assert standing.weights(case, option) == sum(weight.nbytes for weight in model.parameters())
+    assert standing.gradients(case, option) == sum(p.nbytes for p in model.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit", "adamwfp8", "adamw4bit"])
+def test_states(name):
+    from octavo.optim import build_optimizer
+
+    if name != "adamw":
+        pytest.importorskip("torchao")
+    case, option = case_of(), Option("own", optimizer=name)
+    model = subject_of(case, option).model
+    optimizer = build_optimizer(name, model.parameters(), lr=1e-3)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    found = 0
+    for state in optimizer.state.values():
+        for moment in (state["exp_avg"], state["exp_avg_sq"]):
+            parts = getattr(moment, "tensor_attrs", None)
+            # Tables of levels, `qmap`, are a kilobyte each at most.
+            names = [part for part in parts if part != "qmap"] if parts else []
+            found += sum(getattr(moment, part).nbytes for part in names) if names else moment.nbytes
+    # Norms are too small to be quantised: they keep states like themselves.
+    norms = 2 * 2 * standing.norm_parameters(case)
+    assert standing.states(case, option) == pytest.approx(found, abs=norms)

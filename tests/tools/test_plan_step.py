@@ -1,0 +1,100 @@
+"""The planned peak of whole steps against what the CPU's allocator hands out: moments that no GPU has measured yet.
+
+In BF16 and eager: FP8 is emulated here, in FP32, and so is the loss in chunks; Hugging Face's own loss is the same on
+any device.
+"""
+
+import pytest
+import torch
+
+from octavo.optim import step_in_backward
+from octavo.tools.bench.cases import Case
+from octavo.tools.bench.contenders import Contender
+from octavo.tools.plan import standing
+from octavo.tools.plan.memory import WORKSPACE, plan_memory
+from octavo.tools.plan.options import Option
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 512,
+    "num_hidden_layers": 4,
+    "intermediate_size": 1536,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "rms_norm_eps": 1e-5,
+}
+SMALL, LARGE = 256, 16384  # vocabularies: with the large one, the loss is the peak
+
+
+def case_of(vocabulary, tokens, rank, model_type):
+    config = {**CONFIG, "vocab_size": vocabulary, "model_type": model_type}
+    frozen = rank is not None
+    return Case("test", config, 4, tokens, min(tokens, 256), 0, "cpu", frozen=frozen, rank=rank or 0)
+
+
+def allocated(step):
+    """The most bytes that are handed out at once during a step, beyond those before it."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        step()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    now = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    return most
+
+
+def counted(case, option):
+    from octavo.tools.bench.subject import Subject
+
+    subject = Subject(case, Contender("test", {"hf": "bf16", "own": "octavo-bf16"}[option.code], False))
+    if option.checkpointing == "layers":
+        subject.model.gradient_checkpointing_enable()
+    trained = [parameter for parameter in subject.model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, foreach=True)  # as on a GPU
+    if option.in_backward:
+        step_in_backward(optimizer)
+
+    def step():
+        subject.model(input_ids=subject.tokens_BT, labels=subject.tokens_BT, use_cache=False).loss.backward()
+        optimizer.step()
+
+    step()
+    subject.forget_gradients()
+    return allocated(step) + standing.weights(case, option) + standing.states(case, option)
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "tokens", "rank", "model_type", "option", "moment"),
+    [
+        (LARGE, 1024, None, "llama", Option("hf", compiled=False), "head"),
+        (LARGE, 1024, 8, "llama", Option("hf", compiled=False), "head"),
+        (LARGE, 1024, None, "llama", Option("hf", compiled=False, checkpointing="layers"), "head"),
+        (LARGE, 1024, 8, "llama", Option("hf", compiled=False, checkpointing="layers"), "head"),
+        (SMALL, 1024, None, "llama", Option("hf", compiled=False), "last layer"),
+        (SMALL, 1024, 8, "llama", Option("own", compiled=False), "last layer"),
+        (SMALL, 1024, None, "llama", Option("own", compiled=False, checkpointing="layers"), "first layer"),
+        (SMALL, 1024, 8, "llama", Option("own", compiled=False, checkpointing="layers"), "last layer"),
+        (SMALL, 1024, 8, "qwen3", Option("own", compiled=False, checkpointing="layers"), "last layer"),
+        (SMALL, 64, None, "llama", Option("own", compiled=False), "optimiser"),
+        (LARGE, 64, None, "qwen3", Option("hf", compiled=False, checkpointing="layers"), "optimiser"),
+        (LARGE, 64, None, "llama", Option("own", compiled=False, in_backward=True), "optimiser"),
+        (
+            SMALL,
+            1024,
+            None,
+            "llama",
+            Option("own", compiled=False, in_backward=True, checkpointing="layers"),
+            "last layer",
+        ),
+    ],
+)
+def test_peak_of_a_step(vocabulary, tokens, rank, model_type, option, moment):
+    case = case_of(vocabulary, tokens, rank, model_type)
+    planned = plan_memory(case, option)
+    assert planned.peak.name == moment
+    assert planned.peak.total - WORKSPACE == pytest.approx(counted(case, option), rel=0.08)
