@@ -84,8 +84,9 @@ def test_passes_are_those_of_the_kernels():
         for operand in ("x", "w", "g"):
             recipe = getattr(FP8TrainingConfig.from_recipe(name).recipe, operand)
             launches = _Planner([x], recipe, torch.Size(), known=True).plan(True, layout)._launches
-            if (name, layout) != ("channel", "rows"):  # a whole row in registers: one, once there is that kernel
-                assert len(launches) == passes(recipe, layout), (name, operand, layout)
+            # Per channel, one more folds the maxima that the rows' pass leaves, which are few.
+            reading = [launch for launch in launches if 0 in launch.tensors]
+            assert len(reading) == passes(recipe, layout), (name, operand, layout)
 
 
 def test_what_a_gated_mlp_moves():

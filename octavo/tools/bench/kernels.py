@@ -84,8 +84,8 @@ def passes(recipe: OperandRecipe, layout: str) -> int:
     """How often quantising reads its input from memory.
 
     tensor      once, if the scale is delayed (the search for an amax ends at once); else once more for the amax
-    channel     rows once: a whole row is in registers. A column is not, so its amax takes a pass of its own, over
-                which that of the rows is found, too: columns and both read twice
+    channel     rows once: a whole row is in registers. A column is not, so its amax takes a pass before: one of its
+                own, or that of the rows, which leaves it. So columns and both read twice
     128×128     once: a program walks over a block twice, but the second time it comes from a cache
     1×128, mx   rows or columns once, scales being found in the tile; both are two passes with tiles of other shapes
 
