@@ -110,7 +110,7 @@ def test_strided_inputs(name):
 def test_columns_of_whole_tiles(name, dtype, monkeypatch):
     """Their own kernel, which nothing else takes the place of."""
     monkeypatch.setattr(kernel, "scaled_kernel", None)
-    x = sample(2, 128, 96, dtype=dtype)
+    x = sample(2, 128, 128, dtype=dtype)
     x[0, 3, 5] = float("inf")
     x[1, 100, 7] = float("nan")
     x[1, :, 9] = float("-inf")
