@@ -109,6 +109,12 @@ def main(dtype: torch.dtype, rounding: str) -> None:
         dequantize.dequantize(rows, dtype)
         for rank in (32, 96):
             adapter_gradients.add_down(torch.zeros(256, rank, dtype=dtype), rows, torch.zeros(rank, 512))
+        ups, places = [torch.zeros(256, 32, dtype=dtype)] * 2, [(0, 256, 1.0), (256, 256, 2.0)]
+        y, t = torch.zeros(256, 512, dtype=dtype), torch.zeros(256, 64, dtype=dtype)
+        adapter_gradients.add_gradients(y, t, ups, places, torch.ones(512), t.float(), torch.zeros(512 * 32))
+        adapter_outputs.add_outputs(y, t, ups, places, None, turned=True)
+        adapter_outputs.add_outputs(y, t, [torch.zeros(64, 512, dtype=dtype)], [(0, 512, 1.0)], None, turned=False)
+        adapter_outputs.add_outputs(y, t, [torch.zeros(512, 64, dtype=dtype)], [(0, 512, 1.0)], y, turned=True)
     channel = FP8TrainingConfig.from_recipe("channel", rounding=rounding).recipe
     for width in (256, 300, 6144, 14336):
         x = torch.zeros(16, width, dtype=dtype)
