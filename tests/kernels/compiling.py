@@ -16,6 +16,7 @@ from triton.compiler import ASTSource
 from octavo import FP8TrainingConfig
 from octavo.kernels import (
     adapter_gradients,
+    adapter_outputs,
     causal,
     cross_entropy,
     dequantize,
