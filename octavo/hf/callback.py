@@ -26,7 +26,7 @@ from octavo.hf.moved import MovementCheck
 from octavo.hf.running import put_first, resumed_from, running_trainer
 from octavo.nn.linear import LinearInFP8
 from octavo.numerics import FP8ScalingManager
-from octavo.optim.in_backward import step_in_backward, steps_in_backward
+from octavo.optim.in_backward import InBackward, step_in_backward
 
 MULTIPLE = 16  # tokens: FP8 products on tensor cores have operands of whole 16-byte units
 WATCHED_BATCHES = 8
@@ -58,6 +58,7 @@ class OctavoCallback(TrainerCallback):
         self.scaling = scaling
         self.check_weights = check_weights
         self.release_gradients = release_gradients
+        self._released: InBackward | None = None
         self._managers: list[FP8ScalingManager] = []
         self._check: MovementCheck | None = None
         self._speed = _Speed()
@@ -99,11 +100,15 @@ class OctavoCallback(TrainerCallback):
                     f"OctavoCallback(release_gradients=True) with {name}={value}: that needs all gradients at once; "
                     f"set TrainingArguments({name}={fix}), or leave release_gradients out"
                 )
+        if args.world_size > 1:
+            raise ValueError(
+                f"OctavoCallback(release_gradients=True) in {args.world_size} processes: gradients would be applied "
+                "before they are averaged; train in one process, or leave release_gradients out"
+            )
         optimizer = getattr(optimizer, "optimizer", optimizer)  # without what Accelerate puts around it
         if self._check is not None:
-            self._check.watch(optimizer)
-        if not steps_in_backward(optimizer):
-            step_in_backward(optimizer)
+            self._check.watch(optimizer)  # before what takes the gradients away
+        self._released = step_in_backward(optimizer)
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -152,11 +157,15 @@ class OctavoCallback(TrainerCallback):
     ) -> None:
         if self._check is not None:
             self._end_check(state)
+        if self._released is not None:
+            self._released.remove()
+            self._released = None
 
     def _end_check(self, state: TrainerState) -> None:
         assert self._check is not None
         for line in self._check.findings() if state.is_world_process_zero else []:
             logger.warning(line)
+        self._check.close()
         self._check = None
 
     def _require_head(self) -> None:

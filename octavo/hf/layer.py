@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from octavo.hf import decoder, frozen
-from octavo.nn.linear import FP8Linear
+from octavo.nn.linear import FP8Linear, LinearInFP8
 from octavo.numerics import FP8TrainingConfig
 from octavo.numerics.config import Recipe
 from octavo.numerics.norm import Norm
@@ -76,6 +76,9 @@ def _norm_to_join(norm: Any, follower: Any, linear: Any, h: Tensor) -> Norm | No
     watched = frozen.is_hooked(norm) or frozen.is_hooked(follower)
     if watched or not decoder.is_fused(follower) or norm.weight.dtype != h.dtype:
         return None
+    base = frozen.base_of(linear)
+    if not isinstance(base, LinearInFP8) or base.product(h).out_dtype != h.dtype:
+        return None  # under autocast, the residual stream is wider than what is added to it
     joins = joins_norm(linear.config, linear.recipe) if type(linear) in TRAINED else not norm.weight.requires_grad
     return Norm(norm.weight, norm.variance_epsilon) if joins else None
 

@@ -75,16 +75,20 @@ class MovementCheck:
 
     @torch.no_grad()
     def watch(self, optimizer: Any) -> None:
-        groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        groups = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
         for name, parameter in self.model.named_parameters():
-            group = groups.get(id(parameter))
-            if name in self._pending and group is not None:
-                look = partial(self._look_in_backward, name, group)
+            if name in self._pending and id(parameter) in groups:
+                look = partial(self._look_in_backward, name, optimizer, groups[id(parameter)])
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(look))
 
-    def _look_in_backward(self, name: str, group: dict[str, Any], parameter: Any) -> None:
+    def _look_in_backward(self, name: str, optimizer: Any, group: int, parameter: Any) -> None:
         if name in self._pending and name not in self._probes:
-            self._look(name, parameter, float(group["lr"]), True)
+            self._look(name, parameter, float(optimizer.param_groups[group]["lr"]), True)
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
     def _look(self, name: str, parameter: nn.Parameter, lr: float, held: bool) -> None:
         self._pending[name], probe = _probe(parameter, lr, held)
@@ -98,9 +102,7 @@ class MovementCheck:
         self._probes = {}
         self.done = not self._pending or self.steps >= MOST_STEPS
         if self.done:
-            for hook in self._hooks:
-                hook.remove()
-            self._hooks = []
+            self.close()
 
     def _judge(self, optimizer: Any) -> None:
         if not self._probes:

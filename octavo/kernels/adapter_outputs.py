@@ -7,6 +7,7 @@ Shapes: M tokens, N outputs (or inputs), R the rank, equal for all adapters i, e
 A program stays with its outputs: it loads their part of B, or A, once.
 """
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -82,7 +83,7 @@ def add_kernel(
 def can_add(
     y: Tensor, matrices: Sequence[Tensor], places: Sequence[Place], residual: Tensor | None, *, turned: bool
 ) -> bool:
-    """16 bits, a few adapters of one rank; with a residual, one for all outputs."""
+    """16 bits, a few adapters of one rank, no two for the same outputs; with a residual, one for all of them."""
     ranks = {matrix.shape[1 if turned else 0] for matrix in matrices}
     return (
         y.dtype in (torch.bfloat16, torch.float16)
@@ -91,8 +92,15 @@ def can_add(
         and y.is_contiguous()
         and len(ranks) == 1
         and max(ranks) <= LARGEST_RANK
+        and _are_apart(places)
         and (residual is None or (_is_alike(residual, y) and places[0][1] == y.shape[1] and len(places) == 1))
     )
+
+
+def _are_apart(places: Sequence[Place]) -> bool:
+    """Programs of two adapters that add to the same outputs would overwrite one another's."""
+    ordered = sorted(places)
+    return all(a[0] + a[1] <= b[0] for a, b in itertools.pairwise(ordered))
 
 
 def _is_alike(residual: Tensor, y: Tensor) -> bool:

@@ -6,7 +6,7 @@ go there and back in about the time that backward takes.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,9 +23,11 @@ class HostStates:
         self._coming: dict[Tensor, tuple[State, Any]] = {}
         self._after: dict[Tensor, Tensor] = {}  # the parameter that came next in the step before
         self._last: Tensor | None = None
-        self._stream: Any = None
-        optimizer.register_state_dict_pre_hook(lambda _optimizer: self.wait())
-        optimizer.register_load_state_dict_post_hook(lambda _optimizer: self._send_all())
+        self._streams: dict[torch.device, Any] = {}
+        self._hooks = [
+            optimizer.register_state_dict_pre_hook(lambda _optimizer: self.wait()),
+            optimizer.register_load_state_dict_post_hook(lambda _optimizer: self._send_all()),
+        ]
         self._send_all()
 
     def bring(self, parameter: Tensor) -> None:
@@ -56,39 +58,49 @@ class HostStates:
         room = self._rooms.get(parameter)
         if room is None:
             room = self._rooms[parameter] = _mapped(state, _pinned)
-        with self._beside(parameter):
-            if self._stream is not None:
-                self._stream.wait_stream(torch.cuda.current_stream(parameter.device))
-            with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+        stream = self._stream_of(parameter)
+        if stream is None:
+            _copy(room, state)
+        else:
+            stream.wait_stream(torch.cuda.current_stream(parameter.device))
+            with torch.cuda.stream(stream):
                 _copy(room, state)
-                if self._stream is not None:
-                    _each(state, lambda x: x.record_stream(self._stream) if x.is_cuda else None)
+                _each(state, lambda x: x.record_stream(stream) if x.is_cuda else None)
         self.optimizer.state[parameter] = room
         if self._last is not None:
             self._after[self._last] = parameter
         self._last = parameter
 
     def wait(self) -> None:
-        """Until what the host has is what the device had."""
-        if self._stream is not None:
-            self._stream.synchronize()
+        """Until what the host has is what the devices had."""
+        for stream in self._streams.values():
+            stream.synchronize()
+
+    def give_back(self) -> None:
+        """All states to where their parameters are, for good."""
+        self.wait()
+        self._coming.clear()
+        for parameter in list(self._rooms):
+            to = partial(_copied_to, parameter.device)
+            self.optimizer.state[parameter] = _mapped(self.optimizer.state[parameter], to)
+        self._rooms.clear()
+        for hook in self._hooks:
+            hook.remove()
 
     def _copy_in(self, parameter: Tensor) -> tuple[State, Any]:
-        room, device = self.optimizer.state[parameter], parameter.device
-        with self._beside(parameter):
-            if self._stream is None:
-                return _mapped(room, lambda x: x.clone()), None
-            with torch.cuda.stream(self._stream):
-                state = _mapped(room, lambda x: x.to(device, non_blocking=True))
-                return state, self._stream.record_event()
+        room, stream = self.optimizer.state[parameter], self._stream_of(parameter)
+        if stream is None:
+            return _mapped(room, lambda x: x.clone()), None
+        with torch.cuda.stream(stream):
+            state = _mapped(room, lambda x: x.to(parameter.device, non_blocking=True))
+            return state, stream.record_event()
 
-    def _beside(self, parameter: Tensor) -> AbstractContextManager[Any]:
-        """On the parameter's device, with the stream for copies; without one on a CPU."""
-        if parameter.device.type != "cuda":
-            return nullcontext()
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(parameter.device)
-        return torch.cuda.device(parameter.device)
+    def _stream_of(self, parameter: Tensor) -> Any:
+        """The one for copies from and to the parameter's device; None on a CPU."""
+        device = parameter.device
+        if device.type == "cuda" and device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        return self._streams.get(device)
 
     def _send_all(self) -> None:
         """After loading, which puts states where the parameters are."""
@@ -136,6 +148,10 @@ def _copy(room: State, state: State) -> None:
                 getattr(room[name], part).copy_(getattr(value, part), non_blocking=True)
         else:
             room[name].copy_(value, non_blocking=True)
+
+
+def _copied_to(device: torch.device, x: Tensor) -> Tensor:
+    return x.to(device, copy=True)
 
 
 def _pinned(x: Tensor) -> Tensor:

@@ -9,7 +9,8 @@ Gradients of a model are then never all there at once. An 8B has 15 GiB of them 
         optimizer.step()                   # nothing is left to apply; what counts steps, counts this
 
 It is the same optimiser with the same state, so learning rates, checkpoints and `octavo`'s scaling histories go on as
-before. What needs all gradients at once cannot be had: a limit on their norm, or their sum over several micro-batches.
+before. What needs all gradients at once cannot be had: a limit on their norm, their sum over several micro-batches, or
+their mean over several processes (DDP would average what has been applied already).
 """
 
 from typing import Any
@@ -32,6 +33,8 @@ class InBackward(OneByOne):
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
+        if self.states is not None:
+            self.states.give_back()
         delattr(self.optimizer, _MARK)
 
 

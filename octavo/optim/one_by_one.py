@@ -16,7 +16,8 @@ class OneByOne:
         self.optimizer = optimizer
         self.states = HostStates(optimizer) if offload else None
         self._step = _plain_step(optimizer)
-        self._group = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
+        # By number: loading a checkpoint puts new groups in the place of the old ones.
+        self._group = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -28,7 +29,7 @@ class OneByOne:
         if self.states is not None:
             self.states.bring(parameter)
         groups = optimizer.param_groups
-        optimizer.param_groups = [{**self._group[parameter], "params": [parameter]}]
+        optimizer.param_groups = [{**groups[self._group[parameter]], "params": [parameter]}]
         try:
             self._step(optimizer)
         finally:

@@ -57,7 +57,7 @@ class FP8Trainer:
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ValueError(f"max_grad_norm={max_grad_norm!r}: a number above 0, or None for no limit")
         if release_gradients:
-            _require_each_gradient_alone(gradient_accumulation_steps, max_grad_norm)
+            _require_each_gradient_alone(model, gradient_accumulation_steps, max_grad_norm)
         if offload not in (None, "optimizer"):
             raise ValueError(f"offload={offload!r}: 'optimizer', for its states in host memory, or None")
         self.model = model
@@ -220,7 +220,11 @@ class FP8Trainer:
             setattr(self, name, value)
 
 
-def _require_each_gradient_alone(accumulation: int, limit: float | None) -> None:
+def _require_each_gradient_alone(model: nn.Module, accumulation: int, limit: float | None) -> None:
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise ValueError(
+            "release_gradients=True with DistributedDataParallel: gradients would be applied before they are averaged"
+        )
     if accumulation > 1:
         raise ValueError(
             f"release_gradients=True with gradient_accumulation_steps={accumulation}: gradients that are to be summed "

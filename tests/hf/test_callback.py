@@ -297,3 +297,11 @@ def test_what_needs_all_gradients_is_refused(tmp_path, name, value):
     run = trainer(tmp_path, callbacks=[OctavoCallback(release_gradients=True)], **options)
     with pytest.raises(ValueError, match=rf"with {name}={value}: that needs all gradients at once; set"):
         run.train()
+
+
+def test_released_gradients_in_several_runs_of_one_trainer(tmp_path, caplog):
+    run = trainer(tmp_path, callbacks=[OctavoCallback(release_gradients=True)], max_steps=2, max_grad_norm=0.0)
+    run.train()
+    run.train()
+    assert "not seen to learn" not in caplog.text
+    assert not any(p._post_accumulate_grad_hooks for p in run.model.parameters())

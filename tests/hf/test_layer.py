@@ -215,3 +215,28 @@ def test_full_fine_tuning_compiled_and_restored():
     assert not any(decoder.is_fused(layer) for layer in model.model.layers)
     for found, expected in zip(step(model), exact, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_wider_residual_stream_stays_wide_under_autocast(tmp_path):
+    base, _ = FastLanguageModel.from_pretrained(
+        str(checkpoint(tmp_path)), load_in_fp8="channel", tokenizer=False, dtype=torch.float32
+    )
+    model = FastLanguageModel.get_peft_model(base, r=4, use_gradient_checkpointing=False)
+    seen = []
+    for layer in layers_of(model):
+        layer.register_forward_hook(lambda _module, _inputs, output: seen.append(output.dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(input_ids=tokens(), labels=tokens()).loss.backward()
+    assert seen == [torch.float32] * 2
+
+
+def test_two_adapters_at_once(tmp_path):
+    model = load(checkpoint(tmp_path), "channel")
+    model.add_adapter("second", model.peft_config["default"])
+    for name, parameter in model.named_parameters():
+        if "lora_B.second" in name:
+            nn.init.normal_(parameter, std=0.02)
+    model.base_model.set_adapter(["default", "second"])
+    mine = step(model)
+    for found, expected in zip(mine, step(apart(model)), strict=True):
+        assert cosine(found, expected) > 0.995

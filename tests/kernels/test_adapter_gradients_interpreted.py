@@ -88,6 +88,7 @@ def test_what_they_leave_to_others():
     assert not kernel.can_multiply(g, [torch.zeros(64, 65, dtype=BF16)]) and not kernel.can_multiply(g.t(), [up])
     assert not adding.can_add(g.float(), [up], [(0, 64, 1.0)], None, turned=True)
     assert not adding.can_add(g, [up, up[:, :4]], [(0, 32, 1.0), (32, 32, 1.0)], None, turned=True)
+    assert not adding.can_add(g, [up, up], [(0, 64, 1.0), (0, 64, 1.0)], None, turned=True)  # both at once
     wide = Quantized(torch.zeros(4, 64, dtype=E4M3.dtype), torch.ones(()))
     assert not kernel.can_multiply_kept(wide, torch.zeros(4, 257, dtype=BF16))
     assert not kernel.can_multiply_kept(wide, torch.zeros(4, 8))

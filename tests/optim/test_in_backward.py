@@ -212,3 +212,45 @@ def test_few_parameters_come_round_soon(count):
             optimizer.step()
         results.append([weight.detach().clone() for weight in weights])
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("how", [released, released_and_offloaded, offload_states])
+def test_rates_set_after_a_checkpoint_was_loaded_count(how):
+    model = small()
+    optimizer = build_optimizer("adamw", model.parameters(), 1e-2)
+    how(optimizer)
+    run(model, optimizer, 1)
+    optimizer.load_state_dict(optimizer.state_dict())
+    set_learning_rate(optimizer, 0.0)
+    before = [p.detach().clone() for p in model.parameters()]
+    run(model, optimizer, 1)
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+
+
+def test_undone_with_its_states():
+    model = small()
+    optimizer = build_optimizer("adamw8bit", model.parameters(), 1e-2)
+    handle = step_in_backward(optimizer, offload=True)
+    run(model, optimizer, 1)
+    room = optimizer.state[model[0].weight]["exp_avg"].codes
+    handle.remove()
+    assert optimizer.state[model[0].weight]["exp_avg"].codes is not room
+    for i in (1, 2):
+        model(batch(i)).square().mean().backward()
+        assert all(p.grad is not None for p in model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+    plain = small()
+    expected = run(plain, build_optimizer("adamw8bit", plain.parameters(), 1e-2), 3)
+    for found, exact in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(found, exact)
+
+
+def test_several_processes_are_refused(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = nn.parallel.DistributedDataParallel(small())
+        with pytest.raises(ValueError, match="applied before they are averaged"):
+            FP8Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), release_gradients=True)
+    finally:
+        torch.distributed.destroy_process_group()
