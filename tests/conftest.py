@@ -17,3 +17,23 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 @pytest.fixture(autouse=True)
 def fresh_seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def invoke(capsys, monkeypatch, tmp_path):
+    """`octavo …` in this process, in a folder of its own: exit code, stdout and stderr."""
+    from octavo.cli import main
+
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["octavo", *arguments])
+        try:
+            main()
+            code = 0
+        except SystemExit as leaving:
+            code = int(leaving.code or 0)
+        output = capsys.readouterr()
+        return code, output.out, output.err
+
+    return run

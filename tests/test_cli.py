@@ -13,8 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from octavo.cli import main
-
 OCTAVO = Path(sys.executable).with_name("octavo")
 SMALL = [
     *(
@@ -54,24 +52,6 @@ def text(tmp_path: Path) -> Path:
     path = tmp_path / "text.txt"
     path.write_bytes(b"All happy families are alike; each unhappy family is unhappy in its own way.\n" * 40)
     return path
-
-
-@pytest.fixture
-def invoke(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Invoke:
-    """`octavo …` in this process, in a folder of its own: exit code, stdout and stderr."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["octavo", *arguments])
-        try:
-            main()
-            code = 0
-        except SystemExit as leaving:
-            code = int(leaving.code or 0)
-        output = capsys.readouterr()
-        return code, output.out, output.err
-
-    return run
 
 
 def rows(folder: Path) -> list[dict[str, float]]:

@@ -32,24 +32,6 @@ TINY = {
 }
 
 
-@pytest.fixture
-def invoke(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Invoke:
-    """`octavo plan …` in this process, in a folder of its own: exit code, stdout and stderr."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["octavo", "plan", *arguments])
-        try:
-            main()
-            code = 0
-        except SystemExit as leaving:
-            code = int(leaving.code or 0)
-        output = capsys.readouterr()
-        return code, output.out, output.err
-
-    return run
-
-
 def write_config(folder: Path, **changes) -> Path:
     folder.mkdir(exist_ok=True)
     path = folder / "config.json"
@@ -64,7 +46,7 @@ def request(model="8b", mode="full", batch=4, seq=2048, **more):
 @pytest.mark.parametrize("model", sorted(set(DECODERS) - {"tiny"}))
 @pytest.mark.parametrize("mode", ["full", "lora"])
 def test_every_preset(invoke: Invoke, model: str, mode: str) -> None:
-    code, output, error = invoke(model, "--mode", mode, "--gpu", "h200")
+    code, output, error = invoke("plan", model, "--mode", mode, "--gpu", "h200")
     assert code == 0 and error == ""
     for kind in KINDS:
         assert kind in output
@@ -108,7 +90,7 @@ def test_parameters_are_those_published(model: str, billions: float) -> None:
 
 
 def test_json_has_all_figures_and_adds_up(invoke: Invoke) -> None:
-    code, output, _ = invoke("8b", "--mode", "lora", "--rank", "16", "--gpu", "24", "--json", "plan.json")
+    code, output, _ = invoke("plan", "8b", "--mode", "lora", "--rank", "16", "--gpu", "24", "--json", "plan.json")
     assert code == 0 and "Figures: plan.json" in output
     assert [path.name for path in Path().iterdir()] == ["plan.json"]  # and no temporary file
     plan = json.loads(Path("plan.json").read_text())
@@ -141,7 +123,7 @@ main()
 def test_a_config_of_ones_own(invoke: Invoke, tmp_path: Path) -> None:
     path = write_config(tmp_path / "mine")
     for model in (str(path), str(path.parent), "mine"):
-        code, output, error = invoke(model, "--seq", "64")
+        code, output, error = invoke("plan", model, "--seq", "64")
         assert code == 0, error
         assert output.startswith("mine, 0.00 billion parameters, 2 layers")
 
@@ -160,7 +142,7 @@ def test_a_config_of_ones_own(invoke: Invoke, tmp_path: Path) -> None:
 )
 def test_a_bad_config_is_named(invoke: Invoke, tmp_path: Path, changes: dict, words: list[str]) -> None:
     write_config(tmp_path / "mine", **changes)
-    code, output, error = invoke("mine", "--seq", "64")
+    code, output, error = invoke("plan", "mine", "--seq", "64")
     assert code == 2 and output == ""
     assert error.startswith("octavo: ") and error.count("\n") == 1, error
     for word in words:
@@ -191,7 +173,7 @@ def test_a_bad_config_is_named(invoke: Invoke, tmp_path: Path, changes: dict, wo
 )
 def test_bad_input_is_one_clear_line(invoke: Invoke, arguments: list[str], words: list[str]) -> None:
     Path("broken.json").write_text("{")
-    code, output, error = invoke(*arguments)
+    code, output, error = invoke("plan", *arguments)
     assert code == 2 and output == ""
     assert error.startswith("octavo: ") and error.count("\n") == 1, error
     for word in words:
@@ -200,19 +182,19 @@ def test_bad_input_is_one_clear_line(invoke: Invoke, arguments: list[str], words
 
 def test_a_full_disk_is_named(invoke: Invoke) -> None:
     Path("plan.json.tmp").mkdir()  # where the file is written first
-    code, _, error = invoke("8b", "--json", "plan.json")
+    code, _, error = invoke("plan", "8b", "--json", "plan.json")
     assert code == 1 and "cannot write plan.json" in error and "--json" in error
 
 
 def test_claims_that_cannot_hold(invoke: Invoke) -> None:
-    _, output, _ = invoke("70b", "--mode", "lora")
+    _, output, _ = invoke("plan", "70b", "--mode", "lora")
     text = " ".join(output.split())
     assert "Not possible: a 70B in 64 GB of FP8. The weights alone are 72.7 GB (67.7 GiB)" in text
-    assert "Not possible" not in invoke("qwen3-32b", "--mode", "lora", "--gpu", "80")[1]
-    text = " ".join(invoke("8b", "--gpu", "24")[1].split())
+    assert "Not possible" not in invoke("plan", "qwen3-32b", "--mode", "lora", "--gpu", "80")[1]
+    text = " ".join(invoke("plan", "8b", "--gpu", "24")[1].split())
     assert "Not possible on 24 GiB, whatever the batch: weights, gradients and states alone take" in text
     assert "not even one sequence" in text
-    text = " ".join(invoke("8b", "--gpu", "a100")[1].split())
+    text = " ".join(invoke("plan", "8b", "--gpu", "a100")[1].split())
     assert "a100 has no FP8 tensor cores" in text and "For a100: BF16 Octavo" in text
 
 
@@ -220,7 +202,7 @@ def test_blocks_that_straddle_linears_are_left_out(invoke: Invoke, tmp_path: Pat
     write_config(
         tmp_path / "small", hidden_size=576, num_attention_heads=9, num_key_value_heads=3, intermediate_size=1536
     )
-    _, output, _ = invoke("small", "--mode", "lora", "--seq", "64")
+    _, output, _ = invoke("plan", "small", "--mode", "lora", "--seq", "64")
     assert "Left out: block" in output and "FP8 block" not in output and "FP8 channel" in output
 
 
