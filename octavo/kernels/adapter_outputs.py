@@ -22,7 +22,7 @@ from octavo.kernels.quantize_tensor import load_tile, offsets, store_tile
 from octavo.kernels.tiles import multiprocessors
 
 LARGEST_RANK = 256
-_TILE_M, _TILE_N, _WARPS, _PROGRAMS = 64, 128, 8, 2  # of a tile; warps; programs per multiprocessor
+_TILE_N, _WARPS, _PROGRAMS = 128, 4, 4  # programs: per multiprocessor
 _PLANS = Plans()
 
 
@@ -118,14 +118,16 @@ def add_outputs(
     if plan is None:
         plan = Plan(given=6)
         m, n = y.shape
+        rank = matrices[0].shape[1 if turned else 0]
+        tile_m = 32 if rank <= 64 else 64
         across = tiles_of(places, _TILE_N)
-        parts = max(1, min(-(-m // _TILE_M), _PROGRAMS * multiprocessors(y.device) // across))
+        parts = max(1, min(-(-m // tile_m), _PROGRAMS * multiprocessors(y.device) // across))
         constants = {
-            "RANK": matrices[0].shape[1 if turned else 0],
+            "RANK": rank,
             "TURNED": turned,
             "RESIDUAL": residual is not None,
-            "EVEN": m % _TILE_M == 0 and are_even(places, _TILE_N),
-            "TILE_M": _TILE_M,
+            "EVEN": m % tile_m == 0 and are_even(places, _TILE_N),
+            "TILE_M": tile_m,
             "TILE_N": _TILE_N,
             "num_warps": _WARPS,
         }
