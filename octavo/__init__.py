@@ -40,6 +40,7 @@ if TYPE_CHECKING:  # see the end
     from octavo.hf.accelerate import watch_environment as watch_environment
     from octavo.hf.callback import OctavoCallback as OctavoCallback
     from octavo.hf.export import export_fp8 as export_fp8
+    from octavo.hf.graphs import use_cuda_graphs as use_cuda_graphs
     from octavo.hf.quantizer import OctavoConfig as OctavoConfig
 
 __version__ = "0.1.0"
@@ -77,6 +78,7 @@ _LATER = {
     "OctavoConfig": "octavo.hf.quantizer",
     "export_fp8": "octavo.hf.export",
     "setup_fp8_mixed_precision_training": "octavo.hf.accelerate",
+    "use_cuda_graphs": "octavo.hf.graphs",
     "watch_environment": "octavo.hf.accelerate",
 }
 

@@ -34,6 +34,16 @@ def _places(text: str) -> tuple[Adapter, ...]:
     return tuple(Adapter(int(first), int(last), float(scaling)) for first, last, scaling in fields)
 
 
+@cache
+def _spans(places: tuple[Adapter, ...]) -> tuple[tuple[int, int, float], ...]:
+    return tuple((place.first, place.last - place.first, place.scaling) for place in places)
+
+
+def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x.to(dtype)`, which takes its time to find that there is nothing to do."""
+    return x if x.dtype == dtype else x.to(dtype)
+
+
 @dataclass(frozen=True)
 class Adapters:
     """Adapters of one product: where they are, and A `[R, K]` and B `[N, R]` of each."""
@@ -60,13 +70,13 @@ class Adapters:
         return [a.shape[0] for a in self.downs]
 
     @property
-    def spans(self) -> list[tuple[int, int, float]]:
+    def spans(self) -> tuple[tuple[int, int, float], ...]:
         """As kernels take the places: the first output, how many, the factor."""
-        return [(place.first, place.last - place.first, place.scaling) for place in self.places]
+        return _spans(self.places)
 
     def down(self, dtype: torch.dtype) -> Tensor:
         """All A, one below the other."""
-        return (torch.cat(self.downs) if len(self.downs) > 1 else self.downs[0]).to(dtype)
+        return as_dtype(torch.cat(self.downs) if len(self.downs) > 1 else self.downs[0], dtype)
 
     def parts(self, t: Tensor) -> Sequence[Tensor]:
         """Each adapter's columns of `x · [A₁; A₂; …]ᵀ`."""
@@ -81,14 +91,14 @@ class Adapters:
         das = da.split(self.ranks) if da.numel() else none
         dbs = db.split([up.numel() for up in self.ups]) if db.numel() else none
         return [
-            None if gradient is None else gradient.view(matrix.shape).to(matrix.dtype)
+            None if gradient is None else as_dtype(gradient.view(matrix.shape), matrix.dtype)
             for gradient, matrix in zip((*das, *dbs), (*self.downs, *self.ups), strict=True)
         ]
 
 
 def narrowed(x: Tensor, adapters: Adapters, dtype: torch.dtype) -> Tensor:
     # t = x · Aᵀ
-    return x.to(dtype) @ adapters.down(dtype).t() if adapters.downs else x.new_empty(0, dtype=dtype)
+    return as_dtype(x, dtype) @ adapters.down(dtype).t() if adapters.downs else x.new_empty(0, dtype=dtype)
 
 
 def add_to(y: Tensor, t: Tensor, adapters: Adapters, residual: Tensor | None = None) -> None:
@@ -112,11 +122,11 @@ def add_to_input(dx: Tensor, u: Tensor, a: Tensor) -> None:
     if has_fp8_tensor_cores(dx.device):
         from octavo.kernels import adapter_outputs as kernel
 
-        span = [(0, dx.shape[1], 1.0)]
+        span = ((0, dx.shape[1], 1.0),)
         if kernel.can_add(dx, [a], span, None, turned=False):
             kernel.add_outputs(dx, u, [a], span, None, turned=False)
             return
-    dx.addmm_(u.to(dx.dtype), a)
+    dx.addmm_(as_dtype(u, dx.dtype), a)
 
 
 class Gradients:
@@ -130,7 +140,7 @@ class Gradients:
         self, adapters: Adapters, g: Tensor, *, needs_a: bool, needs_b: bool, factor: Tensor | None = None
     ) -> None:
         self.adapters, self.factor, self.needs_a, self.needs_b = adapters, factor, needs_a, needs_b
-        self._empty = g.new_empty(0)
+        self._like = g
         self._da: Tensor | None = None
         self._db: Tensor | None = None
         self._u: Tensor | None = None  # room for it, where a kernel finds it
@@ -156,7 +166,10 @@ class Gradients:
         return kernel.can_multiply(g, self.adapters.ups)
 
     def widen(self, g: Tensor, t: Tensor) -> Tensor:
-        """u, the gradient of t, of all adapters side by side, for the next tokens; adds to those of B on the way."""
+        """u, the gradient of t, of all adapters side by side, for the next tokens; adds to those of B on the way.
+
+        In FP32 where a kernel adds it up, else in the dtype of g.
+        """
         if self._u is None:
             return self._widen_by_products(g, t)
         from octavo.kernels import adapter_gradients as kernel
@@ -165,7 +178,7 @@ class Gradients:
         self._rows += g.shape[0]
         d = self._db if self.needs_b else None
         kernel.add_gradients(g, t, self.adapters.ups, self.adapters.spans, self.factor, u, d)
-        return u.to(g.dtype)
+        return u
 
     def _widen_by_products(self, g: Tensor, t: Tensor) -> Tensor:
         adapters = self.adapters
@@ -188,21 +201,22 @@ class Gradients:
         assert self._db is not None
         ups = self.adapters.ups
         if not self.needs_b:
-            return [self._empty] * len(ups)
+            return [self._like] * len(ups)
         return [d.view(up.shape) for d, up in zip(self._db.split([up.numel() for up in ups]), ups, strict=True)]
 
     def add_a(self, u: Tensor, x: Quantized) -> None:
         """From x in FP8, or in high precision with an empty scale; of as many tokens as u, or of more for padding."""
         # dA += uᵀ · x
-        rows = u.shape[0]
+        rows, dtype = u.shape[0], self._like.dtype
         if x.data.element_size() > 1:
-            wide = x.data.to(u.dtype)
+            wide = as_dtype(x.data, dtype)
         else:
             scale = unpack_scale(x.scale)
-            kept = Quantized(x.data[:rows], scale[:rows] if scale.dim() else scale)
+            kept = x if x.data.shape[0] == rows else Quantized(x.data[:rows], scale[:rows] if scale.dim() else scale)
             if self._add_kept(u, kept):
                 return
-            wide = dequantize(kept, u.dtype)
+            wide = dequantize(kept, dtype)
+        u = as_dtype(u, dtype)
         self._da = u.t() @ wide if self._da is None else self._da.addmm_(u.t(), wide)
 
     def _add_kept(self, u: Tensor, x: Quantized) -> bool:
@@ -211,11 +225,11 @@ class Gradients:
             return False
         from octavo.kernels import adapter_gradients as kernel
 
-        if not kernel.can_multiply_kept(x, u):
+        if not kernel.can_multiply_kept(x, u, self._like.dtype):
             return False
         if self._da is None:
             self._da = torch.zeros(u.shape[1], x.data.shape[1], dtype=torch.float32, device=u.device)
-        kernel.add_down(u, x, self._da)
+        kernel.add_down(u, x, self._da, self._like.dtype)
         return True
 
     def result(self) -> tuple[Tensor, Tensor]:
@@ -224,6 +238,6 @@ class Gradients:
             for place, d in zip(self.adapters.places, self._each_db(), strict=True):
                 d.div_(self.factor[place.first : place.last, None])
         a, b = self.adapters.downs, self.adapters.ups
-        da = self._da.to(a[0].dtype) if self.needs_a and self._da is not None else self._empty
-        db = self._db.to(b[0].dtype) if self.needs_b and self._db is not None else self._empty
+        da = as_dtype(self._da, a[0].dtype) if self.needs_a and self._da is not None else self._like.new_empty(0)
+        db = as_dtype(self._db, b[0].dtype) if self.needs_b and self._db is not None else self._like.new_empty(0)
         return da, db

@@ -68,13 +68,13 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
 
 def are_neighbours(parts: Sequence[Tensor]) -> bool:
     """Whether each begins in memory where the one before ends."""
-    first, end = parts[0], parts[0].storage_offset()
+    end = parts[0].data_ptr()
     for part in parts:
-        same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        if not same or part.storage_offset() != end or not part.is_contiguous():
+        if part.data_ptr() != end or not part.is_contiguous():
             return False
-        end += part.numel()
-    return True
+        end += part.nbytes
+    # Not by chance: in one piece of memory.
+    return parts[0].untyped_storage().data_ptr() == parts[-1].untyped_storage().data_ptr()
 
 
 def first_rows(y: Tensor, rows: int) -> Tensor:

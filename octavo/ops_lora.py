@@ -81,7 +81,6 @@ def _lora_linear_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     low = Adapters.decode(downs, ups, adapters)
     needs_x, needs_a, needs_b = needs
-    (dx,) = empty(g, 1)
     gradients = Gradients(low, g, needs_a=needs_a, needs_b=needs_b)
     u = gradients.widen(g, t)
     if needs_a:
@@ -91,6 +90,8 @@ def _lora_linear_backward(
         dx = dgrad(g, row_g, weight, OperandRecipe.decode(recipe_g), dtype, fast, emulate)
         if downs:
             add_to_input(dx, u, low.down(dtype))
+    else:
+        (dx,) = empty(g, 1)
     return dx, *gradients.result()
 
 

@@ -10,13 +10,14 @@ from octavo.kernels.ranges import ranged
 from octavo.numerics import OperandRecipe, Quantized
 from octavo.numerics import activation as spec
 from octavo.ops import Product, multiply, pack_scale, quantize_directly
-from octavo.ops_adapters import Adapters, Gradients, add_to, add_to_input, narrowed
+from octavo.ops_adapters import Adapters, Gradients, add_to, add_to_input, as_dtype, narrowed
 from octavo.ops_frozen import first_rows, joined, lists, turn
 from octavo.ops_linear import empty, fake_padded, new_kept, padded
 from octavo.ops_lora import fake_gradients, fake_kept, fake_narrowed
 from octavo.support import has_fp8_tensor_cores
 
-PART = 4096  # tokens of which backward has the gradient of gate and up at a time
+PART = 2**27  # elements of gate and up, or of their gradient, that are there at a time: 4,096 tokens of an 8B
+TILE = 256  # tokens
 
 _LIBRARY = torch.library.Library("octavo", "FRAGMENT")
 _LIBRARY.define(
@@ -82,7 +83,7 @@ def _lora_mlp(
     kept = Quantized(*new_kept(x, rows, both)) if keep else None
     w = Quantized(joined(weights), joined(scales))
     a_last = low_last.down(dtype) if last_downs else None
-    for part in _parts(rows):
+    for part in _parts(rows, both):
         # gu = x · [w_gate; w_up]ᵀ
         x_m = Quantized(x_q.data[part], _rows_of(x_q.scale, part))
         gate_up = multiply(x_m, w, None, dtype, [], fast, emulate)
@@ -102,8 +103,15 @@ def _lora_mlp(
     return first_rows(y, tokens), *kept_x, *(kept or empty(x, 2)), t, t_last
 
 
-def _parts(rows: int) -> list[slice]:
-    return [slice(start, min(start + PART, rows)) for start in range(0, rows, PART)]
+def part_rows(rows: int, width: int) -> int:
+    """How many at a time: equal parts, as few as there can be, of whole tiles."""
+    parts = max(1, -(-rows * width // PART))
+    return max(1, -(-rows // (parts * TILE))) * TILE
+
+
+def _parts(rows: int, width: int) -> list[slice]:
+    size = part_rows(rows, width)
+    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
 def _rows_of(scale: Tensor, part: slice) -> Tensor:
@@ -151,7 +159,7 @@ def _gated_backward(
         if kernel.can_gate(dh, dh.shape[1], added):
             return kernel.gated_backward(dh, kept, added, activation, factor=factor, h=wants_h)
     if a is not None:
-        dh.addmm_(u, a.to(dh.dtype))
+        dh.addmm_(as_dtype(u, dh.dtype), a.to(dh.dtype))
     gate_up = spec.from_kept(kept)
     gradient = spec.gated_backward(dh, gate_up, activation)
     if factor is not None:
@@ -178,7 +186,7 @@ def _lora_mlp_backward(
     first = Gradients(low, g, needs_a=needs_a, needs_b=needs_b, factor=turned.factor)
     a, a_last = (each.down(dtype) if each.downs else None for each in (low, low_last))
     # In parts, so that the gradient of gate and up, the largest tensor of all, is never there as a whole.
-    for part in _parts(g.shape[0]):
+    for part in _parts(g.shape[0], sum(w.shape[0] for w in weights)):
         u_last = last.widen(g[part], t_last[part])
         # dh = g · w_down + u · A
         dh = turned_down.dgrad(g[part], row_g, recipe, g.dtype, fast, emulate)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.hf import attention, frozen
+from octavo.hf import attention, frozen, graphs
 from octavo.nn.frozen import FP8FrozenLinear
 from octavo.nn.frozen_group import put_together, why_no_group
 from octavo.nn.linear import FP8Linear
@@ -304,13 +304,17 @@ def _causal_lm_forward(self: Any, original: Callable[..., Any], *args: Any, **kw
 
     kwargs = {k: v for k, v in kwargs.items() if k not in ("labels", "logits_to_keep", "return_dict")}
     count, shifted = kwargs.get("num_items_in_batch"), kwargs.get("shift_labels")
+    kwargs = graphs.without_full_mask(self, kwargs)
     if _is_plainly_causal(self.config, args, kwargs):
         kwargs["attention_mask"] = attention.plainly_causal(self.lm_head.weight)
-    outputs = self.model(*args, **kwargs)
+    hidden = graphs.replayed(self, args, kwargs)
+    outputs: Any = None
+    if hidden is None:
+        outputs = self.model(*args, **kwargs)
+        hidden = outputs.last_hidden_state
     if shifted is None:
         shifted = nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
     head, rows = self._octavo_head
-    hidden = outputs.last_hidden_state
     if not hidden.requires_grad and not self.lm_head.weight.requires_grad:
         raise ValueError(
             f"{type(self).__name__} is in training, with labels, but none of its weights is trained: load it with "
@@ -324,7 +328,7 @@ def _causal_lm_forward(self: Any, original: Callable[..., Any], *args: Any, **kw
     return output(
         loss=loss,
         logits=None,
-        past_key_values=outputs.past_key_values,
-        hidden_states=outputs.hidden_states,
-        attentions=outputs.attentions,
+        past_key_values=getattr(outputs, "past_key_values", None),
+        hidden_states=getattr(outputs, "hidden_states", None),
+        attentions=getattr(outputs, "attentions", None),
     )

@@ -20,7 +20,18 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels import tiles
-from octavo.kernels.adapter_tiles import MOST, Place, are_even, choose, numbers_of, padded, product, select, tiles_of
+from octavo.kernels.adapter_tiles import (
+    MOST,
+    Place,
+    are_even,
+    choose,
+    in_dtype,
+    numbers_of,
+    padded,
+    product,
+    select,
+    tiles_of,
+)
 from octavo.kernels.dequantize import can_dequantize
 from octavo.kernels.launch import Plan, Plans, kind
 from octavo.kernels.tiles import multiprocessors
@@ -110,6 +121,7 @@ def down_kernel(
     K,
     stride_scale,
     RANKS: tl.constexpr,
+    FP16: tl.constexpr,
     BLOCKS: tl.constexpr,
     EVEN: tl.constexpr,
     TILE_M: tl.constexpr,
@@ -117,6 +129,7 @@ def down_kernel(
 ):
     """Programs: tiles of inputs, by parts of the tokens. `BLOCKS`: a scale per 128 inputs; see `dequantize.py`."""
     PADDED: tl.constexpr = max(64, padded(RANKS))
+    DTYPE: tl.constexpr = tl.float16 if FP16 else tl.bfloat16
     j = tl.program_id(0)
     k, r = j * TILE_K + tl.arange(0, TILE_K), tl.arange(0, PADDED)
     d = tl.zeros([PADDED, TILE_K], tl.float32)
@@ -130,8 +143,8 @@ def down_kernel(
         scale = tl.load(scale_ptr + m * stride_scale + (j * TILE_K // 128 if BLOCKS else 0), mask=m < M, other=0.0)
         u = tl.load(u_ptr + m[:, None] * RANKS + r[None, :], mask=(m[:, None] < M) & (r[None, :] < RANKS), other=0.0)
         # The scale of a token goes with u, which is the smaller one.
-        scaled = tiles.narrow(u.to(tl.float32) * scale[:, None], u.dtype)
-        d = product(tl.trans(scaled), x.to(u.dtype), d)
+        scaled = tiles.narrow(u.to(tl.float32) * scale[:, None], DTYPE)
+        d = product(tl.trans(scaled), x.to(DTYPE), d)
     inside = (r[:, None] < RANKS) & (k[None, :] < K)
     tl.atomic_add(d_ptr + r[:, None] * K + k[None, :], d, mask=inside, sem="relaxed")
 
@@ -156,9 +169,9 @@ def add_gradients(
 
     `factor[N]`: g comes multiplied by it.
     """
-    ups = [up.to(g.dtype).contiguous() for up in ups]
-    given = (g, t, g if factor is None else factor, *ups, *(ups[0],) * (MOST - len(ups)), u, u if d is None else d)
-    key = (tuple(places), d is None, factor is None, kind(*given))
+    ups = in_dtype(ups, g.dtype)
+    others = [x for x in (factor, d) if x is not None]
+    key = (tuple(places), d is None, factor is None, kind(g, t, *ups, u, *others))
     plan = _PLANS.get(key)
     if plan is None:
         plan = Plan(given=8)
@@ -178,7 +191,7 @@ def add_gradients(
         }
         plan.launch(gradients_kernel, (across, parts), range(8), numbers, constants)
         _PLANS[key] = plan
-    plan.run(*given)
+    plan.run(g, t, g if factor is None else factor, *ups, *(ups[0],) * (MOST - len(ups)), u, u if d is None else d)
 
 
 @cache
@@ -191,16 +204,16 @@ def _parts(across: int, down: int, slots: int) -> int:
     return min(range(1, down + 1), key=time)
 
 
-def can_multiply_kept(x: Quantized, u: Tensor) -> bool:
-    """Rows of FP8 with one scale, a scale per row, or one per 128 columns."""
-    return u.shape[1] <= LARGEST_RANKS and u.is_contiguous() and can_dequantize(x, u.dtype) and u.dtype != torch.float32
+def can_multiply_kept(x: Quantized, u: Tensor, dtype: torch.dtype) -> bool:
+    """Rows of FP8 with one scale, a scale per row, or one per 128 columns; to be multiplied in 16 bits."""
+    return u.shape[1] <= LARGEST_RANKS and u.is_contiguous() and can_dequantize(x, dtype) and dtype != torch.float32
 
 
-def add_down(u: Tensor, x: Quantized, d: Tensor) -> None:
-    """Add `u[M, ΣR]ᵀ · x[M, K]` to `d[ΣR, K]`, in FP32."""
+def add_down(u: Tensor, x: Quantized, d: Tensor, dtype: torch.dtype) -> None:
+    """Add `u[M, ΣR]ᵀ · x[M, K]` to `d[ΣR, K]`, in FP32, from products in `dtype`."""
     scale = x.scale.contiguous()
     given = (u, x.data, scale, d)
-    key = ("down", kind(*given))
+    key = ("down", dtype, kind(*given))
     plan = _PLANS.get(key)
     if plan is None:
         plan = Plan(given=4)
@@ -210,6 +223,7 @@ def add_down(u: Tensor, x: Quantized, d: Tensor) -> None:
         parts = _parts(across, -(-m // tile_m), programs * multiprocessors(u.device))
         constants = {
             "RANKS": ranks,
+            "FP16": dtype == torch.float16,
             "BLOCKS": scale.dim() > 0 and scale.shape[1] > 1,
             "EVEN": m % tile_m == 0 and k % tile_k == 0,
             "TILE_M": tile_m,

@@ -16,7 +16,18 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels import tiles
-from octavo.kernels.adapter_tiles import MOST, Place, are_even, choose, numbers_of, padded, product, select, tiles_of
+from octavo.kernels.adapter_tiles import (
+    MOST,
+    Place,
+    are_even,
+    choose,
+    in_dtype,
+    numbers_of,
+    padded,
+    product,
+    select,
+    tiles_of,
+)
 from octavo.kernels.launch import Plan, Plans, kind
 from octavo.kernels.quantize_tensor import load_tile, offsets, store_tile
 from octavo.kernels.tiles import multiprocessors
@@ -84,7 +95,8 @@ def can_add(
     y: Tensor, matrices: Sequence[Tensor], places: Sequence[Place], residual: Tensor | None, *, turned: bool
 ) -> bool:
     """16 bits, a few adapters of one rank, no two for the same outputs; with a residual, one for all of them."""
-    ranks = {matrix.shape[1 if turned else 0] for matrix in matrices}
+    which = 1 if turned else 0
+    ranks = {matrix.shape[which] for matrix in matrices}
     return (
         y.dtype in (torch.bfloat16, torch.float16)
         and 0 < len(matrices) <= MOST
@@ -99,6 +111,8 @@ def can_add(
 
 def _are_apart(places: Sequence[Place]) -> bool:
     """Programs of two adapters that add to the same outputs would overwrite one another's."""
+    if len(places) == 1:
+        return True
     ordered = sorted(places)
     return all(a[0] + a[1] <= b[0] for a, b in itertools.pairwise(ordered))
 
@@ -111,9 +125,9 @@ def add_outputs(
     y: Tensor, t: Tensor, matrices: Sequence[Tensor], places: Sequence[Place], residual: Tensor | None, *, turned: bool
 ) -> None:
     """`turned`: matrices are B, `[size, R]`; else A, `[R, size]`. t: `[M, ΣR]`, of y's dtype or in FP32."""
-    matrices = [matrix.to(y.dtype).contiguous() for matrix in matrices]
-    given = (y, t, *matrices, *(matrices[0],) * (MOST - len(matrices)), y if residual is None else residual)
-    key = (tuple(places), turned, residual is None, kind(*given))
+    matrices = in_dtype(matrices, y.dtype)
+    added = () if residual is None else (residual,)
+    key = (tuple(places), turned, kind(y, t, *matrices, *added))
     plan = _PLANS.get(key)
     if plan is None:
         plan = Plan(given=6)
@@ -133,4 +147,4 @@ def add_outputs(
         }
         plan.launch(add_kernel, (across, parts), range(6), (m, n, t.stride(0), *numbers_of(places)), constants)
         _PLANS[key] = plan
-    plan.run(*given)
+    plan.run(y, t, *matrices, *(matrices[0],) * (MOST - len(matrices)), *(added or (y,)))

@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from octavo.kernels import tiles
 
@@ -48,6 +50,11 @@ def choose(i, ptr0, ptr1, ptr2):
     elif i == 1:
         ptr = ptr1
     return ptr
+
+
+def in_dtype(matrices: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Each contiguous and of this dtype, as they nearly always are."""
+    return [m if m.dtype == dtype and m.is_contiguous() else m.to(dtype).contiguous() for m in matrices]
 
 
 def tiles_of(places: Sequence[Place], tile_n: int) -> int:

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels import tiles
+from octavo.kernels.adapter_tiles import in_dtype
 from octavo.kernels.gated_tiles import activate, keep, kept
 from octavo.kernels.launch import Plan, Plans, kind
 from octavo.kernels.quantize_tensor import load_tile, offsets, store_tile
@@ -71,7 +72,7 @@ def _added(
     if tiles.INTERPRETED:  # whose own product of BF16 is not one
         product = tl.dot(left.to(tl.float32), right.to(tl.float32), input_precision="ieee")
     else:
-        product = tl.dot(left, right)
+        product = tl.dot(left.to(right.dtype), right)
     return tiles.narrow(x.to(tl.float32) + scaling * product, x.dtype)
 
 
@@ -242,7 +243,7 @@ def _operands(like: Tensor, *added: Low | None) -> tuple[list[Tensor], tuple[int
     """Left and right of each, their ranks (0: nothing to add), the steps between rows of left, and their factors."""
     given: list[Tensor] = []
     for low in added:
-        given += (like, like) if low is None else (low.left, low.right.to(like.dtype).contiguous())
+        given += (like, like) if low is None else (low.left, *in_dtype([low.right], like.dtype))
     ranks = tuple(0 if low is None else low.left.shape[1] for low in added)
     strides = [1 if low is None else low.left.stride(0) for low in added]
     return given, ranks, strides, tuple(1.0 if low is None else float(low.scaling) for low in added)

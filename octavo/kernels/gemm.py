@@ -36,22 +36,32 @@ def can_multiply(a: Quantized, b: Quantized) -> bool:
     return all(q.data.dtype in OCP_DTYPES and _has_known_scale(q) for q in (a, b))
 
 
-def is_one_call(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out: torch.dtype) -> bool:
-    """Whether `torch._scaled_mm` takes it as it is: what nearly every product of a decoder is, found out quickly."""
+def is_one_call(a: Quantized, b: Quantized, bias: Tensor | None, out: torch.dtype) -> bool:
+    """Whether `one_call` takes it as it is: what nearly every product of a decoder is, found out quickly."""
     return (
-        a_scale.dim() == b_scale.dim() == 0
-        and bias is None
-        and _is_one_call(a.shape, a.dtype, b.shape, b.dtype)
-        and a.is_contiguous()
-        and b.is_contiguous()
-        and out in (torch.bfloat16, torch.float32, torch.float16)
-    )
+        bias is None
+        and _is_one_call(
+            a.data.shape, a.data.dtype, a.scale.shape, a.scale.dtype, b.data.shape, b.data.dtype, b.scale.shape,
+            b.scale.dtype, out,
+        )
+        and a.data.is_contiguous()
+        and b.data.is_contiguous()
+        and a.scale.is_contiguous()
+        and b.scale.is_contiguous()
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=4096)
-def _is_one_call(a: torch.Size, a_dtype: torch.dtype, b: torch.Size, b_dtype: torch.dtype) -> bool:
+def _is_one_call(
+    a: torch.Size, a_dtype: torch.dtype, a_scale: torch.Size, a_scale_dtype: torch.dtype, b: torch.Size,
+    b_dtype: torch.dtype, b_scale: torch.Size, b_scale_dtype: torch.dtype, out: torch.dtype,
+) -> bool:  # fmt: skip
+    """Matrices in whole tiles with one scale each, or, for a result in BF16, with one for each row."""
+    of_rows = len(a) == len(b) == 2 and a_scale == (a[0], 1) and b_scale == (b[0], 1) and out == torch.bfloat16
     return (
         len(a) == len(b) == 2
+        and (of_rows or len(a_scale) == len(b_scale) == 0)
+        and a_scale_dtype == b_scale_dtype == torch.float32
         and a[1] == b[1]
         and a.numel() * b.numel() > 0
         and a[1] % ALIGNMENT == 0
@@ -59,7 +69,13 @@ def _is_one_call(a: torch.Size, a_dtype: torch.dtype, b: torch.Size, b_dtype: to
         and a_dtype in OCP_DTYPES
         and b_dtype in OCP_DTYPES
         and not a_dtype == b_dtype == torch.float8_e5m2
+        and out in (torch.bfloat16, torch.float32, torch.float16)
     )
+
+
+def one_call(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast: bool, out: Tensor | None) -> Tensor:
+    b_scale = b.scale.t() if b.scale.dim() else b.scale
+    return torch._scaled_mm(a.data, b.data.t(), a.scale, b_scale, out_dtype=out_dtype, use_fast_accum=fast, out=out)
 
 
 def gemm_nt(

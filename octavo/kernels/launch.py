@@ -27,7 +27,8 @@ class _Launch:
     numbers: tuple[Any, ...]
     constants: dict[str, Any]
     seeded: bool
-    compiled: Any = None
+    start: Callable[..., None] | None = None  # once it is compiled
+    function: tuple[Any, ...] = ()
     rest: tuple[Any, ...] = ()
 
     def first(self, tensors: Sequence[Tensor]) -> None:
@@ -36,26 +37,34 @@ class _Launch:
         compiled = self.kernel[self.grid](*[tensors[i] for i in self.tensors], *numbers, **self.constants)
         if tensors[0].is_cuda:
             self.rest = tuple(self.constants[name] for name in self.kernel.arg_names if name in self.constants)
-            self.compiled = compiled
+            self.start, self.function = _start_of(compiled)
 
     def again(self, addresses: Sequence[int], stream: int) -> None:
         """The compiled kernel, told nothing but what it reads."""
-        compiled, grid = self.compiled, self.grid
-        numbers = (*self.numbers, _seed()) if self.seeded else self.numbers
-        compiled.run(
-            grid[0],
-            grid[1] if len(grid) == 2 else 1,
-            1,
-            stream,
-            compiled.function,
-            compiled.packed_metadata,
-            None,
-            None,
-            None,
-            *[addresses[i] for i in self.tensors],
-            *numbers,
-            *self.rest,
-        )
+        assert self.start is not None
+        grid = self.grid
+        across = grid[1] if len(grid) == 2 else 1
+        given = [addresses[i] for i in self.tensors]
+        if self.seeded:
+            self.start(grid[0], across, 1, stream, *self.function, *given, *self.numbers, _seed(), *self.rest)
+        else:
+            self.start(grid[0], across, 1, stream, *self.function, *given, *self.numbers, *self.rest)
+
+
+def _start_of(compiled: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
+    """What starts a compiled kernel, and what stands between the stream and its arguments.
+
+    Triton's launcher asks for memory that some kernels need, then calls a function in C, which can be called at once
+    for those that need none.
+    """
+    launcher, rest = compiled.run, (compiled.packed_metadata, None, None, None)
+    names = ("launch", "global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl")
+    if not all(hasattr(launcher, name) for name in names):
+        return launcher, (compiled.function, *rest)
+    if launcher.global_scratch_size or launcher.profile_scratch_size:
+        return launcher, (compiled.function, *rest)
+    how = (launcher.launch_cooperative_grid, launcher.launch_pdl, None, None)
+    return launcher.launch, (compiled.function, *how, *rest)
 
 
 @dataclass
@@ -98,7 +107,7 @@ class Plan:
     def _launch(self, tensors: Sequence[Tensor], index: int | None) -> None:
         runtime = triton.knobs.runtime
         watched = any(getattr(hook, "calls", hook) for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook))
-        if index is None or watched or self._launches[-1].compiled is None:
+        if index is None or watched or self._launches[-1].start is None:
             for launch in self._launches:
                 launch.first(tensors)
             return
@@ -125,8 +134,9 @@ def seed_of(*recipes: OperandRecipe) -> Any:
 
 
 def kind(*tensors: Tensor) -> tuple[Hashable, ...]:
-    """What a plan may depend on."""
-    return tuple((x.shape, x.stride(), x.dtype, x.data_ptr() & 15, x.get_device()) for x in tensors)
+    """What a plan may depend on. All are on one device."""
+    found = [(x.shape, x.stride(), x.dtype, x.data_ptr() & 15) for x in tensors]
+    return (tensors[0].get_device(), *found)
 
 
 def _seed() -> int:

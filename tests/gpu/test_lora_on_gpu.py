@@ -168,10 +168,10 @@ def test_down_projections_of_gradients(m, k, ranks):
 def test_down_from_what_was_kept(m, k, ranks, granularity):
     x = quantize(torch.randn(m, k, device="cuda"), format=E4M3, granularity=granularity, block=(1, 128))
     u, d = torch.randn(m, ranks, device="cuda").to(BF16), torch.zeros(ranks, k, device="cuda")
-    assert adapting.can_multiply_kept(x, u)
+    assert adapting.can_multiply_kept(x, u, BF16)
     expected = u.float().T @ x.dequantize(torch.float32)
-    for times in range(3):
-        adapting.add_down(u, x, d)
+    for times, left in enumerate((u, u.float(), u)):
+        adapting.add_down(left, x, d, BF16)
         assert (d / (times + 1) - expected).norm() < 4e-3 * expected.norm()
 
 

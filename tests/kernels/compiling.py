@@ -109,7 +109,7 @@ def main(dtype: torch.dtype, rounding: str) -> None:
         rows = Quantized(kept.data, torch.ones(256, 1))
         dequantize.dequantize(rows, dtype)
         for rank in (32, 96):
-            adapter_gradients.add_down(torch.zeros(256, rank, dtype=dtype), rows, torch.zeros(rank, 512))
+            adapter_gradients.add_down(torch.zeros(256, rank), rows, torch.zeros(rank, 512), dtype)
         ups, places = [torch.zeros(256, 32, dtype=dtype)] * 2, [(0, 256, 1.0), (256, 256, 2.0)]
         y, t = torch.zeros(256, 512, dtype=dtype), torch.zeros(256, 64, dtype=dtype)
         adapter_gradients.add_gradients(y, t, ups, places, torch.ones(512), t.float(), torch.zeros(512 * 32))

@@ -13,7 +13,7 @@ from octavo.training.errors import UserError
 BASELINE = "bf16-compiled"
 OWN_BASELINE = "octavo-bf16"
 AGAINST = ("bf16-eager", BASELINE, OWN_BASELINE, "torchao", "torchao-row", "te", "unsloth")
-EXTRAS = ("fp8-head", "wgrad-channel")
+EXTRAS = ("fp8-head", "wgrad-channel", "graphs")
 HEADS = ("bf16", "fp8", "both")
 WGRADS = ("recipe", "channel", "both")
 FROZEN = {
@@ -37,6 +37,7 @@ class Contender:
     recipe: str | None = None
     fp8_head: bool = False
     wgrad: str | None = None
+    graphs: bool = False  # replayed from CUDA graphs
 
     @property
     def in_fp8(self) -> bool:
@@ -73,9 +74,8 @@ def make_contenders(
     for item in recipes:
         recipe, *extras = item.split("+")
         if extras:
-            found.append(
-                _octavo(recipe, "fp8-head" in extras, "channel" if "wgrad-channel" in extras else None, compile)
-            )
+            wgrad_of = "channel" if "wgrad-channel" in extras else None
+            found.append(_octavo(recipe, "fp8-head" in extras, wgrad_of, compile, "graphs" in extras))
         else:
             found += _own(recipe, case, head, wgrad if recipe == "block" else "recipe", compile)
     return found, reasons
@@ -101,9 +101,9 @@ def _own(recipe: str, case: Case, head: str, wgrad: str, compile: bool) -> list[
     return found
 
 
-def _octavo(recipe: str, fp8_head: bool, wgrad: str | None, compile: bool) -> Contender:
+def _octavo(recipe: str, fp8_head: bool, wgrad: str | None, compile: bool, graphs: bool = False) -> Contender:
     name = f"octavo {recipe}" + (f" wgrad-{wgrad}" if wgrad else "") + (" fp8-head" if fp8_head else "")
-    return Contender(name, "octavo", compile, recipe, fp8_head, wgrad)
+    return Contender(name + (" graphs" if graphs else ""), "octavo", compile, recipe, fp8_head, wgrad, graphs)
 
 
 def _other(name: str, compile: bool) -> Contender:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.convert import convert_to_fp8
-from octavo.hf import loading
+from octavo.hf import graphs, loading
 from octavo.hf.build import build_causal_lm, decoder_layers
 from octavo.models.bdh import BDH, BDHConfig
 from octavo.nn.autocast import fp8_autocast
@@ -49,6 +49,9 @@ class Subject:
                 self._enter()
         if contender.compile:
             self._compile()
+        self._graphs = contender.graphs
+        if contender.graphs:
+            graphs.use_cuda_graphs(self.model, after=1)
         generator = torch.Generator().manual_seed(case.seed)
         shape = (case.tokens // case.seq, case.seq)
         self.tokens_BT = torch.randint(case.vocabulary, shape, generator=generator).to(case.device)
@@ -134,6 +137,15 @@ class Subject:
         if self.scaling is not None:
             self.scaling.step()
         return loss.detach()
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Memory held that torch does not count as allocated."""
+        return graphs.reserved_bytes(self.model) if self._graphs else 0
+
+    def check_recorded(self) -> None:
+        if self._graphs and not graphs.recordings(self.model):
+            raise RuntimeError("no CUDA graph was recorded; the worker's log says why")
 
     def warm_layers(self) -> None:
         """Compile the decoder layers at the real shapes, without the head: its logits take 17 GB at 8B.

@@ -62,6 +62,7 @@ class Worker:
             self.subject.forget_gradients()
             self.subject.step()
         self._synchronize()
+        self.subject.check_recorded()
         self.subject.park()
         return {"summary": self.subject.summary, "seconds": time.perf_counter() - start}
 
@@ -81,7 +82,8 @@ class Worker:
         loss = losses[-1].item()
         if not math.isfinite(loss):
             raise FloatingPointError(f"loss {loss} while timed: the step is not a correct one")
-        peak = torch.cuda.max_memory_allocated() / GIB if self.case.device == "cuda" else None
+        on_gpu = self.case.device == "cuda"
+        peak = (torch.cuda.max_memory_allocated() + subject.reserved_bytes) / GIB if on_gpu else None
         answer = {
             "times": times,
             "peak_gib": peak,

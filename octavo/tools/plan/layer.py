@@ -18,7 +18,7 @@ layers count alike: the first of a model with a frozen embedding need not keep i
 from dataclasses import dataclass
 
 from octavo.numerics.quantize import BLOCK
-from octavo.ops_lora_mlp import PART
+from octavo.ops_lora_mlp import part_rows
 from octavo.tools.bench.cases import MEMBERS, TARGETS, Case
 from octavo.tools.plan.options import Option
 
@@ -179,7 +179,7 @@ def backward_buffers(case: Case, option: Option) -> int:
             g + 2 * wide + dx + own + gate_up,  # gate and up as columns, for dx
             g + wide + dx + own + gate_up * option.weight_bytes,
         )
-    part = min(s.m, PART)
+    part = min(s.m, part_rows(s.m, 2 * s.f))
     ranks = case.rank * sum(len(MEMBERS[name]) for name in ("gate_up", "down") if is_adapted(case, name))
     # Weights transposed; of one part dh and d(gate, up), or that and its FP8 copy; FP32 gradients of adapters.
     mlp = g + dx + down + gate_up + 3 * s.f * BF16 * part + ranks * FP32 * s.m

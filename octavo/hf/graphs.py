@@ -1,0 +1,247 @@
+"""CUDA graphs: the layers of a decoder recorded once, forward and backward, and started by one call each.
+
+A training step of a small model is many short kernels. With adapters a 1B makes some 1,500 launches, and Python takes
+longer over them than the GPU over computing (docs/LOG.md). A recording has them all, with their addresses:
+
+    forward    input → static, replay → hidden states
+    backward   gradient → static, replay → gradients of all parameters, which are copied out
+
+What is recorded is what ran at the time: shapes, adapters that were active, addresses of weights. Values may change, so
+optimisers go on as before. A step that differs in any of it is computed without, and recorded in its turn if it comes
+again. A recording holds the memory of its activations for good.
+"""
+
+import logging
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.hf import attention
+from octavo.nn.linear import LinearInFP8
+
+logger = logging.getLogger("octavo")
+
+_MARK = "_octavo_graphs"
+AFTER = 2  # times that a shape is computed before it is recorded: what is compiled is compiled then
+MOST = 4  # recordings
+
+
+def use_cuda_graphs(model: nn.Module, enabled: bool = True, *, after: int = AFTER, most: int = MOST) -> None:
+    """Let the training steps of a fused decoder be replayed from CUDA graphs; its host then has little to do.
+
+    Call it when the model is complete, adapters included. For steps of the same shape, such as packed sequences: each
+    shape is recorded when it comes for the time after `after`, up to `most` of them. Steps with padding, with gradient
+    checkpointing or without gradients are computed as before.
+    """
+    causal = _fused_model(model)
+    if not enabled:
+        causal.__dict__.pop(_MARK, None)
+        return
+    device = causal.lm_head.weight.device
+    if device.type != "cuda":
+        raise ValueError(f"use_cuda_graphs: the model is on {device}; move it to a GPU first, model.to('cuda')")
+    linears = [module for module in causal.modules() if isinstance(module, LinearInFP8)]
+    if any(recipe.rounding == "stochastic" for m in linears for recipe in (m.recipe.x, m.recipe.w, m.recipe.g)):
+        raise ValueError("use_cuda_graphs: stochastic rounding draws new numbers in every step; use rounding='nearest'")
+    causal.__dict__[_MARK] = _Graphs(causal, linears, after, most)
+
+
+def replayed(causal: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """The last hidden states from a graph; None if this step is not, or not yet, one for it."""
+    graphs = causal.__dict__.get(_MARK)
+    return None if graphs is None else graphs.run(args, kwargs)
+
+
+def without_full_mask(causal: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Where graphs are used, without a mask that masks nothing. To see that takes a wait for the GPU."""
+    mask = kwargs.get("attention_mask")
+    if _MARK not in causal.__dict__ or mask is None or mask.dim() != 2 or not bool(mask.all()):
+        return kwargs
+    return {**kwargs, "attention_mask": None}
+
+
+def reserved_bytes(model: nn.Module) -> int:
+    """Memory that recordings hold beyond what torch counts as allocated."""
+    graphs = _fused_model(model).__dict__.get(_MARK)
+    pools = set() if graphs is None else {recorded.pool for recorded in graphs.recorded.values()}
+    segments = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) in pools] if pools else []
+    return sum(segment["total_size"] - segment["allocated_size"] for segment in segments)
+
+
+def recordings(model: nn.Module) -> int:
+    """How many steps have been recorded."""
+    graphs = _fused_model(model).__dict__.get(_MARK)
+    return 0 if graphs is None else len(graphs.recorded)
+
+
+def _fused_model(model: nn.Module) -> Any:
+    for module in model.modules():
+        if "_octavo_head" in module.__dict__:  # PEFT's wrappers have what their model has
+            return module
+    raise ValueError(
+        f"use_cuda_graphs: {type(model).__name__} is not a decoder that Octavo has fused; load it by "
+        "FastLanguageModel, or call convert_to_fp8 first"
+    )
+
+
+class _Graphs:
+    def __init__(self, causal: Any, linears: Sequence[LinearInFP8], after: int, most: int) -> None:
+        self.decoder, self.after, self.most = causal.model, after, most
+        self.adapted = [module for module in causal.modules() if hasattr(module, "fusible")]
+        self.managers = list({id(m.scaling): m.scaling for m in linears}.values())
+        self.recorded: dict[Any, _Recorded] = {}
+        self._seen: dict[Any, int] = {}
+        self._failed: set[Any] = set()
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+        tokens = _only_tokens(args, kwargs)
+        if tokens is None or getattr(self.decoder, "gradient_checkpointing", False):
+            return None
+        key = (tokens.shape, *((m.merged, m.disable_adapters, *m.active_adapters) for m in self.adapted))
+        recorded = self.recorded.get(key)
+        if recorded is None:
+            recorded = self._record(key, tokens)
+        elif not recorded.still_holds():
+            del self.recorded[key]
+            recorded = None
+        if recorded is None or recorded.is_waiting():
+            return None
+        return _Replay.apply(recorded, tokens, *recorded.parameters)
+
+    def _record(self, key: Any, tokens: Tensor) -> "_Recorded | None":
+        self._seen[key] = self._seen.get(key, 0) + 1
+        if self._seen[key] <= self.after or len(self.recorded) >= self.most or key in self._failed:
+            return None
+        rows = [row for manager in self.managers for row in manager.rows]
+        before = [row.clone() for row in rows]
+        try:
+            self.recorded[key] = _Recorded(self.decoder, tokens)
+        except Exception as error:  # whatever a model does that no graph can hold; without one it is still right
+            self._failed.add(key)
+            with suppress(RuntimeError):
+                torch.cuda.synchronize()
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            logger.warning("no CUDA graph for %s tokens, which are computed without: %s", tuple(tokens.shape), reason)
+        torch._foreach_copy_(rows, before)  # recording is no training step
+        return self.recorded.get(key)
+
+
+def _only_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """The token numbers, if a step is given nothing else that matters, and each looks at all that came before."""
+    given = {name: value for name, value in kwargs.items() if name not in _IRRELEVANT}
+    given = {name: value for name, value in given.items() if value is not None and value is not False}
+    tokens = args[0] if args else given.pop("input_ids", None)
+    mask = given.pop("attention_mask", None)
+    plain = mask is not None and mask.numel() == 0  # see `attention.plainly_causal`
+    return tokens if isinstance(tokens, Tensor) and len(args) <= 1 and not given and plain else None
+
+
+_IRRELEVANT = ("use_cache", "num_items_in_batch", "shift_labels")  # to layers, in training
+
+
+class _Recorded:
+    """Forward and backward of the decoder for tokens of one shape."""
+
+    def __init__(self, decoder: Any, tokens: Tensor) -> None:
+        self.parameters = [p for p in decoder.parameters() if p.requires_grad]
+        self._inputs = [nn.Parameter(p.detach()) for p in self.parameters]
+        self._addresses = [p.data_ptr() for p in self.parameters]
+        self.tokens = tokens.clone()
+        self.pool = torch.cuda.graph_pool_handle()
+        self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        self._turn: weakref.ref[_Turn] | None = None
+        # Autograd remembers for a Parameter, as long as any graph has it, on which stream its gradient is added up;
+        # that other stream cannot take part in a recording. So what is recorded has Parameters of its own, which lie
+        # in the same memory.
+        with _in_place_of(decoder, self.parameters, self._inputs):
+            self._record(decoder)
+
+    def _record(self, decoder: Any) -> None:
+        mask = attention.plainly_causal(decoder.get_input_embeddings().weight)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # once before: libraries want memory of their own for each stream
+            hidden = self._hidden(decoder, mask)
+            self._gradients(hidden, torch.zeros_like(hidden))
+            del hidden
+        torch.cuda.current_stream().wait_stream(stream)
+        with torch.cuda.graph(self.forward, pool=self.pool, stream=stream):
+            hidden = self._hidden(decoder, mask)
+        self.gradient = torch.zeros_like(hidden)
+        with torch.cuda.graph(self.backward, pool=self.pool, stream=stream):
+            self.gradients = self._gradients(hidden, self.gradient)
+        self.hidden = hidden.detach()
+
+    def _hidden(self, decoder: Any, mask: Tensor) -> Tensor:
+        return decoder(input_ids=self.tokens, attention_mask=mask, use_cache=False).last_hidden_state
+
+    def _gradients(self, hidden: Tensor, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return torch.autograd.grad(hidden, self._inputs, gradient, allow_unused=True)
+
+    def still_holds(self) -> bool:
+        """Whether what was trained is trained still, and where it was."""
+        pairs = zip(self.parameters, self._addresses, strict=True)
+        return all(p.requires_grad and p.data_ptr() == address for p, address in pairs)
+
+    def is_waiting(self) -> bool:
+        """Whether a backward may yet come that needs what the last forward left."""
+        return self._turn is not None and self._turn() is not None
+
+    def begin(self) -> "_Turn":
+        turn = _Turn()
+        self._turn = weakref.ref(turn)
+        return turn
+
+    def end(self) -> None:
+        self._turn = None
+
+    def copied_gradients(self) -> list[Tensor | None]:
+        """Not the recording's own: the next step writes there, and sums of several may be wanted."""
+        copies = iter(torch._foreach_mul([g for g in self.gradients if g is not None], 1.0))
+        return [None if g is None else next(copies) for g in self.gradients]
+
+
+@contextmanager
+def _in_place_of(module: nn.Module, old: Sequence[nn.Parameter], new: Sequence[nn.Parameter]) -> Iterator[None]:
+    """While inside, modules have the new Parameters where they had the old ones."""
+    other = dict(zip(map(id, old), new, strict=True))
+    places = [
+        (parameters, name, p)
+        for parameters in (m._parameters for m in module.modules())
+        for name, p in parameters.items()
+        if id(p) in other
+    ]
+    try:
+        for parameters, name, p in places:
+            parameters[name] = other[id(p)]
+        yield
+    finally:
+        for parameters, name, p in places:
+            parameters[name] = p
+
+
+class _Turn:
+    """Lives as long as the graph of autograd that it is part of."""
+
+
+class _Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, recorded: _Recorded, tokens: Tensor, *_parameters: Tensor) -> Tensor:
+        recorded.tokens.copy_(tokens)
+        recorded.forward.replay()
+        ctx.recorded, ctx.turn = recorded, recorded.begin()
+        return recorded.hidden.detach()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        recorded: _Recorded = ctx.recorded
+        recorded.gradient.copy_(gradient)
+        recorded.backward.replay()
+        ctx.turn = None
+        recorded.end()
+        return None, None, *recorded.copied_gradients()

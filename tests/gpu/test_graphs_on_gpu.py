@@ -1,0 +1,165 @@
+"""Training steps from CUDA graphs: the same losses and gradients as without, and what is not recorded."""
+
+import logging
+
+import pytest
+import torch
+
+import octavo
+from octavo.hf import graphs
+from octavo.hf.build import build_causal_lm
+from octavo.tools.bench.cases import LLAMAS, Case
+from octavo.tools.bench.contenders import Contender
+from octavo.tools.bench.subject import Subject
+
+SHAPE = {**LLAMAS["tiny"], "hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "vocab_size": 512}
+
+
+def make(recipe="channel", *, compile=False):
+    case = Case("small", SHAPE, 3, 256, 128, 0, "cuda", frozen=True, rank=8)
+    return Subject(case, Contender(f"octavo {recipe}", "octavo", compile, recipe)).model.train()
+
+
+def make_full(recipe):
+    torch.manual_seed(0)
+    model = build_causal_lm(SHAPE, layers=3, positions=128, device="cuda").train()
+    octavo.convert_to_fp8(model, octavo.FP8TrainingConfig.from_recipe(recipe))
+    return model
+
+
+def batches(count, *, rows=2, length=128):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(512, (rows, length), generator=generator).cuda() for _ in range(count)]
+
+
+def train(model, data, *, accumulate=1, lr=1e-3):
+    """Losses, gradients' norms, and the weights that come out."""
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr)
+    found = []
+    for i, tokens in enumerate(data):
+        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        if (i + 1) % accumulate == 0:
+            norms = torch._foreach_norm([p.grad.float() for p in model.parameters() if p.grad is not None])
+            found.append(torch.stack([loss.detach(), *norms]))
+            optimizer.step()
+            optimizer.zero_grad()
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("recipe", ["channel", "block"])
+def test_as_without(recipe, compile):
+    torch._dynamo.reset()
+    data = batches(8)
+    plain, graphed = make(recipe, compile=compile), make(recipe, compile=compile)
+    octavo.use_cuda_graphs(graphed)
+    expected, found = train(plain, data), train(graphed, data)
+    assert graphs.recordings(graphed) == 1
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=1e-4)  # atomics add in any order
+    assert graphs.reserved_bytes(graphed) > 0
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_full_fine_tuning(recipe):
+    data = batches(8)
+    plain, graphed = make_full(recipe), make_full(recipe)
+    octavo.use_cuda_graphs(graphed)
+    torch.testing.assert_close(train(graphed, data, lr=1e-4), train(plain, data, lr=1e-4), rtol=2e-2, atol=1e-4)
+    assert graphs.recordings(graphed) == 1
+
+
+def test_accumulation():
+    data = batches(8)
+    plain, graphed = make(), make()
+    octavo.use_cuda_graphs(graphed, after=1)
+    expected, found = train(plain, data, accumulate=2), train(graphed, data, accumulate=2)
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=1e-4)
+
+
+def test_two_forwards_before_one_backward():
+    first, second = batches(2)
+    plain, graphed = make(), make()
+    octavo.use_cuda_graphs(graphed, after=0)
+    for model in (plain, graphed):
+        losses = [model(input_ids=tokens, labels=tokens, use_cache=False).loss for tokens in (first, second)]
+        (losses[0] - losses[1]).backward()
+    for mine, theirs in zip(graphed.parameters(), plain.parameters(), strict=True):
+        if theirs.grad is not None:
+            torch.testing.assert_close(mine.grad, theirs.grad, rtol=5e-2, atol=1e-3)
+
+
+def test_a_loss_that_is_thrown_away():
+    (tokens,) = batches(1)
+    model = make()
+    octavo.use_cuda_graphs(model, after=0)
+    model(input_ids=tokens, labels=tokens, use_cache=False)
+    (recorded,) = graphs._fused_model(model).__dict__["_octavo_graphs"].recorded.values()
+    assert not recorded.is_waiting()
+
+
+def test_other_shapes_masks_and_adapters():
+    model, (tokens,) = make(), batches(1)
+    octavo.use_cuda_graphs(model, after=0, most=2)
+
+    def loss(**more):
+        return model(input_ids=tokens, labels=tokens, use_cache=False, **more).loss
+
+    expected = loss(output_hidden_states=True)  # asks for more than a graph gives
+    assert graphs.recordings(model) == 0
+    full = torch.ones_like(tokens)
+    torch.testing.assert_close(loss(attention_mask=full), expected, rtol=1e-3, atol=1e-3)
+    assert graphs.recordings(model) == 1
+    padded = full.clone()
+    padded[0, :40] = 0
+    assert (loss(attention_mask=padded) - expected).abs() > 1e-4
+    with torch.no_grad():
+        loss()
+    model.eval()
+    loss()
+    model.train()
+    with model.disable_adapter(), pytest.raises(ValueError, match="none of its weights is trained"):
+        loss()
+    assert graphs.recordings(model) == 1
+    for length in (64, 32, 16):
+        (tokens,) = batches(1, length=length)
+        loss().backward()
+    assert graphs.recordings(model) == 2
+    octavo.use_cuda_graphs(model, False)
+    loss().backward()
+
+
+def test_what_cannot_be_recorded(caplog):
+    model, (tokens,) = make(), batches(1)
+    inner = graphs._fused_model(model).model
+
+    def look(_module, _inputs, output):
+        float(output.last_hidden_state.float().mean())  # waits for the GPU
+
+    inner.register_forward_hook(look)
+    octavo.use_cuda_graphs(model, after=0)
+    with caplog.at_level(logging.WARNING, logger="octavo"):
+        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    loss.backward()
+    assert loss.isfinite() and "no CUDA graph for (2, 128) tokens" in caplog.text
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.requires_grad)
+
+
+def test_weights_that_move():
+    model, (tokens,) = make(), batches(1)
+    octavo.use_cuda_graphs(model, after=0)
+
+    def loss():
+        return model(input_ids=tokens, labels=tokens, use_cache=False).loss
+
+    before = loss()
+    del before
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = torch.zeros_like(parameter)
+    torch.testing.assert_close(loss(), plain_loss(model, tokens), rtol=1e-4, atol=1e-4)
+
+
+def plain_loss(model, tokens):
+    octavo.use_cuda_graphs(model, False)
+    return model(input_ids=tokens, labels=tokens, use_cache=False).loss
