@@ -16,6 +16,7 @@ from rich.text import Text
 
 from octavo import __version__
 from octavo.numerics.checks import check_choice
+from octavo.optim import OPTIMIZERS
 from octavo.tools.bench.cases import DECODERS, make_case
 from octavo.tools.bench.contenders import AGAINST, make_contenders
 from octavo.tools.bench.plan import BenchPlan
@@ -255,7 +256,8 @@ def bench(
         _option(
             "Contenders",
             "--recipe",
-            "delayed, current, channel, block, mx: several by commas; +fp8-head and +wgrad-channel go with one. "
+            "delayed, current, channel, block, mx: several by commas; +fp8-head, +wgrad-channel, +graphs and "
+            "+fp8-activations go with one. "
             "With LoRA: block, channel, current.",
         ),
     ] = None,
@@ -269,6 +271,15 @@ def bench(
     compile: Annotated[
         bool, _option("Contenders", "--compile/--no-compile", "Compile decoder layers (default: yes).")
     ] = True,
+    optimizer: Annotated[
+        str | None,
+        _option(
+            "Contenders",
+            "--optimizer",
+            f"Whole steps, with the optimiser: {', '.join(OPTIMIZERS)}, several by commas, for ours; AdamW for others. "
+            "+in-backward and +offload-optimizer then go with a recipe.",
+        ),
+    ] = None,
     gemm: Annotated[bool, _option("Parts", "--gemm", "Time the model's GEMMs instead of its step.")] = False,
     kernels: Annotated[bool, _option("Parts", "--kernels", "Time quantising instead of the step.")] = False,
     rounds: Annotated[int, _option("Run", "--rounds", "Turns of every contender (default: 3).")] = 3,
@@ -309,6 +320,7 @@ def bench(
             wgrad=wgrad,
             against=_names(against) if against is not None else AGAINST,
             compile=compile,
+            optimizers=_names(optimizer) if optimizer is not None else (),
         )
         plan = BenchPlan(part, case, contenders, reasons, rounds, steps, warmup)
     except ValueError as error:

@@ -92,6 +92,29 @@ def test_lora_on_a_frozen_base(tmp_path: Path) -> None:
     assert case.flops == 4 * (linears + 64 * 256) * 64 + 6 * adapters * 64 + case.attention_flops
 
 
+def test_whole_steps(tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    options = "--preset tiny --layers 1 --tokens 64 --seq 32 --no-compile --rounds 2 --steps 1 --warmup 1"
+    recipe = "delayed+fp8-activations+in-backward,delayed+offload-optimizer"
+    more = ("--against", "bf16-eager,octavo-bf16", "--recipe", recipe, "--optimizer", "adamw4bit")
+    run = bench(tmp_path, *options.split(), *more)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "forward + backward + optimiser" in run.stdout
+    rows = {row["name"]: row for row in read(tmp_path, "*-cpu-tiny-1l-64t-optimizer.json")["rows"]}
+    assert list(rows) == [
+        "bf16-eager",
+        "octavo-bf16 adamw4bit",
+        "octavo delayed fp8-activations in-backward adamw4bit",
+        "octavo delayed offload-optimizer adamw4bit",
+    ]
+    assert [row["optimizer"] for row in rows.values()] == ["adamw", *["adamw4bit"] * 3]
+    own = rows["octavo-bf16 adamw4bit"]["figures"]["step_s"]
+    for row in rows.values():
+        assert (row["status"], row["reason"]) == ("timed", "") and row["check"]["cosine"] > 0.95
+        if row["optimizer"] == "adamw4bit":
+            assert row["figures"]["speedup_octavo-bf16"] == pytest.approx(own / row["figures"]["step_s"])
+
+
 def test_bdh_under_the_autocast(tmp_path: Path) -> None:
     shape = ("--preset", "bdh-tiny", "--layers", "1", "--seq", "32", "--tokens", "64")
     run = bench(tmp_path, *shape, "--no-compile", *SHORT)
@@ -153,6 +176,9 @@ def test_gemm_and_kernels(tmp_path: Path) -> None:
         (["--preset", "tiny", "--recipe", "delayed,magic"], ["recipe='magic'", "channel"]),
         (["--preset", "tiny", "--recipe", "delayed+magic"], ["magic", "fp8-head"]),
         (["--preset", "tiny", "--recipe", "delayed+wgrad-channel"], ["delayed+wgrad-channel", "block recipe"]),
+        (["--preset", "tiny", "--recipe", "delayed+in-backward"], ["in-backward", "fp8-head"]),
+        (["--preset", "tiny", "--mode", "lora", "--recipe", "block+fp8-activations"], ["FP8 anyway"]),
+        (["--preset", "tiny", "--optimizer", "sgd"], ["optimizer='sgd'", "adamw4bit"]),
         (["--preset", "tiny", "--against", "apex"], ["against='apex'", "torchao"]),
         (["--preset", "tiny", "--tokens", "100", "--seq", "64"], ["tokens=100", "multiple"]),
         (["--preset", "tiny", "--rounds", "0"], ["rounds=0"]),

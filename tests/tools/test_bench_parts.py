@@ -134,6 +134,15 @@ def test_contenders():
         "octavo block fp8-head",
         "octavo block wgrad-channel fp8-head",
     ]
+    assert names(llama, recipes=["block+graphs", "delayed+fp8-head+in-backward"], optimizers=["adamw", "adamwfp8"])[
+        0
+    ] == [
+        "bf16-eager",
+        "octavo block graphs adamw",
+        "octavo block graphs adamwfp8",
+        "octavo delayed fp8-head in-backward adamw",
+        "octavo delayed fp8-head in-backward adamwfp8",
+    ]
     found, reasons = names(bdh(), against=AGAINST)
     assert found == ["bf16-eager", "bf16-compiled", "octavo delayed", "octavo delayed fused"]
     assert set(reasons) == {"octavo-bf16", "torchao", "torchao-row", "te", "unsloth"}

@@ -1,19 +1,22 @@
 """Who is timed. A contender that cannot run here keeps its row, with the reason: nothing is dropped silently."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
 from octavo.numerics.checks import check_choice
 from octavo.numerics.config import RECIPES
+from octavo.optim import OPTIMIZERS
 from octavo.tools.bench.cases import Case
 from octavo.training.errors import UserError
 
 BASELINE = "bf16-compiled"
 OWN_BASELINE = "octavo-bf16"
 AGAINST = ("bf16-eager", BASELINE, OWN_BASELINE, "torchao", "torchao-row", "te", "unsloth")
-EXTRAS = ("fp8-head", "wgrad-channel", "graphs")
+EXTRAS = ("fp8-head", "wgrad-channel", "graphs", "fp8-activations")
+STEP_EXTRAS = ("in-backward", "offload-optimizer")  # of whole steps: see `octavo.optim`
+OURS = ("octavo", "octavo-bf16", "octavo-fused")
 HEADS = ("bf16", "fp8", "both")
 WGRADS = ("recipe", "channel", "both")
 FROZEN = {
@@ -38,26 +41,48 @@ class Contender:
     fp8_head: bool = False
     wgrad: str | None = None
     graphs: bool = False  # replayed from CUDA graphs
+    activations: str = "bf16"
+    optimizer: str | None = None  # a whole step is timed, with this one's part in it
+    in_backward: bool = False
+    offload: str | None = None
 
     @property
     def in_fp8(self) -> bool:
         return self.kind not in ("bf16", "octavo-bf16")
+
+    @property
+    def without_optimizer(self) -> "Contender":
+        """The same up to its gradients."""
+        return replace(self, optimizer=None, in_backward=False, offload=None)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def make_contenders(
-    case: Case, *, recipes: Sequence[str], head: str, wgrad: str, against: Sequence[str], compile: bool
+    case: Case,
+    *,
+    recipes: Sequence[str],
+    head: str,
+    wgrad: str,
+    against: Sequence[str],
+    compile: bool,
+    optimizers: Sequence[str] = (),
 ) -> tuple[list[Contender], dict[str, str]]:
-    """The contenders that can run, baselines first, and the reasons of those that cannot."""
+    """The contenders that can run, baselines first, and the reasons of those that cannot.
+
+    `optimizers`: whole steps, with each of these; what is not ours has AdamW.
+    """
+    for name in optimizers:
+        check_choice("optimizer", name, OPTIMIZERS)
+    extras_here = EXTRAS + (STEP_EXTRAS if optimizers else ())
     check_choice("head", head, HEADS)
     check_choice("wgrad", wgrad, WGRADS)
     for item in recipes:
         name, *extras = item.split("+")
         check_choice("recipe", name, tuple(RECIPES))
         for extra in extras:
-            check_choice(f"recipe {name}+", extra, EXTRAS)
+            check_choice(f"recipe {name}+", extra, extras_here)
         if "wgrad-channel" in extras and name != "block":
             raise UserError(f"--recipe {item}: wgrad-channel is a choice within the block recipe")
     if case.frozen:
@@ -74,11 +99,33 @@ def make_contenders(
     for item in recipes:
         recipe, *extras = item.split("+")
         if extras:
-            wgrad_of = "channel" if "wgrad-channel" in extras else None
-            found.append(_octavo(recipe, "fp8-head" in extras, wgrad_of, compile, "graphs" in extras))
+            found.append(_with_extras(recipe, extras, compile))
         else:
             found += _own(recipe, case, head, wgrad if recipe == "block" else "recipe", compile)
-    return found, reasons
+    return _with_optimizers(found, optimizers) if optimizers else found, reasons
+
+
+def _with_extras(recipe: str, extras: Sequence[str], compile: bool) -> Contender:
+    plain = _octavo(recipe, "fp8-head" in extras, "channel" if "wgrad-channel" in extras else None, compile)
+    more = [extra for extra in extras if extra not in ("fp8-head", "wgrad-channel")]
+    return replace(
+        plain,
+        name=" ".join((plain.name, *more)),
+        graphs="graphs" in extras,
+        activations="fp8" if "fp8-activations" in extras else "bf16",
+        in_backward="in-backward" in extras,
+        offload="optimizer" if "offload-optimizer" in extras else None,
+    )
+
+
+def _with_optimizers(contenders: Sequence[Contender], names: Sequence[str]) -> list[Contender]:
+    found = []
+    for contender in contenders:
+        if contender.kind in OURS:
+            found += [replace(contender, name=f"{contender.name} {name}", optimizer=name) for name in names]
+        else:
+            found.append(replace(contender, optimizer="adamw"))
+    return found
 
 
 def _check_lora(recipes: Sequence[str], wgrad: str) -> None:
@@ -86,6 +133,8 @@ def _check_lora(recipes: Sequence[str], wgrad: str) -> None:
     for item in recipes:
         if item.split("+")[0] not in FROZEN:
             raise UserError(f"--recipe {item}: with --mode lora one of {', '.join(FROZEN)}")
+        if "fp8-activations" in item:
+            raise UserError(f"--recipe {item}: beside frozen weights activations are kept in FP8 anyway; leave it out")
     if wgrad != "recipe" or any("wgrad-channel" in item for item in recipes):
         raise UserError("--wgrad: with --mode lora no weight has a gradient; leave it out")
 
@@ -101,9 +150,9 @@ def _own(recipe: str, case: Case, head: str, wgrad: str, compile: bool) -> list[
     return found
 
 
-def _octavo(recipe: str, fp8_head: bool, wgrad: str | None, compile: bool, graphs: bool = False) -> Contender:
+def _octavo(recipe: str, fp8_head: bool, wgrad: str | None, compile: bool) -> Contender:
     name = f"octavo {recipe}" + (f" wgrad-{wgrad}" if wgrad else "") + (" fp8-head" if fp8_head else "")
-    return Contender(name + (" graphs" if graphs else ""), "octavo", compile, recipe, fp8_head, wgrad, graphs)
+    return Contender(name, "octavo", compile, recipe, fp8_head, wgrad)
 
 
 def _other(name: str, compile: bool) -> Contender:

@@ -59,10 +59,18 @@ def add_figures(rows: Sequence[dict[str, Any]], case: Case, ceilings: dict[str, 
             "gemm_floor_share": None if floor is None else floor / median,
             "scaling": row["turns"][-1]["scaling"],
         }
-    for baseline in (BASELINE, OWN_BASELINE):
-        base = next((row["figures"] for row in timed if row["name"] == baseline), None)
-        for row in timed:
-            row["figures"][f"speedup_{baseline}"] = base and base["step_s"] / row["figures"]["step_s"]
+    for row in timed:
+        for baseline in (BASELINE, OWN_BASELINE):
+            base, mine = _baseline(timed, baseline, row), row["figures"]
+            mine[f"speedup_{baseline}"] = base and base["step_s"] / mine["step_s"]
+            mine[f"memory_{baseline}"] = base and base["peak_gib"] and mine["peak_gib"] / base["peak_gib"]
+
+
+def _baseline(timed: Sequence[dict[str, Any]], baseline: str, row: dict[str, Any]) -> dict[str, Any] | None:
+    """The figures to compare with: of our own baseline those with the same optimiser."""
+    own = f"{OWN_BASELINE} {row['optimizer']}" if row["optimizer"] else OWN_BASELINE
+    name = own if baseline == OWN_BASELINE else baseline
+    return next((other["figures"] for other in timed if other["name"] == name), None)
 
 
 def _floor_seconds(row: dict[str, Any], case: Case, ceilings: dict[str, Any]) -> float | None:
@@ -150,6 +158,7 @@ def write_result(result: dict[str, Any], out: Path) -> Path:
     if case["frozen"]:
         parts += [f"lora{case['rank']}", *([case["targets"]] if case["targets"] != "all" else [])]
     parts += [f"{case['tokens']}t"] if case["tokens"] != usual_tokens(case["name"]) else []
+    parts += ["optimizer"] if any(row.get("optimizer") for row in result["rows"]) else []
     parts += [result["kind"]] if result["kind"] != "step" else []
     stem = "-".join(parts)
     names = [stem, *(f"{stem}-{i}" for i in range(2, 1000))]

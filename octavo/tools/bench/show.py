@@ -11,7 +11,7 @@ from octavo.tools.bench.contenders import BASELINE, OWN_BASELINE
 from octavo.tools.bench.gemm import KINDS
 from octavo.tools.bench.result import TIMED, title
 
-PIPE_WIDTH = 160
+PIPE_WIDTH = 180
 
 
 def show(console: Console, result: dict[str, Any]) -> None:
@@ -42,7 +42,7 @@ def _narrow(*headings: str) -> list[str]:
 def _step_tables(result: dict[str, Any]) -> list[Table]:
     case = result["case"]
     speed = _table(
-        f"{title(case)}, {result['device']}: forward + backward",
+        f"{title(case)}, {result['device']}: forward + backward{' + optimiser' if _is_whole(result) else ''}",
         (
             "",
             "ms",
@@ -50,6 +50,7 @@ def _step_tables(result: dict[str, Any]) -> list[Table]:
             "tokens/s",
             *_narrow(f"×-{BASELINE}", f"×-{OWN_BASELINE}"),
             "GiB",
+            *_narrow(f"GiB ×-{BASELINE}"),
             "TFLOP/s",
             *_narrow("GEMM-floor"),
         ),
@@ -69,6 +70,7 @@ def _step_tables(result: dict[str, Any]) -> list[Table]:
                 ratio(f[f"speedup_{BASELINE}"]),
                 ratio(f[f"speedup_{OWN_BASELINE}"]),
                 "–" if f["peak_gib"] is None else f"{f['peak_gib']:.1f}",
+                ratio(f.get(f"memory_{BASELINE}")),
                 f"{f['tflops']:.3g}",
                 "–" if f["gemm_floor_share"] is None else f"{f['gemm_floor_share']:.0%}",
             )
@@ -82,6 +84,10 @@ def _step_tables(result: dict[str, Any]) -> list[Table]:
                 worst_rates(rates, "saturated"),
             )
     return [speed, numbers]
+
+
+def _is_whole(result: dict[str, Any]) -> bool:
+    return any(row.get("optimizer") for row in result["rows"])
 
 
 def ratio(value: float | None) -> str:

@@ -20,15 +20,21 @@ from octavo.models.bdh import BDH, BDHConfig
 from octavo.nn.autocast import fp8_autocast
 from octavo.nn.frozen import FP8FrozenLinear, activation_config
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
+from octavo.optim import build_optimizer, offload_states, step_in_backward
 from octavo.tools.bench.cases import Case
-from octavo.tools.bench.contenders import FROZEN, Contender
+from octavo.tools.bench.contenders import FROZEN, OURS, Contender
 from octavo.tools.bench.peers import convert_by_te, convert_by_torchao
 
 INIT_STD = 0.02
+LEARNING_RATE = 1e-5
 
 
 class Subject:
-    """`step()` is forward, loss, backward and, in FP8, the roll of the scaling histories that an optimiser would do."""
+    """`step()` is forward, loss, backward and, in FP8, the roll of the scaling histories that an optimiser would do.
+
+    For a whole step the optimiser itself follows. Its states are given back between turns with the gradients, and made
+    anew in the next one's first step, which is not timed.
+    """
 
     def __init__(self, case: Case, contender: Contender, layers: int | None = None) -> None:
         self.case = replace(case, layers=case.layers if layers is None else layers)
@@ -52,6 +58,7 @@ class Subject:
         self._graphs = contender.graphs
         if contender.graphs:
             graphs.use_cuda_graphs(self.model, after=1)
+        self._optimizer = self._build_optimizer(contender) if contender.optimizer else None
         generator = torch.Generator().manual_seed(case.seed)
         shape = (case.tokens // case.seq, case.seq)
         self.tokens_BT = torch.randint(case.vocabulary, shape, generator=generator).to(case.device)
@@ -79,6 +86,17 @@ class Subject:
         elif kind == "octavo":
             report = convert_to_fp8(self.model, config_of(contender), precision="fp8", tokens=tokens)
             self.scaling, self.summary = report.scaling, report.summary()
+
+    def _build_optimizer(self, contender: Contender) -> torch.optim.Optimizer:
+        """BF16 weights are rounded stochastically where they are ours; elsewhere as people have it."""
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        ours = contender.kind in OURS
+        optimizer = build_optimizer(str(contender.optimizer), trained, LEARNING_RATE, stochastic_rounding=ours)
+        if contender.in_backward:
+            step_in_backward(optimizer, offload=contender.offload is not None)
+        elif contender.offload is not None:
+            offload_states(optimizer)
+        return optimizer
 
     def _freeze(self, contender: Contender) -> list[str]:
         """As `FastLanguageModel` loads it: each weight quantised, one after the other, and the fused pieces."""
@@ -127,15 +145,18 @@ class Subject:
         return self.model.get_base_model() if self.case.rank else self.model
 
     def step(self) -> Tensor:
-        """One training step without the optimiser; returns the loss, still on the device."""
+        """One training step; returns the loss, still on the device."""
         with self.context:
             if self.case.is_bdh:
                 loss = self.model(self.tokens_BT, self.tokens_BT)[1]
             else:
                 loss = self.model(input_ids=self.tokens_BT, labels=self.tokens_BT, use_cache=False).loss
         loss.backward()
+        if self._optimizer is not None:
+            self._optimizer.step()
+            self._optimizer.zero_grad(set_to_none=True)
         if self.scaling is not None:
-            self.scaling.step()
+            self.scaling.step()  # once more after an optimiser that it follows: this changes nothing
         return loss.detach()
 
     @property
@@ -170,7 +191,9 @@ class Subject:
         self.model.zero_grad(set_to_none=True)
 
     def park(self) -> None:
-        """Give back the memory of gradients, and of weights that can be drawn again."""
+        """Give back the memory of gradients, of states, and of weights that can be drawn again."""
+        if self._optimizer is not None:
+            self._optimizer.state.clear()
         self._give_back(self._drawn)
 
     def unpark(self) -> None:
@@ -206,6 +229,7 @@ def config_of(contender: Contender) -> FP8TrainingConfig:
     """Only what was chosen is named, so that everything else is the library's default."""
     overrides: dict[str, Any] = {"fp8_head": True} if contender.fp8_head else {}
     overrides |= {"wgrad": contender.wgrad} if contender.wgrad else {}
+    overrides |= {"activations": contender.activations} if contender.activations != "bf16" else {}
     return FP8TrainingConfig.from_recipe(str(contender.recipe), **overrides)
 
 

@@ -43,14 +43,15 @@ class Worker:
     def start(self) -> dict[str, Any]:
         # One layer: all workers are on the GPU at once, and the other layers share its code. With adapters, two:
         # the first layer's input needs no gradient, so it has code of its own.
-        subject = Subject(self.case, self.contender, layers=min(2 if self.case.rank else 1, self.case.layers))
+        contender = self.contender.without_optimizer
+        subject = Subject(self.case, contender, layers=min(2 if self.case.rank else 1, self.case.layers))
         subject.warm_layers()
         subject.drop()
         self._kept.append(subject)
         return {}
 
     def check(self) -> dict[str, Any]:
-        found, subject = check(self.case, self.contender)
+        found, subject = check(self.case, self.contender.without_optimizer)
         subject.drop()
         self._kept.append(subject)
         return found
