@@ -15,13 +15,13 @@ from rich.console import Console
 from rich.text import Text
 
 from octavo import __version__
-from octavo.numerics.checks import check_choice
 from octavo.optim import OPTIMIZERS
 from octavo.tools.bench.cases import DECODERS, make_case
 from octavo.tools.bench.contenders import AGAINST, make_contenders
 from octavo.tools.bench.plan import BenchPlan
 from octavo.tools.bench.plan import run_plan as run_bench
 from octavo.tools.plan.gpus import GPUS
+from octavo.tools.plan.request import Request
 from octavo.tools.plan.run import make_plan, run_plan
 from octavo.tools.report import write_report
 from octavo.training.errors import UserError
@@ -345,6 +345,10 @@ def plan(
     compile: Annotated[
         bool, _option("Training", "--compile/--no-compile", "Compile decoder layers (default: yes).")
     ] = True,
+    offload: Annotated[
+        str | None,
+        _option("Training", "--offload", "To host memory: none, optimizer or master (default: each is compared)."),
+    ] = None,
     gpu: Annotated[
         str | None, _option("GPU", "--gpu", f"What fits: GiB such as 24, or one of {', '.join(GPUS)}.")
     ] = None,
@@ -355,8 +359,7 @@ def plan(
     For BF16 and each FP8 option; with --gpu also the largest batch of each, and the code of the one to take.
     """
     try:
-        check_choice("head", head, ("bf16", "fp8"))
-        found = make_plan(
+        request = Request(
             model,
             mode=mode,
             batch=batch,
@@ -364,10 +367,12 @@ def plan(
             layers=layers,
             rank=rank,
             targets=targets,
-            gpu=gpu,
-            fp8_head=head == "fp8",
+            head=head,
             compiled=compile,
+            offload=offload,
+            gpu=gpu,
         )
+        found = make_plan(request)
     except ValueError as error:
         raise UserError(str(error)) from error
     run_plan(found, json=json, console=Console())

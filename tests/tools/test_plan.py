@@ -13,11 +13,12 @@ import pytest
 from octavo.cli import main
 from octavo.tools.bench.cases import DECODERS
 from octavo.tools.plan import gpus, standing
-from octavo.tools.plan.gpus import GPUS, Gpu, find_gpu, fits, largest_batch
+from octavo.tools.plan.gpus import GPUS, STRIDE, Gpu, find_gpu, fits, largest_batch, longest_sequence
 from octavo.tools.plan.memory import KINDS, plan_memory
 from octavo.tools.plan.options import Option, options_of
-from octavo.tools.plan.request import make_request, with_batch
+from octavo.tools.plan.request import Request, with_batch, with_sequence
 from octavo.tools.plan.run import make_plan
+from octavo.tools.plan.show import PIPE_WIDTH
 
 Invoke = Callable[..., tuple[int, str, str]]
 TINY = {
@@ -40,7 +41,7 @@ def write_config(folder: Path, **changes) -> Path:
 
 
 def request(model="8b", mode="full", batch=4, seq=2048, **more):
-    return make_request(model, mode=mode, batch=batch, seq=seq, **more)
+    return Request(model, mode=mode, batch=batch, seq=seq, **more).case
 
 
 @pytest.mark.parametrize("model", sorted(set(DECODERS) - {"tiny"}))
@@ -51,7 +52,7 @@ def test_every_preset(invoke: Invoke, model: str, mode: str) -> None:
     for kind in KINDS:
         assert kind in output
     assert "BF16 Hugging Face, adamw" in output and "with checkpointing" in output and "For h200: " in output
-    assert max(len(line) for line in output.splitlines() if not line.startswith("octavo bench ")) <= 124
+    assert max(len(line) for line in output.splitlines() if not line.startswith("octavo bench ")) <= PIPE_WIDTH
     assert "…" not in output  # nothing is cut
 
 
@@ -62,15 +63,16 @@ def test_a_narrow_terminal_cuts_no_figure() -> None:
 
     from octavo.tools.plan.show import show
 
-    plan = make_plan("70b", mode="lora", batch=4, seq=2048, gpu="h200")
+    plan = make_plan(Request("70b", mode="lora", gpu="h200"))
     for width in (80, 100):
         file = io.StringIO()
         show(Console(file=file, width=width, force_terminal=True, color_system=None), plan)
         text = file.getvalue()
         assert "…" not in text
-        for memory, batch in zip(plan.memories, plan.batches, strict=True):
+        for memory, batch, sequence in zip(plan.memories, plan.batches, plan.sequences, strict=True):
+            longest = f"{sequence:,}" if sequence else "–"
             ratio = memory.peak.total / plan.memories[0].peak.total
-            assert re.search(rf" {memory.peak_gib:.1f} +{ratio:.2f} +{batch or '–'} ", text)
+            assert re.search(rf" {memory.peak_gib:.1f} +{ratio:.2f} +{batch or '–'} +{longest} ", text)
 
 
 @pytest.mark.parametrize(
@@ -164,6 +166,8 @@ def test_a_bad_config_is_named(invoke: Invoke, tmp_path: Path, changes: dict, wo
         (["8b", "--mode", "lora", "--rank", "0"], ["rank=0"]),
         (["8b", "--mode", "lora", "--targets", "head"], ["targets='head'", "attention"]),
         (["8b", "--head", "fp4"], ["head='fp4'"]),
+        (["8b", "--offload", "disk"], ["offload='disk'", "optimizer", "master"]),
+        (["8b", "--mode", "lora", "--offload", "master"], ["--offload master", "adapters", "leave it out"]),
         (["8b", "--gpu", "h300"], ["--gpu h300", "h200"]),
         (["8b", "--gpu", "-1"], ["--gpu -1", "above 0"]),
         (["8b", "--gpu", "nan"], ["--gpu nan"]),
@@ -191,7 +195,7 @@ def test_claims_that_cannot_hold(invoke: Invoke) -> None:
     text = " ".join(output.split())
     assert "Not possible: a 70B in 64 GB of FP8. The weights alone are 72.7 GB (67.7 GiB)" in text
     assert "Not possible" not in invoke("plan", "qwen3-32b", "--mode", "lora", "--gpu", "80")[1]
-    text = " ".join(invoke("plan", "8b", "--gpu", "24")[1].split())
+    text = " ".join(invoke("plan", "70b", "--gpu", "24")[1].split())
     assert "Not possible on 24 GiB, whatever the batch: weights, gradients and states alone take" in text
     assert "not even one sequence" in text
     text = " ".join(invoke("plan", "8b", "--gpu", "a100")[1].split())
@@ -228,6 +232,66 @@ def test_checkpointing_keeps_the_inputs_of_layers() -> None:
         assert head.activations == 32 * 8192 * 4096 * 2 + norm
 
 
+def test_what_is_on_the_host_is_not_on_the_gpu() -> None:
+    case = request("8b")
+    for optimizer in ("adamw", "adamw8bit", "adamw4bit"):
+        kept = Option("fp8", "delayed", optimizer, activations="fp8", in_backward=True)
+        plain, states, master = (plan_memory(case, replace(kept, offload=how)) for how in (None, "optimizer", "master"))
+        assert states.peak.total < plain.peak.total and states.peak.weights == plain.peak.weights
+        all_states = standing.states(case, kept)
+        assert plain.host == 0 and all_states < states.host < 1.2 * all_states  # pinned: powers of two
+        assert master.host > states.host + 4 * standing.parameters(case)
+        linears = case.layers * standing.layer_parameters(case)
+        assert plain.peak.weights - master.peak.weights == pytest.approx(linears, rel=1e-5)
+        for memory in (states, master):
+            assert max(moment.states for moment in memory.moments) < 0.2 * memory.host
+
+
+def test_options_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ValueError, match="in_backward=True"):
+        Option("fp8", "delayed", offload="master")
+    with pytest.raises(ValueError, match="in_backward=True"):
+        Option("own", in_backward=True, offload="master")
+    with pytest.raises(ValueError, match="nothing to offload"):
+        Option("own", optimizer=None, offload="optimizer")
+
+
+def test_one_kind_of_offload_beside_bf16(invoke: Invoke) -> None:
+    for how, title in (("optimizer", "with states on the host"), ("master", "with master on the host")):
+        code, output, error = invoke("plan", "8b", "--offload", how, "--gpu", "40", "--json", "plan.json")
+        assert code == 0 and error == "" and title in output and "GiB of host memory" in output
+        plan = json.loads(Path("plan.json").read_text())
+        assert {option["option"]["offload"] for option in plan["options"]} == {None, how}
+        assert all(bool(option["host_gib"]) == bool(option["option"]["offload"]) for option in plan["options"])
+        assert (
+            plan["advice"]["option"]["offload"] == how
+            and f"offload={'True' if how == 'optimizer' else chr(34)}" in output
+        )
+    assert "on the host" not in invoke("plan", "8b", "--offload", "none")[1]
+
+
+def test_offload_is_advised_where_nothing_else_fits() -> None:
+    found = {gpu: make_plan(Request("8b", gpu=gpu)).advice for gpu in ("h200", "40", "26", "20")}
+    options = {gpu: advice.option for gpu, advice in found.items() if advice is not None and advice.option is not None}
+    assert [options[gpu].offload for gpu in ("h200", "40", "26", "20")] == [None, None, "optimizer", "master"]
+    compile(found["20"].code, "advice", "exec")
+    assert "FP8TrainingConfig, FP8Trainer" in found["20"].code and "host memory" in found["20"].why
+
+
+def test_the_longest_sequence_fits_and_a_longer_one_does_not() -> None:
+    case, gpu = request(mode="lora"), find_gpu("24")
+    found = {}
+    for option in options_of(case, compiled=True, fp8_head=False):
+        longest = longest_sequence(case, option, gpu)
+        assert longest % STRIDE == 0 and (not longest or fits(with_sequence(case, longest), option, gpu))
+        assert not fits(with_sequence(case, longest + STRIDE), option, gpu)
+        found[option.code, option.recipe, option.checkpointing] = longest
+    for kind in ("none", "layers", "offload"):
+        assert found["fp8", "channel", kind] >= 2 * found["own", None, kind] > 0
+    limited = replace(case, config={**case.config, "max_position_embeddings": 1000})
+    assert longest_sequence(limited, Option("own"), Gpu("all", 1e9)) == 1000 // STRIDE * STRIDE
+
+
 @pytest.mark.parametrize("mode", ["full", "lora"])
 def test_the_largest_batch_fits_and_one_more_does_not(mode: str) -> None:
     case = request(mode=mode)
@@ -250,15 +314,15 @@ def test_gpus_by_name_and_size() -> None:
 
 
 def test_advice_prefers_what_computes_nothing_twice() -> None:
-    wide = make_plan("8b", mode="full", batch=4, seq=2048, gpu="b200").advice
+    wide = make_plan(Request("8b", gpu="b200")).advice
     assert wide is not None and wide.option is not None
     assert (wide.option.code, wide.option.optimizer, wide.option.checkpointing) == ("fp8", "adamw", "none")
-    narrow = make_plan("8b", mode="full", batch=4, seq=2048, gpu="60").advice
+    narrow = make_plan(Request("8b", gpu="60")).advice
     assert narrow is not None and narrow.option is not None
     assert (narrow.option.optimizer, narrow.option.checkpointing) == ("adamw4bit", "none")
-    kept = make_plan("8b", mode="full", batch=4, seq=2048, gpu="50").advice
+    kept = make_plan(Request("8b", gpu="50")).advice
     assert kept is not None and kept.option is not None and kept.option.activations == "fp8" and not kept.check
-    least = make_plan("8b", mode="full", batch=10_000, seq=2048, gpu="60").advice
+    least = make_plan(Request("8b", batch=10_000, gpu="60")).advice
     assert least is not None and least.option is not None and 0 < least.batch < 10_000
     assert least.why.startswith("10000 do not fit")
 
@@ -267,13 +331,13 @@ def test_advice_prefers_what_computes_nothing_twice() -> None:
 @pytest.mark.parametrize(
     ("mode", "more"), [("full", {}), ("lora", {"rank": 4}), ("lora", {"rank": 4, "targets": "attention"})]
 )
-@pytest.mark.parametrize("fp8_head", [False, True])
-def test_advised_code_runs(tmp_path: Path, gpu: str, mode: str, more: dict, fp8_head: bool) -> None:
+@pytest.mark.parametrize("head", ["bf16", "fp8"])
+def test_advised_code_runs(tmp_path: Path, gpu: str, mode: str, more: dict, head: str) -> None:
     """On a model of this shape, without a tokenizer."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("peft")
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY)).save_pretrained(tmp_path)
-    plan = make_plan(str(tmp_path), mode=mode, batch=1, seq=32, gpu=gpu, fp8_head=fp8_head, **more)
+    plan = make_plan(Request(str(tmp_path), mode=mode, batch=1, seq=32, gpu=gpu, head=head, **more))
     assert plan.advice is not None
     code = plan.advice.code.replace("max_seq_length=32,", "max_seq_length=32, tokenizer=False,")
     names: dict = {}
@@ -305,7 +369,7 @@ def test_advised_code_checkpoints(tmp_path: Path, kind: str) -> None:
 
 
 def test_the_command_that_measures_exists(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    found = make_plan("8b", mode="lora", batch=4, seq=2048, rank=8, targets="mlp", gpu="h200", fp8_head=True).advice
+    found = make_plan(Request("8b", mode="lora", rank=8, targets="mlp", gpu="h200", head="fp8")).advice
     assert found is not None
     assert found.check == (
         "octavo bench --preset 8b --mode lora --rank 8 --targets mlp --tokens 8192 --seq 2048 "

@@ -5,6 +5,7 @@
     layer.py      what a decoder layer keeps for its backward
     head.py       head and loss
     standing.py   weights, gradients, optimiser states
+    host.py       states and master weights that are in host memory
     memory.py     the moments of a step, and the peak: the largest of them
     gpus.py       what fits a GPU
     advice.py     which option to take, the code that runs it, and claims that cannot hold

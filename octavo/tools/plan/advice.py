@@ -1,8 +1,9 @@
 """Which option to take on a GPU, the code that runs it, and what cannot be had.
 
-First what fits without computing anything twice, then with checkpointing, then with checkpoints in host memory. In
-each, first what keeps most: all gradients, BF16 activations, the optimiser with the most exact states. `channel` comes
-before `block`, which is slower (README).
+First what fits without computing anything twice, then with checkpointing, then with checkpoints in host memory; where
+none of it fits, the same with states in host memory, or with master weights there, too. In each, first what keeps most:
+all gradients, BF16 activations, the optimiser with the most exact states. `channel` comes before `block`, which is
+slower (README).
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from octavo.tools.bench.cases import DECODERS, Case
 from octavo.tools.plan import standing
 from octavo.tools.plan.gpus import Gpu, fits, largest_batch
 from octavo.tools.plan.memory import GIB, Memory, plan_memory
-from octavo.tools.plan.options import BY_EXACTNESS, CHECKPOINTING, Option, blocks_fit
+from octavo.tools.plan.options import BY_EXACTNESS, CHECKPOINTING, OFFLOADS, Option, blocks_fit
 from octavo.tools.plan.request import checkpoint_name, with_batch
 
 # What is often said of models this large: parameters from, to, what is said, and its bytes.
@@ -45,7 +46,10 @@ def advise(model: str, case: Case, options: Sequence[Option], gpu: Gpu) -> Advic
             return Advice(None, 0, f"not even one sequence of {case.seq:,} tokens fits, in no way known here")
         option, case = ranked[batches.index(best)], with_batch(case, best)
         why = f"{asked} do not fit; "
-    why += f"{plan_memory(case, option).peak_gib:.1f} of {gpu.room:.1f} GiB"
+    memory = plan_memory(case, option)
+    why += f"{memory.peak_gib:.1f} of {gpu.room:.1f} GiB"
+    if memory.host:
+        why += f", and {memory.host_gib:.1f} GiB of host memory"
     code = _lora_code(model, case, option) if case.frozen else _full_code(model, case, option)
     return Advice(option, case.tokens // case.seq, why, code, _check(model, case, option, gpu))
 
@@ -55,10 +59,12 @@ def _can_be_advised(option: Option, gpu: Gpu) -> bool:
     return option.code != "hf" and option.weight_bytes == 2 and (option.code == "fp8") == gpu.has_fp8
 
 
-def _rank(option: Option) -> tuple[int, bool, bool, int, bool]:
+def _rank(option: Option) -> tuple[int | bool, ...]:
+    offload = 0 if option.offload is None else 1 + OFFLOADS.index(option.offload)
     checkpointing = CHECKPOINTING.index(option.checkpointing)
     states = BY_EXACTNESS.index(str(option.optimizer))
-    return checkpointing, option.in_backward, option.activations == "fp8", states, option.recipe == "block"
+    where = offload > 0, checkpointing, offload
+    return *where, option.in_backward, option.activations == "fp8", states, option.recipe == "block"
 
 
 def _loading(model: str, case: Case, arguments: str) -> list[str]:
@@ -106,8 +112,11 @@ def _full_code(model: str, case: Case, option: Option) -> str:
         if settings:
             imports[0] = "from octavo import FastLanguageModel, FP8TrainingConfig"
             loading += f", fp8_config=FP8TrainingConfig({', '.join(settings)})"
-    if option.in_backward:
+    stepping = _stepping(option)
+    if "step_in_backward" in stepping:
         imports[1] += ", step_in_backward"
+    if "FP8Trainer" in stepping:
+        imports[0] += ", FP8Trainer"
     lines = [
         *imports,
         "",
@@ -115,16 +124,25 @@ def _full_code(model: str, case: Case, option: Option) -> str:
         *(["model.gradient_checkpointing_enable()"] if option.checkpointing == "layers" else []),
         *_compiling(option, "model.model"),
         f"optimizer = build_optimizer({option.optimizer!r}, model.parameters(), lr=1e-5)",
-        *(["step_in_backward(optimizer)"] if option.in_backward else []),
+        *([stepping] if stepping else []),
     ]
     return "\n".join(lines)
+
+
+def _stepping(option: Option) -> str:
+    """When the optimiser's steps are computed, and where its states are."""
+    if option.offload == "master":
+        return 'trainer = FP8Trainer(model, optimizer, offload="master")'
+    if option.in_backward:
+        return f"step_in_backward(optimizer{', offload=True' if option.offload else ''})"
+    return ""
 
 
 def _check(model: str, case: Case, option: Option, gpu: Gpu) -> str:
     """The command that measures forward and backward of it. The bench neither checkpoints nor keeps less."""
     plain = Option("hf", optimizer=None, compiled=option.compiled)
     baselines = [name for code, name in BASELINES.items() if fits(case, replace(plain, code=code), gpu)]
-    if option.checkpointing != "none" or not option.compiled or option.activations == "fp8" or not baselines:
+    if option.checkpointing != "none" or not option.compiled or _keeps_less(option) or not baselines:
         return ""
     config = model if Path(model).is_file() else f"{model}/config.json"
     words = ["octavo bench", f"--preset {model}" if model in DECODERS else f"--config {config}"]
@@ -137,6 +155,10 @@ def _check(model: str, case: Case, option: Option, gpu: Gpu) -> str:
     if option.code == "fp8":
         words.append(f"--recipe {option.recipe}{'+fp8-head' if option.fp8_head else ''}")
     return " ".join([*words, f"--against {','.join(baselines)}"])
+
+
+def _keeps_less(option: Option) -> bool:
+    return option.activations == "fp8" or option.offload is not None
 
 
 def notes(case: Case, memories: Sequence[Memory], gpu: Gpu | None) -> list[str]:
@@ -168,6 +190,11 @@ def notes(case: Case, memories: Sequence[Memory], gpu: Gpu | None) -> list[str]:
         found.append(
             "FP8 products alone halve what layers keep of most inputs; FP8 activations, gate and up as well. Weights "
             "stay in BF16, and so do gradients, which in backward are applied one by one: no clipping, no accumulation."
+        )
+    if any(memory.option.offload == "master" for memory in memories):
+        found.append(
+            "Master on the host: the GPU has the layers' weights in FP8, embedding and head in BF16; FP32 weights and "
+            "states come from the host, one parameter at a time, in every step."
         )
     return found
 

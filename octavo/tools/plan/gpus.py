@@ -1,4 +1,4 @@
-"""GPUs by name, and the largest batch that fits one.
+"""GPUs by name, and the largest batch and the longest sequence that fit one.
 
 What a plan counts are tensors. A process takes more: CUDA's context and libraries, and memory that torch's allocator
 has reserved but not handed out. On an H200, training an 8B: 0.75 GiB, and 2.3 % of the tensors' peak
@@ -6,17 +6,19 @@ has reserved but not handed out. On an H200, training an 8B: 0.75 GiB, and 2.3 %
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from octavo.tools.bench.cases import Case
 from octavo.tools.plan.memory import GIB, plan_memory
 from octavo.tools.plan.options import Option
-from octavo.tools.plan.request import with_batch
+from octavo.tools.plan.request import with_batch, with_sequence
 from octavo.training.errors import UserError
 
 CONTEXT_GIB = 0.75
 RESERVED = 1.05  # torch's reserved memory for each byte of tensors
 MOST = 2**16  # sequences; nobody asks for more
+STRIDE = 128  # a longest sequence is a multiple of it
 
 
 @dataclass(frozen=True)
@@ -69,14 +71,24 @@ def fits(case: Case, option: Option, gpu: Gpu) -> bool:
 
 def largest_batch(case: Case, option: Option, gpu: Gpu) -> int:
     """In sequences; 0 if not even one fits."""
+    return _most(lambda batch: fits(with_batch(case, batch), option, gpu), MOST)
+
+
+def longest_sequence(case: Case, option: Option, gpu: Gpu) -> int:
+    """In tokens, of a step of one sequence; 0 if not even the shortest fits. No more than the model has positions."""
+    positions = case.config.get("max_position_embeddings") or MOST * STRIDE
+    return STRIDE * _most(lambda n: fits(with_sequence(case, n * STRIDE), option, gpu), positions // STRIDE)
+
+
+def _most(fits: Callable[[int], bool], limit: int) -> int:
+    """The largest number up to `limit` that fits, given that all smaller ones do."""
     low, high = 0, 1
-    while fits(with_batch(case, high), option, gpu):
-        if high >= MOST:
-            return MOST
+    while high <= limit and fits(high):
         low, high = high, 2 * high
+    high = min(high, limit + 1)
     while high - low > 1:
         middle = (low + high) // 2
-        if fits(with_batch(case, middle), option, gpu):
+        if fits(middle):
             low = middle
         else:
             high = middle

@@ -10,6 +10,7 @@ from octavo.tools.bench.cases import Case
 CODES = ("hf", "own", "fp8")
 RECIPES = ("delayed", "channel", "block")
 CHECKPOINTING = ("none", "layers", "offload")
+OFFLOADS = ("optimizer", "master")
 BY_EXACTNESS = ("adamw", "adamw8bit", "adamwfp8", "adamw4bit")  # of the optimiser's states
 
 
@@ -20,8 +21,9 @@ class Option:
     `code`: Hugging Face's own in BF16, Octavo's fused pieces in BF16, or those in FP8. `recipe`: what has a scale in
     FP8 (`delayed`: a tensor). `optimizer`: None for forward and backward alone. `checkpointing`: `layers` keeps the
     input of each layer, `offload` keeps that in host memory. `activations`: what trained FP8 layers keep, as in
-    `FP8TrainingConfig`. `in_backward`: gradients are applied there, one by one. `adapter_bytes`: beside FP8, PEFT makes
-    adapters in FP32. `joined_norms`: where `hf/layer.py` joins norms to what follows them.
+    `FP8TrainingConfig`. `in_backward`: gradients are applied there, one by one. `offload`: `optimizer` has states in
+    host memory; `master` has FP32 weights there, too, and on the GPU FP8 weights in the layers. `adapter_bytes`: beside
+    FP8, PEFT makes adapters in FP32. `joined_norms`: where `hf/layer.py` joins norms to what follows them.
     """
 
     code: str
@@ -32,6 +34,7 @@ class Option:
     fp8_head: bool = False
     activations: str = "bf16"
     in_backward: bool = False
+    offload: str | None = None
     weight_bytes: int = 2  # of a weight that is trained, or is not in FP8
     adapter_bytes: int = 2
     joined_norms: bool = True
@@ -45,6 +48,15 @@ class Option:
             check_choice("recipe", self.recipe, RECIPES)
         elif self.recipe is not None or self.fp8_head or self.activations != "bf16":
             raise ValueError(f"code={self.code!r} has no FP8: leave recipe, fp8_head and activations out")
+        if self.offload is None:
+            return
+        check_choice("offload", self.offload, OFFLOADS)
+        if self.optimizer is None:
+            raise ValueError(f"offload={self.offload!r}: without an optimizer there is nothing to offload")
+        if self.offload == "master" and not (self.code == "fp8" and self.in_backward and self.weight_bytes == 2):
+            raise ValueError(
+                "offload='master': FP8 weights with gradients in backward; set code='fp8', in_backward=True"
+            )
 
     @property
     def name(self) -> str:
@@ -54,12 +66,20 @@ class Option:
         return f"{who}{weights}, {self.optimizer}{' in backward' if self.in_backward else ''}"
 
     @property
+    def section(self) -> str:
+        """The part of the table that it stands in."""
+        words = {
+            "checkpointing": self.checkpointing == "layers",
+            "checkpoints on the host": self.checkpointing == "offload",
+            "states on the host": self.offload == "optimizer",
+            "master on the host": self.offload == "master",
+        }
+        found = ", ".join(word for word, holds in words.items() if holds)
+        return f"with {found}" if found else ""
+
+    @property
     def full_name(self) -> str:
-        """With checkpointing, which the table has in parts of its own."""
-        return (
-            self.name
-            + {"none": "", "layers": ", checkpointing", "offload": ", offloaded checkpointing"}[self.checkpointing]
-        )
+        return f"{self.name}, {self.section}" if self.section else self.name
 
 
 def blocks_fit(case: Case) -> bool:
@@ -70,19 +90,38 @@ def blocks_fit(case: Case) -> bool:
     return not any(n % BLOCK for n in outputs)
 
 
-def options_of(case: Case, *, compiled: bool, fp8_head: bool) -> list[Option]:
-    """What exists today: each without checkpointing, then with it. The first is what others are compared with."""
+def options_of(case: Case, *, compiled: bool, fp8_head: bool, offload: str | None = None) -> list[Option]:
+    """What there is: each without checkpointing, then with it. The first is what others are compared with.
+
+    `offload`: those that do so, and BF16 (`none`: those that do not); None: all.
+    """
     fp8 = Option("fp8", "delayed", compiled=compiled, fp8_head=fp8_head)
     bf16 = [Option("hf", compiled=compiled), Option("own", compiled=compiled)]
     if not case.frozen:
-        ways = [*bf16, replace(bf16[1], optimizer="adamw4bit"), replace(fp8, weight_bytes=4)]
-        ways += [replace(fp8, optimizer=optimizer) for optimizer in BY_EXACTNESS]
-        # adamwfp8 takes as much as adamw8bit: once is enough.
-        kept = [replace(fp8, activations="fp8", optimizer=name) for name in BY_EXACTNESS if name != "adamwfp8"]
-        ways += [*kept, *(replace(way, in_backward=True) for way in kept)]
+        ways = _full(bf16, fp8)
         kinds: tuple[str, ...] = ("none", "layers")
     else:
         recipes = ("channel", "block") if blocks_fit(case) else ("channel",)
         ways = [*bf16, *(replace(fp8, recipe=recipe, adapter_bytes=4) for recipe in recipes)]
         kinds = CHECKPOINTING
+    if offload is not None:
+        wanted = None if offload == "none" else offload
+        ways = [way for way in ways if way in bf16 or way.offload == wanted]
     return [replace(way, checkpointing=kind) for kind in kinds for way in ways]
+
+
+def _full(bf16: list[Option], fp8: Option) -> list[Option]:
+    """`adamwfp8` takes as much as `adamw8bit`: once is enough."""
+    bf16_4bit = replace(bf16[1], optimizer="adamw4bit")
+    kept = [replace(fp8, activations="fp8", optimizer=name) for name in BY_EXACTNESS if name != "adamwfp8"]
+    released = [replace(way, in_backward=True) for way in kept]
+    return [
+        *bf16,
+        bf16_4bit,
+        replace(fp8, weight_bytes=4),
+        *(replace(fp8, optimizer=optimizer) for optimizer in BY_EXACTNESS),
+        *kept,
+        *released,
+        *(replace(way, offload="optimizer") for way in (replace(bf16_4bit, in_backward=True), *released)),
+        *(replace(way, offload="master") for way in released),
+    ]

@@ -1,15 +1,18 @@
 """What a person asks for: a model, a mode, the tokens of a step. Checked here, so that what follows can trust it."""
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from octavo.numerics.checks import check_choice, check_positive_int
 from octavo.tools.bench.cases import DECODERS, RANK, TARGETS, Case, read_config
+from octavo.tools.plan.options import OFFLOADS
 from octavo.training.errors import UserError
 
 MODES = ("full", "lora", "grpo")
+HEADS = ("bf16", "fp8")
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # whose layers `layer.py` describes
 HUB = {
     "1b": "meta-llama/Llama-3.2-1B",
@@ -23,53 +26,78 @@ HUB = {
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
-def make_request(
-    model: str,
-    *,
-    mode: str,
-    batch: int,
-    seq: int,
-    layers: int | None = None,
-    rank: int | None = None,
-    targets: str | None = None,
-) -> Case:
-    """The model and the step that memory is planned for."""
-    check_choice("mode", mode, MODES)
-    if mode == "grpo":
-        raise UserError(
-            "--mode grpo: comes with reinforcement learning, which Octavo does not have yet; for its training step "
-            "alone, plan --mode lora"
+@dataclass(frozen=True)
+class Request:
+    """`gpu`: its name or its GiB; None leaves out what fits. `head`: of FP8 options. `offload`: only options that do so
+    are compared with BF16 (`none`: only those that do not); None: all of them."""
+
+    model: str
+    mode: str = "full"
+    batch: int = 4
+    seq: int = 2048
+    layers: int | None = None
+    rank: int | None = None
+    targets: str | None = None
+    head: str = "bf16"
+    compiled: bool = True
+    offload: str | None = None
+    gpu: str | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("mode", self.mode, MODES)
+        check_choice("head", self.head, HEADS)
+        if self.mode == "grpo":
+            raise UserError(
+                "--mode grpo: comes with reinforcement learning, which Octavo does not have yet; for its training step "
+                "alone, plan --mode lora"
+            )
+        for option in ("rank", "targets"):
+            if self.mode == "full" and (given := getattr(self, option)) is not None:
+                raise UserError(f"--{option} {given}: without --mode lora there are no adapters; leave it out")
+        if self.offload is not None:
+            check_choice("offload", self.offload, ("none", *OFFLOADS))
+        if self.mode == "lora" and self.offload in OFFLOADS:
+            raise UserError(
+                f"--offload {self.offload}: with --mode lora only adapters have states, which are small; leave it out"
+            )
+        for field in ("batch", "seq", "rank"):
+            if getattr(self, field) is not None:
+                check_positive_int(field, getattr(self, field))
+        if self.targets is not None:
+            check_choice("targets", self.targets, tuple(TARGETS))
+        positions = self.case.config.get("max_position_embeddings")
+        if isinstance(positions, int) and self.seq > positions:
+            raise UserError(
+                f"--seq {self.seq}: {self.model} has {positions} positions (max_position_embeddings); ask for no more"
+            )
+
+    @cached_property
+    def case(self) -> Case:
+        """The model and the step that memory is planned for."""
+        config = _config(self.model)
+        _check_config(self.model, config)
+        frozen = self.mode == "lora"
+        return Case(
+            name=self.model if self.model in DECODERS else _name(self.model),
+            config=config,
+            layers=config["num_hidden_layers"] if self.layers is None else self.layers,
+            tokens=self.batch * self.seq,
+            seq=self.seq,
+            seed=0,
+            device="cpu",
+            frozen=frozen,
+            rank=(self.rank or RANK) if frozen else 0,
+            targets=self.targets or "all",
         )
-    for option, given in (("rank", rank), ("targets", targets)):
-        if mode == "full" and given is not None:
-            raise UserError(f"--{option} {given}: without --mode lora there are no adapters; leave it out")
-    rank = RANK if rank is None else rank
-    targets = targets or "all"
-    for field, value in (("batch", batch), ("seq", seq), ("rank", rank)):
-        check_positive_int(field, value)
-    check_choice("targets", targets, tuple(TARGETS))
-    config = _config(model)
-    _check_config(model, config)
-    positions = config.get("max_position_embeddings")
-    if isinstance(positions, int) and seq > positions:
-        raise UserError(f"--seq {seq}: {model} has {positions} positions (max_position_embeddings); ask for no more")
-    frozen = mode == "lora"
-    return Case(
-        name=model if model in DECODERS else _name(model),
-        config=config,
-        layers=config["num_hidden_layers"] if layers is None else layers,
-        tokens=batch * seq,
-        seq=seq,
-        seed=0,
-        device="cpu",
-        frozen=frozen,
-        rank=rank if frozen else 0,
-        targets=targets,
-    )
 
 
 def with_batch(case: Case, batch: int) -> Case:
     return replace(case, tokens=batch * case.seq)
+
+
+def with_sequence(case: Case, length: int) -> Case:
+    """One sequence, of so many tokens."""
+    return replace(case, tokens=length, seq=length)
 
 
 def checkpoint_name(model: str) -> str:

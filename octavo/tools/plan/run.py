@@ -6,41 +6,30 @@ from rich.console import Console
 from rich.text import Text
 
 from octavo.tools.plan.advice import advise, notes
-from octavo.tools.plan.gpus import find_gpu, largest_batch
+from octavo.tools.plan.gpus import find_gpu, largest_batch, longest_sequence
 from octavo.tools.plan.memory import plan_memory
 from octavo.tools.plan.options import options_of
-from octavo.tools.plan.request import make_request
+from octavo.tools.plan.request import Request
 from octavo.tools.plan.show import Plan, show, to_dict
 from octavo.training.errors import UserError
 from octavo.training.files import write_json
 
 
-def make_plan(
-    model: str,
-    *,
-    mode: str,
-    batch: int,
-    seq: int,
-    layers: int | None = None,
-    rank: int | None = None,
-    targets: str | None = None,
-    gpu: str | None = None,
-    fp8_head: bool = False,
-    compiled: bool = True,
-) -> Plan:
+def make_plan(request: Request) -> Plan:
     """What every option takes for this step; with a GPU, what fits it."""
-    case = make_request(model, mode=mode, batch=batch, seq=seq, layers=layers, rank=rank, targets=targets)
-    options = options_of(case, compiled=compiled, fp8_head=fp8_head)
-    found = None if gpu is None else find_gpu(gpu)
+    case = request.case
+    options = options_of(case, compiled=request.compiled, fp8_head=request.head == "fp8", offload=request.offload)
+    gpu = None if request.gpu is None else find_gpu(request.gpu)
     memories = [plan_memory(case, option) for option in options]
     return Plan(
-        model,
+        request.model,
         case,
         memories,
-        found,
-        [] if found is None else [largest_batch(case, option, found) for option in options],
-        None if found is None else advise(model, case, options, found),
-        notes(case, memories, found),
+        gpu,
+        [] if gpu is None else [largest_batch(case, option, gpu) for option in options],
+        [] if gpu is None else [longest_sequence(case, option, gpu) for option in options],
+        None if gpu is None else advise(request.model, case, options, gpu),
+        notes(case, memories, gpu),
     )
 
 

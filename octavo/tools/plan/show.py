@@ -15,24 +15,24 @@ from octavo.tools.plan.advice import Advice
 from octavo.tools.plan.gpus import MOST, Gpu
 from octavo.tools.plan.memory import GIB, KINDS, Memory
 
-PIPE_WIDTH = 124
+PIPE_WIDTH = 140
 BAR = 60
 SHORT = ("wts", "grads", "states", "acts", "bufs")  # for KINDS
 # Signs that can be told apart without colours.
 SIGNS = dict(zip(KINDS, "█▓▒░·", strict=True))
 COLOURS = dict(zip(KINDS, ("blue", "magenta", "yellow", "green", "red"), strict=True))
-SECTIONS = {"none": "", "layers": "with checkpointing", "offload": "with checkpoints in host memory"}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All that was found. `batches`: the largest of each option on `gpu`."""
+    """All that was found. `batches` and `sequences`: the largest and the longest of each option on `gpu`."""
 
     model: str
     case: Case
     memories: Sequence[Memory]
     gpu: Gpu | None
     batches: Sequence[int]
+    sequences: Sequence[int]
     advice: Advice | None
     notes: Sequence[str]
 
@@ -62,6 +62,10 @@ def _table(plan: Plan, narrow: bool) -> Table:
     caption = "GiB at the moment of the peak; ×: of the first row's"
     if plan.gpu is not None:
         caption += f"; most: sequences that fit {plan.gpu.name}, {plan.gpu.room:.1f} GiB of tensors"
+        caption += "; longest: tokens of one that fits alone"
+    has_host = any(memory.host for memory in plan.memories)
+    if has_host:
+        caption += "; host: GiB of host memory"
     table = Table(title=title(plan.case), caption=caption, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.title_justify = table.caption_justify = "left"
     headings = [
@@ -69,22 +73,28 @@ def _table(plan: Plan, narrow: bool) -> Table:
         "peak",
         "×",
         *([] if narrow else ["at"]),
-        *(["most"] if plan.gpu else []),
+        *(["most", "longest"] if plan.gpu else []),
+        *(["host"] if has_host else []),
     ]
     table.add_column("", overflow="fold")
     for heading in headings:
         table.add_column(heading, justify="left" if heading == "at" else "right", no_wrap=True)
     first = plan.memories[0].peak.total
-    section = "none"
+    section = ""
     for i, memory in enumerate(plan.memories):
         option, peak = memory.option, memory.peak
-        if option.checkpointing != section:
-            section = option.checkpointing
+        if option.section != section:
+            section = option.section
             table.add_section()
-            table.add_row(Text(SECTIONS[section], style="italic"))
+            table.add_row(Text(section, style="italic"))
         row = [f"{getattr(peak, kind) / GIB:.1f}" for kind in KINDS]
         row += [f"{memory.peak_gib:.1f}", f"{peak.total / first:.2f}", *([] if narrow else [peak.name])]
-        table.add_row(memory.option.name, *row, *([] if plan.gpu is None else [_batch(plan.batches[i])]))
+        row += (
+            []
+            if plan.gpu is None
+            else [_batch(plan.batches[i]), f"{plan.sequences[i]:,}" if plan.sequences[i] else "–"]
+        )
+        table.add_row(option.name, *row, *([f"{memory.host_gib:.1f}" if memory.host else ""] if has_host else []))
     return table
 
 
@@ -103,11 +113,11 @@ def _bars(plan: Plan) -> Text:
     if limit is not None and limit < longest:
         text.append("│ end of the GPU")
     text.append("\n")
-    section = "none"
+    section = ""
     for memory in plan.memories:
-        if memory.option.checkpointing != section:
-            section = memory.option.checkpointing
-            text.append(SECTIONS[section] + "\n", "italic")
+        if memory.option.section != section:
+            section = memory.option.section
+            text.append(section + "\n", "italic")
         text.append(f"{memory.option.name:>{width}} ")
         cells = _cells(memory, longest)
         end = None if limit is None else round(BAR * limit / longest)
@@ -166,8 +176,10 @@ def _option(memory: Memory, plan: Plan, number: int) -> dict[str, Any]:
         "name": memory.option.full_name,
         "option": asdict(memory.option),
         "peak_gib": memory.peak_gib,
+        "host_gib": memory.host_gib,
         "peak": memory.peak.to_dict(),
         "moments": [moment.to_dict() for moment in memory.moments],
         "kept_by_a_layer": dict(memory.kept),
         "largest_batch": plan.batches[number] if plan.gpu is not None else None,
+        "longest_sequence": plan.sequences[number] if plan.gpu is not None else None,
     }

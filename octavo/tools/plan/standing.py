@@ -48,7 +48,7 @@ def parameters(case: Case) -> int:
 
 def weights(case: Case, option: Option) -> int:
     adapters = case.adapter_parameters * option.adapter_bytes
-    if option.code != "fp8" or not case.frozen:
+    if option.code != "fp8" or not (case.frozen or option.offload == "master"):
         return parameters(case) * option.weight_bytes + adapters
     layers = case.layers * layer_parameters(case)
     scales = {
@@ -74,20 +74,31 @@ def gradients(case: Case, option: Option) -> int:
     return trained(case) * trained_bytes(case, option)
 
 
-def states(case: Case, option: Option) -> int:
+def state_bytes(case: Case, option: Option) -> tuple[float, ...]:
+    """Of one number trained, by tensor: two moments, each with its scales if they are quantised."""
     if option.optimizer is None:
-        return 0
+        return ()
     if option.optimizer == "adamw":
-        return 2 * gradients(case, option)
+        return (FP32,) * 2 if option.offload == "master" else (trained_bytes(case, option),) * 2
     size, block = LOW_BIT_STATES[option.optimizer]
-    return round(2 * trained(case) * (size + FP32 / block))
+    return (size, FP32 / block) * 2
+
+
+def states(case: Case, option: Option) -> int:
+    """All of them, wherever they are."""
+    return round(trained(case) * sum(state_bytes(case, option)))
 
 
 def step_buffers(case: Case, option: Option) -> int:
     """torch's AdamW makes the square roots of all second moments at once; torchao's goes from tensor to tensor.
 
-    Within backward there is one tensor at a time: the largest is the embedding, or the head.
+    Where parameters are stepped one by one the largest is the embedding, or the head. FP32 master weights want their
+    gradient in FP32.
     """
+    one = vocabulary_parameters(case)
+    gradient = one * FP32 if option.offload == "master" else 0
     if option.optimizer != "adamw":
-        return 0
-    return vocabulary_parameters(case) * option.weight_bytes if option.in_backward else gradients(case, option)
+        return gradient
+    if option.offload == "master":
+        return gradient + one * FP32
+    return one * option.weight_bytes if option.in_backward or option.offload else gradients(case, option)
