@@ -31,6 +31,7 @@ from octavo.numerics import (
     quantize,
     quantize_stochastic,
 )
+from octavo.optim.memory import measure_memory
 from octavo.support import FP8Support, check_fp8_support
 from octavo.training.trainer import FP8Trainer
 
@@ -66,6 +67,7 @@ __all__ = [
     "fp8_linear",
     "fp8_matmul",
     "get_fp8_autocast_context",
+    "measure_memory",
     "quantize",
     "quantize_stochastic",
     "restore",

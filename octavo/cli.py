@@ -1,7 +1,7 @@
 """The `octavo` command: it reads the command line and hands over to the library. Nothing is computed here.
 
 Exit codes: 0 done; 1 the run could not go on; 2 the request cannot be met; 130 and 143 stopped by Ctrl-C and SIGTERM.
-An error that a person can act on is one line on stderr; a traceback means a bug in Octavo.
+An error that a person can act on is one line on stderr, a few where memory runs out; a traceback means a bug in Octavo.
 """
 
 import signal

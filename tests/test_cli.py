@@ -232,3 +232,17 @@ def test_a_disk_that_takes_no_more_is_one_line_and_exit_code_1(invoke: Invoke, t
     assert not list(Path("run").glob("checkpoint-*"))
     assert invoke("train", "--resume", "--out", "run")[0] == 0
     assert len(rows(Path("run"))) == 6
+
+
+def test_out_of_memory_is_a_message_and_exit_code_1(
+    invoke: Invoke, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from octavo.training.learner import Learner
+
+    def step(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(Learner, "step", step)
+    code, _, error = invoke("train", "--data", str(text), "--steps", "2", "--out", "run")
+    assert code == 1 and error.startswith("octavo: out of GPU memory: 2.0 GiB more") and "Traceback" not in error
+    assert "--batch 4 --micro-batches 2" in error and "what took it: weights" in error

@@ -4,13 +4,15 @@
     trainer = Trainer(model, args, ..., callbacks=[octavo.OctavoCallback()])
 
 It says at the start what runs in FP8, adds FP8 statistics and speed to the Trainer's own logs, proves around the first
-step that every trainable weight moves (`octavo/hf/moved.py`), and keeps the scaling state with the checkpoints: delayed
-scales come from the last steps, so a run that resumes without them is another run.
+step that every trainable weight moves (`octavo/hf/moved.py`), says what took the memory where it runs out
+(`octavo/hf/out_of_memory.py`), and keeps the scaling state with the checkpoints: delayed scales come from the last
+steps, so a run that resumes without them is another run.
 """
 
 import io
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -23,6 +25,7 @@ from transformers.utils import logging
 
 from octavo.hf import decoder
 from octavo.hf.moved import MovementCheck
+from octavo.hf.out_of_memory import explain_in
 from octavo.hf.running import put_first, resumed_from, running_trainer
 from octavo.nn.linear import LinearInFP8
 from octavo.numerics import FP8ScalingManager
@@ -59,6 +62,7 @@ class OctavoCallback(TrainerCallback):
         self.check_weights = check_weights
         self.release_gradients = release_gradients
         self._released: InBackward | None = None
+        self._stop_explaining: Callable[[], None] | None = None
         self._managers: list[FP8ScalingManager] = []
         self._check: MovementCheck | None = None
         self._speed = _Speed()
@@ -79,6 +83,8 @@ class OctavoCallback(TrainerCallback):
         if trainer is not None:
             _require_no_other_fp8(trainer)
             put_first(trainer, self)
+            self._explain_no_more()  # a run that ended in an error has not come to its end
+            self._stop_explaining = explain_in(trainer)
         if state.global_step:
             self._load(resumed_from(), args, state)
         if state.is_world_process_zero and not self._introduced:
@@ -160,6 +166,12 @@ class OctavoCallback(TrainerCallback):
         if self._released is not None:
             self._released.remove()
             self._released = None
+        self._explain_no_more()
+
+    def _explain_no_more(self) -> None:
+        if self._stop_explaining is not None:
+            self._stop_explaining()
+            self._stop_explaining = None
 
     def _end_check(self, state: TrainerState) -> None:
         assert self._check is not None

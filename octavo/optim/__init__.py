@@ -26,10 +26,13 @@ from torch import nn
 from torch.compiler import set_stance
 
 from octavo.optim.in_backward import offload_states, step_in_backward, steps_in_backward
+from octavo.optim.memory import StepMemory, measure_memory
 
 __all__ = [
     "OPTIMIZERS",
+    "StepMemory",
     "build_optimizer",
+    "measure_memory",
     "offload_states",
     "set_learning_rate",
     "step_in_backward",

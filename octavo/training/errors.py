@@ -1,4 +1,4 @@
-"""Errors that a person can act on. The command line prints them as one line, without a traceback."""
+"""Errors that a person can act on. The command line prints them as a line, or a few, without a traceback."""
 
 
 class UserError(Exception):

@@ -20,12 +20,14 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from octavo.optim.memory import StepMemory, in_words, measure_memory
 from octavo.training.checkpoint import list_checkpoints, load_checkpoint, model_bytes, save_checkpoint
 from octavo.training.data import ByteData, load_data
 from octavo.training.display import Display, why_emulated
 from octavo.training.errors import RunError, UserError
 from octavo.training.files import replace_file, write_json
 from octavo.training.learner import Learner, Step
+from octavo.training.out_of_memory import memory_errors
 from octavo.training.run_folder import (
     MODEL,
     PRODUCTS,
@@ -46,12 +48,16 @@ MAX_SKIPPED_IN_A_ROW = 10
 
 @dataclass(frozen=True)
 class LegResult:
-    """`final_loss` is the mean over the last 10 % of the steps, `held_out_loss` that on text never trained on."""
+    """`final_loss` is the mean over the last 10 % of the steps, `held_out_loss` that on text never trained on.
+
+    `memory`: of the steps that were taken since the run began or resumed; None if nobody measured it.
+    """
 
     final_loss: float
     held_out_loss: float
     tokens_per_s: float
     skipped: int
+    memory: StepMemory | None
 
 
 @dataclass(frozen=True)
@@ -89,7 +95,7 @@ def train(
     with stop.caught():
         display.opening(settings)
         data = load_data(settings.data, sequence=settings.seq, held_out=settings.held_out)
-        learner = Learner(settings, data)  # before the folder is made: an impossible request leaves nothing behind
+        learner = _new_learner(settings, data)  # before the folder is made: an impossible request leaves nothing behind
         if resume:
             folder = find_run(out)
             _check_same_run(read_settings(folder), settings, folder)
@@ -98,33 +104,34 @@ def train(
             folder = new_run_folder(settings.name, out, overwrite)
         write_config(folder, settings, _found(settings, data))
         display.subject(settings, data, folder)
+        ready = [learner]
+        del learner  # what is left here would stay in memory while BF16 is compared, and count in its peak
         try:
-            return _train_legs(settings, data, learner, folder, display, stop)
+            return _train_legs(settings, data, ready, folder, display, stop)
         except Interrupted as interrupted:
             _say_how_to_resume(folder, interrupted, display)
             raise
-        except torch.OutOfMemoryError as error:
-            raise RunError(
-                f"out of GPU memory at batch={settings.batch}, seq={settings.seq}: halve --batch and double "
-                "--micro-batches (the same step in less memory), or use a smaller --size"
-            ) from error
 
 
 def _train_legs(
-    settings: TrainSettings, data: ByteData, learner: Learner, folder: Path, display: Display, stop: StopSignals
+    settings: TrainSettings, data: ByteData, ready: list[Learner], folder: Path, display: Display, stop: StopSignals
 ) -> RunResult:
-    leg = Leg(settings, Metrics(folder / "metrics.jsonl"), folder)
-    _train_leg(leg, learner, display, stop)
-    results = {settings.precision: _result(leg, learner)}
-    replace_file(folder / MODEL, model_bytes(learner.model.state_dict(), _model_metadata(settings)))
-    sample = learner.sample()
+    """`ready`: the learner of the first leg, which is taken out of it."""
+    leg, learner = Leg(settings, Metrics(folder / "metrics.jsonl"), folder), ready.pop()
+    with memory_errors(learner, leg.checkpoints, folder):
+        taken = _train_leg(leg, learner, display, stop)
+        results = {settings.precision: _result(leg, learner, taken, folder)}
+        replace_file(folder / MODEL, model_bytes(learner.model.state_dict(), _model_metadata(settings)))
+        sample = learner.sample()
     replace_file(folder / SAMPLE, sample)
     if settings.compare:
         leg = Leg(settings.in_bf16(), Metrics(folder / "metrics_bf16.jsonl"), folder / "bf16")
         display.say("The same in BF16, for comparison", "bold")
-        learner = Learner(leg.settings, data)
-        _train_leg(leg, learner, display, stop)
-        results["bf16"] = _result(leg, learner)
+        del learner
+        learner = _new_learner(leg.settings, data)
+        with memory_errors(learner, leg.checkpoints, folder):
+            taken = _train_leg(leg, learner, display, stop)
+            results["bf16"] = _result(leg, learner, taken, folder)
 
     plain = {name: asdict(result) for name, result in results.items()}
     write_json(folder / SUMMARY, plain)
@@ -133,8 +140,21 @@ def _train_legs(
     return RunResult(folder, results)
 
 
-def _train_leg(leg: Leg, learner: Learner, display: Display, stop: StopSignals) -> None:
-    """Train `learner` to the last step, from the leg's newest checkpoint if there is one."""
+def _new_learner(settings: TrainSettings, data: ByteData) -> Learner:
+    """Its peak of memory is counted from here."""
+    if settings.device == "cuda" and torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    try:
+        return Learner(settings, data)
+    except torch.OutOfMemoryError as error:
+        raise RunError(
+            f"out of GPU memory before the first step: the model's {settings.shape.parameter_count:,} parameters take "
+            f"{in_words(4 * settings.shape.parameter_count)}; use a smaller --size, or a GPU that nothing else uses"
+        ) from error
+
+
+def _train_leg(leg: Leg, learner: Learner, display: Display, stop: StopSignals) -> int:
+    """Train `learner` to the last step, from the leg's newest checkpoint if there is one. How many steps that took."""
     settings = leg.settings
     start = _load_newest(leg, learner)
     leg.metrics.cut_back(start)
@@ -162,6 +182,7 @@ def _train_leg(leg: Leg, learner: Learner, display: Display, stop: StopSignals) 
             if number % settings.save_interval == 0 or number == settings.steps or stop.requested:
                 _save(leg, learner, number)
             stop.raise_if_requested()
+    return settings.steps - start
 
 
 def _save(leg: Leg, learner: Learner, number: int) -> None:
@@ -244,7 +265,10 @@ def _row(number: int, step: Step, settings: TrainSettings, seconds: float) -> di
     }
 
 
-def _result(leg: Leg, learner: Learner) -> LegResult:
+def _result(leg: Leg, learner: Learner, taken: int, folder: Path) -> LegResult:
+    # Before anything else is computed; where no step was taken, what was measured when there were some.
+    precision = leg.settings.precision
+    memory = measure_memory(learner.model, learner.optimizer) if taken else _measured_before(folder, precision)
     rows = leg.metrics.rows()
     last = [row["loss"] for row in rows[-max(len(rows) // 10, 1) :] if not row["skipped"]]
     return LegResult(
@@ -252,4 +276,12 @@ def _result(leg: Leg, learner: Learner) -> LegResult:
         held_out_loss=learner.evaluate(),
         tokens_per_s=statistics.median(row["tokens_per_s"] for row in rows),
         skipped=sum(row["skipped"] for row in rows),
+        memory=memory,
     )
+
+
+def _measured_before(folder: Path, precision: str) -> StepMemory | None:
+    if not (folder / SUMMARY).exists():
+        return None
+    memory = json.loads((folder / SUMMARY).read_bytes()).get(precision, {}).get("memory")
+    return None if memory is None else StepMemory.from_dict(memory)

@@ -21,6 +21,7 @@ from octavo.nn.report import Report
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 from octavo.numerics.config import check_config
 from octavo.optim.in_backward import offload_states, step_in_backward
+from octavo.optim.out_of_memory import explained
 from octavo.support import check_fp8_support
 from octavo.training.files import disk_errors
 
@@ -72,6 +73,7 @@ class FP8Trainer:
         self.grad_norm: Tensor | None = None
         self._accumulated: dict[str, Tensor] = {}
         self._context: Any = nullcontext()
+        self._saved: Path | None = None
         self.scaling: FP8ScalingManager | None = None
         self.report: Report | None = None
         self._set_up_fp8(convert_model_to_fp8)
@@ -101,7 +103,14 @@ class FP8Trainer:
             logger.info("%s", support if support else f"FP8 is emulated on {device}: {support.reason}")
 
     def training_step(self, batch: Mapping[str, Any] | tuple[Any, ...] | list[Any]) -> Tensor:
-        """One micro-batch: forward, backward and, when due, the optimiser's step. Returns its loss."""
+        """One micro-batch: forward, backward and, when due, the optimiser's step. Returns its loss.
+
+        Where memory runs out, torch's error has a note that says what took it, and what would take less.
+        """
+        with explained(self.model, self.optimizer, self._ways_to_take_less, self._last_saved):
+            return self._micro_batch(batch)
+
+    def _micro_batch(self, batch: Mapping[str, Any] | tuple[Any, ...] | list[Any]) -> Tensor:
         self.model.train()
         if not isinstance(batch, Mapping | tuple | list):
             raise TypeError(f"batch is a {type(batch).__name__}: a dict, or a tuple such as (inputs, targets)")
@@ -119,6 +128,22 @@ class FP8Trainer:
         if last:
             self._apply_gradients()
         return loss.detach()
+
+    def _ways_to_take_less(self) -> dict[str, str]:
+        more = 2 * self.gradient_accumulation_steps
+        ways = {
+            "batch": f"half the batch, with gradient_accumulation_steps={more} for the same step",
+            "activations": 'FP8TrainingConfig(activations="fp8")',
+            "checkpointing": "model.gradient_checkpointing_enable()",
+            "offload": 'offload="optimizer"',
+        }
+        ways |= {name: f'octavo.optim.build_optimizer("{name}", …)' for name in ("adamw8bit", "adamw4bit")}
+        if self.gradient_accumulation_steps == 1 and self.max_grad_norm is None:
+            ways["release"] = "release_gradients=True"
+        return ways
+
+    def _last_saved(self) -> str:
+        return f"the model that was saved last, {self._saved}, is intact" if self._saved else ""
 
     def _loss(self, batch: Mapping[str, Any] | tuple[Any, ...] | list[Any]) -> Tensor:
         device = next(self.model.parameters()).device
@@ -181,6 +206,7 @@ class FP8Trainer:
 
                 save_model(self.model, str(temporary))
             temporary.replace(path)
+        self._saved = path
         logger.info("saved %s", path)
         return path
 

@@ -1,6 +1,7 @@
 """OctavoCallback: what it logs, says and refuses."""
 
 import math
+from functools import wraps
 
 import pytest
 import torch
@@ -305,3 +306,36 @@ def test_released_gradients_in_several_runs_of_one_trainer(tmp_path, caplog):
     run.train()
     assert "not seen to learn" not in caplog.text
     assert not any(p._post_accumulate_grad_hooks for p in run.model.parameters())
+
+
+def test_out_of_memory_is_explained(tmp_path, monkeypatch):
+    run = trainer(tmp_path, max_steps=4, save_strategy="steps", save_steps=1)
+    real, calls = run.model.forward, []
+
+    @wraps(real)
+    def forward(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(run.model, "forward", forward)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        run.train()
+    (note,) = caught.value.__notes__
+    assert "2.0 GiB more were asked for" in note and "optimiser states" in note
+    for words in (
+        "per_device_train_batch_size=2",
+        'optim="adamw_torch_4bit"',
+        'activations="fp8"',
+        "the last checkpoint is",
+        "checkpoint-2: trainer.train(resume_from_checkpoint=True)",
+    ):
+        assert words in note
+    calls.clear()
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        run.train()
+    assert len(caught.value.__notes__) == 1  # once, in a second run as well
+    calls.extend([1] * 3)
+    run.train()
+    assert not hasattr(run.training_step, "__wrapped__")

@@ -218,3 +218,30 @@ def test_a_saved_state_does_not_change_with_training():
     before = {name: value.clone() for name, value in state.items()}
     trainer.training_step(second)
     assert all(torch.equal(state[name], before[name]) for name in state)
+
+
+class NoMemory(WithLoss):
+    def forward(self, x, labels=None):
+        if x.shape[0] > 8:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return super().forward(x, labels)
+
+
+def test_out_of_memory_is_explained(tmp_path):
+    trainer = make(NoMemory())
+    trainer.training_step(batches(1)[0])
+    path = trainer.save_model(tmp_path / "model")
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate 2") as caught:
+        trainer.training_step({"x": torch.randn(16, 16), "labels": torch.ones(16, 16)})
+    (note,) = caught.value.__notes__
+    assert note.startswith("out of GPU memory: 2.0 GiB more were asked for")
+    assert "gradient_accumulation_steps=2" in note and 'build_optimizer("adamw4bit", …)' in note
+    assert "release_gradients=True" in note and str(path) in note and "is intact" in note
+    trainer.training_step(batches(1)[0])  # and it can go on with a smaller batch
+
+
+def test_nothing_is_offered_that_would_be_refused():
+    trainer = make(NoMemory(), max_grad_norm=1.0)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        trainer.training_step({"x": torch.randn(16, 16), "labels": torch.ones(16, 16)})
+    assert "release_gradients" not in caught.value.__notes__[0]

@@ -1,0 +1,148 @@
+"""What takes the memory of a training step: weights, gradients, optimiser states, and the rest of the peak.
+
+    memory = measure_memory(model, optimizer)    # after a step or more
+    print(memory)                                # or rich.print(memory), for a table
+
+The first three are the sizes of tensors that are there. Activations and temporary buffers come and go: they are what is
+left of the most that torch's allocator ever had in use, `torch.cuda.max_memory_allocated`, since the process began or
+since `torch.cuda.reset_peak_memory_stats()`. A CPU has no such figure.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+
+from octavo.optim.in_backward import steps_in_backward
+
+GIB, MIB = 2**30, 2**20
+NOT_MEASURED = "not measured"
+REST = "activations and temporary"
+
+
+class DeviceMemory(NamedTuple):
+    """Bytes: the most that tensors took, what the device has left, all that it has."""
+
+    peak: int
+    free: int
+    total: int
+
+
+def device_memory(device: torch.device) -> DeviceMemory | None:
+    """What the device says of itself; None of a CPU. What torch holds but does not use is free, too."""
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return DeviceMemory(torch.cuda.max_memory_allocated(device), free + unused, total)
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Bytes by kind, on `device`. `host`: of states that are in host memory. `peak`: None if nothing measures it."""
+
+    device: str
+    weights: int
+    gradients: int
+    states: int
+    host: int
+    peak: int | None
+
+    @property
+    def rest(self) -> int | None:
+        """Activations and temporary buffers. Gradients may not all be there at the peak: never less than nothing."""
+        return None if self.peak is None else max(self.peak - self.weights - self.gradients - self.states, 0)
+
+    @property
+    def parts(self) -> dict[str, int | None]:
+        return {
+            "weights": self.weights,
+            "gradients": self.gradients,
+            "optimiser states": self.states,
+            REST: self.rest,
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        return cls(**values)
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {in_words(size)}" for name, size in self.parts.items())
+        host = f"; {in_words(self.host)} of states in host memory" if self.host else ""
+        return f"peak {in_words(self.peak)} on {self.device}: {parts}{host}"
+
+    def __rich__(self) -> Any:
+        """What rich prints."""
+        from rich.table import Table
+
+        table = Table(title=f"Memory of a step on {self.device}", title_justify="left")
+        table.add_column("")
+        table.add_column("measured", justify="right")
+        for name, size in self.parts.items():
+            table.add_row(name, in_words(size))
+        table.add_section()
+        table.add_row("peak", in_words(self.peak))
+        if self.host:
+            table.add_row("in host memory", in_words(self.host))
+        return table
+
+
+def measure_memory(model: nn.Module, optimizer: Any) -> StepMemory:
+    """What a step takes, after one or more of them. Call it whenever: gradients that are gone by now count as well.
+
+    `gradients`: of all that is trained, or of the largest alone where each is applied within backward.
+    """
+    trained = [tensor_bytes(p) for p in model.parameters() if p.requires_grad]
+    made = max(trained, default=0) if steps_in_backward(optimizer) else sum(trained)
+    return _measured(model, optimizer, max(made, live_gradients(model)))
+
+
+def measure_now(model: nn.Module, optimizer: Any) -> StepMemory:
+    """The same with the gradients that are there at this moment, as where a step has stopped half-way."""
+    return _measured(model, optimizer, live_gradients(model))
+
+
+def live_gradients(model: nn.Module) -> int:
+    return sum(tensor_bytes(p.grad) for p in model.parameters() if p.grad is not None)
+
+
+def _measured(model: nn.Module, optimizer: Any, gradients: int) -> StepMemory:
+    device = next(model.parameters()).device
+    of_model = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    states = list(_states(optimizer, of_model))
+    there = device_memory(device)
+    return StepMemory(
+        device=str(device),
+        weights=sum(tensor_bytes(x) for x in of_model.values() if x.device.type == device.type),
+        gradients=gradients,
+        states=sum(tensor_bytes(x) for x in states if x.device.type == device.type),
+        host=sum(tensor_bytes(x) for x in states if x.device.type != device.type),
+        peak=None if there is None else there.peak,
+    )
+
+
+def _states(optimizer: Any, of_model: Mapping[int, Tensor]) -> Iterator[Tensor]:
+    """Counters apart. Parameters that are not the model's are master weights, which belong to the optimiser."""
+    for state in optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, Tensor) and value.dim())
+    for group in optimizer.param_groups:
+        yield from (parameter for parameter in group["params"] if id(parameter) not in of_model)
+
+
+def tensor_bytes(x: Tensor) -> int:
+    """Of a low-bit state, or of a shard: those of the tensors that it consists of."""
+    if not hasattr(x, "__tensor_flatten__"):
+        return x.nbytes
+    names, _ = x.__tensor_flatten__()
+    return sum(tensor_bytes(getattr(x, name)) for name in names)
+
+
+def in_words(size: int | None) -> str:
+    if size is None:
+        return NOT_MEASURED
+    return f"{size / GIB:.1f} GiB" if size >= GIB / 10 else f"{size / MIB:.1f} MiB"

@@ -1,0 +1,102 @@
+"""Where a GPU's memory runs out: what took it, and what would take less.
+
+Figures of what is there are measured (`memory.py`). Those of what could be saved are estimates: exact for states and
+gradients, whose sizes are known; for activations, shares of what is there beside weights, gradients and states.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from octavo.nn.linear import FP8Linear
+from octavo.optim.host_states import AHEAD
+from octavo.optim.in_backward import steps_in_backward
+from octavo.optim.memory import StepMemory, device_memory, in_words, measure_now, tensor_bytes
+
+# Shares of activations, by `octavo plan 8b`: 26.2 GiB in FP8; 15.3 with gate and up in FP8; 2.2 with checkpointing.
+FP8_ACTIVATIONS = 0.4
+CHECKPOINTING = 0.9
+LOW_BIT = {"adamw8bit": 2 * (1 + 4 / 256), "adamw4bit": 2 * (1 / 2 + 4 / 128)}  # bytes of states for a number trained
+SMALLEST = 0.01  # of all that is taken: what saves less is not worth a line
+UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+# What to do, in the words of whoever is asked: by the names of `savings`.
+Ways = Mapping[str, str]
+
+
+@contextmanager
+def explained(model: nn.Module, optimizer: Any, ways: Callable[[], Ways], kept: Callable[[], str]) -> Iterator[None]:
+    """Add to an error of memory what took it. It stays the same error: others look for it, and try a smaller batch."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        error.add_note(explain(error, model, optimizer, ways(), kept()))
+        raise
+
+
+def explain(error: BaseException, model: nn.Module, optimizer: Any, ways: Ways, kept: str = "") -> str:
+    """A few lines. `kept`: a sentence about the last checkpoint."""
+    memory = measure_now(model, optimizer)
+    there = device_memory(next(model.parameters()).device)
+    asked = _asked_for(error)
+    missing = 0 if there is None or asked is None else max(asked - there.free, 0)
+    first = "out of GPU memory"
+    if asked is not None:
+        first += f": {in_words(asked)} more were asked for"
+    if there is not None:
+        first += f", {in_words(there.free)} of {in_words(there.total)} were free"
+    lines = [first, f"  what took it: {', '.join(f'{name} {in_words(size)}' for name, size in memory.parts.items())}"]
+    taken = memory.peak if memory.peak is not None else memory.weights + memory.gradients + memory.states
+    found = savings(model, optimizer, memory)
+    offered = {name: size for name, size in found.items() if name in ways and (size is None or size > SMALLEST * taken)}
+    lines += ["  what would take less:"] * bool(offered)
+    for name, size in sorted(offered.items(), key=lambda item: -(item[1] or 0)):
+        less = "less" if size is None else f"about {in_words(size)} less"
+        enough = " (alone not enough)" if size is not None and size < missing else ""
+        lines.append(f"    {less}: {ways[name]}{enough}")
+    if kept:
+        lines.append(f"  {kept}")
+    return "\n".join(lines)
+
+
+def savings(model: nn.Module, optimizer: Any, memory: StepMemory) -> dict[str, int | None]:
+    """Bytes that each way would save; None where activations are not measured. What is done already is left out.
+
+    States may be yet to come: AdamW makes them in its first step.
+    """
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # without what Accelerate puts around it
+    trained = [p for p in model.parameters() if p.requires_grad]
+    numbers, gradients = sum(p.numel() for p in trained), sum(tensor_bytes(p) for p in trained)
+    largest = max((p.numel() for p in trained), default=0)
+    states = max(memory.states, 2 * gradients if isinstance(optimizer, torch.optim.Adam) else 0)
+
+    def share(part: float) -> int | None:
+        return None if memory.rest is None else round(part * memory.rest)
+
+    found = {"batch": share(0.5)}
+    if _can_keep_fp8(model):
+        found["activations"] = share(FP8_ACTIVATIONS)
+    if getattr(model, "supports_gradient_checkpointing", False) and not getattr(model, "is_gradient_checkpointing", 0):
+        found["checkpointing"] = share(CHECKPOINTING)
+    if not steps_in_backward(optimizer):
+        found["release"] = gradients - max((tensor_bytes(p) for p in trained), default=0)
+    if not memory.host and numbers:
+        found |= {name: round(states - numbers * each) for name, each in LOW_BIT.items()}
+        found["offload"] = round(states * max(1 - (1 + AHEAD) * largest / numbers, 0))
+    return found
+
+
+def _can_keep_fp8(model: nn.Module) -> bool:
+    """Whether gated MLPs run in FP8 and keep gate and up in BF16."""
+    linears = ((name, m) for name, m in model.named_modules() if isinstance(m, FP8Linear))
+    return any(name.endswith("gate_proj") and linear.config.activations == "bf16" for name, linear in linears)
+
+
+def _asked_for(error: BaseException) -> int | None:
+    """By torch's own message."""
+    found = re.search(r"Tried to allocate ([\d.]+) (bytes|[KMGT]iB)", str(error))
+    return round(float(found[1]) * UNITS[found[2]]) if found else None
