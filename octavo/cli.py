@@ -16,7 +16,7 @@ from rich.text import Text
 
 from octavo import __version__
 from octavo.optim import OPTIMIZERS
-from octavo.tools.bench.cases import DECODERS, make_case
+from octavo.tools.bench.cases import DECODERS, PRESETS, make_case
 from octavo.tools.bench.contenders import AGAINST, make_contenders
 from octavo.tools.bench.plan import BenchPlan
 from octavo.tools.bench.plan import run_plan as run_bench
@@ -331,7 +331,7 @@ def bench(
 @app.command()
 def plan(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help=f"{', '.join(DECODERS)}; or a config.json, or a folder with one.")
+        str, typer.Argument(metavar="MODEL", help=f"{', '.join(PRESETS)}; or a config.json, or a folder with one.")
     ],
     mode: Annotated[str, _option("Training", "--mode", "full, lora or grpo (to come) (default: full).")] = "full",
     batch: Annotated[int, _option("Training", "--batch", "Sequences a step (default: 4).")] = 4,

@@ -24,6 +24,7 @@ from weakref import WeakValueDictionary
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
@@ -38,6 +39,7 @@ from octavo.numerics.scaling import new_rows
 from octavo.ops import Product
 from octavo.support import require_tensor_cores
 
+_PLAIN = (Tensor, nn.Parameter, FakeTensor)  # fake: of `octavo plan`, which computes shapes alone
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LIBRARY_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 
@@ -158,7 +160,7 @@ class FP8Autocast(TorchFunctionMode):
     def _why_not(self, a: Tensor, b: Tensor, b_is_nk: bool) -> str:
         """The reason why a product cannot run in FP8; empty if it can."""
         for x in (a, b):
-            if type(x) is not Tensor and type(x) is not nn.Parameter:
+            if type(x) not in _PLAIN:
                 return f"operand of type {type(x).__name__}"
             if x.dtype not in _DTYPES:
                 return f"operand of {x.dtype}"

@@ -14,7 +14,8 @@ from octavo.cli import main
 from octavo.tools.bench.cases import DECODERS
 from octavo.tools.plan import gpus, standing
 from octavo.tools.plan.gpus import GPUS, STRIDE, Gpu, find_gpu, fits, largest_batch, longest_sequence
-from octavo.tools.plan.memory import KINDS, plan_memory
+from octavo.tools.plan.memory import plan_memory
+from octavo.tools.plan.moments import KINDS
 from octavo.tools.plan.options import Option, options_of
 from octavo.tools.plan.request import Request, with_batch, with_sequence
 from octavo.tools.plan.run import make_plan

@@ -11,7 +11,8 @@ import pytest
 
 from octavo.tools.bench.cases import Case, make_case
 from octavo.tools.plan import standing
-from octavo.tools.plan.memory import GIB, plan_memory
+from octavo.tools.plan.memory import plan_memory
+from octavo.tools.plan.moments import GIB
 from octavo.tools.plan.options import Option
 
 RESULTS = Path(__file__).parent.parent.parent / "benchmarks" / "results"

@@ -11,7 +11,8 @@ from octavo.optim import offload_states, step_in_backward
 from octavo.tools.bench.cases import Case
 from octavo.tools.bench.contenders import Contender
 from octavo.tools.plan import standing
-from octavo.tools.plan.memory import WORKSPACE, plan_memory
+from octavo.tools.plan.memory import plan_memory
+from octavo.tools.plan.moments import WORKSPACE
 from octavo.tools.plan.options import Option
 
 pytest.importorskip("transformers")

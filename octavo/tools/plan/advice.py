@@ -13,9 +13,11 @@ from pathlib import Path
 from octavo.numerics.quantize import BLOCK
 from octavo.tools.bench.cases import DECODERS, Case
 from octavo.tools.plan import standing
+from octavo.tools.plan.bdh import NOTE
 from octavo.tools.plan.gpus import Gpu, fits, largest_batch
-from octavo.tools.plan.memory import GIB, Memory, plan_memory
-from octavo.tools.plan.options import BY_EXACTNESS, CHECKPOINTING, OFFLOADS, Option, blocks_fit
+from octavo.tools.plan.memory import plan_memory
+from octavo.tools.plan.moments import GIB, Memory
+from octavo.tools.plan.options import BDH_NAMES, BY_EXACTNESS, CHECKPOINTING, OFFLOADS, Option, blocks_fit
 from octavo.tools.plan.request import checkpoint_name, with_batch
 
 # What is often said of models this large: parameters from, to, what is said, and its bytes.
@@ -50,12 +52,15 @@ def advise(model: str, case: Case, options: Sequence[Option], gpu: Gpu) -> Advic
     why += f"{memory.peak_gib:.1f} of {gpu.room:.1f} GiB"
     if memory.host:
         why += f", and {memory.host_gib:.1f} GiB of host memory"
-    code = _lora_code(model, case, option) if case.frozen else _full_code(model, case, option)
-    return Advice(option, case.tokens // case.seq, why, code, _check(model, case, option, gpu))
+    write = _bdh_code if case.is_bdh else _lora_code if case.frozen else _full_code
+    check = "" if case.is_bdh else _check(model, case, option, gpu)
+    return Advice(option, case.tokens // case.seq, why, write(model, case, option), check)
 
 
 def _can_be_advised(option: Option, gpu: Gpu) -> bool:
     """Octavo's own, with BF16 weights, whose speed is measured; in FP8 where the GPU has it."""
+    if option.code in BDH_NAMES:
+        return option.code in (("bdh-fp8", "bdh-fused") if gpu.has_fp8 else ("bdh-bf16",))
     return option.code != "hf" and option.weight_bytes == 2 and (option.code == "fp8") == gpu.has_fp8
 
 
@@ -63,7 +68,7 @@ def _rank(option: Option) -> tuple[int | bool, ...]:
     offload = 0 if option.offload is None else 1 + OFFLOADS.index(option.offload)
     checkpointing = CHECKPOINTING.index(option.checkpointing)
     states = BY_EXACTNESS.index(str(option.optimizer))
-    where = offload > 0, checkpointing, offload
+    where = offload > 0, checkpointing, offload, option.code == "bdh-fused"
     return *where, option.in_backward, option.activations == "fp8", states, option.recipe == "block"
 
 
@@ -99,6 +104,28 @@ def _lora_code(model: str, case: Case, option: Option) -> str:
         *_loading(model, case, loading),
         f"model = FastLanguageModel.get_peft_model(model, {adapting}, use_gradient_checkpointing={kind!r})",
         *_compiling(option, "model.get_base_model().model"),
+    ]
+    return "\n".join(lines)
+
+
+def _bdh_code(model: str, case: Case, option: Option) -> str:
+    """The command; or the fused layers, which it does not know."""
+    size, batch = model.removeprefix("bdh-"), case.tokens // case.seq
+    if option.code != "bdh-fused":
+        precision = option.code.removeprefix("bdh-")
+        return f"octavo train --size {size} --precision {precision} --optimizer {option.optimizer} " + (
+            f"--layers {case.layers} --batch {batch} --seq {case.seq} --micro-batches 1"
+        )
+    shape = {**case.config, "layers": case.layers}
+    del shape["model_type"]
+    lines = [
+        "from octavo.models import BDH, BDHConfig",
+        "from octavo.models.bdh_fused import fuse",
+        "from octavo.optim import build_optimizer",
+        "",
+        f"model = BDH(BDHConfig({', '.join(f'{name}={value}' for name, value in shape.items())}))",
+        "fuse(model.cuda())",
+        f"optimizer = build_optimizer({option.optimizer!r}, model.parameters(), lr=1e-3)",
     ]
     return "\n".join(lines)
 
@@ -163,6 +190,8 @@ def _keeps_less(option: Option) -> bool:
 
 def notes(case: Case, memories: Sequence[Memory], gpu: Gpu | None) -> list[str]:
     """What a person should know who has heard otherwise."""
+    if case.is_bdh:
+        return [NOTE]
     found = []
     in_fp8 = standing.weights(replace(case, frozen=True, rank=0), Option("fp8", "channel"))
     for low, high, claim, size in CLAIMS:

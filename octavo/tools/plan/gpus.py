@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from octavo.tools.bench.cases import Case
-from octavo.tools.plan.memory import GIB, plan_memory
+from octavo.tools.plan.memory import plan_memory
+from octavo.tools.plan.moments import GIB
 from octavo.tools.plan.options import Option
 from octavo.tools.plan.request import with_batch, with_sequence
 from octavo.training.errors import UserError

@@ -7,7 +7,9 @@ from octavo.numerics.quantize import BLOCK
 from octavo.optim import OPTIMIZERS
 from octavo.tools.bench.cases import Case
 
-CODES = ("hf", "own", "fp8")
+# Of BDH: plain, under torch's autocast, under Octavo's, and its fused layers.
+BDH_NAMES = {"bdh-fp32": "FP32", "bdh-bf16": "BF16 autocast", "bdh-fp8": "FP8 autocast", "bdh-fused": "FP8 fused"}
+CODES = ("hf", "own", "fp8", *BDH_NAMES)
 RECIPES = ("delayed", "channel", "block")
 CHECKPOINTING = ("none", "layers", "offload")
 OFFLOADS = ("optimizer", "master")
@@ -18,12 +20,13 @@ BY_EXACTNESS = ("adamw", "adamw8bit", "adamwfp8", "adamw4bit")  # of the optimis
 class Option:
     """One way to train a model.
 
-    `code`: Hugging Face's own in BF16, Octavo's fused pieces in BF16, or those in FP8. `recipe`: what has a scale in
-    FP8 (`delayed`: a tensor). `optimizer`: None for forward and backward alone. `checkpointing`: `layers` keeps the
-    input of each layer, `offload` keeps that in host memory. `activations`: what trained FP8 layers keep, as in
-    `FP8TrainingConfig`. `in_backward`: gradients are applied there, one by one. `offload`: `optimizer` has states in
-    host memory; `master` has FP32 weights there, too, and on the GPU FP8 weights in the layers. `adapter_bytes`: beside
-    FP8, PEFT makes adapters in FP32. `joined_norms`: where `hf/layer.py` joins norms to what follows them.
+    `code`: Hugging Face's own in BF16, Octavo's fused pieces in BF16, or those in FP8; or one of BDH's. `recipe`: what
+    has a scale in FP8 (`delayed`: a tensor). `optimizer`: None for forward and backward alone. `checkpointing`:
+    `layers` keeps the input of each layer, `offload` keeps that in host memory. `activations`: what trained FP8 layers
+    keep, as in `FP8TrainingConfig`. `in_backward`: gradients are applied there, one by one. `offload`: `optimizer` has
+    states in host memory; `master` has FP32 weights there, too, and on the GPU FP8 weights in the layers.
+    `adapter_bytes`: beside FP8, PEFT makes adapters in FP32. `joined_norms`: where `hf/layer.py` joins norms to what
+    follows them.
     """
 
     code: str
@@ -61,8 +64,8 @@ class Option:
     @property
     def name(self) -> str:
         fp8 = "FP8 activations" if self.activations == "fp8" else f"FP8 {self.recipe}"
-        who = {"hf": "BF16 Hugging Face", "own": "BF16 Octavo", "fp8": fp8}[self.code]
-        weights = ", FP32 weights" if self.weight_bytes == 4 else ""
+        who = {"hf": "BF16 Hugging Face", "own": "BF16 Octavo", "fp8": fp8, **BDH_NAMES}[self.code]
+        weights = ", FP32 weights" if self.weight_bytes == 4 and self.code not in BDH_NAMES else ""
         return f"{who}{weights}, {self.optimizer}{' in backward' if self.in_backward else ''}"
 
     @property

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from octavo.numerics.checks import check_choice, check_positive_int
-from octavo.tools.bench.cases import DECODERS, RANK, TARGETS, Case, read_config
+from octavo.tools.bench.cases import DECODERS, PRESETS, RANK, TARGETS, Case, make_case, read_config
 from octavo.tools.plan.options import OFFLOADS
 from octavo.training.errors import UserError
 
 MODES = ("full", "lora", "grpo")
 HEADS = ("bf16", "fp8")
+BDHS = tuple(name for name in PRESETS if name not in DECODERS)
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # whose layers `layer.py` describes
 HUB = {
     "1b": "meta-llama/Llama-3.2-1B",
@@ -51,6 +52,8 @@ class Request:
                 "--mode grpo: comes with reinforcement learning, which Octavo does not have yet; for its training step "
                 "alone, plan --mode lora"
             )
+        if self.model in BDHS:
+            self._check_bdh()
         for option in ("rank", "targets"):
             if self.mode == "full" and (given := getattr(self, option)) is not None:
                 raise UserError(f"--{option} {given}: without --mode lora there are no adapters; leave it out")
@@ -71,9 +74,28 @@ class Request:
                 f"--seq {self.seq}: {self.model} has {positions} positions (max_position_embeddings); ask for no more"
             )
 
+    def _check_bdh(self) -> None:
+        if self.mode == "lora":
+            raise UserError("--mode lora: BDH has no nn.Linear to put adapters on; use --mode full")
+        if self.offload in OFFLOADS:
+            raise UserError(f"--offload {self.offload}: is planned for decoders alone; leave it out for {self.model}")
+        if self.head != "bf16":
+            raise UserError(f"--head {self.head}: BDH's head of bytes stays in BF16; leave it out")
+
     @cached_property
     def case(self) -> Case:
         """The model and the step that memory is planned for."""
+        if self.model in BDHS:
+            return make_case(
+                preset=self.model,
+                config=None,
+                layers=self.layers,
+                tokens=self.batch * self.seq,
+                seq=self.seq,
+                seed=0,
+                device="cpu",
+                force=True,
+            )
         config = _config(self.model)
         _check_config(self.model, config)
         frozen = self.mode == "lora"
@@ -114,7 +136,7 @@ def _config(model: str) -> dict[str, Any]:
     path = Path(model)
     if not path.exists():
         raise UserError(
-            f"MODEL {model}: neither a file or folder nor one of {', '.join(DECODERS)}; "
+            f"MODEL {model}: neither a file or folder nor one of {', '.join(PRESETS)}; "
             "give one of these, or a Hugging Face config.json"
         )
     if path.is_dir():

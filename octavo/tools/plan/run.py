@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.text import Text
 
 from octavo.tools.plan.advice import advise, notes
+from octavo.tools.plan.bdh import bdh_options
 from octavo.tools.plan.gpus import find_gpu, largest_batch, longest_sequence
 from octavo.tools.plan.memory import plan_memory
 from octavo.tools.plan.options import options_of
@@ -18,7 +19,11 @@ from octavo.training.files import write_json
 def make_plan(request: Request) -> Plan:
     """What every option takes for this step; with a GPU, what fits it."""
     case = request.case
-    options = options_of(case, compiled=request.compiled, fp8_head=request.head == "fp8", offload=request.offload)
+    fp8_head = request.head == "fp8"
+    if case.is_bdh:
+        options = bdh_options()
+    else:
+        options = options_of(case, compiled=request.compiled, fp8_head=fp8_head, offload=request.offload)
     gpu = None if request.gpu is None else find_gpu(request.gpu)
     memories = [plan_memory(case, option) for option in options]
     return Plan(
@@ -27,7 +32,8 @@ def make_plan(request: Request) -> Plan:
         memories,
         gpu,
         [] if gpu is None else [largest_batch(case, option, gpu) for option in options],
-        [] if gpu is None else [longest_sequence(case, option, gpu) for option in options],
+        # Of BDH each length would be a step to simulate.
+        [] if gpu is None or case.is_bdh else [longest_sequence(case, option, gpu) for option in options],
         None if gpu is None else advise(request.model, case, options, gpu),
         notes(case, memories, gpu),
     )

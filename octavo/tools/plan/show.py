@@ -13,7 +13,7 @@ from octavo.tools.bench.cases import Case
 from octavo.tools.plan import standing
 from octavo.tools.plan.advice import Advice
 from octavo.tools.plan.gpus import MOST, Gpu
-from octavo.tools.plan.memory import GIB, KINDS, Memory
+from octavo.tools.plan.moments import GIB, KINDS, Memory
 
 PIPE_WIDTH = 140
 BAR = 60
@@ -50,10 +50,11 @@ def show(console: Console, plan: Plan) -> None:
 
 def title(case: Case) -> str:
     what = f"LoRA of rank {case.rank} on {case.targets} linears" if case.frozen else "full fine-tuning"
-    count = standing.parameters(case) / 1e9
+    what = "training" if case.is_bdh else what
+    count = standing.parameters(case)
+    size = f"{count / 1e6:.0f} million" if case.is_bdh else f"{count / 1e9:.2f} billion"
     return (
-        f"{case.name}, {count:.2f} billion parameters, {case.layers} layers: {what}, "
-        f"{case.tokens // case.seq} × {case.seq:,} tokens"
+        f"{case.name}, {size} parameters, {case.layers} layers: {what}, {case.tokens // case.seq} × {case.seq:,} tokens"
     )
 
 
@@ -62,6 +63,7 @@ def _table(plan: Plan, narrow: bool) -> Table:
     caption = "GiB at the moment of the peak; ×: of the first row's"
     if plan.gpu is not None:
         caption += f"; most: sequences that fit {plan.gpu.name}, {plan.gpu.room:.1f} GiB of tensors"
+    if plan.sequences:
         caption += "; longest: tokens of one that fits alone"
     has_host = any(memory.host for memory in plan.memories)
     if has_host:
@@ -73,7 +75,8 @@ def _table(plan: Plan, narrow: bool) -> Table:
         "peak",
         "×",
         *([] if narrow else ["at"]),
-        *(["most", "longest"] if plan.gpu else []),
+        *(["most"] if plan.gpu else []),
+        *(["longest"] if plan.sequences else []),
         *(["host"] if has_host else []),
     ]
     table.add_column("", overflow="fold")
@@ -89,11 +92,8 @@ def _table(plan: Plan, narrow: bool) -> Table:
             table.add_row(Text(section, style="italic"))
         row = [f"{getattr(peak, kind) / GIB:.1f}" for kind in KINDS]
         row += [f"{memory.peak_gib:.1f}", f"{peak.total / first:.2f}", *([] if narrow else [peak.name])]
-        row += (
-            []
-            if plan.gpu is None
-            else [_batch(plan.batches[i]), f"{plan.sequences[i]:,}" if plan.sequences[i] else "–"]
-        )
+        row += [_batch(plan.batches[i])] if plan.batches else []
+        row += [f"{plan.sequences[i]:,}" if plan.sequences[i] else "–"] if plan.sequences else []
         table.add_row(option.name, *row, *([f"{memory.host_gib:.1f}" if memory.host else ""] if has_host else []))
     return table
 
@@ -181,5 +181,5 @@ def _option(memory: Memory, plan: Plan, number: int) -> dict[str, Any]:
         "moments": [moment.to_dict() for moment in memory.moments],
         "kept_by_a_layer": dict(memory.kept),
         "largest_batch": plan.batches[number] if plan.gpu is not None else None,
-        "longest_sequence": plan.sequences[number] if plan.gpu is not None else None,
+        "longest_sequence": plan.sequences[number] if plan.sequences else None,
     }
