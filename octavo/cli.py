@@ -20,6 +20,7 @@ from octavo.tools.bench.cases import DECODERS, PRESETS, make_case
 from octavo.tools.bench.contenders import AGAINST, make_contenders
 from octavo.tools.bench.plan import BenchPlan
 from octavo.tools.bench.plan import run_plan as run_bench
+from octavo.tools.memory import show_memory
 from octavo.tools.plan.gpus import GPUS
 from octavo.tools.plan.request import Request
 from octavo.tools.plan.run import make_plan, run_plan
@@ -224,6 +225,7 @@ def train(
 
     console = Console()
     result = run_training(settings, out=out, resume=resume, overwrite=overwrite, console=console)
+    show_memory(result.folder, console)
     with disk_errors(result.folder / REPORT):
         report = write_report(result.folder)
     console.print(Text(f"Report: {report}", style="bold"), soft_wrap=True)

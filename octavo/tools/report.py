@@ -5,6 +5,7 @@
     metrics_bf16.jsonl  optional: the same run in BF16, for comparison
     products.json       optional: every matrix product, its precision and, where it is not FP8, the reason
     sample.txt          optional: text the trained model wrote
+    summary.json        optional: of a run that has ended; the memory of its steps
 
 The page loads nothing: style, script and numbers are in the file, and a content security policy keeps it so.
 `report_template.html` is the layout, `report.js` fills it, `charts.js` draws its lines and `charts.py` thins them; this
@@ -23,7 +24,9 @@ from typing import Any
 
 import numpy as np
 
+from octavo.optim.memory import in_words
 from octavo.tools.charts import COLUMNS, SATURATED, Floats, Ints, Run, line, read_run, scaling_series, smooth, spans
+from octavo.tools.memory import RunMemory, memory_rows, run_memories
 
 
 def write_report(folder: Path) -> Path:
@@ -53,7 +56,9 @@ def _page(folder: Path) -> str:
     label = _label(run, config)
     status, tone = _status(run, config)
     window = max(5, len(run.steps) // 25 | 1)  # odd, as a centred window is
-    cards = _cards(run, baseline, label, config, products)
+    summary_path = folder / "summary.json"
+    memories = run_memories(config, _read_object(summary_path)) if summary_path.exists() else []
+    cards = _cards(run, baseline, label, config, products) + [_memory_card(each) for each in memories]
     parts = {
         "title": html.escape(str(config.get("name") or folder.resolve().name)),
         "subtitle": html.escape(_subtitle(config, label, compared=baseline is not None)),
@@ -62,6 +67,7 @@ def _page(folder: Path) -> str:
         "columns": str(math.ceil(len(cards) / math.ceil(len(cards) / 6))),  # as even as rows of at most six can be
         "label": html.escape(label),
         "window": str(window),
+        "memory": _memory_section(memories),
         "sample": html.escape(sample),
         "config": "\n".join(
             f"<tr><th scope=row>{html.escape(key)}</th><td>{html.escape(value)}</td></tr>"
@@ -223,6 +229,27 @@ def _saturation_card(run: Run) -> str:
         return _card("Highest saturation", "0 %", "nothing clipped in any reading")
     where = f"{run.names[int(name)]}, step {run.scaling_steps[time]:,}"
     return _card("Highest saturation", f"{100 * worst:.2g} %", where)
+
+
+def _memory_card(memory: RunMemory) -> str:
+    peak = memory.measured.peak
+    note = memory.against_plan or ("on a GPU" if peak is not None else f"on {memory.measured.device}")
+    label = memory.precision.upper()
+    return _card(f"Peak memory, {label}", in_words(peak), note)
+
+
+def _memory_section(memories: list[RunMemory]) -> str:
+    if not memories:
+        return ""
+    headings, rows = memory_rows(memories)
+    head = "".join(f'<th scope=col class="number">{html.escape(heading)}</th>' for heading in headings)
+    body = "\n".join(
+        f"<tr><th scope=row>{html.escape(row[0])}</th>"
+        + "".join(f'<td class="number">{html.escape(cell)}</td>' for cell in row[1:])
+        + "</tr>"
+        for row in rows
+    )
+    return _asset("report_memory.html").replace("{{head}}", head).replace("{{body}}", body)
 
 
 def _median(values: Floats) -> float:

@@ -6,7 +6,7 @@
     model.safetensors   the trained parameters
     products.json       every matrix product of the model: in FP8 or not, and why
     sample.txt          text that the trained model wrote
-    summary.json        final and held-out losses, speed
+    summary.json        final and held-out losses, speed, memory
     report.html         all of it on one page
 
 A comparison adds `metrics_bf16.jsonl` and `bf16/checkpoint-…`. A folder holds a run when it has a `config.json`.

@@ -81,10 +81,7 @@ def test_moments_add_up():
         memory = plan_bdh(case, option)
         forward, _, optimiser = memory.moments
         assert forward.weights == weights and optimiser.gradients == weights and optimiser.activations == 0
-        assert (
-            forward.states
-            == {"adamw": 2, "adamw8bit": 2.03125 / 4, "adamw4bit": 1.0625 / 4}[option.optimizer] * weights
-        )
+        assert forward.states == states[option.optimizer] * weights
         expected = simulate(BDHConfig.preset("tiny"), option.code, 3, 64).forward
         assert forward.activations + forward.buffers - WORKSPACE == expected
         accumulating = plan_bdh(case, option, accumulates=True)
