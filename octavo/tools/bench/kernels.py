@@ -23,7 +23,6 @@ from octavo import ops, ops_linear
 from octavo.numerics import FP8TrainingConfig, Quantized
 from octavo.numerics.config import RECIPES, OperandRecipe, Recipe
 from octavo.numerics.operand import LAYOUTS
-from octavo.numerics.quantize import BLOCK
 from octavo.numerics.scaling import new_rows
 from octavo.tools.bench.cases import Case
 from octavo.tools.bench.result import FAILED, TIMED
@@ -87,7 +86,7 @@ def passes(recipe: OperandRecipe, layout: str) -> int:
     channel     rows once: a whole row is in registers. A column is not, so its amax takes a pass before: one of its
                 own, or that of the rows, which leaves it. So columns and both read twice
     128×128     once: a program walks over a block twice, but the second time it comes from a cache
-    1×128, mx   rows or columns once, scales being found in the tile; both are two passes with tiles of other shapes
+    1×128, mx   once, scales being found in the tile, for both layouts in the same one (whole tiles of 16-bit numbers)
 
     Scales and amaxes are small and not counted, nor are the rare passes that look again for NaN or saturation.
     """
@@ -95,9 +94,7 @@ def passes(recipe: OperandRecipe, layout: str) -> int:
         return 1 if recipe.delayed else 2
     if recipe.granularity == "channel":
         return 1 if layout == "rows" else 2
-    if recipe.granularity == "block" and recipe.block == (BLOCK, BLOCK):
-        return 1
-    return 2 if layout == "both" else 1
+    return 2 if layout == "both" and recipe.columns not in (None, recipe.granularity) else 1
 
 
 def gated_passes(recipe: Recipe, size: int) -> tuple[tuple[int, int], tuple[int, int]]:
