@@ -31,6 +31,7 @@ Tile = tuple[int, int, int, int]
 
 # Tokens and features of a tile, warps, programs per multiprocessor.
 _ROWS: Tile = (32, 128, 8, 4)
+_ROWS_REGISTERS = 64  # mx would take 80, and three programs would be there at a time, not four
 _BACKWARD_ROWS: Tile = (16, 128, 4, 6)
 _BACKWARD_ROWS_AMAX: Tile = (8, 128, 4, 8)  # looking for the amax of columns, too
 _COLUMNS: dict[int, Tile] = {
@@ -274,6 +275,7 @@ def gated_quantize(gate_up: Tensor, row: Tensor, recipe: OperandRecipe, activati
         plan = Plan(given=2)
         out, scale = plan.make((m, f), recipe.format.dtype), _make_scale(plan, mode, m, f)
         grid, constants = _arrange(gate_up, m, f, _ROWS)
+        constants["maxnreg"] = _ROWS_REGISTERS
         constants |= {"MODE": mode, "RECORD": record, "SILU": activation == "silu", "CLIPS": clips(recipe)}
         numbers = (m, f, 1.0 / (m * f), seed_of(recipe))
         plan.launch(_rows_kernel, grid, (0, 1, out, scale), numbers, constants | _rounding(recipe))
