@@ -20,7 +20,7 @@ from octavo.numerics.config import OperandRecipe
 # Tokens and features of a tile, rows of a thread, steps, warps, programs per multiprocessor, and registers per thread.
 TILES: dict[int, tuple[int, int, int, int, int, int, int]] = {
     BLOCK_1X128.value: (128, 128, 8, 2, 8, 2, 128),
-    MX.value: (128, 32, 4, 1, 4, 4, 128),
+    MX.value: (128, 64, 8, 1, 4, 3, 168),
 }
 
 

@@ -17,7 +17,7 @@ from octavo.numerics.config import OperandRecipe
 # Rows and columns of a tile, rows of a thread, warps, programs per multiprocessor, and registers per thread.
 TILES: dict[int, tuple[int, int, int, int, int, int]] = {
     BLOCK_1X128.value: (128, 128, 16, 4, 4, 128),
-    MX.value: (128, 128, 16, 4, 4, 128),
+    MX.value: (128, 64, 8, 4, 4, 128),
 }
 
 
