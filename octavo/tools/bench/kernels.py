@@ -101,9 +101,10 @@ def gated_passes(recipe: Recipe, size: int) -> tuple[tuple[int, int], tuple[int,
     """Of the gated MLP, forward and backward: how often inputs are read, and BF16 elements that move in between.
 
     `size` is that of h. Per tensor and per block all is computed from gate, up and dh, in every pass anew, and nothing
-    lies in between. (With one scale per tensor, that of h is known in backward; tiles of 1×128 and mx hold the blocks of
-    both layouts, and what a program reads again comes from a cache.) Per channel h, or the gradients of gate and up (twice its size) and h, are written
-    in BF16 once, and quantised from there. So are blocks where the width is no multiple of 128, which is not counted.
+    lies in between. (With one scale per tensor, that of h is known in backward; tiles of 1×128 and mx hold the blocks
+    of both layouts, and what a program reads again comes from a cache.) Per channel h, or the gradients of gate and up
+    (twice its size) and h, are written in BF16 once, and quantised from there. So are blocks where the width is no
+    multiple of 128, which is not counted.
     """
     rows, both, columns = passes(recipe.x, "rows"), passes(recipe.g, "both"), passes(recipe.x, "columns")
     if recipe.x.granularity != "channel":
