@@ -22,7 +22,8 @@ from octavo.kernels.ranges import ranged
 from octavo.numerics import OperandRecipe, Quantized
 from octavo.numerics.gemm import constant_along_k
 from octavo.ops import Product, multiply, quantize_directly
-from octavo.ops_linear import padded, transpose_bytes
+from octavo.ops_linear import padded
+from octavo.ops_weights import joined, transpose_bytes
 from octavo.support import has_fp8_tensor_cores
 
 _LIBRARY = torch.library.Library("octavo", "FRAGMENT")
@@ -54,27 +55,6 @@ def frozen_linear_backward(
 
 def lists(weights: Sequence[Quantized]) -> tuple[list[Tensor], list[Tensor]]:
     return [w.data for w in weights], [w.scale for w in weights]
-
-
-def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Matrices side by side, `[ΣN, K]`: a view where they lie so in memory, else a copy."""
-    first = parts[0]
-    if len(parts) == 1:
-        return first
-    if are_neighbours(parts):
-        return first.as_strided((sum(part.shape[0] for part in parts), first.shape[1]), (first.shape[1], 1))
-    return torch.cat([part.view(torch.uint8) for part in parts]).view(first.dtype)
-
-
-def are_neighbours(parts: Sequence[Tensor]) -> bool:
-    """Whether each begins in memory where the one before ends."""
-    end = parts[0].data_ptr()
-    for part in parts:
-        if part.data_ptr() != end or not part.is_contiguous():
-            return False
-        end += part.nbytes
-    # Not by chance: in one piece of memory.
-    return parts[0].untyped_storage().data_ptr() == parts[-1].untyped_storage().data_ptr()
 
 
 def first_rows(y: Tensor, rows: int) -> Tensor:

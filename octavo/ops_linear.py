@@ -20,7 +20,8 @@ from octavo.numerics import activation as spec
 from octavo.numerics.formats import E4M3
 from octavo.numerics.quantize import BLOCK
 from octavo.numerics.scaling import SCALE
-from octavo.ops import Product, fake_quantize, multiply, pack_scale, quantize_directly, quantize_group
+from octavo.ops import Product, fake_quantize, multiply, pack_scale, quantize_directly
+from octavo.ops_weights import gradient_dtype, transpose_bytes, weight_gemm
 from octavo.support import has_fp8_tensor_cores
 
 TILE = 64  # tokens
@@ -53,6 +54,7 @@ def linear(
 ) -> tuple[Tensor, Quantized]:
     """`x[M, K] · w[N, K]ᵀ + bias` for `w` the weights side by side, and x as it is to be kept.
 
+    `rows`: of x and of the weights. Weights may be in FP8 already: in the place of their row comes their scale then.
     `keep`: `columns`, as the weight's gradient wants it; `rows`, if something else wants it so, too; or nothing.
     """
     y, data, scale = torch.ops.octavo.linear(
@@ -102,17 +104,6 @@ def mlp_backward(
         g, *x, *gate_up, h_scale, *weights, *rows, how.a.encode(), how.b.encode(), how.g.encode(), activation,
         x_is_rows, list(needs), dtype, how.fast_backward, how.emulate,
     )  # fmt: skip
-
-
-def weight_gemm(
-    a: Quantized, weights: Sequence[Tensor], row: Tensor, recipe: OperandRecipe, *, bias: Tensor | None = None,
-    record: bool = False, transpose: bool = False, dtype: torch.dtype, fast: bool, emulate: bool,
-) -> Tensor:  # fmt: skip
-    """`a[M, K] · w[N, K]ᵀ + bias`, or with `transpose` `a[M, N] · w[N, K]`, for `w` the weights side by side."""
-    # In backward the weights have the scale that forward found.
-    layout = "columns" if transpose else "rows"
-    w = quantize_group(weights, row, recipe, record, layout, known=transpose)[0]
-    return multiply(a, w, bias, dtype, [], fast, emulate)
 
 
 def gated_quantize(
@@ -224,16 +215,6 @@ def _columns(x: Tensor, scale: Tensor, is_rows: bool) -> Quantized:
     return Quantized(transpose_bytes(x) if is_rows else x, scale)
 
 
-def transpose_bytes(data: Tensor) -> Tensor:
-    """An FP8 matrix transposed, contiguous."""
-    if has_fp8_tensor_cores(data.device):
-        from octavo.kernels import transpose as kernel
-
-        if kernel.can_transpose(data):
-            return kernel.transpose(data)
-    return data.view(torch.uint8).t().contiguous().view(data.dtype)
-
-
 def empty(like: Tensor, count: int) -> list[Tensor]:
     """An operator returns tensors, and never one twice."""
     return [like.new_empty(0) for _ in range(count)]
@@ -269,7 +250,8 @@ def _linear_backward(
         dx = dx[: g.shape[0]]
     if needs_w:
         # dw = gᵀ · x
-        dw = multiply(g_q[-1], _columns(x, x_scale, x_is_rows), None, weights[0].dtype, [], fast, emulate)
+        w_dtype = gradient_dtype(weights[0], g)
+        dw = multiply(g_q[-1], _columns(x, x_scale, x_is_rows), None, w_dtype, [], fast, emulate)
     return dx, dw
 
 
@@ -314,7 +296,7 @@ def _mlp_backward(
     del dh
     if needs_down:
         # dw_down = gᵀ · h
-        ddown = multiply(g_q[-1], h, None, down.dtype, [], **how)
+        ddown = multiply(g_q[-1], h, None, gradient_dtype(down, g), [], **how)
     del g_q, h
     if needs_x:
         # dx = dgu · [w_gate; w_up]
@@ -322,7 +304,8 @@ def _mlp_backward(
     del d_rows
     if needs_gate_up:
         # dw_gate_up = dguᵀ · x
-        dgate_up = multiply(d_columns, _columns(x, x_scale, x_is_rows), None, gate.dtype, [], **how)
+        w_dtype = gradient_dtype(gate, g)
+        dgate_up = multiply(d_columns, _columns(x, x_scale, x_is_rows), None, w_dtype, [], **how)
     return dx, dgate_up, ddown
 
 
@@ -348,7 +331,7 @@ def _linear_backward_fake(
     g: Tensor, row_g: Tensor, x: Tensor, x_scale: Tensor, weights: list[Tensor], row_w: Tensor, recipe_g: str,
     recipe_w: str, x_is_rows: bool, needs_x: bool, needs_w: bool, dtype: torch.dtype, fast: bool, emulate: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    k, w_dtype = weights[0].shape[1], weights[0].dtype
+    k, w_dtype = weights[0].shape[1], gradient_dtype(weights[0], g)
     dx = g.new_empty([g.shape[0], k], dtype=dtype) if needs_x else g.new_empty(0)
     return dx, g.new_empty([g.shape[1], k], dtype=w_dtype) if needs_w else g.new_empty(0)
 
@@ -376,8 +359,9 @@ def _mlp_backward_fake(
     needs_x, needs_gate_up, needs_down = needs
     dx = g.new_empty([g.shape[0], gate.shape[1]], dtype=dtype) if needs_x else g.new_empty(0)
     both = [gate.shape[0] + up.shape[0], gate.shape[1]]
-    dgate_up = g.new_empty(both, dtype=gate.dtype) if needs_gate_up else g.new_empty(0)
-    return dx, dgate_up, g.new_empty(down.shape, dtype=down.dtype) if needs_down else g.new_empty(0)
+    dgate_up = g.new_empty(both, dtype=gradient_dtype(gate, g)) if needs_gate_up else g.new_empty(0)
+    ddown = g.new_empty(down.shape, dtype=gradient_dtype(down, g)) if needs_down else g.new_empty(0)
+    return dx, dgate_up, ddown
 
 
 for _name, _implementation, _fake in (

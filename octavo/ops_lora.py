@@ -16,8 +16,9 @@ from octavo.kernels.ranges import ranged
 from octavo.numerics import OperandRecipe, Quantized
 from octavo.ops import Product, fake_quantize, multiply, pack_scale, quantize_directly
 from octavo.ops_adapters import Adapters, Gradients, add_to, add_to_input, narrowed
-from octavo.ops_frozen import dgrad, first_rows, joined, lists
+from octavo.ops_frozen import dgrad, first_rows, lists
 from octavo.ops_linear import empty, fake_padded, padded
+from octavo.ops_weights import joined
 
 _LIBRARY = torch.library.Library("octavo", "FRAGMENT")
 _LIBRARY.define(

@@ -11,9 +11,10 @@ from octavo.numerics import OperandRecipe, Quantized
 from octavo.numerics import activation as spec
 from octavo.ops import Product, multiply, pack_scale, quantize_directly
 from octavo.ops_adapters import Adapters, Gradients, add_to, add_to_input, as_dtype, narrowed
-from octavo.ops_frozen import first_rows, joined, lists, turn
+from octavo.ops_frozen import first_rows, lists, turn
 from octavo.ops_linear import empty, fake_padded, new_kept, padded
 from octavo.ops_lora import fake_gradients, fake_kept, fake_narrowed
+from octavo.ops_weights import joined
 from octavo.support import has_fp8_tensor_cores
 
 PART = 2**27  # elements of gate and up, or of their gradient, that are there at a time: 4,096 tokens of an 8B

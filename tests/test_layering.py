@@ -17,6 +17,7 @@ ORDER = [
     "support",
     "kernels",
     "ops",
+    "ops_weights",
     "ops_linear",
     "ops_frozen",
     "ops_adapters",

@@ -21,7 +21,7 @@ from octavo.hf import attention, frozen, graphs
 from octavo.nn.frozen import FP8FrozenLinear
 from octavo.nn.frozen_group import put_together, why_no_group
 from octavo.nn.linear import FP8Linear
-from octavo.nn.linears import fp8_linears
+from octavo.nn.linears import fp8_linears, given_weights
 from octavo.nn.loss import FP8Head, linear_cross_entropy
 from octavo.nn.mlp import MLP, fp8_mlp
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
@@ -224,7 +224,8 @@ def product_of_group(members: list[Any], x: Tensor, norm: Norm | None = None) ->
     biases = [member.bias for member in members]
     bias = None if biases[0] is None else torch.cat(biases)
     first = members[0]
-    return fp8_linears(x, [member.weight for member in members], bias, first.product(x), first.rows, norm=norm)
+    weights = [member.weight for member in members]
+    return fp8_linears(x, weights, bias, first.product(x), first.group_rows, norm=norm, given=given_weights(members))
 
 
 def fuse_frozen(module: nn.Module) -> str:
@@ -280,7 +281,8 @@ def trained_mlp(module: Any, x: Tensor, norm: Norm | None = None) -> Tensor | No
     if not all(type(linear) is FP8Linear for linear in (gate, up, down)):
         return None
     mlp = MLP(gate.product(x), ACTIVATIONS[type(module.act_fn).__name__], in_fp8=gate.config.activations == "fp8")
-    return fp8_mlp(x, gate.weight, up.weight, down.weight, mlp, gate.rows, down.rows, norm=norm)
+    given = given_weights((gate, up, down))
+    return fp8_mlp(x, gate.weight, up.weight, down.weight, mlp, gate.group_rows, down.rows, norm=norm, given=given)
 
 
 def _is_plainly_causal(config: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

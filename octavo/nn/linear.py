@@ -1,8 +1,9 @@
 """`nn.Linear` in FP8: y = x · wᵀ + b, dx = g · w, dw = gᵀ · x, each one FP8 product.
 
 The weight stays the high-precision Parameter it was (`weight_master` is another name for it), so optimisers,
-checkpoints and state-dict keys do not notice. Scaling state lives in three rows of a `FP8ScalingManager`, beside the
-module: not in its state dict, not touched by `.to(dtype)`.
+checkpoints and state-dict keys do not notice. Where it is held in FP8 only (`nn/held.py`), checkpoints have its master.
+Scaling state lives in three rows of a `FP8ScalingManager`, beside the module: not in its state dict, not touched by
+`.to(dtype)`.
 """
 
 from typing import Any, Self
@@ -10,6 +11,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from octavo.nn.held import HeldWeight
 from octavo.nn.linears import fp8_linears
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 from octavo.numerics.config import Recipe
@@ -51,6 +53,8 @@ class LinearInFP8(nn.Linear):
 
 class FP8Linear(LinearInFP8):
     """A linear layer that multiplies in FP8, forward and backward. Any leading dimensions, any sizes."""
+
+    held: HeldWeight | None = None
 
     def __init__(
         self,
@@ -109,6 +113,8 @@ class FP8Linear(LinearInFP8):
 
     def give_back(self) -> None:
         """Undo `take_over`."""
+        if self.held is not None:
+            raise ValueError("this FP8Linear has its weight in FP8 only: call remove() on what offload_master returned")
         for name in ("config", "scaling", "recipe", "row_x", "row_w", "row_g"):
             del self.__dict__[name]
         self.__class__ = nn.Linear  # type: ignore[assignment]
@@ -116,19 +122,74 @@ class FP8Linear(LinearInFP8):
     @property
     def weight_master(self) -> Tensor:
         """The high-precision weight that the optimiser updates."""
-        return self.weight
+        return self.weight if self.held is None else self.held.read()
 
     def forward(self, input: Tensor) -> Tensor:
         if input.shape[-1] != self.in_features:
             raise ValueError(f"input has {input.shape[-1]} features; this FP8Linear takes {self.in_features}")
         if input.numel() == 0:
-            return nn.functional.linear(input, self.weight, self.bias)  # nothing to quantise; keeps the graph
-        return fp8_linears(input, (self.weight,), self.bias, self.product(input), self.rows)
+            # Nothing to quantise; keeps the graph.
+            weight = self.weight if self.held is None else self.weight_master.to(input)
+            return nn.functional.linear(input, weight, self.bias)
+        return fp8_linears(input, (self.weight,), self.bias, self.product(input), self.rows, given=self.given)
+
+    @property
+    def given(self) -> tuple[Tensor, ...]:
+        """The weight as it is held, if that is in FP8 only."""
+        return () if self.held is None else (self.held.data,)
 
     @property
     def rows(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Scaling state of input, weight and gradient."""
-        return self.row_x, self.row_w, self.row_g
+        """Scaling state of input, weight and gradient. Of a weight that is in FP8 already: its scale."""
+        return self.row_x, self.row_w if self.held is None else self.held.scale, self.row_g
+
+    @property
+    def group_rows(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The same for the product of all linears that it shares rows with."""
+        return self.row_x, self.row_w if self.held is None else self.held.group_scale, self.row_g
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        if self.held is not None:
+            probe = self.weight.new_zeros(1)
+            moved = fn(probe)
+            if moved.device != probe.device or moved.dtype != probe.dtype:
+                raise ValueError(
+                    f"{probe.dtype} on {probe.device} to {moved.dtype} on {moved.device}: this FP8Linear has its "
+                    "weight in FP8 only; move the model before offload_master, or call remove() on what that returned"
+                )
+            return self
+        return super()._apply(fn, recurse)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.held is not None:
+            destination[prefix + "weight"] = self.weight_master
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        loaded = state_dict.get(prefix + "weight") if self.held is not None else None
+        if self.held is not None and loaded is not None:
+            if loaded.shape == self.weight.shape:
+                self.held.load(loaded)
+            else:
+                error_msgs.append(
+                    f"{prefix}weight has shape {tuple(loaded.shape)}; this linear takes {tuple(self.weight.shape)}"
+                )
+            state_dict = {name: value for name, value in state_dict.items() if name != prefix + "weight"}
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        if loaded is not None and prefix + "weight" in missing_keys:
+            missing_keys.remove(prefix + "weight")
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, fp8={self.recipe}, scaling={self.config.scaling}"
+        held = "" if self.held is None else ", weight in FP8 only"
+        return f"{super().extra_repr()}, fp8={self.recipe}, scaling={self.config.scaling}{held}"

@@ -5,7 +5,8 @@ Shapes: M tokens, K inputs, N outputs of all the weights together.
     forward    x_MK → xq_MK, xqT_KM        y_MN  = xq · wqᵀ
     backward   g_MN → gq_MN, gqT_NM        dx_MK = gq · wq
                                            dw_NK = gqT · xqTᵀ
-    kept       xqT_KM in FP8, and the weights themselves, which are in memory anyway and quantised anew
+    kept       xqT_KM in FP8, and the weights themselves, which are in memory anyway and quantised anew; unless they are
+               held in FP8 only (`held.py`): then wq_NK is all there is
 
 With a norm before it, x = norm(h), and h need not be kept: xq_MK serves the norm's backward, too (`numerics/norm.py`),
 and is transposed when its turn comes. That takes one scale for all of x.
@@ -39,14 +40,25 @@ def fp8_linears(
     rows: Rows,
     *,
     norm: Norm | None = None,
+    given: Sequence[Tensor] = (),
 ) -> Tensor:
     """`x[..., K]` times the weights `[Nᵢ, K]` side by side, `[..., N]`. `rows`: scaling state of x, w and g.
 
-    `norm`: comes before all that.
+    `norm`: comes before all that. `given`: the weights in FP8, where that is what they are held in; the second of
+    `rows` is then their scale, and `weights` are there for their gradients alone.
     """
     keep = how_to_keep(x, weights, norm)
-    y = _FP8Linears.apply(x.reshape(-1, x.shape[-1]), bias, *parts_of(norm), product, keep, *rows, *weights)
+    y = _FP8Linears.apply(
+        x.reshape(-1, x.shape[-1]), bias, *parts_of(norm), product, keep, *rows, len(weights), *weights, *given
+    )
     return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+def given_weights(linears: Sequence[Any]) -> list[Tensor]:
+    """The `given` of several `FP8Linear`, of which not all need be held in FP8; nothing if none is."""
+    if not any(linear.given for linear in linears):
+        return []
+    return [linear.given[0] if linear.given else linear.weight for linear in linears]
 
 
 def how_to_keep(x: Tensor, weights: Sequence[Tensor], norm: Norm | None) -> str:
@@ -71,8 +83,10 @@ class _FP8Linears(torch.autograd.Function):
         row_x: Tensor,
         row_w: Tensor,
         row_g: Tensor,
+        count: int,
         *weights: Tensor,
     ) -> Tensor:
+        weights = weights[count:] or weights
         x, inverse = normed(x, norm_weight, norm_eps)
         y, kept = ops_linear.linear(x, weights, bias, (row_x, row_w), product, keep=keep)
         ctx.save_for_backward(*kept, inverse, norm_weight, *weights)
@@ -89,7 +103,7 @@ class _FP8Linears(torch.autograd.Function):
         product, (row_w, row_g) = ctx.product, ctx.rows
         x_dtype, bias_dtype = ctx.like
         needs_x, needs_bias, needs_norm = ctx.needs_input_grad[:3]
-        needs_w = ctx.needs_input_grad[9:]
+        needs_w = ctx.needs_input_grad[10 : 10 + len(weights)]
         x = Quantized(x_data, x_scale)
         dx = dnorm = dbias = None
         dws: list[Tensor | None] = [None] * len(weights)
@@ -104,4 +118,5 @@ class _FP8Linears(torch.autograd.Function):
             dx, dnorm = back_through(dx, x, norm_weight, ctx.eps, inverse, needs=(needs_x, needs_norm))
         if needs_bias:
             dbias = g.float().sum(dim=0).to(bias_dtype)
-        return dx, dbias, dnorm, *[None] * 6, *dws
+        unused = len(ctx.needs_input_grad) - 10 - len(dws)
+        return dx, dbias, dnorm, *[None] * 7, *dws, *[None] * unused

@@ -10,6 +10,7 @@ Shapes: M tokens, K width, F hidden.
                read anyway
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,15 +47,16 @@ def fp8_mlp(
     rows_down: Rows,
     *,
     norm: Norm | None = None,
+    given: Sequence[Tensor] = (),
 ) -> Tensor:
     """`x[..., K]` through the MLP. `rows_…`: scaling state of input, weight and gradient of each product.
 
-    `norm`: comes before all that, as in `linears.py`.
+    `norm`, and `given` for gate, up and down: as in `linears.py`.
     """
     keep = how_to_keep(x, (gate, up), norm)
     y = _FP8MLP.apply(
         x.reshape(-1, x.shape[-1]), gate, up, down, *parts_of(norm), mlp, keep, *rows_gate_up,
-        *rows_down,
+        *rows_down, *given,
     )  # fmt: skip
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
@@ -73,7 +75,9 @@ class _FP8MLP(torch.autograd.Function):
         keep: str,
         *rows: Tensor,
     ) -> Tensor:
+        rows, given = rows[:6], rows[6:]
         row_x, row_gate_up, _, row_h, row_down, _ = rows
+        gate, up, down = given or (gate, up, down)
         used = (row_x, row_gate_up, row_h, row_down)
         x, inverse = normed(x, norm_weight, norm_eps)
         y, kept, gate_up, h_scale = ops_linear.mlp(
@@ -111,6 +115,5 @@ class _FP8MLP(torch.autograd.Function):
         if needs_gate or needs_up:
             dgate, dup = dgate_up.split([gate.shape[0], up.shape[0]])
         gradients = (dh, dgate, dup, ddown, dnorm)
-        return *[d if needed else None for d, needed in zip(gradients, ctx.needs_input_grad[:5], strict=True)], *[
-            None
-        ] * 9
+        found = [d if needed else None for d, needed in zip(gradients, ctx.needs_input_grad[:5], strict=True)]
+        return *found, *[None] * (len(ctx.needs_input_grad) - 5)

@@ -1,0 +1,43 @@
+"""Weights of trained linears that are held in FP8 only: one byte an element, and no high-precision copy beside it.
+
+Whoever trains them has their FP32 masters elsewhere (`octavo.optim.offload_master`: in host memory), and writes what
+they round to (`held_group.py`). The Parameter keeps its identity, its shape, its dtype and its gradient, but no memory:
+to read its values is an error, and `full_precision` finds them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_MARK = "_octavo_held"
+
+
+@dataclass(eq=False)
+class HeldWeight:
+    """The weight of one linear, and the way to its master."""
+
+    data: Tensor  # [N, K] in FP8, a part of the group's
+    scale: Tensor
+    group_scale: Tensor  # of all weights that it shares a product with
+    read: Callable[[], Tensor]  # the master, in FP32
+    load: Callable[[Tensor], None]  # another master
+
+    def replace_values_of(self, parameter: Tensor) -> None:
+        """Not by resizing a storage that others may share: loaders read many weights into one."""
+        empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        empty.untyped_storage().resize_(0)
+        parameter.data = empty
+        setattr(parameter, _MARK, self)
+
+    def give_back(self, parameter: Tensor) -> None:
+        """The values of the master, rounded to the Parameter's dtype."""
+        parameter.data = self.read().to(parameter.device, parameter.dtype, copy=True)
+        delattr(parameter, _MARK)
+
+
+def full_precision(parameter: Tensor) -> Tensor:
+    """The values of a Parameter: its own, or those of its master if it is held in FP8."""
+    held: HeldWeight | None = getattr(parameter, _MARK, None)
+    return parameter if held is None else held.read()
