@@ -26,6 +26,7 @@ from torch import nn
 from torch.compiler import set_stance
 
 from octavo.optim.in_backward import offload_states, step_in_backward, steps_in_backward
+from octavo.optim.masters import offload_master
 from octavo.optim.memory import StepMemory, measure_memory
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "StepMemory",
     "build_optimizer",
     "measure_memory",
+    "offload_master",
     "offload_states",
     "set_learning_rate",
     "step_in_backward",

@@ -1,48 +1,62 @@
 """Optimiser states that live in host memory, pinned, and are on the GPU only while their parameter's step is computed.
 
-Copies run on a stream of their own. Parameters come in the same order in every step, so while one is stepped the states
-of those after it are on their way. With low-bit states there is little to move: an 8B with 4-bit states has 8 GB, which
-go there and back in about the time that backward takes.
+Parameters come in the same order in every step, so while one is stepped the states of those after it are on their way
+(`transfers.py`). With low-bit states there is little to move: an 8B with 4-bit states has 8 GB, which go there and back
+in about the time that backward takes. Master weights, where there are some, travel with the states.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from octavo.optim.transfers import State, Transfers, Trip, host_room, is_moved, mapped
+
 AHEAD = 2  # parameters whose states are on their way
-State = dict[str, Any]
+_MASTER = "master"
 
 
 class HostStates:
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    """`masters`: the FP32 weights, in host memory, of parameters whose own values are something else."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, masters: Mapping[Tensor, Tensor] | None = None) -> None:
         self.optimizer = optimizer
-        self._rooms: dict[Tensor, State] = {}
-        self._coming: dict[Tensor, tuple[State, Any]] = {}
+        self._rooms: dict[Tensor, State] = {p: {_MASTER: master} for p, master in (masters or {}).items()}
+        self._written: dict[Tensor, Any] = {}  # when the room will be
+        self._coming: dict[Tensor, Trip] = {}
+        self._here: dict[Tensor, Trip] = {}
         self._after: dict[Tensor, Tensor] = {}  # the parameter that came next in the step before
         self._last: Tensor | None = None
-        self._streams: dict[torch.device, Any] = {}
+        self._transfers: dict[torch.device, Transfers] = {}
+        self._order: list[Any] = []  # of parameters in a checkpoint that is being loaded, and their states
+        self._loaded: dict[Any, State] = {}
         self._hooks = [
             optimizer.register_state_dict_pre_hook(lambda _optimizer: self.wait()),
-            optimizer.register_load_state_dict_post_hook(lambda _optimizer: self._send_all()),
+            optimizer.register_load_state_dict_pre_hook(self._take_loaded),
+            optimizer.register_load_state_dict_post_hook(self._settle_loaded),
         ]
-        self._send_all()
+        for parameter, state in list(optimizer.state.items()):
+            self._settle(parameter, state, torch.float32 if parameter in self._rooms else None)
 
-    def bring(self, parameter: Tensor) -> None:
-        """The states of `parameter` to its device, and those of the next ones on their way."""
-        if not self.optimizer.state.get(parameter):
-            return  # its first step
-        state, event = self._coming.pop(parameter) if parameter in self._coming else self._copy_in(parameter)
-        if event is not None:
-            stream = torch.cuda.current_stream(parameter.device)
-            stream.wait_event(event)
-            _each(state, lambda x: x.record_stream(stream) if x.is_cuda else None)
-        self.optimizer.state[parameter] = state
+    def bring(self, parameter: Tensor) -> Tensor | None:
+        """The states of `parameter` to its device, and those of the next ones on their way. Returns its master."""
+        trip = self._coming.pop(parameter, None) or self._start(parameter)
+        self._here[parameter] = trip
+        self._of(parameter).wait_for(trip)
+        state = dict(trip.state)
+        master = state.pop(_MASTER, None)
+        if state:  # else it is the optimiser's to make
+            self.optimizer.state[parameter] = state
         for following in self._following(parameter):
-            if following not in self._coming and self.optimizer.state.get(following):
-                self._coming[following] = self._copy_in(following)
+            if following not in self._coming and following not in self._here:
+                self._coming[following] = self._start(following)
+        return master
+
+    def _start(self, parameter: Tensor) -> Trip:
+        return self._of(parameter).bring(self._rooms.get(parameter, {}), self._written.get(parameter))
 
     def _following(self, parameter: Tensor) -> Iterator[Tensor]:
         following = self._after.get(parameter)
@@ -52,107 +66,103 @@ class HostStates:
             yield following
             following = self._after.get(following)
 
-    def send(self, parameter: Tensor) -> None:
-        """The states of `parameter` back to the host, where the optimiser finds them."""
-        state = self.optimizer.state[parameter]
-        room = self._rooms.get(parameter)
-        if room is None:
-            room = self._rooms[parameter] = _mapped(state, _pinned)
-        stream = self._stream_of(parameter)
-        if stream is None:
-            _copy(room, state)
-        else:
-            stream.wait_stream(torch.cuda.current_stream(parameter.device))
-            with torch.cuda.stream(stream):
-                _copy(room, state)
-                _each(state, lambda x: x.record_stream(stream) if x.is_cuda else None)
-        self.optimizer.state[parameter] = room
+    def send(self, parameter: Tensor, master: Tensor | None = None) -> None:
+        """The states of `parameter` back to the host, where the optimiser finds them, and its master."""
+        state = self.optimizer.state.get(parameter, {}) | ({} if master is None else {_MASTER: master})
+        room = self._rooms.setdefault(parameter, {})
+        trip = self._here.pop(parameter, None)
+        self._written[parameter] = self._of(parameter).send(state, room, trip)
+        self._show(parameter)
         if self._last is not None:
             self._after[self._last] = parameter
         self._last = parameter
 
+    def master(self, parameter: Tensor) -> Tensor:
+        """In host memory, when it is up to date."""
+        self.wait()
+        return self._rooms[parameter][_MASTER]
+
     def wait(self) -> None:
-        """Until what the host has is what the devices had."""
-        for stream in self._streams.values():
-            stream.synchronize()
+        """Until what the host has is what the devices had, and the host may change it."""
+        for transfers in self._transfers.values():
+            transfers.synchronize()
+
+    def set_master(self, parameter: Tensor, values: Tensor) -> None:
+        self.wait()
+        self._cancel(parameter)
+        self._rooms[parameter][_MASTER].copy_(values)
 
     def give_back(self) -> None:
         """All states to where their parameters are, for good."""
         self.wait()
         self._coming.clear()
-        for parameter in list(self._rooms):
-            to = partial(_copied_to, parameter.device)
-            self.optimizer.state[parameter] = _mapped(self.optimizer.state[parameter], to)
+        for parameter, room in self._rooms.items():
+            dtype = parameter.dtype if _MASTER in room else None
+            states = {name: _in_dtype(value, dtype) for name, value in room.items() if name != _MASTER}
+            if states:
+                self.optimizer.state[parameter] = mapped(states, partial(_copied_to, parameter.device))
         self._rooms.clear()
         for hook in self._hooks:
             hook.remove()
 
-    def _copy_in(self, parameter: Tensor) -> tuple[State, Any]:
-        room, stream = self.optimizer.state[parameter], self._stream_of(parameter)
-        if stream is None:
-            return _mapped(room, lambda x: x.clone()), None
-        with torch.cuda.stream(stream):
-            state = _mapped(room, lambda x: x.to(parameter.device, non_blocking=True))
-            return state, stream.record_event()
+    def _cancel(self, parameter: Tensor) -> None:
+        trip = self._coming.pop(parameter, None)
+        if trip is not None:
+            self._of(parameter).cancel(trip)
 
-    def _stream_of(self, parameter: Tensor) -> Any:
-        """The one for copies from and to the parameter's device; None on a CPU."""
+    def _of(self, parameter: Tensor) -> Transfers:
         device = parameter.device
-        if device.type == "cuda" and device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        return self._streams.get(device)
+        if device not in self._transfers:
+            self._transfers[device] = Transfers(device)
+        return self._transfers[device]
 
-    def _send_all(self) -> None:
-        """After loading, which puts states where the parameters are."""
-        self._coming.clear()
+    def _show(self, parameter: Tensor) -> None:
+        """Let the optimiser have what lies on the host."""
+        state = {name: value for name, value in self._rooms[parameter].items() if name != _MASTER}
+        if state:
+            self.optimizer.state[parameter] = state
+
+    def _settle(self, parameter: Tensor, state: State, dtype: torch.dtype | None) -> None:
+        """Take in states that are somewhere else."""
+        room = self._rooms.setdefault(parameter, {})
+        housed = partial(_housed, parameter.device)
+        room |= mapped({name: _in_dtype(value, dtype) for name, value in state.items()}, housed)
+        self._show(parameter)
+
+    def _take_loaded(self, _optimizer: Any, loaded: dict[str, Any]) -> dict[str, Any]:
+        """torch would put states on the devices of their parameters, all of them, and in their dtype."""
+        states = loaded["state"].items()
+        parameters = chain.from_iterable(group["params"] for group in loaded["param_groups"])
+        self._loaded = {i: {name: x for name, x in state.items() if is_moved(x)} for i, state in states}
+        self._order = list(parameters)
+        rest = {i: {name: x for name, x in state.items() if not is_moved(x)} for i, state in states}
+        return {**loaded, "state": rest}
+
+    def _settle_loaded(self, optimizer: torch.optim.Optimizer) -> None:
+        self.wait()
         self._last = None
-        for parameter, state in list(self.optimizer.state.items()):
+        parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        for i, parameter in zip(self._order, parameters, strict=True):
+            self._cancel(parameter)
+            room = self._rooms.pop(parameter, {})
+            if _MASTER in room:
+                self._rooms[parameter] = {_MASTER: room[_MASTER]}
+            del room  # its memory is taken again
+            state = optimizer.state.get(parameter, {}) | self._loaded.pop(i, {})
             if state:
-                self._rooms.pop(parameter, None)
-                self.send(parameter)
-        self._last = None
+                # torch's rule: in the dtype of what is stepped.
+                self._settle(parameter, state, torch.float32 if parameter in self._rooms else parameter.dtype)
 
 
-def _is_moved(value: Any) -> bool:
-    """Not counters, which stay on the host as they are."""
-    return isinstance(value, Tensor) and value.dim() > 0
+def _in_dtype(value: Any, dtype: torch.dtype | None) -> Any:
+    """States with few bits have formats of their own."""
+    plain = is_moved(value) and not hasattr(value, "__tensor_flatten__") and value.is_floating_point()
+    return value.to(dtype) if plain and dtype is not None else value
 
 
-def _mapped(state: State, function: Callable[[Tensor], Tensor]) -> State:
-    return {name: _map(value, function) if _is_moved(value) else value for name, value in state.items()}
-
-
-def _map(value: Any, function: Callable[[Tensor], Tensor]) -> Tensor:
-    """Of a low-bit state, each of the tensors that it consists of."""
-    if not hasattr(value, "__tensor_flatten__"):
-        return function(value)
-    names, context = value.__tensor_flatten__()
-    inner = {name: function(getattr(value, name)) for name in names}
-    return type(value).__tensor_unflatten__(inner, context, value.size(), value.stride())
-
-
-def _each(state: State, function: Callable[[Tensor], Any]) -> None:
-    def look(x: Tensor) -> Tensor:
-        function(x)
-        return x
-
-    _mapped(state, look)
-
-
-def _copy(room: State, state: State) -> None:
-    for name, value in state.items():
-        if not _is_moved(value):
-            room[name] = value
-        elif hasattr(value, "__tensor_flatten__"):
-            for part in value.__tensor_flatten__()[0]:
-                getattr(room[name], part).copy_(getattr(value, part), non_blocking=True)
-        else:
-            room[name].copy_(value, non_blocking=True)
+def _housed(device: torch.device, x: Tensor) -> Tensor:
+    return host_room(x.shape, x.dtype, device).copy_(x)
 
 
 def _copied_to(device: torch.device, x: Tensor) -> Tensor:
     return x.to(device, copy=True)
-
-
-def _pinned(x: Tensor) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=x.is_cuda)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from octavo.optim.host_states import HostStates
 from octavo.optim.one_by_one import OneByOne
 
 _MARK = "_octavo_in_backward"
@@ -25,8 +26,8 @@ _MARK = "_octavo_in_backward"
 class InBackward(OneByOne):
     """What `step_in_backward` has set up. `remove()` undoes it."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, *, offload: bool) -> None:
-        super().__init__(optimizer, offload=offload)
+    def __init__(self, optimizer: torch.optim.Optimizer, *, states: HostStates | None) -> None:
+        super().__init__(optimizer, states=states)
         self._handles = [parameter.register_post_accumulate_grad_hook(self.apply) for parameter in self.parameters]
         setattr(optimizer, _MARK, self)
 
@@ -40,11 +41,15 @@ class InBackward(OneByOne):
 
 def step_in_backward(optimizer: torch.optim.Optimizer, *, offload: bool = False) -> InBackward:
     """Let `optimizer` apply each gradient within backward. `offload`: with its states in host memory."""
-    if steps_in_backward(optimizer):
-        raise ValueError(f"{type(optimizer).__name__} steps in backward already; call remove() on what that returned")
+    require_free(optimizer)
     if not any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
         raise ValueError(f"{type(optimizer).__name__} has no parameter that requires a gradient")
-    return InBackward(optimizer, offload=offload)
+    return InBackward(optimizer, states=HostStates(optimizer) if offload else None)
+
+
+def require_free(optimizer: torch.optim.Optimizer) -> None:
+    if steps_in_backward(optimizer):
+        raise ValueError(f"{type(optimizer).__name__} steps in backward already; call remove() on what that returned")
 
 
 def steps_in_backward(optimizer: Any) -> bool:
@@ -56,7 +61,7 @@ class Offloaded(OneByOne):
     """What `offload_states` has set up."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__(optimizer, offload=True)
+        super().__init__(optimizer, states=HostStates(optimizer))
         optimizer.register_step_pre_hook(lambda *_: self._apply_all())
 
     def _apply_all(self) -> None:

@@ -12,9 +12,9 @@ from octavo.optim.host_states import HostStates
 class OneByOne:
     """`apply(parameter)`: the optimiser's step for this one, whose gradient is then gone."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, *, offload: bool) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, *, states: HostStates | None = None) -> None:
         self.optimizer = optimizer
-        self.states = HostStates(optimizer) if offload else None
+        self.states = states
         self._step = _plain_step(optimizer)
         # By number: loading a checkpoint puts new groups in the place of the old ones.
         self._group = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
@@ -24,19 +24,22 @@ class OneByOne:
         return [parameter for parameter in self._group if parameter.requires_grad]
 
     def apply(self, parameter: Tensor) -> None:
-        """Others may have gradients that are not complete, so the optimiser is shown no other."""
-        optimizer = self.optimizer
         if self.states is not None:
             self.states.bring(parameter)
+        self._step_for(parameter, parameter)
+        parameter.grad = None
+        if self.states is not None:
+            self.states.send(parameter)
+
+    def _step_for(self, parameter: Tensor, shown: Tensor) -> None:
+        """Others may have gradients that are not complete, so the optimiser is shown no other."""
+        optimizer = self.optimizer
         groups = optimizer.param_groups
-        optimizer.param_groups = [{**groups[self._group[parameter]], "params": [parameter]}]
+        optimizer.param_groups = [{**groups[self._group[parameter]], "params": [shown]}]
         try:
             self._step(optimizer)
         finally:
             optimizer.param_groups = groups
-        parameter.grad = None
-        if self.states is not None:
-            self.states.send(parameter)
 
 
 def _plain_step(optimizer: torch.optim.Optimizer) -> Callable[[Any], Any]:

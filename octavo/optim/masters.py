@@ -1,0 +1,161 @@
+"""Full fine-tuning with FP8 weights on the GPU, and their FP32 masters in host memory with the optimiser's states.
+
+    octavo.convert_to_fp8(model)
+    optimizer = build_optimizer("adamw8bit", model.parameters(), lr=1e-5)
+    offload_master(model, optimizer)
+    for batch in data:
+        model(**batch).loss.backward()     # each weight is stepped when its gradient is complete
+        optimizer.step()                   # nothing is left to apply; what counts steps, counts this
+
+A product's weights (q, k and v together) are stepped when the gradients of all are there: their masters and states come
+to the GPU, the optimiser steps the masters in FP32, what they round to is written in the place of the FP8 weights, and
+masters and states go back. On the GPU a weight of a converted linear takes one byte, on the host four and its states.
+Norms, embedding, head and biases stay as they are on the GPU, and only their states leave it.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from octavo.nn.held_group import HeldGroup, linears_by_product, why_not_held
+from octavo.nn.linear import FP8Linear
+from octavo.optim.host_states import HostStates
+from octavo.optim.in_backward import InBackward, require_free
+from octavo.optim.transfers import host_room
+
+
+class OffloadedMasters(InBackward):
+    """What `offload_master` has set up. `remove()` undoes it: weights come back, rounded to the dtype they had."""
+
+    states: HostStates
+
+    def __init__(self, optimizer: torch.optim.Optimizer, products: list[list[FP8Linear]]) -> None:
+        self._product: dict[Tensor, HeldGroup] = {}
+        masters: dict[Tensor, Tensor] = {}
+        for linears in products:
+            group = HeldGroup(linears)
+            masters |= {p: host_room(p.shape, torch.float32, p.device).copy_(p.detach()) for p in group.parameters}
+            group.write([p.detach().float() for p in group.parameters])
+            group.hold(self._read, self._load)
+            self._product |= dict.fromkeys(group.parameters, group)
+        super().__init__(optimizer, states=HostStates(optimizer, masters))
+        self._handles.append(optimizer.register_step_pre_hook(lambda *_: self._apply_rest()))
+
+    def apply(self, parameter: Tensor) -> None:
+        group = self._product.get(parameter)
+        if group is None:
+            super().apply(parameter)
+        elif all(member.grad is not None for member in group.parameters):
+            self._apply_product(group)
+
+    @torch.no_grad()
+    def _apply_product(self, group: HeldGroup) -> None:
+        masters = [self._bring(parameter) for parameter in group.parameters]
+        for parameter, master in zip(group.parameters, masters, strict=True):
+            if parameter.grad is not None:
+                self._step_master(parameter, master)
+        group.write(masters)
+        for parameter, master in zip(group.parameters, masters, strict=True):
+            self.states.send(parameter, master)
+
+    def _step_master(self, parameter: Tensor, master: Tensor) -> None:
+        """The optimiser takes the master for the parameter, with the parameter's states."""
+        states = self.optimizer.state
+        assert parameter.grad is not None
+        master.grad = parameter.grad.float()
+        parameter.grad = None
+        if parameter in states:
+            states[master] = states.pop(parameter)
+        try:
+            self._step_for(parameter, master)
+        finally:
+            master.grad = None
+            if master in states:
+                states[parameter] = states.pop(master)
+
+    def _apply_rest(self) -> None:
+        """Where only some weights of a product had a gradient."""
+        for group in dict.fromkeys(self._product.values()):
+            if any(parameter.grad is not None for parameter in group.parameters):
+                self._apply_product(group)
+
+    def _bring(self, parameter: Tensor) -> Tensor:
+        master = self.states.bring(parameter)
+        assert master is not None
+        return master
+
+    def _read(self, parameter: Tensor) -> Tensor:
+        return self.states.master(parameter)
+
+    @torch.no_grad()
+    def _load(self, parameter: Tensor, values: Tensor) -> None:
+        """Another master, and with it the FP8 weights of its product, which may get another scale."""
+        self.states.set_master(parameter, values)
+        group = self._product[parameter]
+        group.write([self.states.master(p).to(p.device) for p in group.parameters])
+
+    def remove(self) -> None:
+        self.states.wait()
+        for group in dict.fromkeys(self._product.values()):
+            group.let_go()
+        super().remove()
+
+
+def offload_master(model: nn.Module, optimizer: torch.optim.Optimizer) -> OffloadedMasters:
+    """Keep the weights of `model`'s FP8 linears in FP8 only, and their FP32 masters in host memory.
+
+    `model`: as `convert_to_fp8` left it, on the device where it trains, per tensor or per block. `optimizer`: built
+    from its parameters; any of torch, or of `build_optimizer`. It steps within backward (see `step_in_backward`), so
+    there is no clipping and no accumulation. The host needs 4 bytes a parameter, and what the states take: for an 8B
+    26 GiB, and 7 with 4-bit states or 52 with AdamW's own; torch pins memory in powers of two, which adds a tenth.
+
+    `state_dict()` of the model has the masters, in FP32, and `load_state_dict` writes them and the FP8 weights; that of
+    the optimiser is as ever. To move the model, `remove()` first.
+    """
+    require_free(optimizer)
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise ValueError(
+            "offload_master with DistributedDataParallel: gradients would be applied before they are averaged; train "
+            "in one process"
+        )
+    return OffloadedMasters(optimizer, _products(model, optimizer))
+
+
+def _products(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[FP8Linear]]:
+    """The linears whose weights the optimiser trains, by product; or what stands in the way."""
+    trained = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    names = {id(module): name for name, module in model.named_modules()}
+    found = []
+    for linears in linears_by_product(model):
+        mine = [linear.weight in trained for linear in linears]
+        if not any(mine):
+            continue
+        where = ", ".join(names[id(linear)] for linear in linears)
+        if not all(mine):
+            raise ValueError(f"{where} are one product, and the optimiser trains only some of them: train all or none")
+        reason = why_not_held(linears)
+        if reason:
+            raise ValueError(f"offload_master of {where}: {reason}")
+        if linears[0].weight.device.type == "meta":
+            raise ValueError(f"offload_master of {where}: its weight is on the meta device; give it values first")
+        found.append(linears)
+    if not found:
+        raise ValueError(
+            f"offload_master: {type(optimizer).__name__} trains no weight of an FP8 linear of {type(model).__name__}; "
+            "call octavo.convert_to_fp8(model) first, and give the optimiser model.parameters()"
+        )
+    _require_own_weights(model, {id(linear.weight) for linears in found for linear in linears})
+    return found
+
+
+def _require_own_weights(model: nn.Module, held: set[int]) -> None:
+    users: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        for key, parameter in module.named_parameters(name, recurse=False):
+            if id(parameter) in held:
+                users.setdefault(id(parameter), []).append(key)
+    for names in users.values():
+        if len(names) > 1:
+            raise ValueError(
+                f"{' and '.join(names)} are one Parameter, which others than its FP8 linear read: convert with "
+                f"{names[-1].rpartition('.')[0]!r} in skip, or untie them"
+            )
