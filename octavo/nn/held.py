@@ -2,9 +2,10 @@
 
 Whoever trains them has their FP32 masters elsewhere (`octavo.optim.offload_master`: in host memory), and writes what
 they round to (`held_group.py`). The Parameter keeps its identity, its shape, its dtype and its gradient, but no memory:
-to read its values is an error, and `full_precision` finds them.
+whoever reads it finds NaN everywhere, and cannot write to it. `full_precision` finds its values.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,10 +26,9 @@ class HeldWeight:
     load: Callable[[Tensor], None]  # another master
 
     def replace_values_of(self, parameter: Tensor) -> None:
-        """Not by resizing a storage that others may share: loaders read many weights into one."""
-        empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-        empty.untyped_storage().resize_(0)
-        parameter.data = empty
+        """By one NaN, seen everywhere. To read a storage without memory, such as FSDP leaves, ends the process."""
+        nan = torch.full((), math.nan, dtype=parameter.dtype, device=parameter.device)
+        parameter.data = nan.expand(parameter.shape)
         setattr(parameter, _MARK, self)
 
     def give_back(self, parameter: Tensor) -> None:

@@ -20,10 +20,12 @@ from octavo.nn.linear import FP8Linear
 from octavo.nn.report import Report
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 from octavo.numerics.config import check_config
-from octavo.optim.in_backward import offload_states, step_in_backward
+from octavo.optim import offload_master, offload_states, step_in_backward
 from octavo.optim.out_of_memory import explained
 from octavo.support import check_fp8_support
 from octavo.training.files import disk_errors
+
+OFFLOADS = ("optimizer", "master")
 
 logger = logging.getLogger("octavo")
 
@@ -37,7 +39,8 @@ class FP8Trainer:
     `(..., loss)`. With `loss_fn`, a tuple is `(*inputs, target)` and the loss is `loss_fn(model(*inputs), target)`.
     `release_gradients`: each is applied within backward, and its memory given back (`octavo.optim.step_in_backward`);
     a step is then not skipped for a gradient that is not finite, which shows too late. `offload="optimizer"`: its
-    states live in host memory (`octavo.optim.offload_states`).
+    states live in host memory (`octavo.optim.offload_states`). `offload="master"`: FP32 master weights do, too, and the
+    linears' weights are in FP8 only (`octavo.optim.offload_master`); gradients are then released in any case.
     """
 
     def __init__(
@@ -57,10 +60,14 @@ class FP8Trainer:
             raise ValueError(f"gradient_accumulation_steps={gradient_accumulation_steps!r}: at least 1")
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ValueError(f"max_grad_norm={max_grad_norm!r}: a number above 0, or None for no limit")
-        if release_gradients:
-            _require_each_gradient_alone(model, gradient_accumulation_steps, max_grad_norm)
-        if offload not in (None, "optimizer"):
-            raise ValueError(f"offload={offload!r}: 'optimizer', for its states in host memory, or None")
+        if offload not in (None, *OFFLOADS):
+            raise ValueError(
+                f"offload={offload!r}: 'optimizer', for its states in host memory, 'master', for FP32 weights, too, or "
+                "None"
+            )
+        if release_gradients or offload == "master":
+            why = "release_gradients=True" if release_gradients else "offload='master'"
+            _require_each_gradient_alone(why, model, gradient_accumulation_steps, max_grad_norm)
         self.model = model
         self.optimizer = optimizer
         self.fp8_config = check_config(fp8_config)
@@ -77,7 +84,9 @@ class FP8Trainer:
         self.scaling: FP8ScalingManager | None = None
         self.report: Report | None = None
         self._set_up_fp8(convert_model_to_fp8)
-        if release_gradients:
+        if offload == "master":
+            offload_master(model, optimizer)
+        elif release_gradients:
             step_in_backward(optimizer, offload=offload is not None)
         elif offload is not None:
             offload_states(optimizer)
@@ -246,20 +255,18 @@ class FP8Trainer:
             setattr(self, name, value)
 
 
-def _require_each_gradient_alone(model: nn.Module, accumulation: int, limit: float | None) -> None:
+def _require_each_gradient_alone(why: str, model: nn.Module, accumulation: int, limit: float | None) -> None:
     if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise ValueError(
-            "release_gradients=True with DistributedDataParallel: gradients would be applied before they are averaged"
-        )
+        raise ValueError(f"{why} with DistributedDataParallel: gradients would be applied before they are averaged")
     if accumulation > 1:
         raise ValueError(
-            f"release_gradients=True with gradient_accumulation_steps={accumulation}: gradients that are to be summed "
-            "have to be kept; use one of the two"
+            f"{why} with gradient_accumulation_steps={accumulation}: gradients that are to be summed have to be kept; "
+            "use one of the two"
         )
     if limit is not None:
         raise ValueError(
-            f"release_gradients=True with max_grad_norm={limit}: their norm is known only when all are there; leave "
-            "max_grad_norm out, or keep them"
+            f"{why} with max_grad_norm={limit}: their norm is known only when all are there; leave max_grad_norm out, "
+            "or keep them"
         )
 
 

@@ -1,0 +1,162 @@
+"""The order in which states travel, with streams that only keep a record of who waits for whom."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+from octavo.optim import build_optimizer, host_states, step_in_backward
+from octavo.optim.transfers import Transfers
+
+
+class Stream:
+    """Knows which operations are done before what comes next on it: its own, and those of what it has waited for."""
+
+    def __init__(self, *_):
+        self.seen = set()
+
+    def wait_event(self, event):
+        self.seen |= event
+
+    def wait_stream(self, other):
+        self.seen |= other.seen
+
+    def record_event(self):
+        return frozenset(self.seen)
+
+    def synchronize(self):
+        HOST.seen |= self.seen
+
+
+HOST = Stream()
+
+
+class Watched(Transfers):
+    """A GPU's transfers on a CPU. Fails if memory is used before the last use of it is done."""
+
+    current = None
+    made = 0
+
+    def __init__(self, device):
+        super().__init__(device)
+        self._in, self._out = Stream(), Stream()
+        self.uses = {}
+        self.count = 0
+
+    def use(self, stream, tensor, what):
+        key = tensor.untyped_storage().data_ptr()
+        assert self.uses.get(key, frozenset()) <= stream.seen, f"{what} before the last use of that memory is done"
+        self.count += 1
+        stream.seen = stream.seen | {self.count}
+        self.uses[key] = frozenset({self.count})
+
+    def _land(self, x, trip):
+        Watched.made += not self._free.get(x.nbytes)
+        landed = super()._land(x, trip)
+        self.use(self._in, x, "a copy from the host")
+        self.use(self._in, landed, "a copy into a buffer")
+        return landed
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    compute = Stream()
+
+    @contextmanager
+    def stream(_stream):
+        yield
+
+    monkeypatch.setattr(host_states, "Transfers", Watched)
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: compute)
+    Watched.made = 0
+    return compute
+
+
+def _train(weights, optimizer, steps, before=lambda: None, after=lambda: None):
+    for i in range(steps):
+        x = torch.randn(64, 64, generator=torch.Generator().manual_seed(i))
+        before()
+        for weight in weights:
+            x = torch.tanh(x @ weight)
+        x.square().mean().backward()
+        after()
+        optimizer.step()
+
+
+def _weights(count=6):
+    torch.manual_seed(0)
+    return [nn.Parameter(torch.randn(64, 64) / 8) for _ in range(count)]
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit"])
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+def test_no_copy_overtakes_another(watched, name, count):
+    weights = _weights(count)
+    optimizer = build_optimizer(name, weights, 1e-2)
+    handle = step_in_backward(optimizer, offload=True)
+    step, send = handle._step, Watched.send
+
+    def watched_step(optimizer):
+        (parameter,) = optimizer.param_groups[0]["params"]
+        transfers = handle.states._of(parameter)
+        trip = handle.states._here[parameter]
+        for buffer in trip.buffers:
+            transfers.use(watched, buffer, "a step")
+        return step(optimizer)
+
+    def watched_send(self, state, room, trip):
+        fresh = set(state) - set(room)
+        event = send(self, state, room, trip)
+        if not fresh:
+            for buffer in trip.buffers:
+                self.use(self._out, buffer, "a copy out of a buffer")
+            for value in (v for v in room.values() if isinstance(v, torch.Tensor) and v.dim()):
+                for part in [getattr(value, n) for n in ("codes", "scale", "qmap")] if name != "adamw" else [value]:
+                    self.use(self._out, part, "a copy to the host")
+            event = self._out.record_event()
+            for buffer in trip.buffers:
+                free = self._free[buffer.nbytes]
+                last = next(i for i, (other, _) in enumerate(free) if other is buffer)
+                free[last] = (buffer, event)
+        return event
+
+    handle._step = watched_step
+    Watched.send = watched_send
+    try:
+        _train(weights, optimizer, 5)
+    finally:
+        Watched.send = send
+    expected = _weights(count)
+    plain = build_optimizer(name, expected, 1e-2)
+    step_in_backward(plain)
+    _train(expected, plain, 5)
+    assert all(torch.equal(a, b) for a, b in zip(weights, expected, strict=True))
+    # However many parameters there are, buffers for one that is stepped and for two that are on their way.
+    states = {"adamw": 2, "adamw8bit": 6}[name]
+    assert Watched.made <= 3 * states
+
+
+def test_states_that_an_optimizer_replaces_are_sent_all_the_same(watched):
+    weights = _weights(2)
+
+    class Replacing(torch.optim.SGD):
+        def step(self, closure=None):
+            (parameter,) = self.param_groups[0]["params"]
+            old = self.state[parameter].get("sum", torch.zeros_like(parameter))
+            self.state[parameter]["sum"] = old + 1
+
+    optimizer = Replacing(weights, lr=0.1)
+    handle = step_in_backward(optimizer, offload=True)
+    _train(weights, optimizer_without_step(optimizer), 3)
+    handle.states.wait()
+    assert all(torch.equal(optimizer.state[w]["sum"], torch.full_like(w, 3.0)) for w in weights)
+
+
+def optimizer_without_step(_optimizer):
+    class Nothing:
+        def step(self):
+            pass
+
+    return Nothing()
