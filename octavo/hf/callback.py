@@ -18,6 +18,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -27,9 +28,10 @@ from octavo.hf import decoder
 from octavo.hf.moved import MovementCheck
 from octavo.hf.out_of_memory import explain_in
 from octavo.hf.running import put_first, resumed_from, running_trainer
-from octavo.nn.linear import LinearInFP8
+from octavo.nn.linear import FP8Linear, LinearInFP8
 from octavo.numerics import FP8ScalingManager
-from octavo.optim.in_backward import InBackward, step_in_backward
+from octavo.optim import offload_master, step_in_backward
+from octavo.optim.in_backward import InBackward
 
 MULTIPLE = 16  # tokens: FP8 products on tensor cores have operands of whole 16-byte units
 WATCHED_BATCHES = 8
@@ -49,6 +51,8 @@ class OctavoCallback(TrainerCallback):
     `scaling`: statistics of this manager, for a model that runs under `octavo.fp8_autocast` (its `scaling`); by default
     those of the model's layers. `check_weights=False` leaves out the proof that weights move. `release_gradients`: each
     gradient is applied within backward, and its memory given back (`octavo.optim.step_in_backward`).
+    `offload="master"`: that, too, and while it trains the model has FP8 weights only, and FP32 masters in host memory
+    (`octavo.optim.offload_master`), which checkpoints then have.
     """
 
     def __init__(
@@ -57,10 +61,14 @@ class OctavoCallback(TrainerCallback):
         *,
         check_weights: bool = True,
         release_gradients: bool = False,
+        offload: str | None = None,
     ) -> None:
+        if offload not in (None, "master"):
+            raise ValueError(f"offload={offload!r}: 'master', for FP32 weights in host memory, or None")
         self.scaling = scaling
         self.check_weights = check_weights
         self.release_gradients = release_gradients
+        self.offload = offload
         self._released: InBackward | None = None
         self._stop_explaining: Callable[[], None] | None = None
         self._managers: list[FP8ScalingManager] = []
@@ -91,30 +99,33 @@ class OctavoCallback(TrainerCallback):
             self._introduced = True
             _introduce(model, trainer, args)
         self._check = MovementCheck(model) if self.check_weights else None
-        if self.release_gradients:
-            self._release(args, kwargs["optimizer"])
+        if self.release_gradients or self.offload is not None:
+            self._released = self._release(args, model, kwargs["optimizer"])
+            if self.offload is not None and state.global_step:
+                _read_again(model, self._released.optimizer, _resumed(resumed_from(), args, state))
         self._head_checked = False
         self._speed = _Speed(state.num_input_tokens_seen)
 
-    def _release(self, args: TrainingArguments, optimizer: Any) -> None:
+    def _release(self, args: TrainingArguments, model: nn.Module, optimizer: Any) -> InBackward:
+        asked = "offload='master'" if self.offload else "release_gradients=True"
         for name, value, fix in (
             ("max_grad_norm", args.max_grad_norm, 0),
             ("gradient_accumulation_steps", args.gradient_accumulation_steps, 1),
         ):
             if value not in (fix, None):
                 raise ValueError(
-                    f"OctavoCallback(release_gradients=True) with {name}={value}: that needs all gradients at once; "
-                    f"set TrainingArguments({name}={fix}), or leave release_gradients out"
+                    f"OctavoCallback({asked}) with {name}={value}: that needs all gradients at once; "
+                    f"set TrainingArguments({name}={fix}), or leave {asked.partition('=')[0]} out"
                 )
         if args.world_size > 1:
             raise ValueError(
-                f"OctavoCallback(release_gradients=True) in {args.world_size} processes: gradients would be applied "
-                "before they are averaged; train in one process, or leave release_gradients out"
+                f"OctavoCallback({asked}) in {args.world_size} processes: gradients would be applied "
+                f"before they are averaged; train in one process, or leave {asked.partition('=')[0]} out"
             )
         optimizer = getattr(optimizer, "optimizer", optimizer)  # without what Accelerate puts around it
         if self._check is not None:
             self._check.watch(optimizer)  # before what takes the gradients away
-        self._released = step_in_backward(optimizer)
+        return offload_master(model, optimizer) if self.offload else step_in_backward(optimizer)
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -193,7 +204,7 @@ class OctavoCallback(TrainerCallback):
     def _load(self, folder: str | None, args: TrainingArguments, state: TrainerState) -> None:
         if not self._managers:
             return
-        checkpoint = Path(folder) if folder is not None else _checkpoint(args, state)
+        checkpoint = _resumed(folder, args, state)
         names = (_file_name(args.process_index), _file_name(0))  # with more processes than before, those of the first
         path = next((checkpoint / name for name in names if (checkpoint / name).exists()), None)
         if path is None:
@@ -317,6 +328,22 @@ def _say(line: str) -> None:
 def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
     assert args.output_dir is not None
     return Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+
+
+def _resumed(folder: str | None, args: TrainingArguments, state: TrainerState) -> Path:
+    return Path(folder) if folder is not None else _checkpoint(args, state)
+
+
+def _read_again(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Path) -> None:
+    """Masters and their states, in FP32: the Trainer has read them into BF16 weights before there were any."""
+    missing = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, FP8Linear) and m.held is not None}
+    for file in sorted(checkpoint.glob("*.safetensors")):
+        weights = load_file(file)
+        missing -= weights.keys()
+        model.load_state_dict(weights, strict=False)
+    if missing:
+        raise ValueError(f"{checkpoint} has no {sorted(missing)[0]}: its masters cannot be had from there")
+    optimizer.load_state_dict(torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True))
 
 
 def _file_name(process: int) -> str:

@@ -26,6 +26,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from octavo.nn.held import full_precision
+
 ELEMENTS = 64
 MOST_STEPS = 10  # with a learning rate above zero; what has not moved by then is reported
 
@@ -116,7 +118,7 @@ class MovementCheck:
             elif moved:
                 del self._pending[name]
             elif below_rounding and (probe.held or not self._holds_some):
-                self._pending[name] = f"its updates at lr={probe.lr:g} are below the rounding of {_dtype(probe.weight)}"
+                self._pending[name] = f"its updates at lr={probe.lr:g} are below the rounding of {_dtype(probe.before)}"
             else:
                 stuck.append(name if probe.held else f"{name} (not in the optimiser)")
         if stuck:
@@ -141,7 +143,7 @@ def _probe(parameter: nn.Parameter, lr: float, held: bool) -> tuple[str, _Probe 
         return "its gradient is sparse", None
     if lr == 0:
         return "its learning rate was zero", None
-    weight, gradient = _flat(parameter), _flat(parameter.grad)
+    weight, gradient = _flat(full_precision(parameter)), _flat(parameter.grad)
     if weight.numel() == 0 or weight.numel() != gradient.numel():
         return "this process has no part of it", None
     lowest, highest = gradient.argmin(), gradient.argmax()
@@ -157,12 +159,13 @@ def _compare(probe: _Probe, optimizer: Any) -> Tensor:
     Adam's first updates have the size of the learning rate, whatever the gradient. Of an optimiser that keeps no such
     state the update is taken to be lr × gradient, if the gradient is below one.
     """
-    weight = _flat(probe.weight)
+    weight = _flat(full_precision(probe.weight))
+    gradient = probe.gradient.to(weight.device)
     moved = (weight[probe.places] != probe.before).any()
     like_adam = not probe.held or "exp_avg" in optimizer.state.get(probe.weight, {})
-    size = probe.lr * (1.0 if like_adam else probe.gradient.clamp(max=1.0))
+    size = probe.lr * (1.0 if like_adam else gradient.clamp(max=1.0))
     below = (size <= probe.before.float().abs() * torch.finfo(weight.dtype).eps).all()
-    return torch.stack([probe.gradient != 0, moved, below])
+    return torch.stack([gradient != 0, moved, below])
 
 
 def _flat(tensor: Tensor) -> Tensor:

@@ -5,8 +5,9 @@ from functools import wraps
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
-from trainer_cases import build, converted, logs, sft_trainer, trainer
+from trainer_cases import build, converted, logs, losses, sft_trainer, trainer
 
 import octavo
 from octavo import FP8TrainingConfig, OctavoCallback
@@ -339,3 +340,44 @@ def test_out_of_memory_is_explained(tmp_path, monkeypatch):
     calls.extend([1] * 3)
     run.train()
     assert not hasattr(run.training_step, "__wrapped__")
+
+
+def test_masters_on_the_host_train_as_well_and_move(tmp_path, capsys):
+    weights = []
+    for options in ({"release_gradients": True}, {"offload": "master"}):
+        model = converted(FP8TrainingConfig.from_recipe("current"))
+        run = trainer(tmp_path, model, [OctavoCallback(**options)], max_steps=3, max_grad_norm=0.0)
+        run.train()
+        weights.append([p.detach().clone() for p in run.model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
+    assert "not seen to learn" not in capsys.readouterr().err
+    run = trainer(tmp_path, callbacks=[OctavoCallback(offload="master")], max_steps=2, max_grad_norm=0.0)
+    run.optimizer = Frozen(run.model.parameters(), lr=1e-3)
+    with pytest.raises(RuntimeError, match=r"down_proj.weight.*did not move|did not move.*proj.weight"):
+        run.train()
+
+
+def test_a_run_with_masters_on_the_host_resumes_exactly(tmp_path):
+    settings = {"max_steps": 4, "max_grad_norm": 0.0, "save_strategy": "steps", "save_steps": 2}
+
+    def fresh(**more):
+        model = converted().bfloat16()
+        return trainer(tmp_path / "run", model, [OctavoCallback(offload="master")], **settings | more)
+
+    whole = fresh()
+    expected = losses(whole)
+    resumed = fresh()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    assert [entry["loss"] for entry in logs(resumed)] == expected
+    for one, other in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    saved = load_file(tmp_path / "run" / "checkpoint-4" / "model.safetensors")
+    assert saved["model.layers.0.mlp.up_proj.weight"].dtype == torch.float32
+
+
+def test_what_else_could_be_offloaded(tmp_path):
+    with pytest.raises(ValueError, match="offload='optimizer': 'master'"):
+        OctavoCallback(offload="optimizer")
+    run = trainer(tmp_path, callbacks=[OctavoCallback(offload="master")], max_grad_norm=1.0)
+    with pytest.raises(ValueError, match=r"OctavoCallback\(offload='master'\) with max_grad_norm=1.0"):
+        run.train()

@@ -1,4 +1,4 @@
-"""FP8 weights on the device and FP32 masters on the host: the same training as with FP32 weights, and what that takes."""
+"""FP8 weights on the device and FP32 masters on the host: the same training as with FP32 weights, in a byte each."""
 
 import io
 
@@ -283,7 +283,9 @@ def test_what_it_refuses(tmp_path):
     with pytest.raises(ValueError, match="are one product, and the optimiser trains only some of them"):
         offload_master(model, optimizer)
     tied = converted(CURRENT.replace(skip=()), tie_word_embeddings=True)
-    with pytest.raises(ValueError, match=r"embed_tokens.weight and lm_head.weight are one Parameter.*'lm_head' in skip"):
+    with pytest.raises(
+        ValueError, match=r"embed_tokens.weight and lm_head.weight are one Parameter.*'lm_head' in skip"
+    ):
         offload_master(tied, torch.optim.SGD(tied.parameters(), lr=0.1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     offload_master(model, optimizer)
