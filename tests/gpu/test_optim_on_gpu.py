@@ -4,13 +4,15 @@ import pytest
 import torch
 from torch import nn
 
-from octavo.optim import OPTIMIZERS, build_optimizer, offload_states, step_in_backward
+from octavo import FP8TrainingConfig, convert_to_fp8
+from octavo.nn.held import full_precision
+from octavo.optim import OPTIMIZERS, build_optimizer, offload_master, offload_states, step_in_backward
 
 
-def build():
+def build(count=6, dtype=torch.bfloat16):
     torch.manual_seed(0)
-    layers = [layer for _ in range(6) for layer in (nn.Linear(1024, 1024, bias=False), nn.GELU())]
-    return nn.Sequential(*layers).to("cuda", torch.bfloat16)
+    layers = [layer for _ in range(count) for layer in (nn.Linear(1024, 1024, bias=False), nn.GELU())]
+    return nn.Sequential(*layers).to("cuda", dtype)
 
 
 HOW = {
@@ -77,3 +79,113 @@ def test_less_memory():
     assert peaks["plain"] - peaks["released"] > 4 * one
     assert peaks["plain"] - peaks["offloaded"] > 5 * one
     assert peaks["plain"] - peaks["released and offloaded"] > 10 * one
+
+
+def test_memory_does_not_grow_with_what_the_host_is_ahead():
+    """Buffers for what is on its way, however many parameters there are."""
+    peaks = []
+    for count in (6, 48):
+        model = build(count)
+        optimizer = build_optimizer("adamw", model.parameters(), 1e-3)
+        step_in_backward(optimizer, offload=True)
+        x = torch.randn(64, 1024, device="cuda", dtype=torch.bfloat16)
+        for step in range(4):
+            if step == 2:
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+            model(x).float().square().mean().backward()
+            optimizer.step()
+        torch.cuda.synchronize()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        del model, optimizer
+    one = 2 * 1024 * 1024
+    assert peaks[1] - peaks[0] < 10 * one  # activations of 42 more layers; their states are 84
+
+
+def train(offload, *, config, name, dtype=torch.float32, count=24, steps=6):
+    if name != "adamw":
+        pytest.importorskip("torchao")
+    model = build(count, dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    convert_to_fp8(model, config)
+    optimizer = build_optimizer(name, model.parameters(), 1e-3)
+    if offload:
+        offload_master(model, optimizer)
+    else:
+        step_in_backward(optimizer)
+    generator = torch.Generator("cuda").manual_seed(1)
+    for _ in range(steps):
+        x = torch.randn(256, 1024, device="cuda", dtype=dtype, generator=generator)
+        model(x).float().square().mean().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("recipe", ["current", "block"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_masters_on_the_host_are_what_fp32_weights_would_be(name, recipe):
+    """A copy that another overtakes would leave a weight, or a moment, a step behind: off by the learning rate."""
+    config = FP8TrainingConfig.from_recipe(recipe)
+    expected = train(False, config=config, name=name)[0].state_dict()
+    model, optimizer = train(True, config=config, name=name)
+    for key, found in model.state_dict().items():
+        assert found.is_pinned() and found.dtype == torch.float32
+        torch.testing.assert_close(found.cuda(), expected[key], rtol=1e-5, atol=2e-5)
+    for linear in (module for module in model if isinstance(module, nn.Linear)):
+        assert linear.weight.untyped_storage().nbytes() == 4
+        torch.testing.assert_close(
+            linear.held.data.float() * _spread(linear.held.scale), linear.weight_master.cuda(), rtol=2**-4, atol=1e-3
+        )
+        assert optimizer.state[linear.weight]["exp_avg"].device.type == "cpu"
+
+
+def _spread(scale):
+    return scale.repeat_interleave(128, 0).repeat_interleave(128, 1) if scale.dim() else scale
+
+
+def test_fp8_weights_are_what_masters_round_to():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8}
+    config = transformers.LlamaConfig(**sizes, num_key_value_heads=4, vocab_size=512, tie_word_embeddings=False)
+    model = transformers.LlamaForCausalLM(config).to("cuda", torch.bfloat16).train()
+    convert_to_fp8(model, FP8TrainingConfig(activations="fp8"))
+    optimizer = build_optimizer("adamw", model.parameters(), 1e-3)
+    handle = offload_master(model, optimizer)
+    ids = torch.randint(512, (2, 128), device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+    losses = []
+    for _ in range(20):
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    assert losses[-1] < losses[0] / 2
+    groups = list(dict.fromkeys(handle._product.values()))
+    assert len(groups) == 4 * 4  # q, k and v; o; gate and up; down
+    for group in groups:
+        held = group.data.clone()
+        group.write([full_precision(p).cuda() for p in group.parameters])
+        assert torch.equal(held.view(torch.uint8), group.data.view(torch.uint8))
+    before = model(input_ids=ids, labels=ids).loss.detach()
+    weights, states = model.state_dict(), optimizer.state_dict()
+    model.load_state_dict({key: value.clone() for key, value in weights.items()})
+    optimizer.load_state_dict(states)
+    torch.testing.assert_close(model(input_ids=ids, labels=ids).loss.detach(), before)
+    handle.remove()
+    assert all(p.untyped_storage().nbytes() == 2 * p.numel() for p in model.parameters())
+
+
+def test_weights_take_a_byte_each():
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    model = build(24)
+    convert_to_fp8(model)
+    full = torch.cuda.memory_allocated() - before
+    handle = offload_master(model, build_optimizer("adamw", model.parameters(), 1e-3))
+    held = torch.cuda.memory_allocated() - before
+    assert full >= 24 * 2 * 1024 * 1024 and held < 0.52 * full
+    handle.remove()
