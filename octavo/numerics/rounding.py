@@ -42,6 +42,13 @@ def round_stochastic(v: Tensor, format: Format, generator: torch.Generator | Non
     return ((whole + (noise < scaled - whole)) * step).to(format.dtype)
 
 
+def round_stochastic_bf16(v: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """FP32 `v` to BF16, stochastically and without bias: BF16 is the upper half of FP32, and the lower one carries."""
+    noise = torch.randint(2**16, v.shape, dtype=torch.int32, device=v.device, generator=generator)
+    upper = (v.view(torch.int32) + noise) & -(2**16)
+    return torch.where(v.isfinite(), upper.view(torch.float32), v).to(torch.bfloat16)
+
+
 def _non_finite_to_nan(v: Tensor) -> Tensor:
     if v.device.type == "cpu" and v.numel() and not torch.compiler.is_compiling():
         low, high = torch.aminmax(v)

@@ -2,7 +2,7 @@
 
 Each `training_step(batch)` is one micro-batch: forward in FP8, backward, and on every
 `gradient_accumulation_steps`-th call the gradients are clipped and applied. Gradients of several micro-batches are
-summed in FP32 buffers, whatever the dtype of the Parameters, which exist only while they accumulate.
+summed in buffers of their own (`gradients.py`), which exist only while they accumulate.
 """
 
 import logging
@@ -19,11 +19,13 @@ from octavo.nn.autocast import fp8_autocast
 from octavo.nn.linear import FP8Linear
 from octavo.nn.report import Report
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
+from octavo.numerics.checks import check_choice
 from octavo.numerics.config import check_config
 from octavo.optim import offload_master, offload_states, step_in_backward
 from octavo.optim.out_of_memory import explained
 from octavo.support import check_fp8_support
 from octavo.training.files import disk_errors
+from octavo.training.gradients import GRADIENTS, GradientSums, default_for
 
 OFFLOADS = ("optimizer", "master")
 
@@ -41,6 +43,9 @@ class FP8Trainer:
     a step is then not skipped for a gradient that is not finite, which shows too late. `offload="optimizer"`: its
     states live in host memory (`octavo.optim.offload_states`). `offload="master"`: FP32 master weights do, too, and the
     linears' weights are in FP8 only (`octavo.optim.offload_master`); gradients are then released in any case.
+    `gradients`: what they are summed in over micro-batches: `fp32` (the default), 4 bytes a parameter; `bf16`, 2 bytes,
+    or `fp8`, one byte, both rounded stochastically, so that the mean is right and single sums are off by up to a 128th
+    or an 8th at each addition. Without accumulation gradients are what the parameters are, and nothing else can be had.
     """
 
     def __init__(
@@ -55,6 +60,7 @@ class FP8Trainer:
         loss_fn: Callable[[Any, Any], Tensor] | None = None,
         release_gradients: bool = False,
         offload: str | None = None,
+        gradients: str | None = None,
     ) -> None:
         if gradient_accumulation_steps < 1:
             raise ValueError(f"gradient_accumulation_steps={gradient_accumulation_steps!r}: at least 1")
@@ -68,6 +74,7 @@ class FP8Trainer:
         if release_gradients or offload == "master":
             why = "release_gradients=True" if release_gradients else "offload='master'"
             _require_each_gradient_alone(why, model, gradient_accumulation_steps, max_grad_norm)
+        self.gradients = _what_gradients_are(gradients, model, gradient_accumulation_steps)
         self.model = model
         self.optimizer = optimizer
         self.fp8_config = check_config(fp8_config)
@@ -78,12 +85,12 @@ class FP8Trainer:
         self.step = 0
         self.skipped_steps = 0
         self.grad_norm: Tensor | None = None
-        self._accumulated: dict[str, Tensor] = {}
         self._context: Any = nullcontext()
         self._saved: Path | None = None
         self.scaling: FP8ScalingManager | None = None
         self.report: Report | None = None
         self._set_up_fp8(convert_model_to_fp8)
+        self._sums = GradientSums(model, self.gradients) if gradient_accumulation_steps > 1 else None
         if offload == "master":
             offload_master(model, optimizer)
         elif release_gradients:
@@ -129,11 +136,10 @@ class FP8Trainer:
             raise ValueError(
                 f"loss has shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}: a scalar with a graph"
             )
-        (loss / self.gradient_accumulation_steps).backward()
+        last = (self.micro_step + 1) % self.gradient_accumulation_steps == 0
+        with nullcontext() if self._sums is None else self._sums.adding(self.micro_step, last=last):
+            (loss / self.gradient_accumulation_steps).backward()
         self.micro_step += 1
-        last = self.micro_step % self.gradient_accumulation_steps == 0
-        if self.gradient_accumulation_steps > 1:
-            self._accumulate(last)
         if last:
             self._apply_gradients()
         return loss.detach()
@@ -174,16 +180,6 @@ class FP8Trainer:
                 ".loss, a scalar tensor or (..., loss), or pass loss_fn to FP8Trainer"
             )
         return loss
-
-    def _accumulate(self, last: bool) -> None:
-        """Move this micro-batch's gradients into the FP32 sums; hand the sums over with the last one."""
-        for name, parameter in self.model.named_parameters():
-            if parameter.grad is not None:
-                grad = parameter.grad.float()
-                self._accumulated[name] = self._accumulated[name].add_(grad) if name in self._accumulated else grad
-                parameter.grad = None
-            if last and name in self._accumulated:
-                parameter.grad = self._accumulated.pop(name).to(parameter.dtype)
 
     def _apply_gradients(self) -> None:
         parameters = [p for p in self.model.parameters() if p.grad is not None]
@@ -238,7 +234,7 @@ class FP8Trainer:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scaling": self.scaling.state_dict() if self.scaling is not None else None,
-            "accumulated": {name: value.clone() for name, value in self._accumulated.items()},
+            "accumulated": self._sums.state_dict() if self._sums is not None else {},
             "counters": {"micro_step": self.micro_step, "step": self.step, "skipped_steps": self.skipped_steps},
         }
 
@@ -249,10 +245,29 @@ class FP8Trainer:
             raise ValueError("the saved state and this trainer disagree on FP8: build both with the same conversion")
         if self.scaling is not None:
             self.scaling.load_state_dict(state["scaling"])
-        device = next(self.model.parameters()).device
-        self._accumulated = {name: value.clone().to(device) for name, value in state["accumulated"].items()}
+        if self._sums is not None:
+            self._sums.load_state_dict(state["accumulated"])
+        elif state["accumulated"]:
+            raise ValueError(
+                f"gradient_accumulation_steps={self.gradient_accumulation_steps}: the saved state is in the middle of "
+                "an accumulation; go on with the number of steps it was saved with"
+            )
         for name, value in state["counters"].items():
             setattr(self, name, value)
+
+
+def _what_gradients_are(asked: str | None, model: nn.Module, accumulation: int) -> str:
+    if asked is not None:
+        check_choice("gradients", asked, GRADIENTS)
+    if accumulation > 1:
+        return asked or "fp32"
+    found = default_for(model)
+    if asked not in (None, found):
+        raise ValueError(
+            f"gradients={asked!r} with gradient_accumulation_steps=1: they are not summed, so they are what the "
+            f"parameters are ({found}); leave gradients out, or accumulate"
+        )
+    return found
 
 
 def _require_each_gradient_alone(why: str, model: nn.Module, accumulation: int, limit: float | None) -> None:

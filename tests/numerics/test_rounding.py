@@ -9,7 +9,7 @@ from numpy_fp8 import NAMES, codes, decode, grid, largest, same
 from numpy_fp8 import round_nearest as numpy_round_nearest
 
 from octavo.numerics import get_format, quantize, quantize_stochastic
-from octavo.numerics.rounding import ROUNDINGS, round_nearest, round_stochastic
+from octavo.numerics.rounding import ROUNDINGS, round_nearest, round_stochastic, round_stochastic_bf16
 
 by_format = pytest.mark.parametrize("name", NAMES)
 DRAWS = 100_000
@@ -156,3 +156,23 @@ def test_rounding_takes_any_strides():
 def test_an_unknown_rounding_is_refused():
     with pytest.raises(ValueError, match="rounding='up': choose one of nearest, stochastic"):
         quantize(torch.ones(3), rounding="up")
+
+
+@pytest.mark.parametrize("value", [1 + 2**-9, -3.1415927, 1e-40, 2.0**-126 * 1.003, 3e38])
+def test_stochastic_rounding_to_bf16(value):
+    """One of the two neighbours, and the value on average: N draws of a fair die are off by step / (2 √N)."""
+    n = 2**16
+    v = torch.full((n,), value)
+    found = round_stochastic_bf16(v, torch.Generator().manual_seed(0)).double()
+    bits = v[:1].view(torch.int32) & -(2**16)
+    ends = torch.stack([bits, bits + 2**16]).view(torch.float32).double()
+    assert set(found.tolist()) <= set(ends.flatten().tolist())
+    assert abs(found.mean() - v[0].double()) < 5 * (ends[1] - ends[0]).abs() / 2 / n**0.5
+
+
+def test_stochastic_rounding_to_bf16_leaves_alone_what_fits():
+    v = torch.randn(4096, generator=torch.Generator().manual_seed(0)).bfloat16().float()
+    v[:4] = torch.tensor([math.inf, -math.inf, 0.0, -0.0])
+    assert torch.equal(round_stochastic_bf16(v), v.bfloat16())
+    nan = torch.tensor([0x7F800001, 0x7FFFFFFF], dtype=torch.int32).view(torch.float32)
+    assert round_stochastic_bf16(nan).isnan().all()

@@ -91,7 +91,7 @@ def test_accumulation_is_in_fp32():
     for _ in range(15):
         naive = naive + torch.tensor(2.0**-9, dtype=torch.bfloat16)
     assert naive == 1 and seen == [torch.tensor([exact]).bfloat16()] and seen[0] > 1
-    assert trainer.step == 1 and not trainer._accumulated
+    assert trainer.step == 1 and not trainer.state_dict()["accumulated"]
 
 
 def test_micro_batches_equal_one_batch():
