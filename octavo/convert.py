@@ -104,6 +104,10 @@ def convert_to_fp8(
 
 def restore(model: nn.Module) -> None:
     """Undo `convert_to_fp8`: the same modules, Parameters and hooks, of the classes they had."""
+    if any(isinstance(module, FP8Linear) and module.held is not None for module in model.modules()):
+        raise ValueError(
+            f"{type(model).__name__} has weights in FP8 only: call remove() on what offload_master returned first"
+        )
     for module in model.modules():
         if isinstance(module, FP8Linear):
             module.give_back()

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.nn.frozen import SCALE_NAME, FP8FrozenLinear, quantize_weight
+from octavo.nn.held import full_precision
 from octavo.numerics.checks import check_choice
 from octavo.numerics.quantize import BLOCK, Quantized
 
@@ -138,7 +139,9 @@ def _as_blocks(inner: nn.Linear, merged: Tensor | None) -> Quantized:
 
 
 def _high_precision(inner: Any) -> Tensor:
-    return inner.dequantize(torch.float32) if isinstance(inner, FP8FrozenLinear) else inner.weight.detach()
+    return (
+        inner.dequantize(torch.float32) if isinstance(inner, FP8FrozenLinear) else full_precision(inner.weight).detach()
+    )
 
 
 def _active(module: Any) -> list[str]:

@@ -5,9 +5,13 @@ import io
 import pytest
 import torch
 from decoder_cases import batch, build
+from safetensors.torch import load_file
 from torch import nn
+from torch._dynamo.backends.debugging import aot_eager
 
 from octavo import FP8Trainer, FP8TrainingConfig, convert_to_fp8, restore
+from octavo.hf.export import export_fp8, save_merged
+from octavo.nn.frozen import quantize_weight
 from octavo.nn.held import full_precision
 from octavo.optim import OPTIMIZERS, build_optimizer, offload_master, step_in_backward, steps_in_backward
 
@@ -93,14 +97,33 @@ def test_plain_linears_and_checkpointing():
 
 
 def test_compiled_layers():
+    """One graph for all of them: what holds a weight is nothing that dynamo would specialise on."""
     expected = train(offload_master)[0]
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
 
     def compile_too(model, optimizer):
+        model.config.use_cache = False
         offload_master(model, optimizer)
-        for i, layer in enumerate(model.model.layers):
-            model.model.layers[i] = torch.compile(layer, backend="aot_eager")
+        for layer in model.model.layers:
+            layer.compile(backend=backend)
 
+    torch._dynamo.reset()
     assert train(compile_too)[0] == expected
+    assert len(graphs) == 1
+
+
+def test_two_graphs_at_a_time_are_noticed():
+    """The first backward writes new weights, which the second one would take for those of its forward."""
+    model = converted()
+    offload_master(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    first, second = (model(**batch()).loss for _ in range(2))
+    first.backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        second.backward()
 
 
 def test_a_byte_on_the_device_and_four_on_the_host():
@@ -182,6 +205,17 @@ def test_weights_saved_and_loaded(tmp_path):
     original = model.model.layers[1].mlp.up_proj.held
     assert torch.equal(held.data.view(torch.uint8), original.data.view(torch.uint8))
     assert torch.equal(held.scale, original.scale)
+
+
+@pytest.mark.parametrize("fp8", [True, False], ids=["FP8", "BF16"])
+def test_exported_weights_come_from_the_masters(tmp_path, fp8):
+    _, model, _ = train(offload_master, **WHOLE_BLOCKS)
+    name = "model.layers.0.mlp.up_proj.weight"
+    master = model.state_dict()[name]
+    (export_fp8 if fp8 else save_merged)(model, tmp_path)
+    found = load_file(tmp_path / "model.safetensors")
+    expected = quantize_weight(master, "block").data if fp8 else master
+    assert torch.equal(found[name].float(), expected.float())
 
 
 def test_a_checkpoint_of_a_run_without_offloading():
@@ -293,7 +327,7 @@ def test_what_it_refuses(tmp_path):
         offload_master(model, optimizer)
     with pytest.raises(ValueError, match=r"torch.float32 on cpu to torch.bfloat16 on cpu.*remove\(\)"):
         model.bfloat16()
-    with pytest.raises(ValueError, match=r"remove\(\)"):
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM has weights in FP8 only: call remove\(\)"):
         restore(model)
     model.to("cpu").float().eval()  # changes nothing
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
