@@ -60,7 +60,9 @@ class Transfers:
         else:
             buffer = torch.empty(x.nbytes, dtype=torch.uint8, device=self.device)
         trip.buffers.append(buffer)
-        return buffer.view(x.dtype).view(x.shape).copy_(x, non_blocking=True)
+        # Not a view of the buffer: what compiles a step would have to know how to make it again.
+        landed = torch.empty(0, dtype=x.dtype, device=self.device)
+        return landed.set_(buffer.untyped_storage(), 0, x.shape, x.stride()).copy_(x, non_blocking=True)
 
     def wait_for(self, trip: Trip) -> None:
         """What is computed from here on finds the state on the device."""
