@@ -279,7 +279,7 @@ def bench(
             "Contenders",
             "--optimizer",
             f"Whole steps, with the optimiser: {', '.join(OPTIMIZERS)}, several by commas, for ours; AdamW for others. "
-            "+in-backward and +offload-optimizer then go with a recipe.",
+            "+in-backward, +offload-optimizer and +offload-master then go with a recipe.",
         ),
     ] = None,
     gemm: Annotated[bool, _option("Parts", "--gemm", "Time the model's GEMMs instead of its step.")] = False,

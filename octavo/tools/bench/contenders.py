@@ -15,7 +15,7 @@ BASELINE = "bf16-compiled"
 OWN_BASELINE = "octavo-bf16"
 AGAINST = ("bf16-eager", BASELINE, OWN_BASELINE, "torchao", "torchao-row", "te", "unsloth")
 EXTRAS = ("fp8-head", "wgrad-channel", "graphs", "fp8-activations")
-STEP_EXTRAS = ("in-backward", "offload-optimizer")  # of whole steps: see `octavo.optim`
+STEP_EXTRAS = ("in-backward", "offload-optimizer", "offload-master")  # of whole steps: see `octavo.optim`
 OURS = ("octavo", "octavo-bf16", "octavo-fused")
 HEADS = ("bf16", "fp8", "both")
 WGRADS = ("recipe", "channel", "both")
@@ -114,7 +114,7 @@ def _with_extras(recipe: str, extras: Sequence[str], compile: bool) -> Contender
         graphs="graphs" in extras,
         activations="fp8" if "fp8-activations" in extras else "bf16",
         in_backward="in-backward" in extras,
-        offload="optimizer" if "offload-optimizer" in extras else None,
+        offload=next((extra.removeprefix("offload-") for extra in extras if extra.startswith("offload-")), None),
     )
 
 

@@ -20,7 +20,7 @@ from octavo.models.bdh import BDH, BDHConfig
 from octavo.nn.autocast import fp8_autocast
 from octavo.nn.frozen import FP8FrozenLinear, activation_config
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
-from octavo.optim import build_optimizer, offload_states, step_in_backward
+from octavo.optim import build_optimizer, offload_master, offload_states, step_in_backward
 from octavo.tools.bench.cases import Case
 from octavo.tools.bench.contenders import FROZEN, OURS, Contender
 from octavo.tools.bench.peers import convert_by_te, convert_by_torchao
@@ -92,7 +92,10 @@ class Subject:
         trained = [p for p in self.model.parameters() if p.requires_grad]
         ours = contender.kind in OURS
         optimizer = build_optimizer(str(contender.optimizer), trained, LEARNING_RATE, stochastic_rounding=ours)
-        if contender.in_backward:
+        if contender.offload == "master":
+            offload_master(self.model, optimizer)
+            self._drawn = []  # what is left of the weights is in FP8, and stays between turns
+        elif contender.in_backward:
             step_in_backward(optimizer, offload=contender.offload is not None)
         elif contender.offload is not None:
             offload_states(optimizer)
