@@ -1,9 +1,8 @@
 """SwiGLU (or GELU) straight to FP8 with a scale per block, and back: `gated.py` for the recipes `block` and `mx`.
 
 Scales along a row are those of 1×128 or 1×32 elements, found in the tile. Along a column they are the same, or one per
-channel, whose amax the pass over the rows finds. So backward is one pass over tiles that hold whole blocks along both
-axes (`gated_both.py`). Where there are none it is two, and both compute the gradients anew from what memory holds:
-gate, up and the gradient of h. Neither the gradients nor h are ever there in high precision.
+channel, whose amax the pass over the rows finds. So backward is two passes, and both compute the gradients anew from
+what memory holds: gate, up and the gradient of h. Neither the gradients nor h are ever there in high precision.
 """
 
 from functools import cache
@@ -16,7 +15,6 @@ from torch import Tensor
 
 from octavo.kernels import tiles
 from octavo.kernels.gated import can_gate
-from octavo.kernels.gated_both import arrange_both, can_write, gated_both_kernel
 from octavo.kernels.gated_tiles import activate, gradients, load_gate_up
 from octavo.kernels.launch import Plan, Plans, kind, seed_of
 from octavo.kernels.quantize import clips
@@ -31,7 +29,6 @@ Tile = tuple[int, int, int, int]
 
 # Tokens and features of a tile, warps, programs per multiprocessor.
 _ROWS: Tile = (32, 128, 8, 4)
-_ROWS_REGISTERS = 64  # mx would take 80, and three programs would be there at a time, not four
 _BACKWARD_ROWS: Tile = (16, 128, 4, 6)
 _BACKWARD_ROWS_AMAX: Tile = (8, 128, 4, 8)  # looking for the amax of columns, too
 _COLUMNS: dict[int, Tile] = {
@@ -275,7 +272,6 @@ def gated_quantize(gate_up: Tensor, row: Tensor, recipe: OperandRecipe, activati
         plan = Plan(given=2)
         out, scale = plan.make((m, f), recipe.format.dtype), _make_scale(plan, mode, m, f)
         grid, constants = _arrange(gate_up, m, f, _ROWS)
-        constants["maxnreg"] = _ROWS_REGISTERS
         constants |= {"MODE": mode, "RECORD": record, "SILU": activation == "silu", "CLIPS": clips(recipe)}
         numbers = (m, f, 1.0 / (m * f), seed_of(recipe))
         plan.launch(_rows_kernel, grid, (0, 1, out, scale), numbers, constants | _rounding(recipe))
@@ -312,15 +308,6 @@ def _plan_backward(
     if by_channel:
         column_amax, h_amax = (plan.make((n,), torch.float32, zeros=True) for n in (2 * f, f))
 
-    plan.results = (rows, scale, columns, scale_t, h, h_scale)
-    rounding = _rounding(recipe) | {f"H_{name}": value for name, value in _rounding(recipe_h).items()}
-    if mode == mode_t and can_write(mode, dh, gate_up, recipe, recipe_h):
-        grid, constants = arrange_both(mode, dh)
-        constants |= {"SILU": silu, "CLIPS": clips(recipe)}
-        constants |= {name: value for name, value in rounding.items() if "STOCHASTIC" not in name}
-        plan.launch(gated_both_kernel, grid, (0, 1, 2, *plan.results), (m, f, 0.5 / (m * f)), constants)
-        return plan
-
     tile = _BACKWARD_ROWS_AMAX if by_channel else _BACKWARD_ROWS
     grid, constants = _arrange(gate_up, m, f, tile, strips=by_channel)
     constants |= {"MODE": mode, "COLUMN_AMAX": by_channel, "SILU": silu, "CLIPS": clips(recipe)}
@@ -330,10 +317,11 @@ def _plan_backward(
 
     grid, constants = _arrange(gate_up, m, f, _COLUMNS[mode_t])
     constants |= {"MODE": mode_t, "SILU": silu}
-    constants |= rounding
+    constants |= _rounding(recipe) | {f"H_{name}": value for name, value in _rounding(recipe_h).items()}
     outs = (columns, scale_t, h, h_scale)
     numbers_t = (m, f, seed_of(recipe, recipe_h))
     plan.launch(_backward_columns_kernel, grid, (0, 1, column_amax, h_amax, *outs), numbers_t, constants)
+    plan.results = (rows, scale, columns, scale_t, h, h_scale)
     return plan
 
 

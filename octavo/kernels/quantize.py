@@ -6,7 +6,7 @@
     channel        one per row, of rows that a program holds whole; else per row or column from an amax pass, or found
                    by the pass over the other layout (columns, on the way over whole rows)
     128×128        of a block, over whose tiles a program walks twice
-    1×128          of a tile's own rows (128 elements along the contracted dimension), columns, or (whole tiles) both
+    1×128          of a tile's own rows (128 elements along the contracted dimension), or columns; each in its own pass
     1×32 (mx)      the same with 32, a power of two
 
 A group of matrices that lie side by side (q, k and v, say) is written into slices of one buffer, by one launch each.
@@ -22,7 +22,6 @@ from torch import Tensor
 
 from octavo.kernels.launch import Plan, Plans, kind, seed_of
 from octavo.kernels.quantize_block import block_kernel
-from octavo.kernels.quantize_both import arrange_both, both_kernel, can_write
 from octavo.kernels.quantize_columns import columns_kernel
 from octavo.kernels.quantize_rows import WIDEST, arrange, rows_kernel
 from octavo.kernels.quantize_scaled import amax_kernel, scaled_kernel
@@ -67,6 +66,8 @@ _WHOLE_COLUMNS_TILES: dict[int, Tile] = {
 _LARGEST_BATCH = 65_535  # the second dimension of a grid
 _WIDE = (torch.bfloat16, torch.float16, torch.float32)
 _SMALL_TILES = {NONE.value, TENSOR.value, CHANNEL.value}  # scales known before the tile
+
+
 _PLANS = Plans()
 
 
@@ -172,9 +173,6 @@ class _Planner:
                 measured = (self.row, self.row, column_amax)
                 self._write(plan, NONE.value, mode_c, (columns, columns), measured, record=False, column_amax=False)
                 plan.results = (*rows, *columns)
-            return plan
-        if mode_r == mode_c and self._write_both(plan, mode_r, (*rows, *columns), record=record):
-            plan.results = (*rows, *columns)
             return plan
         passes = _passes(mode_r, mode_c)
         on_the_way = len(passes) == 2 and mode_r != BLOCK_128X128.value
@@ -317,17 +315,6 @@ class _Planner:
         constants |= {"MODE": mode, "MX_UP": self.recipe.mx_rule == "up"} | _rounding(self.recipe)
         numbers = (r0, end, self.r, self.c, self.b, *self._strides(x), seed_of(self.recipe))
         plan.launch(columns_kernel, grid, (i, amax, *output), numbers, constants)
-        return True
-
-    def _write_both(self, plan: Plan, mode: int, outputs: tuple[int, ...], *, record: bool) -> bool:
-        """One pass to both layouts, if its kernel covers this."""
-        if not all(can_write(mode, self.recipe, x, self._strides(x)) for x in self.xs):
-            return False
-        for i, r0, end in self._parts():
-            grid, constants = arrange_both(mode, self.recipe, self.xs[i])
-            constants |= {"RECORD": record, "FIRST": r0 == 0, "CLIPS": clips(self.recipe)}
-            numbers = (r0, end, self.r, self.c, self.b, *self._strides(self.xs[i]), 1.0 / (self.b * self.r * self.c))
-            plan.launch(both_kernel, grid, (i, self.row, *outputs), numbers, constants)
         return True
 
     def _parts(self) -> list[tuple[int, int, int]]:

@@ -89,9 +89,8 @@ def test_quantize_single_rows_and_columns(name):
 @pytest.mark.parametrize("name", [*GROUPED[:5], "mx x", "mx floor x", "delayed g", "little margin x"])
 def test_quantize_unusual_values(name):
     for dtype in (torch.float32, BF16) if name in ("delayed x", "channel x", "mx x") else (BF16,):
-        for shape in ((2, 70, 150), (2, 128, 256)):
-            for x in unusual(*shape, dtype=dtype, device="cuda").values():
-                compare(x, OPERANDS[name], "both")
+        for x in unusual(2, 70, 150, dtype=dtype, device="cuda").values():
+            compare(x, OPERANDS[name], "both")
 
 
 @pytest.mark.parametrize("name", ["delayed x", "channel x", "block x", "block w", "mx x"])

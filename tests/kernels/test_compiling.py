@@ -24,6 +24,6 @@ def test_tiles_are_transposed_in_16_bits(dtype, rounding):
         "_causal_kernel",
         "rows_kernel",
         "columns_kernel",
-    } | ({"both_kernel", "gated_both_kernel"} if dtype == "bfloat16" else set())
+    }
     assert sum(k["conversions"] for k in kernels) > 0  # else this looks for the wrong thing
     assert not [k for k in kernels if k["bytes_turned"]]

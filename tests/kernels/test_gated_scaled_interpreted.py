@@ -5,11 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_cases import CONFIGS, assert_nearly_same, assert_same_bits, assert_same_row, new_row, sample
+from kernel_cases import CONFIGS, assert_nearly_same, new_row, sample
 
 from octavo import FP8TrainingConfig
 from octavo.kernels import gated_scaled as kernel
-from octavo.kernels.gated_both import TILES
 from octavo.numerics.activation import ACTIVATIONS, gated, gated_backward
 from octavo.numerics.operand import quantize_operand
 
@@ -75,28 +74,6 @@ def test_backward(name, shape, activation):
     for one, other in zip(found, expected, strict=True):
         assert_alike(one, other)
     assert_row(mine, theirs, 2 * math.prod(shape))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("name", "steps"), [("block", 2), ("block, E5M2", 3), ("mx", 1), ("mx, floor", 2)])
-def test_backward_of_whole_tiles(name, steps, dtype, monkeypatch):
-    """In one pass, by a kernel which nothing else takes the place of, to the same bits as that which does so in two."""
-    gate_up, dh = (x.to(dtype) for x in inputs(128, 128))
-    gate_up[3, 7], gate_up[100, 130], dh[5, 9] = math.inf, math.nan, -math.inf
-    recipe = RECIPES[name]
-    mine, theirs = new_row(), new_row()
-    mode = kernel._rows_mode(recipe.g)
-    with monkeypatch.context() as patch:
-        patch.delitem(TILES, mode)
-        expected = kernel.gated_quantize_backward(dh, gate_up, theirs, recipe.g, recipe.x, "silu")
-    kernel._PLANS.clear()
-    tile_m, tile_f, rows, _, *rest = TILES[mode]
-    monkeypatch.setitem(TILES, mode, (tile_m, tile_f, rows, steps, *rest))
-    monkeypatch.setattr(kernel, "_backward_rows_kernel", None)
-    found = kernel.gated_quantize_backward(dh, gate_up, mine, recipe.g, recipe.x, "silu")
-    kernel._PLANS.clear()
-    assert_same_bits(list(found), list(expected))
-    assert_same_row(mine, theirs)
 
 
 def test_nan_is_noticed():

@@ -16,7 +16,6 @@ from kernel_cases import (
 )
 
 from octavo.kernels import quantize as kernel
-from octavo.kernels.quantize_both import TILES
 from octavo.numerics import E4M3, E5M2, OperandRecipe
 from octavo.numerics import operand as spec
 from octavo.numerics.operand import LAYOUTS
@@ -121,38 +120,6 @@ def test_columns_of_whole_tiles(name, dtype, monkeypatch):
     xs = [sample(rows, 64, dtype=dtype) * factor for rows, factor in ((128, 1), (256, 9))]
     found = kernel.quantize_group(xs, new_row(), OPERANDS[name], record=False, layout="columns")
     assert_same_bits(found, spec.quantize_operand(torch.cat(xs), new_row(), OPERANDS[name], layout="columns"))
-
-
-@pytest.mark.parametrize("dtype", DTYPES[1:])
-@pytest.mark.parametrize("name", ["block x", "mx x", "mx floor x", "mx E5M2 floor x"])
-def test_both_layouts_of_whole_tiles(name, dtype, monkeypatch):
-    """In one pass, by a kernel which nothing else takes the place of."""
-    monkeypatch.setattr(kernel, "scaled_kernel", None)
-    x = sample(2, 128, 128, dtype=dtype)
-    x[0, 3, 5], x[1, 100, 6] = float("inf"), float("nan")
-    x[1, :, 9] = float("-inf")
-    x[..., 10], x[:, 11] = 0, 0
-    compare(x, OPERANDS[name], "both")
-    compare(sample(128, 264, dtype=dtype)[:, 8:136], OPERANDS[name], "both", record=False)
-    xs = [sample(rows, 128, dtype=dtype) * factor for rows, factor in ((128, 1), (256, 9))]
-    mine, theirs = new_row(), new_row()
-    found = kernel.quantize_group(xs, mine, OPERANDS[name], layout="both")
-    assert_same_bits(found, spec.quantize_operand(torch.cat(xs), theirs, OPERANDS[name], layout="both"))
-    assert_same_row(mine, theirs)
-
-
-@pytest.mark.parametrize("name", ["block x", "mx x"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_unusual_values_in_whole_tiles(name, kind):
-    compare(unusual(128, 128, dtype=DTYPES[1 + KINDS.index(kind) % 2])[kind], OPERANDS[name], "both")
-
-
-@pytest.mark.parametrize("rows", [4, 8])
-@pytest.mark.parametrize("name", ["block x", "mx x"])
-def test_other_tiles_of_both_layouts(name, rows, monkeypatch):
-    mode = kernel._modes(OPERANDS[name], "both")[0]
-    monkeypatch.setitem(TILES, mode, (128, 128, rows, 4, 1, 128))
-    compare(sample(128, 128, dtype=torch.bfloat16), OPERANDS[name], "both")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -23,6 +23,7 @@ from octavo import ops, ops_linear
 from octavo.numerics import FP8TrainingConfig, Quantized
 from octavo.numerics.config import RECIPES, OperandRecipe, Recipe
 from octavo.numerics.operand import LAYOUTS
+from octavo.numerics.quantize import BLOCK
 from octavo.numerics.scaling import new_rows
 from octavo.tools.bench.cases import Case
 from octavo.tools.bench.result import FAILED, TIMED
@@ -86,7 +87,7 @@ def passes(recipe: OperandRecipe, layout: str) -> int:
     channel     rows once: a whole row is in registers. A column is not, so its amax takes a pass before: one of its
                 own, or that of the rows, which leaves it. So columns and both read twice
     128×128     once: a program walks over a block twice, but the second time it comes from a cache
-    1×128, mx   once, scales being found in the tile, for both layouts in the same one (whole tiles of 16-bit numbers)
+    1×128, mx   rows or columns once, scales being found in the tile; both are two passes with tiles of other shapes
 
     Scales and amaxes are small and not counted, nor are the rare passes that look again for NaN or saturation.
     """
@@ -94,17 +95,18 @@ def passes(recipe: OperandRecipe, layout: str) -> int:
         return 1 if recipe.delayed else 2
     if recipe.granularity == "channel":
         return 1 if layout == "rows" else 2
-    return 2 if layout == "both" and recipe.columns not in (None, recipe.granularity) else 1
+    if recipe.granularity == "block" and recipe.block == (BLOCK, BLOCK):
+        return 1
+    return 2 if layout == "both" else 1
 
 
 def gated_passes(recipe: Recipe, size: int) -> tuple[tuple[int, int], tuple[int, int]]:
     """Of the gated MLP, forward and backward: how often inputs are read, and BF16 elements that move in between.
 
     `size` is that of h. Per tensor and per block all is computed from gate, up and dh, in every pass anew, and nothing
-    lies in between. (With one scale per tensor, that of h is known in backward; tiles of 1×128 and mx hold the blocks
-    of both layouts, and what a program reads again comes from a cache.) Per channel h, or the gradients of gate and up
-    (twice its size) and h, are written in BF16 once, and quantised from there. So are blocks where the width is no
-    multiple of 128, which is not counted.
+    lies in between; backward needs two passes where the layouts have scales of their own. (With one scale per tensor,
+    that of h is known in backward.) Per channel h, or the gradients of gate and up (twice its size) and h, are written
+    in BF16 once, and quantised from there. So are blocks where the width is no multiple of 128, which is not counted.
     """
     rows, both, columns = passes(recipe.x, "rows"), passes(recipe.g, "both"), passes(recipe.x, "columns")
     if recipe.x.granularity != "channel":
