@@ -12,9 +12,10 @@ again. A recording holds the memory of its activations for good.
 """
 
 import logging
+import warnings
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -118,16 +119,39 @@ class _Graphs:
             return None
         rows = [row for manager in self.managers for row in manager.rows]
         before = [row.clone() for row in rows]
+        generator = torch.cuda.default_generators[tokens.device.index]
+        numbers = generator.get_state()
         try:
             self.recorded[key] = _Recorded(self.decoder, tokens)
         except Exception as error:  # whatever a model does that no graph can hold; without one it is still right
             self._failed.add(key)
             with suppress(RuntimeError):
                 torch.cuda.synchronize()
+            _renew(generator, numbers)
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             logger.warning("no CUDA graph for %s tokens, which are computed without: %s", tuple(tokens.shape), reason)
         torch._foreach_copy_(rows, before)  # recording is no training step
         return self.recorded.get(key)
+
+
+def _renew(generator: torch.Generator, numbers: Tensor) -> None:
+    """A recording that breaks off leaves the generator recording, and every later random number would be an error."""
+    fresh = torch.Generator(generator.device)
+    fresh.set_state(numbers)
+    generator.graphsafe_set_state(fresh)
+
+
+@contextmanager
+def _no_waiting() -> Iterator[None]:
+    """What waits for the GPU is an error here. Within a recording it would be one, too, and break more."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that this is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 def _only_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
@@ -164,10 +188,13 @@ class _Recorded:
         mask = attention.plainly_causal(decoder.get_input_embeddings().weight)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # once before: libraries want memory of their own for each stream
-            hidden = self._hidden(decoder, mask)
-            self._gradients(hidden, torch.zeros_like(hidden))
-            del hidden
+        with torch.cuda.stream(stream):
+            # Before: what is compiled is compiled, and libraries want memory of their own for each stream.
+            for context in (nullcontext(), _no_waiting()):
+                with context:
+                    hidden = self._hidden(decoder, mask)
+                    self._gradients(hidden, torch.zeros_like(hidden))
+                    del hidden
         torch.cuda.current_stream().wait_stream(stream)
         with torch.cuda.graph(self.forward, pool=self.pool, stream=stream):
             hidden = self._hidden(decoder, mask)

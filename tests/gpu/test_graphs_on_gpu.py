@@ -1,6 +1,7 @@
 """Training steps from CUDA graphs: the same losses and gradients as without, and what is not recorded."""
 
 import logging
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -143,6 +144,22 @@ def test_what_cannot_be_recorded(caplog):
     loss.backward()
     assert loss.isfinite() and "no CUDA graph for (2, 128) tokens" in caplog.text
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.requires_grad)
+
+
+def test_a_recording_that_breaks_off_leaves_nothing_broken(monkeypatch):
+    """Past the look for what waits: the recording itself fails, and the GPU's random numbers go on."""
+    model, (tokens,) = make(), batches(1)
+    monkeypatch.setattr(graphs, "_no_waiting", nullcontext)
+    graphs._fused_model(model).model.register_forward_hook(lambda *_: torch.cuda.synchronize())
+    octavo.use_cuda_graphs(model, after=0)
+    torch.manual_seed(5)
+    expected = torch.rand(4, device="cuda")
+    torch.manual_seed(5)
+    model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+    assert graphs.recordings(model) == 0
+    assert torch.equal(torch.rand(4, device="cuda"), expected)
+    x = torch.randn(64, 64, device="cuda") @ torch.randn(64, 64, device="cuda")
+    assert x.isfinite().all()
 
 
 def test_weights_that_move():
