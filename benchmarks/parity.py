@@ -27,9 +27,10 @@ from typing import Any
 import numpy as np
 import torch
 from corpus import DEFAULT, Corpus, byte_corpus, load_corpus
-from parity_runs import BF16, FP8, LLAMA_1B, LLAMA_TINY, VARIANTS, Data, Task, train
+from parity_runs import BF16, FP8, LLAMA_1B, LLAMA_TINY, VARIANTS, Data, Task, split_run, train
 
 from octavo.models.bdh import PRESETS
+from octavo.optim import OPTIMIZERS
 from octavo.training.files import write_json
 
 ORDER = ("bf16", "delayed", "block", "channel", "bf16-noise1", "bf16-noise2", "current", "mx", "e5m2", *VARIANTS)
@@ -52,8 +53,10 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", choices=tuple(TASKS), help="one of the two tasks")
     parser.add_argument(
         "--recipes",
-        help=f"comma-separated, of {', '.join(('bf16', *FP8))}, with another seed as in bf16-seed1; default: see above",
+        help=f"comma-separated, of {', '.join(('bf16', *FP8))}, with another optimiser as in bf16+adamw4bit, with "
+        "another seed as in bf16-seed1; default: see above",
     )
+    parser.add_argument("--size", choices=tuple(PRESETS), default="25m", help="of BDH (default: 25m)")
     parser.add_argument("--bf16-runs", type=int, default=3, choices=(1, 2, 3))
     parser.add_argument("--steps", type=int, help="instead of the task's")
     parser.add_argument("--batch", type=int, help="sequences in a step, instead of the task's")
@@ -68,8 +71,11 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error("no CUDA device here; to try the script: --tiny --device cpu")
     options.recipes = options.recipes.split(",") if options.recipes else None
     for recipe in options.recipes or ():
-        if re.sub(r"-seed[1-9]$", "", recipe) not in ("bf16", *FP8):
+        name, optimizer, _ = split_run(re.sub(r"-seed(?![1-9]$)", "-", recipe))
+        if name not in ("bf16", *FP8):
             parser.error(f"--recipes: {recipe!r} is none of bf16, {', '.join(FP8)}")
+        if optimizer not in OPTIMIZERS:
+            parser.error(f"--recipes: {recipe!r}: its optimiser is none of {', '.join(OPTIMIZERS)}")
     if options.backend is None:
         options.backend = "inductor" if options.device.startswith("cuda") else "none"
     return options
@@ -80,7 +86,9 @@ def plan(options: argparse.Namespace) -> list[tuple[Task, str]]:
     tasks = []
     for task in (TINY if options.tiny else TASKS).values():
         if options.only in (None, task.name):
-            changes = {"steps": options.steps, "batch": options.batch}
+            changes: dict[str, Any] = {"steps": options.steps, "batch": options.batch}
+            if task.name == "bdh" and not options.tiny:
+                changes["shape"] = PRESETS[options.size]
             task = replace(task, **{name: value for name, value in changes.items() if value})
             tasks.append(replace(task, warmup=min(task.warmup, task.steps // 3)))
 
@@ -91,7 +99,7 @@ def plan(options: argparse.Namespace) -> list[tuple[Task, str]]:
             return run in options.recipes
         return run not in VARIANTS and (task.name == "bdh" or run in LLAMA_RECIPES)
 
-    seeded = [run for run in options.recipes or () if "-seed" in run]
+    seeded = [run for run in options.recipes or () if "-seed" in run or "+" in run]
     return [(task, run) for run in ORDER for task in tasks if wanted(task, run)] + [
         (task, run) for run in seeded for task in tasks
     ]

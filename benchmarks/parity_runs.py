@@ -7,6 +7,7 @@ Parameters are FP32 and the rest runs under `torch.autocast(bfloat16)`, in every
     bf16              nothing else
     bf16-noise1, 2    initial weights w · (1 + 2⁻⁹ · N(0, 1)): one rounding of BF16, to see how far luck alone carries
     delayed, …        the products in FP8: BDH under `octavo.fp8_autocast`, Llama's linears by `octavo.convert_to_fp8`
+    …+adamw4bit, …    any of these with another optimiser of `octavo.optim`
     …-seed1, …        any of these with other initial weights and other batches, for a comparison seed by seed
 
 Nothing waits for the device but a look every `CHECK` steps: is the loss finite, will the time suffice.
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 import octavo
 from octavo import FP8TrainingConfig
 from octavo.models import BDH, BDHConfig
+from octavo.optim import build_optimizer, set_learning_rate
 
 BF16 = ("bf16", "bf16-noise1", "bf16-noise2")
 FP8 = {
@@ -47,6 +49,7 @@ VARIANTS = {
     "channel-sums-in-fp32": FP8TrainingConfig.from_recipe("channel", fast_accumulation="none"),
     "channel-e4m3": FP8TrainingConfig.from_recipe("channel", fp8_format="E4M3"),
     "block-hybrid": FP8TrainingConfig.from_recipe("block", fp8_format="HYBRID"),
+    "delayed-fp8-activations": FP8TrainingConfig(activations="fp8"),
 }
 FP8 |= VARIANTS
 NOISE = 2.0**-9
@@ -122,17 +125,25 @@ class Data:
         return starts.view(batches, task.batch, 1).to(self.held_out.device)
 
 
-def split_seed(run: str) -> tuple[str, int]:
-    """`block-seed2` is `block` with seed 2."""
+def split_run(run: str) -> tuple[str, str, int]:
+    """`block+adamw4bit-seed2` is `block`, with that optimiser and seed 2."""
     name, _, seed = run.partition("-seed")
-    return name, int(seed) if seed else SEED
+    recipe, _, optimizer = name.partition("+")
+    return recipe, optimizer or "adamw", int(seed) if seed else SEED
+
+
+def build(optimizer: str, task: "Task", parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    options: dict[str, Any] = {"lr": task.lr, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    if optimizer == "adamw":
+        return torch.optim.AdamW(parameters, **options, fused=True)
+    return build_optimizer(optimizer, parameters, **options)
 
 
 class Subject:
     """A task's model in the precision of one run."""
 
     def __init__(self, task: Task, run: str, device: torch.device, compile_backend: str | None) -> None:
-        run, seed = split_seed(run)
+        run, _, seed = split_run(run)
         torch.manual_seed(seed)
         self.device = device
         self.is_bdh = task.name == "bdh"
@@ -223,13 +234,13 @@ def train(
         "parameters": sum(p.numel() for p in parameters),
         "initial_weights_sum": sum(p.detach().double().sum().item() for p in parameters),
     }
-    optimizer = torch.optim.AdamW(parameters, lr=task.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    starts, offsets = data.train_starts(task, split_seed(run)[1]), torch.arange(task.sequence + 1, device=device)
+    _, optimizer_name, seed = split_run(run)
+    optimizer = build(optimizer_name, task, parameters)
+    starts, offsets = data.train_starts(task, seed), torch.arange(task.sequence + 1, device=device)
     losses, norms = torch.zeros(2, task.steps, device=device).unbind()
     evaluation_s = 0.0
     for step in range(1, task.steps + 1):
-        for group in optimizer.param_groups:
-            group["lr"] = task.rate(step)
+        set_learning_rate(optimizer, task.rate(step))
         loss = subject.loss(data.train[starts[step - 1] + offsets].long())
         loss.backward()
         norms[step - 1] = nn.utils.clip_grad_norm_(parameters, 1.0)

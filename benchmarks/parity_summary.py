@@ -8,6 +8,7 @@
                  BF16 runs that differ in rounding-sized noise
     allowed    = max(0.25 % of the mean, 2 × spread)
 
+A run with another optimiser, as `bf16+adamw4bit`, is held against the same run with AdamW: 1 % is allowed.
 delayed, channel and block must stay within what is allowed, on average over the seeds they were run with; the other
 recipes are reported. A loss *lower* than BF16's by more than that passes, and the table says so. `evaluated in BF16` is
 the difference when what was trained in FP8 is then run in BF16.
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 SHARE = 0.0025
+OPTIMIZER_SHARE = 0.01
 JUDGED = ("delayed", "channel", "block")
 HEADINGS = (
     "recipe",
@@ -124,7 +126,7 @@ def task_table(record: dict[str, Any], name: str) -> str:
 
 
 def is_bf16(run: dict[str, Any]) -> bool:
-    return run["run"].startswith("bf16")
+    return run["run"].startswith("bf16") and "+" not in run["run"]
 
 
 def recipe_of(run: dict[str, Any]) -> str:
@@ -155,6 +157,16 @@ def row(run: dict[str, Any], runs: list[dict[str, Any]], baseline: Baseline) -> 
     )
 
 
+def _verdict_of_optimizer(run: dict[str, Any], runs: list[dict[str, Any]]) -> str:
+    recipe, _, seed = run["run"].partition("-seed")
+    plain = recipe.partition("+")[0] + (f"-seed{seed}" if seed else "")
+    other = next((each for each in runs if each["run"] == plain and each["status"] == "complete"), None)
+    if other is None:
+        return f"no {plain} to compare with"
+    difference = run["held_out_loss"] / other["held_out_loss"] - 1
+    return f"{'pass' if difference <= OPTIMIZER_SHARE else '**FAIL**'}: {difference:+.3%} to AdamW"
+
+
 def verdict(run: dict[str, Any], runs: list[dict[str, Any]], baseline: Baseline) -> str:
     if run["status"] == "nan":
         return f"**FAIL**: not finite at step {run['steps']}"
@@ -164,6 +176,8 @@ def verdict(run: dict[str, Any], runs: list[dict[str, Any]], baseline: Baseline)
         return f"stopped at step {run['steps']}: {run['status']}"
     if is_bf16(run):
         return "baseline"
+    if "+" in run["run"]:
+        return _verdict_of_optimizer(run, runs)
     if recipe_of(run) not in JUDGED:
         return "reported"
     by_seed: dict[int, list[float]] = {}

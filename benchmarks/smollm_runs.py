@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+import octavo
 from octavo import FastLanguageModel
 from octavo.hf.loading import LINEARS
 from octavo.nn.frozen import GRANULARITIES, quantize_weight
@@ -113,9 +114,12 @@ def _in_fp8(run: str, folder: Path, options: argparse.Namespace) -> nn.Module:
     base, _ = FastLanguageModel.from_pretrained(
         str(folder), load_in_fp8=run, device_map={"": options.device}, tokenizer=False
     )
-    return FastLanguageModel.get_peft_model(
+    model = FastLanguageModel.get_peft_model(
         base, r=options.rank, use_gradient_checkpointing=False, random_state=options.seed
     )
+    if options.device.startswith("cuda"):
+        octavo.use_cuda_graphs(model)  # so small a model waits for Python else
+    return model
 
 
 def _in_high_precision(run: str, folder: Path, options: argparse.Namespace) -> nn.Module:

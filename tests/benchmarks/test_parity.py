@@ -86,6 +86,26 @@ def test_seeds_are_compared_in_pairs(tmp_path):
     assert "over 2 seeds." in table
 
 
+def test_optimisers_are_held_against_adamw(tmp_path):
+    import parity
+    import parity_summary
+
+    pytest.importorskip("torchao")
+    out = tmp_path / "parity.json"
+    runs = "bf16,bf16+adamw8bit"
+    parity.main(f"--tiny --device cpu --steps 4 --only bdh --bf16-runs 1 --recipes {runs} --out {out}".split())
+    record = json.loads(out.read_text())
+    assert [run["run"] for run in record["runs"]] == runs.split(",")
+    plain, low = record["runs"]
+    assert plain["initial_weights_sum"] == low["initial_weights_sum"]
+    assert low["held_out_loss"] == pytest.approx(plain["held_out_loss"], rel=0.01)
+    assert "pass: " in parity_summary.summarise(record) and "to AdamW" in parity_summary.summarise(record)
+    low["held_out_loss"] *= 1.02
+    assert "**FAIL**: " in parity_summary.summarise(record)
+    with pytest.raises(SystemExit):
+        parity.main(f"--tiny --device cpu --recipes bf16+sgd --out {out}".split())
+
+
 def test_no_run_starts_or_goes_on_without_time(tmp_path):
     import parity
 
