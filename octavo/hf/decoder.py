@@ -163,6 +163,7 @@ def restore(module: nn.Module) -> None:
     if original is not None:
         module.__class__ = original
         module.__dict__.pop("_octavo_head", None)
+        graphs.forget(module)
     config: Any = getattr(module, "config", None)
     if getattr(config, "_attn_implementation", None) == attention.NAME:
         config._attn_implementation = "sdpa"

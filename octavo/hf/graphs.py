@@ -6,9 +6,9 @@ longer over them than the GPU over computing (docs/LOG.md). A recording has them
     forward    input → static, replay → hidden states
     backward   gradient → static, replay → gradients of all parameters, which are copied out
 
-What is recorded is what ran at the time: shapes, adapters that were active, addresses of weights. Values may change, so
-optimisers go on as before. A step that differs in any of it is computed without, and recorded in its turn if it comes
-again. A recording holds the memory of its activations for good.
+What is recorded is what ran at the time: shapes, adapters that were active, addresses of weights, what is trained
+(`graph_state.py`). Values may change, so optimisers go on as before. A step that differs in any of it is computed
+without, and recorded in its turn if it comes again. A recording holds the memory of its activations for good.
 """
 
 import logging
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.hf import attention
+from octavo.hf.graph_state import autocast_of, state_of, who_watches
 from octavo.nn.linear import LinearInFP8
 
 logger = logging.getLogger("octavo")
@@ -29,6 +30,7 @@ logger = logging.getLogger("octavo")
 _MARK = "_octavo_graphs"
 AFTER = 2  # times that a shape is computed before it is recorded: what is compiled is compiled then
 MOST = 4  # recordings
+CHANGES = 3  # times that a shape's recording may be out of date before it is given up
 
 
 def use_cuda_graphs(model: nn.Module, enabled: bool = True, *, after: int = AFTER, most: int = MOST) -> None:
@@ -40,15 +42,26 @@ def use_cuda_graphs(model: nn.Module, enabled: bool = True, *, after: int = AFTE
     """
     causal = _fused_model(model)
     if not enabled:
-        causal.__dict__.pop(_MARK, None)
+        forget(causal)
         return
     device = causal.lm_head.weight.device
     if device.type != "cuda":
         raise ValueError(f"use_cuda_graphs: the model is on {device}; move it to a GPU first, model.to('cuda')")
+    others = {p.device for p in causal.parameters()} - {device}
+    if others:
+        raise ValueError(
+            f"use_cuda_graphs: the model is on {device} and {', '.join(map(str, others))}, and a graph is of one GPU; "
+            "load it with device_map={'': 0}"
+        )
     linears = [module for module in causal.modules() if isinstance(module, LinearInFP8)]
     if any(recipe.rounding == "stochastic" for m in linears for recipe in (m.recipe.x, m.recipe.w, m.recipe.g)):
         raise ValueError("use_cuda_graphs: stochastic rounding draws new numbers in every step; use rounding='nearest'")
     causal.__dict__[_MARK] = _Graphs(causal, linears, after, most)
+
+
+def forget(causal: nn.Module) -> None:
+    """Without graphs from now on: recordings are of the recipe that was there."""
+    causal.__dict__.pop(_MARK, None)
 
 
 def replayed(causal: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
@@ -92,46 +105,95 @@ def _fused_model(model: nn.Module) -> Any:
 class _Graphs:
     def __init__(self, causal: Any, linears: Sequence[LinearInFP8], after: int, most: int) -> None:
         self.decoder, self.after, self.most = causal.model, after, most
-        self.adapted = [module for module in causal.modules() if hasattr(module, "fusible")]
+        self.adapted = [module for module in causal.modules() if hasattr(module, "_active_adapter")]
         self.managers = list({id(m.scaling): m.scaling for m in linears}.values())
+        self._forget()
+
+    def _forget(self) -> None:
         self.recorded: dict[Any, _Recorded] = {}
         self._seen: dict[Any, int] = {}
+        self._changes: dict[Any, int] = {}
         self._failed: set[Any] = set()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy of a model, or one that is saved whole, records by itself."""
+        return {name: self.__dict__[name] for name in ("decoder", "after", "most", "adapted", "managers")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget()
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         tokens = _only_tokens(args, kwargs)
-        if tokens is None or getattr(self.decoder, "gradient_checkpointing", False):
+        if tokens is None or _wants_more(self.decoder):
             return None
-        key = (tokens.shape, *((m.merged, m.disable_adapters, *m.active_adapters) for m in self.adapted))
+        adapters = ((getattr(m, "merged", False), m.disable_adapters, *m.active_adapters) for m in self.adapted)
+        key = (tokens.shape, autocast_of(tokens.device), *adapters)
         recorded = self.recorded.get(key)
         if recorded is None:
             recorded = self._record(key, tokens)
-        elif not recorded.still_holds():
-            del self.recorded[key]
+        elif not recorded.still_holds(self.decoder):
+            self._drop(key, tokens)
             recorded = None
         if recorded is None or recorded.is_waiting():
             return None
         return _Replay.apply(recorded, tokens, *recorded.parameters)
 
+    def _drop(self, key: Any, tokens: Tensor) -> None:
+        """Its turn comes again; but what changes all the time would be recorded all the time."""
+        del self.recorded[key]
+        self._seen[key] = 0
+        self._changes[key] = self._changes.get(key, 0) + 1
+        if self._changes[key] >= CHANGES:
+            self._fail(key, tokens, f"what was recorded has changed {CHANGES} times, such as weights that move")
+
+    def _fail(self, key: Any, tokens: Tensor, reason: str) -> None:
+        self._failed.add(key)
+        logger.warning("no CUDA graph for %s tokens, which are computed without: %s", tuple(tokens.shape), reason)
+
     def _record(self, key: Any, tokens: Tensor) -> "_Recorded | None":
+        if len(self.recorded) >= self.most or key in self._failed:
+            return None
         self._seen[key] = self._seen.get(key, 0) + 1
-        if self._seen[key] <= self.after or len(self.recorded) >= self.most or key in self._failed:
+        if self._seen[key] <= self.after:
+            return None
+        watched = who_watches(self.decoder)
+        if watched:
+            self._fail(key, tokens, f"{watched} has hooks, which a graph would not call")
             return None
         rows = [row for manager in self.managers for row in manager.rows]
         before = [row.clone() for row in rows]
-        generator = torch.cuda.default_generators[tokens.device.index]
-        numbers = generator.get_state()
         try:
-            self.recorded[key] = _Recorded(self.decoder, tokens)
+            self.recorded[key] = _made(self.decoder, tokens)
         except Exception as error:  # whatever a model does that no graph can hold; without one it is still right
-            self._failed.add(key)
-            with suppress(RuntimeError):
-                torch.cuda.synchronize()
-            _renew(generator, numbers)
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            logger.warning("no CUDA graph for %s tokens, which are computed without: %s", tuple(tokens.shape), reason)
-        torch._foreach_copy_(rows, before)  # recording is no training step
+            self._fail(key, tokens, str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__)
+        if rows:
+            torch._foreach_copy_(rows, before)  # recording is no training step
         return self.recorded.get(key)
+
+
+def _made(decoder: Any, tokens: Tensor) -> "_Recorded":
+    """A recording, which leaves random numbers as they were, also where it breaks off."""
+    generator = torch.cuda.default_generators[tokens.device.index]
+    numbers = generator.get_state()
+    try:
+        # A graph is of the current device: work on another would be done now, and not again.
+        with torch.cuda.device(tokens.device), _no_cached_casts():
+            made = _Recorded(decoder, tokens)
+    except Exception:
+        with suppress(RuntimeError):
+            torch.cuda.synchronize()
+        _renew(generator, numbers)
+        raise
+    generator.set_state(numbers)
+    return made
+
+
+def _wants_more(decoder: Any) -> bool:
+    """More than a graph gives: activations computed again, or all of them handed out."""
+    config = getattr(decoder, "config", None)
+    shown = any(getattr(config, name, False) for name in ("output_hidden_states", "output_attentions"))
+    return shown or getattr(decoder, "gradient_checkpointing", False)
 
 
 def _renew(generator: torch.Generator, numbers: Tensor) -> None:
@@ -139,6 +201,17 @@ def _renew(generator: torch.Generator, numbers: Tensor) -> None:
     fresh = torch.Generator(generator.device)
     fresh.set_state(numbers)
     generator.graphsafe_set_state(fresh)
+
+
+@contextmanager
+def _no_cached_casts() -> Iterator[None]:
+    """Autocast keeps a weight's cast for later uses. A recording would read such a copy, and never the weight again."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 @contextmanager
@@ -173,7 +246,7 @@ class _Recorded:
     def __init__(self, decoder: Any, tokens: Tensor) -> None:
         self.parameters = [p for p in decoder.parameters() if p.requires_grad]
         self._inputs = [nn.Parameter(p.detach()) for p in self.parameters]
-        self._addresses = [p.data_ptr() for p in self.parameters]
+        self._state = state_of(decoder)
         self.tokens = tokens.clone()
         self.pool = torch.cuda.graph_pool_handle()
         self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
@@ -209,10 +282,9 @@ class _Recorded:
     def _gradients(self, hidden: Tensor, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return torch.autograd.grad(hidden, self._inputs, gradient, allow_unused=True)
 
-    def still_holds(self) -> bool:
-        """Whether what was trained is trained still, and where it was."""
-        pairs = zip(self.parameters, self._addresses, strict=True)
-        return all(p.requires_grad and p.data_ptr() == address for p, address in pairs)
+    def still_holds(self, decoder: Any) -> bool:
+        """Whether what was trained is trained still, where and how it was, and nothing else."""
+        return state_of(decoder) == self._state
 
     def is_waiting(self) -> bool:
         """Whether a backward may yet come that needs what the last forward left."""

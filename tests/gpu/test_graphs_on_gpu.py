@@ -130,14 +130,22 @@ def test_other_shapes_masks_and_adapters():
     loss().backward()
 
 
+def after_last_norm(model, look):
+    """Not by a hook: what has hooks is not recorded."""
+    norm = graphs._fused_model(model).model.norm
+    original = norm.forward
+
+    def forward(x):
+        hidden = original(x)
+        look(hidden)
+        return hidden
+
+    norm.forward = forward
+
+
 def test_what_cannot_be_recorded(caplog):
     model, (tokens,) = make(), batches(1)
-    inner = graphs._fused_model(model).model
-
-    def look(_module, _inputs, output):
-        float(output.last_hidden_state.float().mean())  # waits for the GPU
-
-    inner.register_forward_hook(look)
+    after_last_norm(model, lambda hidden: float(hidden.float().mean()))  # waits for the GPU
     octavo.use_cuda_graphs(model, after=0)
     with caplog.at_level(logging.WARNING, logger="octavo"):
         loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
@@ -150,7 +158,7 @@ def test_a_recording_that_breaks_off_leaves_nothing_broken(monkeypatch):
     """Past the look for what waits: the recording itself fails, and the GPU's random numbers go on."""
     model, (tokens,) = make(), batches(1)
     monkeypatch.setattr(graphs, "_no_waiting", nullcontext)
-    graphs._fused_model(model).model.register_forward_hook(lambda *_: torch.cuda.synchronize())
+    after_last_norm(model, lambda _: torch.cuda.synchronize())
     octavo.use_cuda_graphs(model, after=0)
     torch.manual_seed(5)
     expected = torch.rand(4, device="cuda")
@@ -160,6 +168,39 @@ def test_a_recording_that_breaks_off_leaves_nothing_broken(monkeypatch):
     assert torch.equal(torch.rand(4, device="cuda"), expected)
     x = torch.randn(64, 64, device="cuda") @ torch.randn(64, 64, device="cuda")
     assert x.isfinite().all()
+
+
+def test_what_is_trained_later_is_trained():
+    model, (tokens,) = make(), batches(1)
+    octavo.use_cuda_graphs(model, after=0)
+    model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+    norm = graphs._fused_model(model).model.layers[0].input_layernorm.weight.requires_grad_(True)
+    for _ in range(3):
+        norm.grad = None
+        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        assert norm.grad is not None and norm.grad.any()
+    assert graphs.recordings(model) == 1
+
+
+def test_autocast_keeps_no_copy_of_a_weight():
+    """Linears in high precision beside those in FP8: autocast keeps their casts, which a recording may not read."""
+    torch.manual_seed(0)
+    model = build_causal_lm(SHAPE, layers=2, positions=128, device="cuda", dtype=torch.float32).train()
+    octavo.convert_to_fp8(model, octavo.FP8TrainingConfig.from_recipe("current", skip=("lm_head", "layers.0")))
+    (tokens,) = batches(1)
+    octavo.use_cuda_graphs(model, after=0)
+
+    def loss():
+        with torch.autocast("cuda", torch.bfloat16):
+            return model(input_ids=tokens, labels=tokens, use_cache=False).loss
+
+    loss().backward()
+    assert graphs.recordings(model) == 1
+    with torch.no_grad():
+        model.model.layers[0].self_attn.o_proj.weight.mul_(-3)
+    replayed = loss().detach()
+    octavo.use_cuda_graphs(model, False)
+    torch.testing.assert_close(replayed, loss().detach(), rtol=1e-3, atol=1e-3)
 
 
 def test_weights_that_move():

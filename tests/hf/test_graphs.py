@@ -1,10 +1,18 @@
-"""CUDA graphs are refused where there are none; `tests/gpu` has the rest."""
+"""CUDA graphs are refused where there are none, and replayed only while nothing they rely on has changed.
 
+Recording itself is for `tests/gpu`; here a stand-in is recorded, and what is looked at is when it would be replayed.
+"""
+
+import copy
+import logging
+
+import peft
 import pytest
 import torch
 from torch import nn
 
 import octavo
+from octavo.hf import graphs
 from octavo.hf.build import build_causal_lm
 from octavo.tools.bench.cases import LLAMAS
 
@@ -32,3 +40,231 @@ def test_no_mask_is_looked_at_without_graphs():
     loss = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), labels=tokens).loss
     loss.backward()
     assert loss.isfinite()
+
+
+class Recording:
+    """As `graphs._Recorded`, but what is replayed is computed."""
+
+    made = 0
+
+    def __init__(self, decoder, _tokens):
+        Recording.made += 1
+        self.parameters = [p for p in decoder.parameters() if p.requires_grad]
+        self._state = graphs.state_of(decoder)
+
+    still_holds = graphs._Recorded.still_holds
+
+    def is_waiting(self):
+        return False
+
+
+class Replay:
+    replayed = 0
+    last = None
+
+    @staticmethod
+    def apply(recorded, *_):
+        Replay.replayed += 1
+        Replay.last = recorded
+
+
+@pytest.fixture
+def recording(monkeypatch):
+    monkeypatch.setattr(graphs, "_made", Recording)
+    monkeypatch.setattr(graphs, "_Replay", Replay)
+
+
+def with_graphs(model):
+    """As `use_cuda_graphs` would, were there a GPU."""
+    causal = graphs._fused_model(model)
+    linears = [module for module in causal.modules() if isinstance(module, graphs.LinearInFP8)]
+    causal.__dict__["_octavo_graphs"] = graphs._Graphs(causal, linears, 0, 4)
+    return model
+
+
+def adapted():
+    model = tiny()
+    octavo.convert_to_fp8(model, precision="bf16")
+    config = peft.LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+    return with_graphs(peft.get_peft_model(model, config).train())
+
+
+def is_replayed(model, **more):
+    """Whether this step is; the loss is computed in any case, since the stand-in has none."""
+    before = Replay.replayed
+    tokens = torch.randint(256, (1, 64), generator=torch.Generator().manual_seed(0))
+    model(input_ids=tokens, labels=tokens, use_cache=False, **more).loss.backward()
+    return Replay.replayed > before
+
+
+@pytest.mark.usefixtures("recording")
+def test_replayed_while_values_change():
+    model = adapted()
+    made = Recording.made
+    assert is_replayed(model) and is_replayed(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    with model.disable_adapter(), torch.no_grad():
+        model(input_ids=torch.zeros(1, 64, dtype=torch.int64))
+    model.eval()
+    model.train()
+    assert is_replayed(model) and Recording.made == made + 1
+
+
+def layer_of(model):
+    return graphs._fused_model(model).model.layers[0]
+
+
+def unfreeze(model):
+    layer_of(model).input_layernorm.weight.requires_grad_(True)
+
+
+def freeze(model):
+    layer_of(model).self_attn.q_proj.lora_A["default"].weight.requires_grad_(False)
+
+
+def scale(model):
+    layer_of(model).self_attn.q_proj.scaling["default"] *= 2
+
+
+def move_frozen(model):
+    weight = layer_of(model).self_attn.k_proj.weight
+    weight.data = weight.data.clone()
+
+
+def replace_parameter(model):
+    adapter = layer_of(model).self_attn.q_proj.lora_A["default"]
+    adapter.weight = nn.Parameter(adapter.weight.detach())
+
+
+def one_in_eval(model):
+    layer_of(model).self_attn.q_proj.lora_dropout.eval()
+
+
+def less_dropout(model):
+    layer_of(model).self_attn.q_proj.lora_dropout["default"].p = 0.05
+
+
+def merge(model):
+    layer_of(model).self_attn.q_proj.merge()
+
+
+def another_adapter(model):
+    model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["v_proj"], task_type="CAUSAL_LM"))
+    model.base_model.set_adapter(["default", "other"])
+
+
+def rope(model):
+    embedding = graphs._fused_model(model).model.rotary_emb
+    embedding.inv_freq = embedding.inv_freq.clone()
+
+
+CHANGES = (
+    unfreeze, freeze, scale, move_frozen, replace_parameter, one_in_eval, less_dropout, merge, another_adapter, rope
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.usefixtures("recording")
+def test_what_was_recorded_has_changed(change):
+    model = adapted()
+    assert is_replayed(model)
+    graph = graphs._fused_model(model).__dict__["_octavo_graphs"]
+    (old,) = graph.recorded.values()
+    change(model)
+    assert not is_replayed(model) or Replay.last is not old
+    assert is_replayed(model) and Replay.last is not old
+    trained = [p for p in graph.decoder.parameters() if p.requires_grad]
+    assert list(map(id, Replay.last.parameters)) == list(map(id, trained))
+
+
+@pytest.mark.usefixtures("recording")
+def test_autocast_is_another_recording():
+    model = adapted()
+    assert is_replayed(model) and graphs.recordings(model) == 1
+    with torch.autocast("cpu", torch.bfloat16):
+        assert is_replayed(model) and graphs.recordings(model) == 2
+    assert is_replayed(model) and graphs.recordings(model) == 2
+
+
+@pytest.mark.usefixtures("recording")
+def test_hooks_are_called(caplog):
+    model = adapted()
+    assert is_replayed(model)
+    called = []
+    layer_of(model).mlp.register_forward_hook(lambda *_: called.append(1))
+    with caplog.at_level(logging.WARNING, logger="octavo"):
+        assert not any(is_replayed(model) for _ in range(3))
+    assert len(called) == 3 and "layers.0.mlp has hooks" in caplog.text
+
+
+@pytest.mark.usefixtures("recording")
+def test_what_transformers_leaves_behind_is_no_hindrance():
+    model = adapted()
+    assert not is_replayed(model, output_hidden_states=True)
+    assert is_replayed(model)
+    graphs._fused_model(model).config.output_hidden_states = True
+    assert not is_replayed(model)
+
+
+@pytest.mark.usefixtures("recording")
+def test_what_moves_all_the_time_is_given_up(caplog):
+    model = adapted()
+    made = Recording.made
+    with caplog.at_level(logging.WARNING, logger="octavo"):
+        for _ in range(12):
+            is_replayed(model)
+            move_frozen(model)
+    assert Recording.made == made + graphs.CHANGES and "has changed 3 times" in caplog.text
+    assert graphs.recordings(model) == 0
+
+
+@pytest.mark.usefixtures("recording")
+def test_a_copy_of_the_model_records_by_itself():
+    model = adapted()
+    assert is_replayed(model)
+    other = copy.deepcopy(model)
+    assert graphs.recordings(other) == 0 and is_replayed(other) and graphs.recordings(model) == 1
+    assert graphs._fused_model(other).__dict__["_octavo_graphs"].decoder is graphs._fused_model(other).model
+
+
+@pytest.mark.usefixtures("recording")
+def test_another_recipe_is_not_replayed_from_the_old():
+    model = tiny()
+    octavo.convert_to_fp8(model, octavo.FP8TrainingConfig.from_recipe("delayed"))
+    assert is_replayed(with_graphs(model))
+    octavo.restore(model)
+    octavo.convert_to_fp8(model, octavo.FP8TrainingConfig.from_recipe("block"))
+    assert not is_replayed(model)
+
+
+def test_recording_is_no_step_for_histories(monkeypatch):
+    """Also where there is none, in BF16; and where the recording breaks off."""
+
+    def broken(decoder, _tokens):
+        for module in decoder.modules():
+            if isinstance(module, graphs.LinearInFP8):
+                module.row_x.add_(1)
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(graphs, "_made", broken)
+    assert not is_replayed(adapted())
+    model = tiny()
+    scaling = octavo.convert_to_fp8(model).scaling
+    before = [row.clone() for row in scaling.rows]
+    tokens = torch.zeros(1, 64, dtype=torch.int64)
+    graph = graphs._Graphs(model, [m for m in model.modules() if isinstance(m, graphs.LinearInFP8)], 0, 4)
+    assert graph._record("key", tokens) is None
+    assert all(torch.equal(*rows) for rows in zip(scaling.rows, before, strict=True))
+
+
+def test_casts_are_not_kept_while_recording():
+    weight, x = nn.Parameter(torch.ones(4, 4)), torch.ones(4, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        with graphs._no_cached_casts():
+            nn.functional.linear(x, weight)
+            with torch.no_grad():
+                weight.zero_()
+            assert not nn.functional.linear(x, weight).any()
+        assert torch.is_autocast_cache_enabled()
