@@ -37,7 +37,13 @@ class HeldWeight:
         delattr(parameter, _MARK)
 
 
+def held_of(parameter: Tensor) -> HeldWeight | None:
+    """What a Parameter is held as; None if it has values of its own."""
+    found: HeldWeight | None = getattr(parameter, _MARK, None)
+    return found
+
+
 def full_precision(parameter: Tensor) -> Tensor:
     """The values of a Parameter: its own, or those of its master if it is held in FP8."""
-    held: HeldWeight | None = getattr(parameter, _MARK, None)
+    held = held_of(parameter)
     return parameter if held is None else held.read()

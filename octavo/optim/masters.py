@@ -29,15 +29,16 @@ class OffloadedMasters(InBackward):
     states: HostStates
 
     def __init__(self, optimizer: torch.optim.Optimizer, products: list[list[FP8Linear]]) -> None:
+        weights = [linear.weight for linears in products for linear in linears]
+        # All of them before any weight goes: where the host has too little memory, the model is as it was.
+        masters: dict[Tensor, Tensor] = {p: _master_of(p) for p in weights}
+        super().__init__(optimizer, states=HostStates(optimizer, masters))
         self._product: dict[Tensor, HeldGroup] = {}
-        masters: dict[Tensor, Tensor] = {}
         for linears in products:
             group = HeldGroup(linears)
-            masters |= {p: host_room(p.shape, torch.float32, p.device).copy_(p.detach()) for p in group.parameters}
             group.write([p.detach().float() for p in group.parameters])
             group.hold(self._read, self._load)
             self._product |= dict.fromkeys(group.parameters, group)
-        super().__init__(optimizer, states=HostStates(optimizer, masters))
         self._handles.append(optimizer.register_step_pre_hook(lambda *_: self._apply_rest()))
 
     def apply(self, parameter: Tensor) -> None:
@@ -98,6 +99,10 @@ class OffloadedMasters(InBackward):
         for group in dict.fromkeys(self._product.values()):
             group.let_go()
         super().remove()
+
+
+def _master_of(parameter: Tensor) -> Tensor:
+    return host_room(parameter.shape, torch.float32, parameter.device).copy_(parameter.detach())
 
 
 def offload_master(model: nn.Module, optimizer: torch.optim.Optimizer) -> OffloadedMasters:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
+from octavo.nn.held import held_of
 from octavo.optim.in_backward import steps_in_backward
 
 GIB, MIB = 2**30, 2**20
@@ -41,7 +42,7 @@ def device_memory(device: torch.device) -> DeviceMemory | None:
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Bytes by kind, on `device`. `host`: of states that are in host memory. `peak`: None if nothing measures it."""
+    """Bytes by kind, on `device`. `host`: of states and masters in host memory. `peak`: None if nothing measures it."""
 
     device: str
     weights: int
@@ -73,7 +74,7 @@ class StepMemory:
 
     def __str__(self) -> str:
         parts = ", ".join(f"{name} {in_words(size)}" for name, size in self.parts.items())
-        host = f"; {in_words(self.host)} of states in host memory" if self.host else ""
+        host = f"; {in_words(self.host)} of states and masters in host memory" if self.host else ""
         return f"peak {in_words(self.peak)} on {self.device}: {parts}{host}"
 
     def __rich__(self) -> Any:
@@ -118,7 +119,7 @@ def _measured(model: nn.Module, optimizer: Any, gradients: int) -> StepMemory:
     there = device_memory(device)
     return StepMemory(
         device=str(device),
-        weights=sum(tensor_bytes(x) for x in of_model.values() if x.device.type == device.type),
+        weights=sum(_weight_bytes(x) for x in of_model.values() if x.device.type == device.type),
         gradients=gradients,
         states=sum(tensor_bytes(x) for x in states if x.device.type == device.type),
         host=sum(tensor_bytes(x) for x in states if x.device.type != device.type),
@@ -127,11 +128,23 @@ def _measured(model: nn.Module, optimizer: Any, gradients: int) -> StepMemory:
 
 
 def _states(optimizer: Any, of_model: Mapping[int, Tensor]) -> Iterator[Tensor]:
-    """Counters apart. Parameters that are not the model's are master weights, which belong to the optimiser."""
+    """Counters apart. Parameters that are not the model's are master weights, which belong to the optimiser.
+
+    So do the masters of weights that are held in FP8.
+    """
     for state in optimizer.state.values():
         yield from (value for value in state.values() if isinstance(value, Tensor) and value.dim())
     for group in optimizer.param_groups:
         yield from (parameter for parameter in group["params"] if id(parameter) not in of_model)
+    for held in map(held_of, of_model.values()):
+        if held is not None:
+            yield held.read()
+
+
+def _weight_bytes(x: Tensor) -> int:
+    """A Parameter that is held in FP8 has a shape and a dtype, but takes no memory itself."""
+    held = held_of(x)
+    return tensor_bytes(x if held is None else held.data)
 
 
 def tensor_bytes(x: Tensor) -> int:

@@ -13,7 +13,9 @@ from octavo import FP8Trainer, FP8TrainingConfig, convert_to_fp8, restore
 from octavo.hf.export import export_fp8, save_merged
 from octavo.nn.frozen import quantize_weight
 from octavo.nn.held import full_precision
-from octavo.optim import OPTIMIZERS, build_optimizer, offload_master, step_in_backward, steps_in_backward
+from octavo.nn.linear import FP8Linear
+from octavo.optim import OPTIMIZERS, build_optimizer, masters, offload_master, step_in_backward, steps_in_backward
+from octavo.optim.memory import measure_memory
 
 CURRENT = FP8TrainingConfig.from_recipe("current")
 WHOLE_BLOCKS = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
@@ -344,3 +346,33 @@ def test_what_the_trainer_refuses(options):
     model = build()
     with pytest.raises(ValueError, match=f"offload='master' with {next(iter(options))}"):
         FP8Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), offload="master", **options)
+
+
+def test_measured_as_what_it_takes():
+    """A held weight's Parameter has a shape, but no memory: a byte is on the device, four are the master's."""
+    _, model, optimizer = train(offload_master, dtype=torch.bfloat16)
+    held = sum(linear.weight.numel() for linear in model.modules() if isinstance(linear, FP8Linear))
+    others = sum(p.numel() for p in model.parameters()) - held
+    buffers = sum(buffer.nbytes for buffer in model.buffers())
+    found = measure_memory(model, optimizer)
+    assert found.weights == 2 * others + held + buffers
+    assert found.states == 2 * 2 * others + (4 + 2 * 4) * held  # here the host is the device
+
+
+def test_too_little_host_memory_leaves_the_model_as_it_was(monkeypatch):
+    model = converted()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = build_optimizer("adamw", model.parameters(), 1e-3)
+    rooms = iter(range(5))
+
+    def host_room(shape, dtype, _device):
+        if next(rooms, None) is None:
+            raise RuntimeError("no memory")
+        return torch.empty(shape, dtype=dtype)
+
+    monkeypatch.setattr(masters, "host_room", host_room)
+    with pytest.raises(RuntimeError, match="no memory"):
+        offload_master(model, optimizer)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not steps_in_backward(optimizer)
+    run(model, optimizer)
