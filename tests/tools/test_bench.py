@@ -159,6 +159,9 @@ def test_gemm_and_kernels(tmp_path: Path) -> None:
     assert fused["moved_bytes"] == fused["bytes"] + 32 * 128 * 2 + 32 * 256 * 2
 
 
+STEPS = ["--preset", "tiny", "--optimizer", "adamw"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -177,7 +180,12 @@ def test_gemm_and_kernels(tmp_path: Path) -> None:
         (["--preset", "tiny", "--recipe", "delayed,magic"], ["recipe='magic'", "channel"]),
         (["--preset", "tiny", "--recipe", "delayed+magic"], ["magic", "fp8-head"]),
         (["--preset", "tiny", "--recipe", "delayed+wgrad-channel"], ["delayed+wgrad-channel", "block recipe"]),
-        (["--preset", "tiny", "--recipe", "delayed+in-backward"], ["in-backward", "fp8-head"]),
+        (["--preset", "tiny", "--recipe", "delayed+in-backward"], ["delayed+in-backward", "--optimizer adamw"]),
+        (["--preset", "tiny", "--device", "cpu", "--recipe", "delayed+graphs"], ["delayed+graphs", "GPU", "leave"]),
+        ([*STEPS, "--recipe", "delayed+offload-optimizer+offload-master"], ["offload-optimizer+", "give one"]),
+        ([*STEPS, "--recipe", "channel+offload-master"], ["channel+offload-master", "delayed, current, block"]),
+        ([*STEPS, "--mode", "lora", "--recipe", "block+offload-master"], ["--mode lora", "leave offload-master out"]),
+        (["--preset", "bdh-tiny", "--recipe", "delayed+fp8-head"], ["delayed+fp8-head", "--recipe delayed"]),
         (["--preset", "tiny", "--mode", "lora", "--recipe", "block+fp8-activations"], ["FP8 anyway"]),
         (["--preset", "tiny", "--optimizer", "sgd"], ["optimizer='sgd'", "adamw4bit"]),
         (["--preset", "tiny", "--against", "apex"], ["against='apex'", "torchao"]),

@@ -11,6 +11,7 @@ import torch
 from bench_cases import preset
 
 from octavo import ops
+from octavo.hf import graphs
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 from octavo.numerics.config import RECIPES
 from octavo.numerics.operand import LAYOUTS
@@ -23,7 +24,7 @@ from octavo.tools.bench.kernels import _measure, gated_passes, passes, works
 from octavo.tools.bench.result import add_figures, fail_row, new_row, without_folders
 from octavo.tools.bench.runner import run_bench
 from octavo.tools.bench.subject import Subject
-from octavo.tools.bench.worker import scaling_rates, serve
+from octavo.tools.bench.worker import Worker, scaling_rates, serve
 
 PLAIN = Contender("bf16-eager", "bf16", compile=False)
 BDH_SHAPE = {"model_type": "bdh", "dim": 16, "heads": 2, "neurons": 32, "layers": 2, "vocabulary": 256}
@@ -134,9 +135,8 @@ def test_contenders():
         "octavo block fp8-head",
         "octavo block wgrad-channel fp8-head",
     ]
-    assert names(llama, recipes=["block+graphs", "delayed+fp8-head+in-backward"], optimizers=["adamw", "adamwfp8"])[
-        0
-    ] == [
+    whole = {"recipes": ["block+graphs", "delayed+fp8-head+in-backward"], "optimizers": ["adamw", "adamwfp8"]}
+    assert names(replace(llama, device="cuda"), **whole)[0] == [
         "bf16-eager",
         "octavo block graphs adamw",
         "octavo block graphs adamwfp8",
@@ -333,3 +333,18 @@ def test_llama_presets_are_what_transformers_builds():
     wrong = replace(preset("tiny"), config={**LLAMAS["tiny"], "model_type": "phi"})
     with pytest.raises(ValueError, match="TFLOP/s would be wrong"):
         Subject(wrong, PLAIN)
+
+
+def test_what_is_parked_holds_no_recording(monkeypatch):
+    """Its memory is others' then, and its weights come back elsewhere; no timed step may be the one that records."""
+    done = []
+    monkeypatch.setattr(graphs, "use_cuda_graphs", lambda _model, enabled=True, **_: done.append(enabled))
+    monkeypatch.setattr(graphs, "recordings", lambda _model: done.count("step") >= 2)
+    monkeypatch.setattr(graphs, "reserved_bytes", lambda _model: 0)
+    monkeypatch.setattr(Subject, "step", lambda _self: done.append("step") or torch.zeros(()))
+    worker = Worker(preset("tiny"), Contender("octavo delayed graphs", "octavo", False, "delayed", graphs=True))
+    worker.load(warmup=2)
+    assert done == [True, "step", "step", False]
+    done.clear()
+    worker.time(steps=1)
+    assert done == [True, "step", "step", "step", False]

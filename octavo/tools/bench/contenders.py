@@ -5,6 +5,8 @@ from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
+from octavo.nn.held_group import GRANULARITIES as HELD
+from octavo.numerics import FP8TrainingConfig
 from octavo.numerics.checks import check_choice
 from octavo.numerics.config import RECIPES
 from octavo.optim import OPTIMIZERS
@@ -75,23 +77,17 @@ def make_contenders(
     """
     for name in optimizers:
         check_choice("optimizer", name, OPTIMIZERS)
-    extras_here = EXTRAS + (STEP_EXTRAS if optimizers else ())
     check_choice("head", head, HEADS)
     check_choice("wgrad", wgrad, WGRADS)
     for item in recipes:
-        name, *extras = item.split("+")
-        check_choice("recipe", name, tuple(RECIPES))
-        for extra in extras:
-            check_choice(f"recipe {name}+", extra, extras_here)
-        if "wgrad-channel" in extras and name != "block":
-            raise UserError(f"--recipe {item}: wgrad-channel is a choice within the block recipe")
+        _check_recipe(item, case, whole=bool(optimizers))
     if case.frozen:
         _check_lora(recipes, wgrad)
     for name in against:
         check_choice("against", name, AGAINST)
     if wgrad != "recipe" and "block" not in recipes:
         raise UserError(f"--wgrad {wgrad}: a choice within the block recipe; add block to --recipe")
-    if case.is_bdh and (head != "bf16" or any("+" in item for item in recipes)):
+    if case.is_bdh and head != "bf16":
         raise UserError(f"--head {head}: BDH's head of {case.vocabulary} bytes stays in BF16; leave it out")
 
     reasons = {name: reason for name in against if (reason := _why_not(name, case, compile))}
@@ -103,6 +99,30 @@ def make_contenders(
         else:
             found += _own(recipe, case, head, wgrad if recipe == "block" else "recipe", compile)
     return _with_optimizers(found, optimizers) if optimizers else found, reasons
+
+
+def _check_recipe(item: str, case: Case, *, whole: bool) -> None:
+    """Before any process starts: on a GPU the reason would come after minutes."""
+    name, *extras = item.split("+")
+    check_choice("recipe", name, tuple(RECIPES))
+    for extra in extras:
+        check_choice(f"recipe {name}+", extra, EXTRAS + STEP_EXTRAS)
+        if extra in STEP_EXTRAS and not whole:
+            raise UserError(f"--recipe {item}: {extra} is of whole steps; add --optimizer adamw, or leave it out")
+    if extras and case.is_bdh:
+        raise UserError(f"--recipe {item}: what follows a + is for decoders; for {case.name} use --recipe {name}")
+    if "wgrad-channel" in extras and name != "block":
+        raise UserError(f"--recipe {item}: wgrad-channel is a choice within the block recipe")
+    if "graphs" in extras and case.device != "cuda":
+        raise UserError(f"--recipe {item}: CUDA graphs are of a GPU; leave graphs out on {case.device}")
+    if sum(extra.startswith("offload-") for extra in extras) > 1:
+        raise UserError(f"--recipe {item}: offload-master moves the states, too; give one of them")
+    if "offload-master" in extras:
+        if case.frozen:
+            raise UserError(f"--recipe {item}: with --mode lora no weight has a master; leave offload-master out")
+        if FP8TrainingConfig.from_recipe(name).granularity not in HELD:
+            able = [r for r in RECIPES if FP8TrainingConfig.from_recipe(r).granularity in HELD]
+            raise UserError(f"--recipe {item}: weights in FP8 only can be had with one of {', '.join(able)}")
 
 
 def _with_extras(recipe: str, extras: Sequence[str], compile: bool) -> Contender:

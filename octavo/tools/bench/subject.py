@@ -56,8 +56,7 @@ class Subject:
         if contender.compile:
             self._compile()
         self._graphs = contender.graphs
-        if contender.graphs:
-            graphs.use_cuda_graphs(self.model, after=1)
+        self._use_graphs(True)
         self._optimizer = self._build_optimizer(contender) if contender.optimizer else None
         generator = torch.Generator().manual_seed(case.seed)
         shape = (case.tokens // case.seq, case.seq)
@@ -167,6 +166,15 @@ class Subject:
         """Memory held that torch does not count as allocated."""
         return graphs.reserved_bytes(self.model) if self._graphs else 0
 
+    def _use_graphs(self, enabled: bool) -> None:
+        if self._graphs:
+            graphs.use_cuda_graphs(self.model, enabled, after=1)
+
+    @property
+    def untimed_steps(self) -> int:
+        """After `unpark`: a first one gets its memory back from the driver, and with graphs a second one records."""
+        return 2 if self._graphs else 1
+
     def check_recorded(self) -> None:
         if self._graphs and not graphs.recordings(self.model):
             raise RuntimeError("no CUDA graph was recorded; the worker's log says why")
@@ -194,7 +202,8 @@ class Subject:
         self.model.zero_grad(set_to_none=True)
 
     def park(self) -> None:
-        """Give back the memory of gradients, of states, and of weights that can be drawn again."""
+        """Give back the memory of gradients, of states, of recordings, and of weights that can be drawn again."""
+        self._use_graphs(False)
         if self._optimizer is not None:
             self._optimizer.state.clear()
         self._give_back(self._drawn)
@@ -203,6 +212,7 @@ class Subject:
         for storage, size in self._storages:
             storage.resize_(size)
         self._draw()
+        self._use_graphs(True)
 
     def drop(self) -> None:
         """Give back all memory, for good: what stays is the compiled code, which goes with the model."""

@@ -71,8 +71,10 @@ class Worker:
         subject = self.subject
         assert subject is not None
         subject.unpark()
-        subject.step()  # untimed: it gets its memory back from the driver
-        subject.forget_gradients()
+        for _ in range(subject.untimed_steps):
+            subject.step()
+            subject.forget_gradients()
+        subject.check_recorded()
         losses: list[torch.Tensor] = []
         if self.case.device == "cuda":
             torch.cuda.synchronize()
