@@ -98,6 +98,7 @@ class OctavoCallback(TrainerCallback):
         if state.is_world_process_zero and not self._introduced:
             self._introduced = True
             _introduce(model, trainer, args)
+        self._take_back()
         self._check = MovementCheck(model) if self.check_weights else None
         if self.release_gradients or self.offload is not None:
             self._released = self._release(args, model, kwargs["optimizer"])
@@ -174,10 +175,17 @@ class OctavoCallback(TrainerCallback):
     ) -> None:
         if self._check is not None:
             self._end_check(state)
+        self._take_back()
+        self._explain_no_more()
+
+    def _take_back(self) -> None:
+        """What was set up for a run, also for one that broke off: its hooks would apply gradients in the next one."""
+        if self._check is not None:
+            self._check.close()
+            self._check = None
         if self._released is not None:
             self._released.remove()
             self._released = None
-        self._explain_no_more()
 
     def _explain_no_more(self) -> None:
         if self._stop_explaining is not None:

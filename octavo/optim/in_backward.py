@@ -42,7 +42,7 @@ class InBackward(OneByOne):
 def step_in_backward(optimizer: torch.optim.Optimizer, *, offload: bool = False) -> InBackward:
     """Let `optimizer` apply each gradient within backward. `offload`: with its states in host memory."""
     require_free(optimizer)
-    if not any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
+    if not any(parameter.requires_grad for parameter in _parameters(optimizer)):
         raise ValueError(f"{type(optimizer).__name__} has no parameter that requires a gradient")
     return InBackward(optimizer, states=HostStates(optimizer) if offload else None)
 
@@ -50,6 +50,22 @@ def step_in_backward(optimizer: torch.optim.Optimizer, *, offload: bool = False)
 def require_free(optimizer: torch.optim.Optimizer) -> None:
     if steps_in_backward(optimizer):
         raise ValueError(f"{type(optimizer).__name__} steps in backward already; call remove() on what that returned")
+    # It would take each gradient before this one sees it: as after a run that broke off, with another optimiser.
+    others = {type(other.optimizer).__name__ for p in _parameters(optimizer) for other in _who_steps(p)}
+    if others:
+        raise ValueError(
+            f"{' and '.join(others)} steps parameters of this {type(optimizer).__name__} in backward; call remove() on "
+            "what that returned first"
+        )
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _who_steps(parameter: Any) -> list[InBackward]:
+    hooks = (parameter._post_accumulate_grad_hooks or {}).values()
+    return [hook.__self__ for hook in hooks if isinstance(getattr(hook, "__self__", None), InBackward)]
 
 
 def steps_in_backward(optimizer: Any) -> bool:

@@ -137,6 +137,11 @@ def _products(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[F
         where = ", ".join(names[id(linear)] for linear in linears)
         if not all(mine):
             raise ValueError(f"{where} are one product, and the optimiser trains only some of them: train all or none")
+        if any(linear.held is not None for linear in linears):
+            raise ValueError(
+                f"offload_master of {where}: another optimiser has their masters; call remove() on what offload_master "
+                "returned for that one first"
+            )
         reason = why_not_held(linears)
         if reason:
             raise ValueError(f"offload_master of {where}: {reason}")

@@ -357,6 +357,18 @@ def test_masters_on_the_host_train_as_well_and_move(tmp_path, capsys):
         run.train()
 
 
+@pytest.mark.parametrize("options", [{"release_gradients": True}, {"offload": "master"}], ids=str)
+def test_after_a_run_that_broke_off(tmp_path, monkeypatch, options):
+    """What it had set up is taken back before the next one begins: its hooks would apply gradients, too."""
+    run = trainer(tmp_path, callbacks=[OctavoCallback(**options)], max_steps=3, max_grad_norm=0.0)
+    with monkeypatch.context() as broken, pytest.raises(ZeroDivisionError):
+        broken.setattr(run, "compute_loss", lambda *_args, **_kwargs: 1 / 0)
+        run.train()
+    run.train()
+    assert all(p.isfinite().all() for p in run.model.parameters())
+    assert not any(p._post_accumulate_grad_hooks for p in run.model.parameters())
+
+
 def test_a_run_with_masters_on_the_host_resumes_exactly(tmp_path):
     settings = {"max_steps": 4, "max_grad_norm": 0.0, "save_strategy": "steps", "save_steps": 2}
 

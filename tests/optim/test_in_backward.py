@@ -152,6 +152,8 @@ def test_what_it_refuses():
         step_in_backward(optimizer)
     with pytest.raises(ValueError, match="no parameter that requires a gradient"):
         step_in_backward(torch.optim.SGD([torch.zeros(3)], lr=0.1))
+    with pytest.raises(ValueError, match=r"AdamW steps parameters of this SGD in backward; call remove\(\)"):
+        step_in_backward(torch.optim.SGD(model.parameters(), lr=0.1))
     for options in ({"max_grad_norm": 1.0}, {"gradient_accumulation_steps": 2}):
         fresh = small()
         with pytest.raises(ValueError, match=f"release_gradients=True with {next(iter(options))}"):

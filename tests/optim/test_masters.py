@@ -327,6 +327,13 @@ def test_what_it_refuses(tmp_path):
     offload_master(model, optimizer)
     with pytest.raises(ValueError, match="steps in backward already"):
         offload_master(model, optimizer)
+    with pytest.raises(ValueError, match=r"SGD steps parameters of this AdamW in backward; call remove\(\)"):
+        offload_master(model, build_optimizer("adamw", model.parameters(), 1e-3))
+    other = torch.optim.SGD([linear.weight for linear in model.modules() if isinstance(linear, FP8Linear)], lr=0.1)
+    for parameter in model.parameters():
+        parameter._post_accumulate_grad_hooks = None  # as where the first was not of these
+    with pytest.raises(ValueError, match=r"q_proj.*: another optimiser has their masters; call remove\(\)"):
+        offload_master(model, other)
     with pytest.raises(ValueError, match=r"torch.float32 on cpu to torch.bfloat16 on cpu.*remove\(\)"):
         model.bfloat16()
     with pytest.raises(ValueError, match=r"LlamaForCausalLM has weights in FP8 only: call remove\(\)"):
