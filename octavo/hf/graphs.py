@@ -36,9 +36,10 @@ CHANGES = 3  # times that a shape's recording may be out of date before it is gi
 def use_cuda_graphs(model: nn.Module, enabled: bool = True, *, after: int = AFTER, most: int = MOST) -> None:
     """Let the training steps of a fused decoder be replayed from CUDA graphs; its host then has little to do.
 
-    Call it when the model is complete, adapters included. For steps of the same shape, such as packed sequences: each
-    shape is recorded when it comes for the time after `after`, up to `most` of them. Steps with padding, with gradient
-    checkpointing or without gradients are computed as before.
+    Call it when the model is complete, adapters included. For steps of the same shape, such as text cut to one length:
+    each shape is recorded when it comes for the time after `after`, up to `most` of them. Steps with padding, with
+    `position_ids` (as where several sequences are packed into a row), with gradient checkpointing or without gradients
+    are computed as before, and so are models with hooks, which a replay would not call.
     """
     causal = _fused_model(model)
     if not enabled:
@@ -73,7 +74,7 @@ def replayed(causal: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tens
 def without_full_mask(causal: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Where graphs are used, without a mask that masks nothing. To see that takes a wait for the GPU."""
     mask = kwargs.get("attention_mask")
-    if _MARK not in causal.__dict__ or mask is None or mask.dim() != 2 or not bool(mask.all()):
+    if _MARK not in causal.__dict__ or not isinstance(mask, Tensor) or mask.dim() != 2 or not bool(mask.all()):
         return kwargs
     return {**kwargs, "attention_mask": None}
 
@@ -233,7 +234,7 @@ def _only_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None
     given = {name: value for name, value in given.items() if value is not None and value is not False}
     tokens = args[0] if args else given.pop("input_ids", None)
     mask = given.pop("attention_mask", None)
-    plain = mask is not None and mask.numel() == 0  # see `attention.plainly_causal`
+    plain = isinstance(mask, Tensor) and mask.numel() == 0  # see `attention.plainly_causal`
     return tokens if isinstance(tokens, Tensor) and len(args) <= 1 and not given and plain else None
 
 

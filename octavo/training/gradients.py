@@ -79,6 +79,9 @@ class GradientSums:
             _write(into, rows, value if found is None else value + _read(found, rows), generator)
         return into
 
+    def clear(self) -> None:
+        self._sums.clear()
+
     def state_dict(self) -> dict[str, Any]:
         """A tensor for each name that has a sum; in FP8 two, values and scales."""
         copies = {name: [part.clone() for part in found] for name, found in self._sums.items()}

@@ -137,12 +137,26 @@ class FP8Trainer:
                 f"loss has shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}: a scalar with a graph"
             )
         last = (self.micro_step + 1) % self.gradient_accumulation_steps == 0
-        with nullcontext() if self._sums is None else self._sums.adding(self.micro_step, last=last):
-            (loss / self.gradient_accumulation_steps).backward()
+        try:
+            with nullcontext() if self._sums is None else self._sums.adding(self.micro_step, last=last):
+                (loss / self.gradient_accumulation_steps).backward()
+        except BaseException:
+            self._drop_gradients()
+            raise
         self.micro_step += 1
         if last:
             self._apply_gradients()
         return loss.detach()
+
+    def _drop_gradients(self) -> None:
+        """Of a backward that broke off some gradients are there, and some sums have theirs: tried again, they would
+        count twice. The step begins anew with the next micro-batch."""
+        self.optimizer.zero_grad(set_to_none=True)
+        before = self.micro_step % self.gradient_accumulation_steps
+        self.micro_step -= before
+        if self._sums is not None:
+            self._sums.clear()
+            logger.warning("backward broke off: the step begins anew, without its %d micro-batches so far", before)
 
     def _ways_to_take_less(self) -> dict[str, str]:
         more = 2 * self.gradient_accumulation_steps

@@ -139,3 +139,29 @@ def test_what_makes_no_sense_is_refused():
         make("bf16")[0].load_state_dict(trainer.state_dict())
     with pytest.raises(ValueError, match=r"gradient_accumulation_steps=1: .*in the middle of an accumulation"):
         make(None, steps=1)[0].load_state_dict(trainer.state_dict())
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_a_backward_that_breaks_off_leaves_nothing_behind(steps):
+    """Whoever catches an error of memory and goes on with less must not count gradients twice."""
+    expected, found = (make("fp32" if steps > 1 else None, torch.float32, steps) for _ in range(2))
+    given = gradients(steps)
+    for gradient in given:
+        expected[0].training_step((gradient,))
+
+    trainer, seen = found
+
+    def broken(_gradient):
+        raise torch.OutOfMemoryError("none left")
+
+    if steps > 1:
+        trainer.training_step((given[0],))
+    handle = trainer.model.vector.register_hook(broken)  # that of the matrix is there by then, or comes after
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer.training_step((given[0],))
+    handle.remove()
+    assert trainer.micro_step == 0
+    for gradient in given:
+        trainer.training_step((gradient,))
+    assert trainer.step == expected[0].step == 1
+    assert all(torch.equal(seen[name], expected[1][name]) for name in ("matrix", "vector"))
