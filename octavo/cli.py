@@ -300,6 +300,9 @@ def bench(
     """
     if gemm and kernels:
         raise UserError("--gemm and --kernels time different parts: give one of them")
+    if optimizer is not None and (gemm or kernels):
+        part = "--gemm" if gemm else "--kernels"
+        raise UserError(f"--optimizer {optimizer}: is of whole steps, and {part} times parts of one; leave one out")
     part = "gemm" if gemm else "kernels" if kernels else "step"
     try:
         case = make_case(

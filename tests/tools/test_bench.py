@@ -194,6 +194,7 @@ STEPS = ["--preset", "tiny", "--optimizer", "adamw"]
         (["--preset", "tiny", "--wgrad", "channel"], ["--wgrad channel", "block"]),
         (["--preset", "bdh-tiny", "--head", "fp8"], ["--head fp8", "BDH"]),
         (["--preset", "tiny", "--gemm", "--kernels"], ["one of them"]),
+        ([*STEPS, "--gemm"], ["--optimizer adamw", "--gemm times parts", "leave one out"]),
         (["--config", "nowhere.json"], ["nowhere.json", "no such file"]),
         (["--config", "experts.json"], ["num_local_experts=8", "dense"]),
         (["--config", "short.json"], ["short.json", "hidden_size"]),
