@@ -24,11 +24,10 @@ from octavo.tools.bench.cases import LLAMAS, Case, make_case
 from octavo.tools.bench.contenders import FROZEN, Contender
 from octavo.tools.bench.result import device_name, versions
 from octavo.tools.bench.subject import Subject
-from octavo.tools.plan.gpus import Gpu, longest_sequence
+from octavo.tools.plan.gpus import CONTEXT_GIB, RESERVED, STRIDE, Gpu, longest_sequence
 from octavo.tools.plan.options import Option
 from octavo.training.files import write_json
 
-STRIDE = 128
 RANK = 32
 POSITIONS = 2**17
 GIB = 2**30
@@ -62,7 +61,7 @@ def planned(case: Case, way: str, gib: float) -> int:
     code = {"bf16": "hf", "octavo-bf16": "own"}.get(way, "fp8")
     recipe = way if code == "fp8" else None
     option = Option(code, recipe, optimizer="adamw", compiled=False, adapter_bytes=2)
-    return longest_sequence(case, option, Gpu("budget", gib * 1.05 + 0.75))
+    return longest_sequence(case, option, Gpu("budget", gib * RESERVED + CONTEXT_GIB))
 
 
 def measure(way: str, preset: str, layers: int | None, gib: float) -> dict[str, Any]:

@@ -11,11 +11,10 @@ What is recorded is what ran at the time: shapes, adapters that were active, add
 without, and recorded in its turn if it comes again. A recording holds the memory of its activations for good.
 """
 
-import logging
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -25,12 +24,11 @@ from octavo.hf import attention
 from octavo.hf.graph_state import autocast_of, state_of, who_watches
 from octavo.nn.linear import LinearInFP8
 
-logger = logging.getLogger("octavo")
-
 _MARK = "_octavo_graphs"
 AFTER = 2  # times that a shape is computed before it is recorded: what is compiled is compiled then
 MOST = 4  # recordings
-CHANGES = 3  # times that a shape's recording may be out of date before it is given up
+CHANGES = 3  # times in a row that a recording may be out of date at once
+WITHOUT = "octavo.use_cuda_graphs(model, False) trains without"
 
 
 def use_cuda_graphs(model: nn.Module, enabled: bool = True, *, after: int = AFTER, most: int = MOST) -> None:
@@ -39,7 +37,8 @@ def use_cuda_graphs(model: nn.Module, enabled: bool = True, *, after: int = AFTE
     Call it when the model is complete, adapters included. For steps of the same shape, such as text cut to one length:
     each shape is recorded when it comes for the time after `after`, up to `most` of them. Steps with padding, with
     `position_ids` (as where several sequences are packed into a row), with gradient checkpointing or without gradients
-    are computed as before, and so are models with hooks, which a replay would not call.
+    are computed as before. What cannot be recorded is an error when its turn comes: a model with hooks, which a replay
+    would not call, one that waits for the GPU in its forward, or one that is never twice the same.
     """
     causal = _fused_model(model)
     if not enabled:
@@ -113,8 +112,8 @@ class _Graphs:
     def _forget(self) -> None:
         self.recorded: dict[Any, _Recorded] = {}
         self._seen: dict[Any, int] = {}
-        self._changes: dict[Any, int] = {}
-        self._failed: set[Any] = set()
+        self._replays: dict[Any, int] = {}  # since it was recorded
+        self._changes: dict[Any, int] = {}  # in a row that came at once
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy of a model, or one that is saved whole, records by itself."""
@@ -138,56 +137,62 @@ class _Graphs:
             recorded = None
         if recorded is None or recorded.is_waiting():
             return None
+        self._replays[key] += 1
         return _Replay.apply(recorded, tokens, *recorded.parameters)
 
     def _drop(self, key: Any, tokens: Tensor) -> None:
         """Its turn comes again; but what changes all the time would be recorded all the time."""
         del self.recorded[key]
         self._seen[key] = 0
-        self._changes[key] = self._changes.get(key, 0) + 1
+        at_once = self._replays[key] <= 1
+        self._changes[key] = self._changes.get(key, 0) + 1 if at_once else 0
         if self._changes[key] >= CHANGES:
-            self._fail(key, tokens, f"what was recorded has changed {CHANGES} times, such as weights that move")
-
-    def _fail(self, key: Any, tokens: Tensor, reason: str) -> None:
-        self._failed.add(key)
-        logger.warning("no CUDA graph for %s tokens, which are computed without: %s", tuple(tokens.shape), reason)
+            raise RuntimeError(
+                f"use_cuda_graphs: what was recorded for {tuple(tokens.shape)} tokens has changed at once, {CHANGES} "
+                f"times; do weights move in every step? {WITHOUT}"
+            )
 
     def _record(self, key: Any, tokens: Tensor) -> "_Recorded | None":
-        if len(self.recorded) >= self.most or key in self._failed:
+        if len(self.recorded) >= self.most:
             return None
         self._seen[key] = self._seen.get(key, 0) + 1
         if self._seen[key] <= self.after:
             return None
         watched = who_watches(self.decoder)
         if watched:
-            self._fail(key, tokens, f"{watched} has hooks, which a graph would not call")
-            return None
+            raise ValueError(
+                f"use_cuda_graphs: {watched} has hooks, which a replay would not call; remove them. {WITHOUT}"
+            )
         rows = [row for manager in self.managers for row in manager.rows]
         before = [row.clone() for row in rows]
         try:
             self.recorded[key] = _made(self.decoder, tokens)
-        except Exception as error:  # whatever a model does that no graph can hold; without one it is still right
-            self._fail(key, tokens, str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__)
-        if rows:
-            torch._foreach_copy_(rows, before)  # recording is no training step
-        return self.recorded.get(key)
+        except Exception as error:
+            error.add_note(f"use_cuda_graphs: while a step of {tuple(tokens.shape)} tokens was recorded. {WITHOUT}")
+            raise
+        finally:
+            if rows:
+                torch._foreach_copy_(rows, before)  # recording is no training step
+        self._replays[key] = 0
+        return self.recorded[key]
 
 
 def _made(decoder: Any, tokens: Tensor) -> "_Recorded":
     """A recording, which leaves random numbers as they were, also where it breaks off."""
     generator = torch.cuda.default_generators[tokens.device.index]
     numbers = generator.get_state()
+    complete = False
     try:
         # A graph is of the current device: work on another would be done now, and not again.
         with torch.cuda.device(tokens.device), _no_cached_casts():
             made = _Recorded(decoder, tokens)
-    except Exception:
-        with suppress(RuntimeError):
-            torch.cuda.synchronize()
-        _renew(generator, numbers)
-        raise
-    generator.set_state(numbers)
-    return made
+        complete = True
+        return made
+    finally:
+        if complete:
+            generator.set_state(numbers)
+        else:
+            _renew(generator, numbers)
 
 
 def _wants_more(decoder: Any) -> bool:

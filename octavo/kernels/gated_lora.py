@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels import tiles
-from octavo.kernels.adapter_tiles import in_dtype
+from octavo.kernels.adapter_tiles import in_dtype, padded, product
 from octavo.kernels.gated_tiles import activate, keep, kept
 from octavo.kernels.launch import Plan, Plans, kind
 from octavo.kernels.quantize_tensor import load_tile, offsets, store_tile
@@ -42,12 +42,6 @@ class Low(NamedTuple):
     scaling: float = 1.0
 
 
-@triton.constexpr_function
-def _padded(rank):
-    """To what tensor cores take."""
-    return max(16, triton.next_power_of_2(rank))
-
-
 @triton.jit
 def _right(right_ptr, f, F, RANK: tl.constexpr, PADDED: tl.constexpr, TURNED: tl.constexpr):
     """These features of `right`, as `[R, f]`."""
@@ -69,11 +63,7 @@ def _added(
         left = tl.load(where)
     else:
         left = tl.load(where, mask=(m[:, None] < M) & (k[None, :] < RANK), other=0.0)
-    if tiles.INTERPRETED:  # whose own product of BF16 is not one
-        product = tl.dot(left.to(tl.float32), right.to(tl.float32), input_precision="ieee")
-    else:
-        product = tl.dot(left.to(right.dtype), right)
-    return tiles.narrow(x.to(tl.float32) + scaling * product, x.dtype)
+    return tiles.narrow(x.to(tl.float32) + scaling * product(left.to(right.dtype), right), x.dtype)
 
 
 @triton.jit
@@ -103,8 +93,8 @@ def _forward_kernel(
     across = F // TILE_F
     j = tl.program_id(0) % across
     f = j * TILE_F + tl.arange(0, TILE_F)
-    GATE_PADDED: tl.constexpr = _padded(GATE_RANK)
-    UP_PADDED: tl.constexpr = _padded(UP_RANK)
+    GATE_PADDED: tl.constexpr = padded(GATE_RANK)
+    UP_PADDED: tl.constexpr = padded(UP_RANK)
     if GATE_RANK > 0:
         gate_right = _right(gate_right_ptr, f, F, GATE_RANK, GATE_PADDED, True)
     if UP_RANK > 0:
@@ -156,7 +146,7 @@ def _backward_kernel(
     across = F // TILE_F
     j = tl.program_id(0) % across
     f = j * TILE_F + tl.arange(0, TILE_F)
-    PADDED: tl.constexpr = _padded(RANK)
+    PADDED: tl.constexpr = padded(RANK)
     if RANK > 0:
         right = _right(right_ptr, f, F, RANK, PADDED, False)
     if FOLD:

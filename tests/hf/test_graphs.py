@@ -4,7 +4,6 @@ Recording itself is for `tests/gpu`; here a stand-in is recorded, and what is lo
 """
 
 import copy
-import logging
 
 import peft
 import pytest
@@ -189,14 +188,16 @@ def test_autocast_is_another_recording():
 
 
 @pytest.mark.usefixtures("recording")
-def test_hooks_are_called(caplog):
+def test_hooks_are_refused():
     model = adapted()
     assert is_replayed(model)
     called = []
     layer_of(model).mlp.register_forward_hook(lambda *_: called.append(1))
-    with caplog.at_level(logging.WARNING, logger="octavo"):
-        assert not any(is_replayed(model) for _ in range(3))
-    assert len(called) == 3 and "layers.0.mlp has hooks" in caplog.text
+    assert not is_replayed(model) and called == [1]
+    with pytest.raises(ValueError, match=r"layers\.0\.mlp has hooks, which a replay would not call"):
+        is_replayed(model)
+    octavo.use_cuda_graphs(model, False)
+    assert not is_replayed(model) and called == [1, 1]
 
 
 @pytest.mark.usefixtures("recording")
@@ -209,15 +210,23 @@ def test_what_transformers_leaves_behind_is_no_hindrance():
 
 
 @pytest.mark.usefixtures("recording")
-def test_what_moves_all_the_time_is_given_up(caplog):
+def test_what_moves_all_the_time_is_refused():
     model = adapted()
     made = Recording.made
-    with caplog.at_level(logging.WARNING, logger="octavo"):
+    with pytest.raises(RuntimeError, match="has changed at once, 3 times"):
         for _ in range(12):
             is_replayed(model)
             move_frozen(model)
-    assert Recording.made == made + graphs.CHANGES and "has changed 3 times" in caplog.text
-    assert graphs.recordings(model) == 0
+    assert Recording.made == made + graphs.CHANGES and graphs.recordings(model) == 0
+
+
+@pytest.mark.usefixtures("recording")
+def test_what_changes_now_and_then_is_not():
+    model = adapted()
+    for _ in range(2 * graphs.CHANGES):
+        assert is_replayed(model) and is_replayed(model)
+        move_frozen(model)
+        assert not is_replayed(model)
 
 
 @pytest.mark.usefixtures("recording")
@@ -249,13 +258,16 @@ def test_recording_is_no_step_for_histories(monkeypatch):
         raise RuntimeError("no")
 
     monkeypatch.setattr(graphs, "_made", broken)
-    assert not is_replayed(adapted())
+    with pytest.raises(RuntimeError, match="no") as caught:
+        is_replayed(adapted())
+    assert "use_cuda_graphs(model, False) trains without" in caught.value.__notes__[0]
     model = tiny()
     scaling = octavo.convert_to_fp8(model).scaling
     before = [row.clone() for row in scaling.rows]
     tokens = torch.zeros(1, 64, dtype=torch.int64)
     graph = graphs._Graphs(model, [m for m in model.modules() if isinstance(m, graphs.LinearInFP8)], 0, 4)
-    assert graph._record("key", tokens) is None
+    with pytest.raises(RuntimeError, match="no"):
+        graph._record("key", tokens)
     assert all(torch.equal(*rows) for rows in zip(scaling.rows, before, strict=True))
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from allocations import allocated
 
 from octavo.models.bdh import BDH, BDHConfig
 from octavo.tools.bench.cases import Case
@@ -20,18 +21,6 @@ from octavo.tools.plan.simulate import simulate
 Invoke = Callable[..., tuple[int, str, str]]
 SMALL = BDHConfig(dim=32, heads=2, neurons=256, layers=3)
 MEASURED = Path(__file__).parent.parent.parent / "benchmarks" / "results" / "2026-11-15-h200-bdh-100m-6l.json"
-
-
-def allocated(step):
-    """The most bytes that are handed out at once, beyond those before."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        step()
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    now = most = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        most = max(most, now)
-    return most
 
 
 @pytest.mark.parametrize(("code", "dtype"), [("bdh-fp32", None), ("bdh-bf16", torch.bfloat16)])

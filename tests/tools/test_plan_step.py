@@ -6,6 +6,7 @@ any device.
 
 import pytest
 import torch
+from allocations import allocated
 
 from octavo.optim import offload_states, step_in_backward
 from octavo.tools.bench.cases import Case
@@ -35,18 +36,6 @@ def case_of(vocabulary, tokens, rank, model_type):
     config = {**CONFIG, "vocab_size": vocabulary, "model_type": model_type}
     frozen = rank is not None
     return Case("test", config, 4, tokens, min(tokens, 256), 0, "cpu", frozen=frozen, rank=rank or 0)
-
-
-def allocated(step):
-    """The most bytes that are handed out at once during a step, beyond those before it."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        step()
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    now = most = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        most = max(most, now)
-    return most
 
 
 def counted(case, option):

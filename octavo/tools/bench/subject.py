@@ -177,7 +177,7 @@ class Subject:
 
     def check_recorded(self) -> None:
         if self._graphs and not graphs.recordings(self.model):
-            raise RuntimeError("no CUDA graph was recorded; the worker's log says why")
+            raise RuntimeError("no CUDA graph was recorded")
 
     def warm_layers(self) -> None:
         """Compile the decoder layers at the real shapes, without the head: its logits take 17 GB at 8B.
