@@ -1,8 +1,8 @@
 """Optimiser states that live in host memory, pinned, and are on the GPU only while their parameter's step is computed.
 
 Parameters come in the same order in every step, so while one is stepped the states of those after it are on their way
-(`transfers.py`). With low-bit states there is little to move: an 8B with 4-bit states has 8 GB, which go there and back
-in about the time that backward takes. Master weights, where there are some, travel with the states.
+(`transfers.py`). With low-bit states there is little to move: an 8B has 8 GB of them in 4 bits, and 64 in FP32. Master
+weights, where there are some, travel with the states.
 """
 
 from collections.abc import Iterator, Mapping
