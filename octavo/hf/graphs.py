@@ -153,7 +153,7 @@ class _Graphs:
             )
 
     def _record(self, key: Any, tokens: Tensor) -> "_Recorded | None":
-        if len(self.recorded) >= self.most:
+        if len(self.recorded) >= self.most or not any(p.requires_grad for p in self.decoder.parameters()):
             return None
         self._seen[key] = self._seen.get(key, 0) + 1
         if self._seen[key] <= self.after:

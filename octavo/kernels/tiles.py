@@ -154,15 +154,39 @@ def saturate(v, seed, offset, maximum: tl.constexpr, stochastic: tl.constexpr, c
 
 @triton.jit
 def sigmoid(x):
-    """1 / (1 + exp(−x)) by the approximate instructions, without the care for subnormals that Triton's own take."""
+    """1 / (1 + exp(−x))."""
+    return inverse(1.0 + exp2(x * -1.4426950408889634))
+
+
+# By the approximate instructions, without the care for subnormals that Triton's own take.
+
+
+@triton.jit
+def exp2(x):
     if INTERPRETED:
-        return 1.0 / (1.0 + tl.exp(-x))
-    power = tl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * -1.4426950408889634], dtype=tl.float32, is_pure=True, pack=1
-    )
-    return tl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + power], dtype=tl.float32, is_pure=True, pack=1
-    )
+        return tl.exp2(x)
+    return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def log2(x):
+    if INTERPRETED:
+        return tl.log2(tl.maximum(x, 2.0**-126))
+    return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def root(x):
+    if INTERPRETED:
+        return tl.sqrt(x)
+    return tl.inline_asm_elementwise("sqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def inverse(x):
+    if INTERPRETED:
+        return 1.0 / x
+    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit

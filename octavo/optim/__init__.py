@@ -18,6 +18,7 @@ import importlib
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -28,6 +29,7 @@ from torch.compiler import set_stance
 from octavo.optim.in_backward import offload_states, step_in_backward, steps_in_backward
 from octavo.optim.masters import offload_master
 from octavo.optim.memory import StepMemory, measure_memory
+from octavo.optim.one_pass import in_one_pass
 
 __all__ = [
     "OPTIMIZERS",
@@ -59,10 +61,13 @@ def build_optimizer(
         raise ValueError(f"optimizer={name!r}: choose from {', '.join(OPTIMIZERS)}")
     parameters = list(params)
     options: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "betas": betas}
+    on_gpu = all(parameter.is_cuda for parameter in parameters)
     if name == "adamw" and not stochastic_rounding:
-        return torch.optim.AdamW(parameters, **options)
+        return torch.optim.AdamW(parameters, **options, fused=on_gpu)
     optimizer_class = getattr(_torchao_optim(name), LOW_BIT.get(name, "_AdamW"))
-    if all(parameter.device.type == "cpu" for parameter in parameters):
+    if on_gpu and find_spec("triton"):
+        optimizer_class = in_one_pass(optimizer_class)
+    elif all(parameter.device.type == "cpu" for parameter in parameters):
         optimizer_class = _without_compiling(optimizer_class)
     return optimizer_class(parameters, **options, bf16_stochastic_round=stochastic_rounding)
 

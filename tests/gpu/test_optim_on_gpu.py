@@ -56,6 +56,38 @@ def test_the_same_weights(name):
                 assert all(part.is_cuda for part in parts)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_in_one_pass_is_torchao_s(name, dtype):
+    pytest.importorskip("torchao")
+    from tests.optim_cases import SHAPES, check_steps
+
+    for shape in (*SHAPES, (1024, 1024)):
+        check_steps(name, shape, device="cuda", dtype=dtype)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_takes_no_memory_beside_what_it_steps(name):
+    if name != "adamw":
+        pytest.importorskip("torchao")
+    weight = nn.Parameter(torch.ones(4096, 8192, device="cuda", dtype=torch.bfloat16))
+    stochastic = name != "adamw"
+    optimizer = build_optimizer(name, [weight], lr=5e-4, weight_decay=0.0, stochastic_rounding=stochastic)
+    for _ in range(2):
+        weight.grad = torch.ones_like(weight)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        optimizer.step()
+        torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - before < 2**20
+    if stochastic:  # an update of a 2,000th of a weight: to the nearest it would be nothing
+        assert abs(1 - weight.float().mean().item() - 2 * 5e-4) < 1e-5
+    weight.grad[0, 0] = float("nan")
+    optimizer.step()
+    assert weight[0, 0].isnan()
+
+
 def test_states_saved_and_loaded():
     _, optimizer, _ = run("adamw", "released and offloaded")
     states = optimizer.state_dict()

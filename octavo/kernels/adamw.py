@@ -1,0 +1,246 @@
+"""AdamW's step for one parameter in one pass, with its two means in 4 bits, 8 bits, FP8 or plain.
+
+    p, g, both means  →  FP32  →  p rounded (at random, if wanted), both means in their blocks again
+
+Formats are torchao's (`OptimState4bit` and its like), so states are what torchao's own step reads and writes. That step,
+compiled, keeps FP32 copies of whole tensors between its kernels: for the head of an 8B ten GiB, at the moment when all
+activations are there, and it takes five times as long as reading and writing everything once (docs/LOG.md).
+
+Codes stand for levels in tables, but no table is read: that would be done by other threads than those that have the
+numbers. torchao's `create_dynamic_map` has the levels of decade j, from 10^(j−D−1) to 10^(j−D), in the middle of 2^j equal
+cells, D = 6 in 8 bits with a sign, 7 without, 2 in 4 bits with a sign; also 0 and 1. So cell c of decade j is the
+(2^j + c)-th, and j and c are the exponent and the fraction of that number. Nearest is the middle of one's own cell, but
+for the lowest fifth of a decade's first cell: there the last level of the decade below is nearer. 4 bits without a sign
+are sixteenths.
+"""
+
+from contextlib import nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.kernels.tiles import (
+    INFINITY_BITS,
+    INTERPRETED,
+    cast,
+    divide,
+    exp2,
+    inverse,
+    log2,
+    magnitude_bits,
+    narrow,
+    reciprocal,
+    root,
+)
+
+PLAIN, BITS_8, BITS_4, FP8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+_KINDS = {"OptimState8bit": BITS_8, "OptimState4bit": BITS_4, "OptimStateFp8": FP8}
+_ELEMENTS, _WARPS = 1024, 4  # of a program: eight a thread
+_PLAIN_BLOCK = 256
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@triton.jit(do_not_specialize=["seed"])
+def adamw_kernel(
+    p_ptr, g_ptr, mean_ptr, mean_scale_ptr, square_ptr, square_scale_ptr, n, rate, decay, beta_1, beta_2, root_correction,
+    eps, seed, KIND: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STOCHASTIC: tl.constexpr,
+    EVEN: tl.constexpr,
+):  # fmt: skip
+    """`rate`: with the mean's correction; `root_correction`: of the square's root; `decay`: what is left of a weight."""
+    first_row = tl.program_id(0).to(tl.int64) * ROWS
+    row, column = first_row + tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    where = row[:, None] * BLOCK + column[None, :]
+    inside = where < n
+    p, g = _load(p_ptr + where, inside, EVEN).to(tl.float32), _load(g_ptr + where, inside, EVEN).to(tl.float32)
+    mean = _read(mean_ptr, mean_scale_ptr, row, where, inside, n, True, KIND, BLOCK, EVEN)
+    square = _read(square_ptr, square_scale_ptr, row, where, inside, n, False, KIND, BLOCK, EVEN)
+    mean += (g - mean) * (1 - beta_1)
+    square += (g * g - square) * (1 - beta_2)
+    p = p * decay - rate * mean * inverse(root(square) * root_correction + eps)
+    _write(mean, mean_ptr, mean_scale_ptr, row, where, inside, n, True, KIND, BLOCK, EVEN)
+    _write(square, square_ptr, square_scale_ptr, row, where, inside, n, False, KIND, BLOCK, EVEN)
+    if STOCHASTIC:
+        rounded = _to_bf16_at_random(p, seed, first_row * (BLOCK // 4), ROWS, BLOCK)
+    else:
+        rounded = narrow(p, p_ptr.dtype.element_ty)
+    _store(p_ptr + where, rounded, inside, EVEN)
+
+
+@triton.jit
+def _load(pointers, inside, EVEN: tl.constexpr):
+    return tl.load(pointers) if EVEN else tl.load(pointers, mask=inside, other=0.0)
+
+
+@triton.jit
+def _store(pointers, values, inside, EVEN: tl.constexpr):
+    if EVEN:
+        tl.store(pointers, values)
+    else:
+        tl.store(pointers, values, mask=inside)
+
+
+@triton.jit
+def _read(
+    state_ptr, scale_ptr, row, where, inside, n, SIGNED: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
+    EVEN: tl.constexpr,
+):  # fmt: skip
+    if KIND == BITS_4:
+        pair = row[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
+        codes = _load(state_ptr + pair, pair * 2 < n, EVEN)
+        codes = tl.reshape(tl.join(codes >> 4, codes & 15), where.shape)
+    else:
+        codes = _load(state_ptr + where, inside, EVEN)
+    x = codes.to(tl.float32)
+    if KIND == BITS_4:
+        x = _level(x - 7, 2) if SIGNED else (x + 1) * 0.0625
+    elif KIND == BITS_8:
+        x = _level(x - 127, 6) if SIGNED else _level(x + 1, 7)
+    if KIND != PLAIN:
+        x *= _load(scale_ptr + row, row * BLOCK < n, EVEN)[:, None]
+    return x
+
+
+@triton.jit
+def _write(
+    x, state_ptr, scale_ptr, row, where, inside, n, SIGNED: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
+    EVEN: tl.constexpr,
+):  # fmt: skip
+    if KIND == PLAIN:
+        _store(state_ptr + where, narrow(x, state_ptr.dtype.element_ty), inside, EVEN)
+    else:
+        scale = tl.maximum(tl.max(tl.abs(x), axis=1), 1e-12)
+        if KIND == FP8:
+            scale = divide(scale, 448.0)
+        _store(scale_ptr + row, scale, row * BLOCK < n, EVEN)
+        x = x * reciprocal(scale)[:, None]
+        if KIND == BITS_4:
+            codes = 7 + _nearest(x, 2) if SIGNED else tl.maximum(tl.floor(x * 16 - 0.5), 0.0)
+            high, low = tl.split(tl.reshape(codes.to(tl.uint8), [x.shape[0], BLOCK // 2, 2]))
+            pair = row[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
+            _store(state_ptr + pair, (high << 4) | low, pair * 2 < n, EVEN)
+        elif KIND == BITS_8:
+            codes = 127 + _nearest(x, 6) if SIGNED else _nearest(x, 7) - 1
+            _store(state_ptr + where, codes.to(tl.uint8), inside, EVEN)
+        else:
+            _store(state_ptr + where, cast(tl.clamp(x, -448.0, 448.0), tl.float8e4nv, tl.float32), inside, EVEN)
+
+
+@triton.jit
+def _level(number, D: tl.constexpr):
+    """The number-th level, negative ones below zero. The first without a sign (D = 7) is 0."""
+    bits = (tl.abs(number) + 0.5).to(tl.int32, bitcast=True)
+    decade = ((bits >> 23) - 127).to(tl.float32)
+    fraction = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)  # 1 to 2
+    size = tl.minimum((fraction * 0.9 - 0.8) * exp2((decade - D) * 3.3219280948873623), 1.0)
+    size = tl.where(tl.abs(number) > (1 if D == 7 else 0), size, 0.0)
+    return size if D == 7 else tl.where(number < 0, -size, size)
+
+
+@triton.jit
+def _nearest(x, D: tl.constexpr):
+    """The number of the level that is nearest, of x between −1 and 1."""
+    lowest: tl.constexpr = 1 if D == 7 else 0
+    least: tl.constexpr = 0.13888889 if D == 7 else 0.19444444  # as a share of its cell: half of the first level
+    size = tl.abs(x)
+    decade = tl.floor(log2(size) * 0.30102999566398120) + (D + 1)
+    decade = tl.minimum(tl.maximum(decade, lowest), D)
+    first = exp2(decade)
+    # 2^j + (10^(D+1−j) · size − 1) / 9 · 2^j
+    position = (
+        size * exp2(decade * -2.3219280948873623 + ((D + 1) * 3.3219280948873623 - 3.1699250014423122))
+        + first * 0.88888889
+    )
+    number = tl.minimum(tl.maximum(tl.floor(position), first), first * 2 - 1)
+    number -= tl.where(position < first + tl.where(decade > lowest, 0.2, least), 1.0, 0.0)
+    above = number + tl.where(size >= 1 - 0.225 / 2**D, 1.0, 0.0)  # 1, which −1 is no counterpart of
+    return above if D == 7 else tl.where(x < 0, -number, above)
+
+
+@triton.jit
+def _to_bf16_at_random(p, seed, first, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Away from zero with the probability that the bits to be cut off say; on average, p. Not NaN: it would carry."""
+    at = first + tl.arange(0, ROWS)[:, None] * (BLOCK // 4) + tl.arange(0, BLOCK // 4)[None, :]
+    a, b, c, d = tl.randint4x(seed, at, n_rounds=7)
+    noise = tl.reshape(tl.join(tl.join(a, b), tl.join(c, d)), [ROWS, BLOCK]).to(tl.int32, bitcast=True)
+    bits = p.to(tl.int32, bitcast=True)
+    up = tl.where(magnitude_bits(p) < INFINITY_BITS, noise & 0xFFFF, 0)
+    return ((bits + up) & -0x10000).to(tl.float32, bitcast=True).to(tl.bfloat16)
+
+
+def can_step(p: Tensor, mean: Tensor, square: Tensor) -> bool:
+    """Whether there is a kernel for this parameter and its states."""
+    if type(p.detach()) is not Tensor or not p.is_contiguous() or p.dtype not in _FLOATS or not p.numel():
+        return False
+    if type(mean) is not type(square) or not (INTERPRETED or p.is_cuda):
+        return False
+    if type(mean) is Tensor:
+        return all(x.dtype in _FLOATS and x.is_contiguous() for x in (mean, square))
+    kind = _KINDS.get(type(mean).__name__)
+    if kind is FP8 and p.is_cuda and torch.cuda.get_device_capability(p.device) < (8, 9):
+        return False
+    return kind is not None and (kind is FP8 or has_known_levels())
+
+
+@cache
+def has_known_levels() -> bool:
+    """Whether torchao's levels are those that the kernel computes."""
+    from torchao.optim import subclass_4bit, subclass_8bit
+
+    expected = [
+        (subclass_8bit.get_qmap_signed(), _signed(6)),
+        (subclass_8bit.get_qmap_unsigned(), [0.0, *_levels(range(1, 8), 7)]),
+        (subclass_4bit.get_qmap_signed(), _signed(2)),
+        (subclass_4bit.get_qmap_unsigned(), [i / 16 for i in range(1, 17)]),
+    ]
+    return all(
+        len(found) == len(wanted) and all(abs(a - b) <= 1e-6 * abs(b) for a, b in zip(found, wanted, strict=True))
+        for found, wanted in expected
+    )
+
+
+def _levels(decades: range, highest: int) -> list[float]:
+    return [10.0 ** (j - highest) * (0.1 + 0.9 * (c + 0.5) / 2**j) for j in decades for c in range(2**j)] + [1.0]
+
+
+def _signed(highest: int) -> list[float]:
+    above = _levels(range(highest + 1), highest)
+    return [-level for level in reversed(above[:-1])] + [0.0] + above
+
+
+def step(
+    p: Tensor,
+    g: Tensor,
+    mean: Any,
+    square: Any,
+    *,
+    count: int,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    stochastic: bool,
+) -> None:
+    """The `count`-th step of p, and of its means, in place. `stochastic`: round p, if in BF16, at random."""
+    kind = _KINDS.get(type(mean).__name__, PLAIN)
+    block = _PLAIN_BLOCK if kind is PLAIN else mean.block_size
+    rows = max(_ELEMENTS // block, 1)
+    stochastic = stochastic and p.dtype == torch.bfloat16
+    n = p.numel()
+    constants = {"KIND": kind, "BLOCK": block, "ROWS": rows, "STOCHASTIC": stochastic, "EVEN": n % (rows * block) == 0}
+    numbers = (
+        lr / (1 - betas[0] ** count), 1 - lr * weight_decay, *betas, (1 - betas[1] ** count) ** -0.5, eps,
+        int(torch.randint(2**31 - 2, (), device="cpu")) if stochastic else 0,
+    )  # fmt: skip
+    with torch.cuda.device(p.device) if p.is_cuda else nullcontext():
+        adamw_kernel[(-(-n // (rows * block)),)](
+            p.detach(), g.contiguous(), *_parts(mean), *_parts(square), n, *numbers, **constants, num_warps=_WARPS
+        )
+
+
+def _parts(state: Any) -> tuple[Tensor, Tensor]:
+    """Values or codes, and their scales; where there are none, something that is not read."""
+    return (state, state) if type(state) is Tensor else (state.codes, state.scale)
