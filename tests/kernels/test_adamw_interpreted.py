@@ -5,10 +5,10 @@ import torch
 
 pytest.importorskip("torchao")
 
-from octavo.kernels import adamw  # noqa: E402
-from octavo.optim import OPTIMIZERS  # noqa: E402
-from octavo.optim.one_pass import in_one_pass  # noqa: E402
-from tests.optim_cases import CLASSES, RATES, SHAPES, check_steps  # noqa: E402
+from octavo.kernels import adamw
+from octavo.optim import OPTIMIZERS
+from octavo.optim.one_pass import in_one_pass
+from tests.optim_cases import CLASSES, RATES, SHAPES, check_steps
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
