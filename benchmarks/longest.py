@@ -24,7 +24,7 @@ from octavo.tools.bench.cases import LLAMAS, Case, make_case
 from octavo.tools.bench.contenders import FROZEN, Contender
 from octavo.tools.bench.result import device_name, versions
 from octavo.tools.bench.subject import Subject
-from octavo.tools.plan.gpus import CONTEXT_GIB, RESERVED, STRIDE, Gpu, longest_sequence
+from octavo.tools.plan.gpus import CONTEXT_GIB, STRIDE, Gpu, longest_sequence
 from octavo.tools.plan.options import Option
 from octavo.training.files import write_json
 
@@ -57,11 +57,11 @@ def contender_of(way: str) -> Contender:
 
 
 def planned(case: Case, way: str, gib: float) -> int:
-    """All of the budget is for tensors: torch's limit does not count CUDA's context."""
+    """torch's limit does not count CUDA's context, but what lies idle between tensors."""
     code = {"bf16": "hf", "octavo-bf16": "own"}.get(way, "fp8")
     recipe = way if code == "fp8" else None
     option = Option(code, recipe, optimizer="adamw", compiled=False, adapter_bytes=2)
-    return longest_sequence(case, option, Gpu("budget", gib * RESERVED + CONTEXT_GIB))
+    return longest_sequence(case, option, Gpu("budget", gib + CONTEXT_GIB))
 
 
 def measure(way: str, preset: str, layers: int | None, gib: float) -> dict[str, Any]:

@@ -1,9 +1,9 @@
-"""A step by the kernel against torchao's own, computed eagerly: the same codes, scales and weights."""
+"""AdamW's step in one pass against the same in torch: codes, scales and weights, step by step from the same states."""
 
 import torch
-from torchao.optim import adam
 
-from octavo.kernels import adamw
+from octavo.kernels import adamw as kernel
+from octavo.numerics import adamw as spec
 
 CLASSES = {"adamw4bit": "AdamW4bit", "adamw8bit": "AdamW8bit", "adamwfp8": "AdamWFp8", "adamw": "_AdamW"}
 SHAPES = ((64, 128), (40, 384), (257, 256), (33, 7), (4099,))  # whole programs; parts of one; states that are plain
@@ -19,32 +19,42 @@ def gradients(shape, device, steps=5):
         yield torch.where(torch.rand(shape, generator=generator) < 0.1, 0.0, g).to(device)
 
 
-def check_steps(name, shape, *, device="cpu", dtype=torch.float32):
-    """After each step of both from the same states."""
+def new_means(name, p):
     from torchao import optim
+    from torchao.optim import adam
 
+    optimizer = (getattr(optim, CLASSES[name], None) or getattr(adam, CLASSES[name]))([torch.nn.Parameter(p)])
+    return optimizer._new_buffer(p, True), spec.with_powers(optimizer._new_buffer(p, False))
+
+
+def check_steps(name, shape, *, device="cpu", dtype=torch.float32, stochastic=False):
+    def by_kernel(q, g, means, count):
+        assert kernel.can_step(q, *means)
+        kernel.step(q, g, *means, count=count, **RATES, stochastic=stochastic)
+
+    compare_steps(name, shape, by_kernel, device=device, dtype=dtype, stochastic=stochastic)
+
+
+def compare_steps(name, shape, other, *, device="cpu", dtype=torch.float32, stochastic=False, squares=True):
     torch.manual_seed(0)
     p = torch.randn(shape).to(device, dtype)
     q = p.clone()
-    optimizer = getattr(optim, CLASSES[name], None) or getattr(adam, CLASSES[name])
-    optimizer = optimizer([torch.nn.Parameter(p)])
-    theirs, ours = ([optimizer._new_buffer(p, signed) for signed in (True, False)] for _ in range(2))
-    changed = 0.0
+    wanted_means, means = new_means(name, p), new_means(name, p)
     one_step = {torch.float32: 0.0, torch.bfloat16: 2**-7, torch.float16: 2**-10}[dtype]
+    changed = 0.0
     for count, g in enumerate(gradients(shape, device), 1):
         g, before = g.to(dtype), p.clone()
-        adam.single_param_adam(
-            p, g, torch.tensor(float(count)), *theirs, None, torch.tensor(RATES["lr"]), *RATES["betas"],
-            RATES["weight_decay"], RATES["eps"], True, False,
-        )  # fmt: skip
-        assert adamw.can_step(q, *ours)
-        adamw.step(q, g, *ours, count=count, **RATES, stochastic=False)
-        # By what the step was; a mean that is small beside its block's largest may be off by a millionth of that.
-        torch.testing.assert_close(q - before, p - before, rtol=1e-3, atol=1e-5 + one_step * p.abs().max().item())
-        for mine, wanted in zip(ours, theirs, strict=True):
+        spec.step(p, g, *wanted_means, count=count, **RATES, stochastic=stochastic)
+        other(q, g, means, count)
+        # A millionth of p, a thousandth of the step, or one step of the dtype.
+        allowed = 1e-5 + max(one_step, 1e-6) * p.abs().float() + 1e-3 * (p - before).abs().float()
+        assert ((q - p).abs().float() <= allowed).all()
+        if stochastic:
+            assert (q != p).float().mean() < 1e-3
+        for mine, wanted in list(zip(means, wanted_means, strict=True))[: 2 if squares else 1]:
             changed = max(changed, compare_states(mine, wanted, max(one_step, 1e-5)))
         q.copy_(p)
-        for mine, wanted in zip(ours, theirs, strict=True):
+        for mine, wanted in zip(means, wanted_means, strict=True):
             mine.copy_(wanted)
     assert changed < 3e-3, changed  # numbers of BF16 lie right between two levels more often than chance has it
 
@@ -58,5 +68,7 @@ def compare_states(mine, wanted, one_step):
     a, b = (state.codes.view(torch.uint8).int() for state in (mine, wanted))
     if type(mine).__name__ == "OptimState4bit":
         a, b = (torch.stack([codes >> 4, codes & 15]) for codes in (a, b))
+    elif type(mine).__name__ == "OptimStateFp8":
+        a, b = (torch.where(codes < 128, codes, 128 - codes) for codes in (a, b))  # in order, 0 and −0 the same
     assert (a - b).abs().max() <= 1
     return (a != b).float().mean().item()

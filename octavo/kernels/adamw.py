@@ -1,17 +1,17 @@
-"""AdamW's step for one parameter in one pass, with its two means in 4 bits, 8 bits, FP8 or plain.
+"""AdamW's step for one parameter in one pass, with its two means in 4 bits, 8 bits, FP8 or plain: `numerics/adamw.py`.
 
     p, g, both means  →  FP32  →  p rounded (at random, if wanted), both means in their blocks again
 
-Formats are torchao's (`OptimState4bit` and its like), so states are what torchao's own step reads and writes. That step,
-compiled, keeps FP32 copies of whole tensors between its kernels: for the head of an 8B ten GiB, at the moment when all
-activations are there, and it takes five times as long as reading and writing everything once (docs/LOG.md).
+Formats are torchao's (`OptimState4bit` and its like). Its own step, compiled, keeps FP32 copies of whole tensors between
+its kernels: for the head of an 8B ten GiB, at the moment when all activations are there, and it takes five times as
+long as reading and writing everything once (docs/LOG.md).
 
 Codes stand for levels in tables, but no table is read: that would be done by other threads than those that have the
-numbers. torchao's `create_dynamic_map` has the levels of decade j, from 10^(j−D−1) to 10^(j−D), in the middle of 2^j equal
-cells, D = 6 in 8 bits with a sign, 7 without, 2 in 4 bits with a sign; also 0 and 1. So cell c of decade j is the
+numbers. torchao's `create_dynamic_map` has the levels of decade j, from 10^(j−D−1) to 10^(j−D), in the middle of 2^j
+equal cells, D = 6 in 8 bits with a sign, 7 without, 2 in 4 bits with a sign; also 0 and 1. So cell c of decade j is the
 (2^j + c)-th, and j and c are the exponent and the fraction of that number. Nearest is the middle of one's own cell, but
 for the lowest fifth of a decade's first cell: there the last level of the decade below is nearer. 4 bits without a sign
-are sixteenths.
+are powers of two.
 """
 
 from contextlib import nullcontext
@@ -36,6 +36,7 @@ from octavo.kernels.tiles import (
     reciprocal,
     root,
 )
+from octavo.numerics.adamw import salt_of
 
 PLAIN, BITS_8, BITS_4, FP8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 _KINDS = {"OptimState8bit": BITS_8, "OptimState4bit": BITS_4, "OptimStateFp8": FP8}
@@ -44,27 +45,27 @@ _PLAIN_BLOCK = 256
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@triton.jit(do_not_specialize=["seed"])
+@triton.jit(do_not_specialize=["salt"])
 def adamw_kernel(
-    p_ptr, g_ptr, mean_ptr, mean_scale_ptr, square_ptr, square_scale_ptr, n, rate, decay, beta_1, beta_2, root_correction,
-    eps, seed, KIND: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STOCHASTIC: tl.constexpr,
+    p_ptr, g_ptr, mean_ptr, mean_scale_ptr, square_ptr, square_scale_ptr, n, rate, decay, weight_1, weight_2,
+    root_correction, eps, salt, KIND: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STOCHASTIC: tl.constexpr,
     EVEN: tl.constexpr,
 ):  # fmt: skip
-    """`rate`: with the mean's correction; `root_correction`: of the square's root; `decay`: what is left of a weight."""
-    first_row = tl.program_id(0).to(tl.int64) * ROWS
-    row, column = first_row + tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    """`rate`: with the mean's correction; `decay`: what is left of p; `weight_1`, `weight_2`: of the new in the means."""
+    row, column = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     where = row[:, None] * BLOCK + column[None, :]
     inside = where < n
     p, g = _load(p_ptr + where, inside, EVEN).to(tl.float32), _load(g_ptr + where, inside, EVEN).to(tl.float32)
     mean = _read(mean_ptr, mean_scale_ptr, row, where, inside, n, True, KIND, BLOCK, EVEN)
     square = _read(square_ptr, square_scale_ptr, row, where, inside, n, False, KIND, BLOCK, EVEN)
-    mean += (g - mean) * (1 - beta_1)
-    square += (g * g - square) * (1 - beta_2)
+    mean += (g - mean) * weight_1
+    square += (g * g - square) * weight_2
     p = p * decay - rate * mean * inverse(root(square) * root_correction + eps)
-    _write(mean, mean_ptr, mean_scale_ptr, row, where, inside, n, True, KIND, BLOCK, EVEN)
-    _write(square, square_ptr, square_scale_ptr, row, where, inside, n, False, KIND, BLOCK, EVEN)
+    noise = _noise(g, where, salt)
+    _write(mean, noise, mean_ptr, mean_scale_ptr, row, where, inside, n, True, KIND, BLOCK, EVEN)
+    _write(square, noise, square_ptr, square_scale_ptr, row, where, inside, n, False, KIND, BLOCK, EVEN)
     if STOCHASTIC:
-        rounded = _to_bf16_at_random(p, seed, first_row * (BLOCK // 4), ROWS, BLOCK)
+        rounded = _to_bf16_at_random(p, noise)
     else:
         rounded = narrow(p, p_ptr.dtype.element_ty)
     _store(p_ptr + where, rounded, inside, EVEN)
@@ -96,7 +97,7 @@ def _read(
         codes = _load(state_ptr + where, inside, EVEN)
     x = codes.to(tl.float32)
     if KIND == BITS_4:
-        x = _level(x - 7, 2) if SIGNED else (x + 1) * 0.0625
+        x = _level(x - 7, 2) if SIGNED else ((codes.to(tl.int32) + 112) << 23).to(tl.float32, bitcast=True)
     elif KIND == BITS_8:
         x = _level(x - 127, 6) if SIGNED else _level(x + 1, 7)
     if KIND != PLAIN:
@@ -106,8 +107,8 @@ def _read(
 
 @triton.jit
 def _write(
-    x, state_ptr, scale_ptr, row, where, inside, n, SIGNED: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
-    EVEN: tl.constexpr,
+    x, noise, state_ptr, scale_ptr, row, where, inside, n, SIGNED: tl.constexpr, KIND: tl.constexpr,
+    BLOCK: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     if KIND == PLAIN:
         _store(state_ptr + where, narrow(x, state_ptr.dtype.element_ty), inside, EVEN)
@@ -118,7 +119,7 @@ def _write(
         _store(scale_ptr + row, scale, row * BLOCK < n, EVEN)
         x = x * reciprocal(scale)[:, None]
         if KIND == BITS_4:
-            codes = 7 + _nearest(x, 2) if SIGNED else tl.maximum(tl.floor(x * 16 - 0.5), 0.0)
+            codes = 7 + _nearest(x, 2) if SIGNED else _power_at_random(x, noise)
             high, low = tl.split(tl.reshape(codes.to(tl.uint8), [x.shape[0], BLOCK // 2, 2]))
             pair = row[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
             _store(state_ptr + pair, (high << 4) | low, pair * 2 < n, EVEN)
@@ -161,14 +162,26 @@ def _nearest(x, D: tl.constexpr):
 
 
 @triton.jit
-def _to_bf16_at_random(p, seed, first, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _noise(g, where, salt):
+    """`numerics.adamw.noise_of`."""
+    x = g.to(tl.uint32, bitcast=True) ^ (where.to(tl.uint32) * 0x9E3779B1) ^ salt.to(tl.uint32)
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _power_at_random(x, noise):
+    """The code of a power of two below or above x, by the upper half of the noise."""
+    bits = x.to(tl.int32, bitcast=True) + ((noise >> 16) << 7).to(tl.int32, bitcast=True)
+    return tl.minimum(tl.maximum((bits >> 23) - 112, 0), 15)
+
+
+@triton.jit
+def _to_bf16_at_random(p, noise):
     """Away from zero with the probability that the bits to be cut off say; on average, p. Not NaN: it would carry."""
-    at = first + tl.arange(0, ROWS)[:, None] * (BLOCK // 4) + tl.arange(0, BLOCK // 4)[None, :]
-    a, b, c, d = tl.randint4x(seed, at, n_rounds=7)
-    noise = tl.reshape(tl.join(tl.join(a, b), tl.join(c, d)), [ROWS, BLOCK]).to(tl.int32, bitcast=True)
-    bits = p.to(tl.int32, bitcast=True)
-    up = tl.where(magnitude_bits(p) < INFINITY_BITS, noise & 0xFFFF, 0)
-    return ((bits + up) & -0x10000).to(tl.float32, bitcast=True).to(tl.bfloat16)
+    up = tl.where(magnitude_bits(p) < INFINITY_BITS, (noise & 0xFFFF).to(tl.int32, bitcast=True), 0)
+    return ((p.to(tl.int32, bitcast=True) + up) & -0x10000).to(tl.float32, bitcast=True).to(tl.bfloat16)
 
 
 def can_step(p: Tensor, mean: Tensor, square: Tensor) -> bool:
@@ -194,7 +207,6 @@ def has_known_levels() -> bool:
         (subclass_8bit.get_qmap_signed(), _signed(6)),
         (subclass_8bit.get_qmap_unsigned(), [0.0, *_levels(range(1, 8), 7)]),
         (subclass_4bit.get_qmap_signed(), _signed(2)),
-        (subclass_4bit.get_qmap_unsigned(), [i / 16 for i in range(1, 17)]),
     ]
     return all(
         len(found) == len(wanted) and all(abs(a - b) <= 1e-6 * abs(b) for a, b in zip(found, wanted, strict=True))
@@ -224,7 +236,7 @@ def step(
     weight_decay: float,
     stochastic: bool,
 ) -> None:
-    """The `count`-th step of p, and of its means, in place. `stochastic`: round p, if in BF16, at random."""
+    """As `numerics.adamw.step`."""
     kind = _KINDS.get(type(mean).__name__, PLAIN)
     block = _PLAIN_BLOCK if kind is PLAIN else mean.block_size
     rows = max(_ELEMENTS // block, 1)
@@ -232,8 +244,8 @@ def step(
     n = p.numel()
     constants = {"KIND": kind, "BLOCK": block, "ROWS": rows, "STOCHASTIC": stochastic, "EVEN": n % (rows * block) == 0}
     numbers = (
-        lr / (1 - betas[0] ** count), 1 - lr * weight_decay, *betas, (1 - betas[1] ** count) ** -0.5, eps,
-        int(torch.randint(2**31 - 2, (), device="cpu")) if stochastic else 0,
+        lr / (1 - betas[0] ** count), 1 - lr * weight_decay, 1 - betas[0], 1 - betas[1], (1 - betas[1] ** count) ** -0.5, eps,
+        salt_of(count),
     )  # fmt: skip
     with torch.cuda.device(p.device) if p.is_cuda else nullcontext():
         adamw_kernel[(-(-n // (rows * block)),)](

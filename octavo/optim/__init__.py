@@ -6,25 +6,23 @@ parameter itself. The low-bit variants store them in blocks with one FP32 scale 
     adamw       8 bytes per parameter   torch.optim.AdamW
     adamw8bit   2                       256 dynamic levels, blocks of 256
     adamwfp8    2                       E4M3, blocks of 256
-    adamw4bit   1                       16 levels, blocks of 128
+    adamw4bit   1                       16 levels, blocks of 128; of squares, powers of two
 
-Only a tensor with at least 4,096 elements whose count divides by the block is stored so; smaller ones keep FP32 states.
-The update itself is computed in FP32, and parameters may be kept so. In BF16, rounded to the nearest, a weight does not
+Only a tensor with at least 4,096 elements whose count divides by the block is stored so; states of smaller ones are in
+the parameter's own dtype. The update itself is computed in FP32, and parameters may be kept so. In BF16, rounded to the nearest, a weight does not
 move by less than a 256th of itself, so small updates would be lost: with `stochastic_rounding` it rounds up or down by
 chance, and on average moves by what it should.
 """
 
 import importlib
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
-from torch.compiler import set_stance
 
 from octavo.optim.in_backward import offload_states, step_in_backward, steps_in_backward
 from octavo.optim.masters import offload_master
@@ -61,14 +59,10 @@ def build_optimizer(
         raise ValueError(f"optimizer={name!r}: choose from {', '.join(OPTIMIZERS)}")
     parameters = list(params)
     options: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "betas": betas}
-    on_gpu = all(parameter.is_cuda for parameter in parameters)
+    devices = {parameter.device.type for parameter in parameters}
     if name == "adamw" and not stochastic_rounding:
-        return torch.optim.AdamW(parameters, **options, fused=on_gpu)
-    optimizer_class = getattr(_torchao_optim(name), LOW_BIT.get(name, "_AdamW"))
-    if on_gpu and find_spec("triton"):
-        optimizer_class = in_one_pass(optimizer_class)
-    elif all(parameter.device.type == "cpu" for parameter in parameters):
-        optimizer_class = _without_compiling(optimizer_class)
+        return torch.optim.AdamW(parameters, **options, fused=devices <= {"cuda", "cpu"})
+    optimizer_class = in_one_pass(getattr(_torchao_optim(name), LOW_BIT.get(name, "_AdamW")))
     return optimizer_class(parameters, **options, bf16_stochastic_round=stochastic_rounding)
 
 
@@ -103,22 +97,3 @@ def _quiet(logger_name: str) -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
-
-
-def _without_compiling(optimizer_class: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """The same optimiser with its step run eagerly.
-
-    torchao compiles its step, which on a CPU needs a C++ compiler that a plain machine may not have, and tens of
-    seconds at the first step. Eager gives the same update; a step of 1.6M parameters takes 0.45 s (8-bit), 0.16 s
-    (4-bit) or 0.03 s (FP8) on two cores.
-    """
-
-    class EagerStep(optimizer_class):  # type: ignore[valid-type,misc]
-        def step(self, closure: Callable[[], float] | None = None) -> float | None:
-            # torch wraps `step` of each class it instantiates with the step hooks. Going past `optimizer_class` to its
-            # base, which is never instantiated, makes sure that the hooks run once (FP8 histories advance in one).
-            with set_stance("force_eager"):
-                return super(optimizer_class, self).step(closure)  # type: ignore[misc]
-
-    EagerStep.__name__ = EagerStep.__qualname__ = optimizer_class.__name__
-    return EagerStep

@@ -1,17 +1,28 @@
-"""torchao's optimisers, with the step of each parameter in one pass over it where there is a kernel for that."""
+"""torchao's optimisers, with the step of each parameter in one pass over it where there is a kernel for that.
+
+On a CPU, and where there is none, it is computed by `numerics/adamw.py`, the same step in torch.
+"""
 
 from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from octavo.numerics import adamw
 
+
+@cache
 def in_one_pass(optimizer_class: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """The same optimiser with the same states. What the kernel does not know is left to torchao's own, compiled step."""
-    from octavo.kernels import adamw
+    """The same optimiser, with torchao's states. What is sharded, or amsgrad, is left to torchao's own step."""
 
     class OnePass(optimizer_class):  # type: ignore[valid-type,misc]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.register_load_state_dict_pre_hook(_take_powers)
+
         @torch.no_grad()
         def step(self, closure: Callable[[], float] | None = None) -> float | None:
             loss = None
@@ -34,20 +45,37 @@ def in_one_pass(optimizer_class: type[torch.optim.Optimizer]) -> type[torch.opti
 
         def _step_one(self, p: Tensor, group: dict[str, Any]) -> bool:
             grad, state = p.grad, self.state[p]
-            if grad is None or grad.is_sparse or group["amsgrad"]:
+            if grad is None or grad.is_sparse or group["amsgrad"] or type(p.detach()) is not Tensor:
                 return False
             if not state:
                 state["step"] = torch.tensor(0.0)
-                state["exp_avg"], state["exp_avg_sq"] = self._new_buffer(p, True), self._new_buffer(p, False)
-            if not adamw.can_step(p, state["exp_avg"], state["exp_avg_sq"]):
-                return False
+                state["exp_avg"] = self._new_buffer(p, True)
+                state["exp_avg_sq"] = adamw.with_powers(self._new_buffer(p, False))
             state["step"] += 1
-            adamw.step(
-                p, grad, state["exp_avg"], state["exp_avg_sq"], count=int(state["step"]), lr=float(group["lr"]),
-                betas=group["betas"], eps=group["eps"], weight_decay=group["weight_decay"],
-                stochastic=self.bf16_stochastic_round,
+            means = state["exp_avg"], state["exp_avg_sq"]
+            _step_for(p, *means)(
+                p.detach(), grad, *means, count=int(state["step"]), lr=float(group["lr"]), betas=group["betas"],
+                eps=group["eps"], weight_decay=group["weight_decay"], stochastic=self.bf16_stochastic_round,
             )  # fmt: skip
             return True
 
     OnePass.__name__ = OnePass.__qualname__ = optimizer_class.__name__
     return OnePass
+
+
+def _step_for(p: Tensor, mean: Tensor, square: Tensor) -> Callable[..., None]:
+    if p.is_cuda and find_spec("triton"):
+        from octavo.kernels import adamw as kernel
+
+        if kernel.can_step(p, mean, square):
+            return kernel.step
+    return adamw.step
+
+
+def _take_powers(_optimizer: Any, loaded: dict[str, Any]) -> dict[str, Any]:
+    """4-bit states of a checkpoint that has other levels."""
+    states = {
+        i: {name: adamw.with_powers(x) if name == "exp_avg_sq" else x for name, x in state.items()}
+        for i, state in loaded["state"].items()
+    }
+    return {**loaded, "state": states}

@@ -1,7 +1,7 @@
 """The planned peak against what was measured on a GPU: the files of `benchmarks/results`.
 
 No factor in the plan is fitted, but these files did show which tensors are there at the peak: that they agree is no
-proof for shapes, options and moments that they do not hold (optimiser steps, checkpointing, Qwen3).
+proof for shapes, options and moments that they do not hold (checkpointing, Qwen3).
 """
 
 import json
@@ -16,7 +16,16 @@ from octavo.tools.plan.moments import GIB
 from octavo.tools.plan.options import Option
 
 RESULTS = Path(__file__).parent.parent.parent / "benchmarks" / "results"
-NEW = ("1b-16l-lora16-attention", "8b-8l-lora32-32768t", "8b-8l-lora8-32768t")  # measured after it was written
+OLD = "2026-11-15-h200-"
+# Measured after the plan was written. In the last one the buffers for states on the host were off by 2 and 3 % at first.
+NEW = (
+    f"{OLD}1b-16l-lora16-attention",
+    f"{OLD}8b-8l-lora32-32768t",
+    f"{OLD}8b-8l-lora8-32768t",
+    "2026-11-16-h200-8b-32l-optimizer",
+    "2026-11-16-h200-1b-16l-optimizer",
+    "2026-11-16-h200-8b-32l-offload",
+)
 FILES = (
     "1b-16l",
     "3b-28l",
@@ -26,19 +35,18 @@ FILES = (
     "8b-8l-lora32",
     "8b-8l-lora0-32768t",
     "8b-32l-lora32-peers",
-    *NEW,
 )
 CODES = {"bf16": "hf", "octavo-bf16": "own", "octavo": "fp8"}
 BOUND = 0.08
 
 
 def read(name):
-    return json.loads((RESULTS / f"2026-11-15-h200-{name}.json").read_text())
+    return json.loads((RESULTS / f"{name}.json").read_text())
 
 
 def measured():
     found = []
-    for name in FILES:
+    for name in (*(OLD + name for name in FILES), *NEW):
         result = read(name)
         result["case"]["config"]["tie_word_embeddings"] = False  # the bench builds two matrices in any case
         for row in result["rows"]:
@@ -54,9 +62,12 @@ def option_of(row):
     return Option(
         CODES[row["kind"]],
         recipe,
-        optimizer=None,
+        optimizer=row.get("optimizer"),
         compiled=row["compile"],
         fp8_head=row["fp8_head"],
+        activations=row.get("activations", "bf16"),
+        in_backward=row.get("in_backward", False) or row.get("offload") == "master",
+        offload=row.get("offload"),
         joined_norms=joined,
     )
 
@@ -69,7 +80,7 @@ def test_peak(case, row):
 
 def test_loading_and_two_steps():
     """8B in blocks, rank 32, one sequence of 512, checkpointed, AdamW; the script keeps a copy of the adapters."""
-    row = read("load")["rows"][0]
+    row = read(f"{OLD}load")["rows"][0]
     case = make_case(
         preset="8b", config=None, layers=None, tokens=512, seq=512, seed=0, device="cpu", force=True, mode="lora"
     )
@@ -77,14 +88,13 @@ def test_loading_and_two_steps():
     adapters = case.adapter_parameters * option.adapter_bytes
     assert standing.weights(case, option) - adapters == row["weights_bytes"]
     planned = plan_memory(case, option)
-    assert planned.peak.name == "optimiser"
     expected = row["training"]["device_peak_allocated"] / GIB
     assert planned.peak_gib + adapters / GIB == pytest.approx(expected, rel=BOUND)
 
 
 def test_a_plan_without_the_loss_in_chunks_would_be_wrong():
     """The bound tells: Hugging Face's loss in place of ours, or a layer's gate and up left out, is noticed."""
-    result = read("8b-32l")
+    result = read(f"{OLD}8b-32l")
     row = next(row for row in result["rows"] if row["name"] == "octavo-bf16")
     case, expected = Case.from_dict(result["case"]), max(turn["peak_gib"] for turn in row["turns"])
     assert abs(plan_memory(case, Option("hf", optimizer=None)).peak_gib / expected - 1) > BOUND

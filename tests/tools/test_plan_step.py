@@ -5,13 +5,12 @@ any device.
 """
 
 import pytest
-import torch
 from allocations import allocated
 
-from octavo.optim import offload_states, step_in_backward
+from octavo.optim import build_optimizer, offload_states, step_in_backward
 from octavo.tools.bench.cases import Case
 from octavo.tools.bench.contenders import Contender
-from octavo.tools.plan import standing
+from octavo.tools.plan import host, standing
 from octavo.tools.plan.memory import plan_memory
 from octavo.tools.plan.moments import WORKSPACE
 from octavo.tools.plan.options import Option
@@ -45,12 +44,12 @@ def counted(case, option):
     if option.checkpointing == "layers":
         subject.model.gradient_checkpointing_enable()
     trained = [parameter for parameter in subject.model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-4, foreach=True)  # as on a GPU
-    host = None
+    optimizer = build_optimizer("adamw", trained, 1e-4)
+    states = None
     if option.in_backward:
-        host = step_in_backward(optimizer, offload=option.offload is not None).states
+        states = step_in_backward(optimizer, offload=option.offload is not None).states
     elif option.offload:
-        host = offload_states(optimizer).states
+        states = offload_states(optimizer).states
 
     def step():
         subject.model(input_ids=subject.tokens_BT, labels=subject.tokens_BT, use_cache=False).loss.backward()
@@ -62,12 +61,12 @@ def counted(case, option):
 
     step()
     subject.forget_gradients()
-    if host is None:
+    if states is None:
         return allocated(step) + standing.weights(case, option) + standing.states(case, option)
     step()  # by now it knows what comes next
     subject.forget_gradients()
     # States on their way were made before the profiler looks, so it would not see them go. On a CPU they are copies.
-    host._coming.clear()
+    states._coming.clear()
     return allocated(two_steps) + standing.weights(case, option)
 
 
@@ -83,9 +82,9 @@ def counted(case, option):
         (SMALL, 1024, None, "llama", Option("own", compiled=False, checkpointing="layers"), "first layer"),
         (SMALL, 1024, 8, "llama", Option("own", compiled=False, checkpointing="layers"), "last layer"),
         (SMALL, 1024, 8, "qwen3", Option("own", compiled=False, checkpointing="layers"), "last layer"),
-        (SMALL, 64, None, "llama", Option("own", compiled=False), "optimiser"),
-        (LARGE, 64, None, "qwen3", Option("hf", compiled=False, checkpointing="layers"), "optimiser"),
-        (LARGE, 64, None, "llama", Option("own", compiled=False, in_backward=True), "optimiser"),
+        (SMALL, 64, None, "llama", Option("own", compiled=False), "embedding"),
+        (LARGE, 64, None, "qwen3", Option("hf", compiled=False, checkpointing="layers"), "embedding"),
+        (LARGE, 64, None, "llama", Option("own", compiled=False, in_backward=True), "head"),
         (
             SMALL,
             1024,
@@ -94,8 +93,8 @@ def counted(case, option):
             Option("own", compiled=False, in_backward=True, checkpointing="layers"),
             "last layer",
         ),
-        (LARGE, 64, None, "llama", Option("own", compiled=False, offload="optimizer"), "optimiser"),
-        (LARGE, 64, None, "llama", Option("own", compiled=False, in_backward=True, offload="optimizer"), "optimiser"),
+        (LARGE, 64, None, "llama", Option("own", compiled=False, offload="optimizer"), "embedding"),
+        (LARGE, 64, None, "llama", Option("own", compiled=False, in_backward=True, offload="optimizer"), "head"),
         (SMALL, 1024, None, "llama", Option("own", compiled=False, offload="optimizer"), "last layer"),
         (
             SMALL,
@@ -111,7 +110,7 @@ def counted(case, option):
             None,
             "qwen3",
             Option("hf", compiled=False, checkpointing="layers", offload="optimizer"),
-            "optimiser",
+            "embedding",
         ),
     ],
 )
@@ -119,4 +118,8 @@ def test_peak_of_a_step(vocabulary, tokens, rank, model_type, option, moment):
     case = case_of(vocabulary, tokens, rank, model_type)
     planned = plan_memory(case, option)
     assert planned.peak.name == moment
-    assert planned.peak.total - WORKSPACE == pytest.approx(counted(case, option), rel=0.08)
+    total, expected = planned.peak.total - WORKSPACE, counted(case, option)
+    if option.offload is None:
+        assert total == pytest.approx(expected, rel=0.08)
+    else:  # a GPU keeps the buffers that states have come in, a CPU makes them anew for each
+        assert 0.92 * expected <= total <= 1.08 * (expected + host.on_gpu(case, option))

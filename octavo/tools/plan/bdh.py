@@ -2,7 +2,7 @@
 
     forward     layers compute; what they keep grows
     backward    the last layer goes backward, with everything kept
-    optimiser   weights, gradients, states, and what the optimiser makes
+    optimiser   weights, gradients and states
 
 Weights, gradients and states are in FP32 (low-bit states aside) whatever the products are in. Layers share their
 weights, so gradients are complete only when the first layer has gone backward.
@@ -54,8 +54,7 @@ def plan_bdh(case: Case, option: Option, *, accumulates: bool = False, dropout: 
         moment("backward", before + found.gradients, found.kept, found.backward - found.gradients),
     ]
     if option.optimizer is not None:
-        step = gradients if option.optimizer == "adamw" else 0  # square roots of all second moments
-        moments.append(moment("optimiser", gradients, 0, step))
+        moments.append(moment("optimiser", gradients, 0, 0))
     return Memory(option, tuple(moments), {"by all layers": found.kept})
 
 

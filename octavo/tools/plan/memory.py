@@ -4,13 +4,11 @@
     last layer         the last layer goes backward: everything is still kept, and its gradients come on top
     first layer        the first layer goes backward: almost all gradients are there, and one layer's activations
     embedding          all gradients are there
-    optimiser          weights, gradients, states, and what the optimiser makes
 
 States are there at every moment, from the second step on; of those in host memory a few are (`host.py`). With the
-optimiser in backward, gradients are let go of one by one, and its largest steps are the head's, while all that layers
-have kept is there, and the embedding's, while states of the next step's head may be on their way. Between moments,
-memory falls or rises by one layer after the other: the ends decide. Gradients are made anew in each step, as after
-`zero_grad`.
+optimiser in backward, gradients are let go of one by one; that of the head is there with all that layers have kept. The
+optimiser steps each parameter in place, so its moment is never the largest. Between moments, memory falls or rises by one layer after
+the other: the ends decide. Gradients are made anew in each step, as after `zero_grad`.
 """
 
 from collections.abc import Mapping
@@ -33,26 +31,22 @@ def plan_memory(case: Case, option: Option) -> Memory:
     all_kept, one_kept = _activations(case, option, layer)
     weights, states = standing.weights(case, option), host.on_gpu(case, option)
     held = _gradients(case, option)
-    backward, step = backward_buffers(case, option), standing.step_buffers(case, option)
+    backward = backward_buffers(case, option) + standing.master_gradient(case, option)
     head = head_bytes(case, option)
     at_head = _at_head(case, option, all_kept)
     bottom = case.tokens * case.config["hidden_size"] * BF16
     tied = standing.is_tied(case)
 
-    def moment(name: str, gradients: int, states: int, activations: int, buffers: int) -> Moment:
+    def moment(name: str, gradients: int, activations: int, buffers: int) -> Moment:
         return Moment(name, weights, gradients, states, activations, buffers + WORKSPACE)
 
     moments = [
-        moment("head", head["gradients"], states["head"], at_head + head["activations"], head["buffers"]),
-        moment("last layer", held["last layer"], states["last layer"], all_kept, backward),
-        moment("first layer", held["first layer"], states["first layer"], one_kept, backward),
+        moment("head", head["gradients"], at_head + head["activations"], head["buffers"]),
+        moment("last layer", held["last layer"], all_kept, backward),
+        moment("first layer", held["first layer"], one_kept, backward),
         # A tied embedding makes a gradient of its own, which is then added to the head's.
-        moment("embedding", held["embedding"], states["embedding"], bottom, held["head"] if tied else 0),
+        moment("embedding", held["embedding"], bottom, held["head"] if tied else 0),
     ]
-    if option.in_backward and not (tied and option.offload):  # the head's, before any layer goes backward
-        moments.append(moment("optimiser", held["head"], states["head's step"], at_head, step))
-    if option.optimizer is not None and (option.offload or not option.in_backward):
-        moments.append(moment("optimiser", held["embedding"], states["step"], 0, step))
     return Memory(option, tuple(moments), layer, host.on_host(case, option))
 
 

@@ -76,31 +76,23 @@ def gradients(case: Case, option: Option) -> int:
     return trained(case) * trained_bytes(case, option)
 
 
-def state_bytes(case: Case, option: Option) -> tuple[float, ...]:
+def state_bytes(case: Case, option: Option, *, of_master: bool = False) -> tuple[float, ...]:
     """Of one number trained, by tensor: two moments, each with its scales if they are quantised."""
     if option.optimizer is None:
         return ()
     if option.optimizer == "adamw":
-        return (FP32,) * 2 if option.offload == "master" else (trained_bytes(case, option),) * 2
+        return (FP32 if of_master else trained_bytes(case, option),) * 2
     size, block = LOW_BIT_STATES[option.optimizer]
     return (size, FP32 / block) * 2
 
 
 def states(case: Case, option: Option) -> int:
     """All of them, wherever they are."""
-    return round(trained(case) * sum(state_bytes(case, option)))
+    layers = case.layers * layer_parameters(case) if option.offload == "master" else 0
+    others = (trained(case) - layers) * sum(state_bytes(case, option))
+    return round(layers * sum(state_bytes(case, option, of_master=True)) + others)
 
 
-def step_buffers(case: Case, option: Option) -> int:
-    """torch's AdamW makes the square roots of all second moments at once; torchao's goes from tensor to tensor.
-
-    Where parameters are stepped one by one the largest is the embedding, or the head. FP32 master weights want their
-    gradient in FP32.
-    """
-    one = vocabulary_parameters(case)
-    gradient = one * FP32 if option.offload == "master" else 0
-    if option.optimizer != "adamw":
-        return gradient
-    if option.offload == "master":
-        return gradient + one * FP32
-    return one * option.weight_bytes if option.in_backward or option.offload else gradients(case, option)
+def master_gradient(case: Case, option: Option) -> int:
+    """FP32 masters want their gradient in FP32, one matrix after the other. (No optimiser of ours takes more.)"""
+    return FP32 * max(n * k for n, k in layer_matrices(case)) if option.offload == "master" else 0
