@@ -27,9 +27,11 @@ def markdown(results: Sequence[dict[str, Any]]) -> str:
 
 def _one(result: dict[str, Any]) -> str:
     case, versions = result["case"], result["versions"]
+    whole = any(row.get("optimizer") for row in result["rows"])
+    steps = ", with the optimiser: AdamW where no other is named" if whole else ""
     software = ", ".join(f"{name} {version}" for name, version in versions.items())
     lines = [
-        f"**{title(case)}**: {result['device']}, {result['date']}, {software}. `{result['command']}`",
+        f"**{title(case)}{steps}**: {result['device']}, {result['date']}, {software}. `{result['command']}`",
         "",
         "| " + " | ".join(_HEADINGS) + " |",
         "| --- |" + " ---: |" * (len(_HEADINGS) - 1),
