@@ -2,9 +2,9 @@
 
     p, g, both means  →  FP32  →  p rounded (at random, if wanted), both means in their blocks again
 
-Formats are torchao's (`OptimState4bit` and its like). Its own step, compiled, keeps FP32 copies of whole tensors between
-its kernels: for the head of an 8B ten GiB, at the moment when all activations are there, and it takes five times as
-long as reading and writing everything once (docs/LOG.md).
+Formats are torchao's (`OptimState4bit` and its like). Its own step, compiled, keeps FP32 copies of whole tensors
+between its kernels: for the head of an 8B ten GiB, at the moment when all activations are there, and it takes eight
+times as long as reading and writing everything once (docs/LOG.md).
 
 Codes stand for levels in tables, but no table is read: that would be done by other threads than those that have the
 numbers. torchao's `create_dynamic_map` has the levels of decade j, from 10^(j−D−1) to 10^(j−D), in the middle of 2^j
@@ -51,7 +51,7 @@ def adamw_kernel(
     root_correction, eps, salt, KIND: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STOCHASTIC: tl.constexpr,
     EVEN: tl.constexpr,
 ):  # fmt: skip
-    """`rate`: with the mean's correction; `decay`: what is left of p; `weight_1`, `weight_2`: of the new in the means."""
+    """`rate`: with the mean's correction; `decay`: what is left of p; `weight_1`, `_2`: of the new in the means."""
     row, column = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     where = row[:, None] * BLOCK + column[None, :]
     inside = where < n
@@ -243,13 +243,19 @@ def step(
     stochastic = stochastic and p.dtype == torch.bfloat16
     n = p.numel()
     constants = {"KIND": kind, "BLOCK": block, "ROWS": rows, "STOCHASTIC": stochastic, "EVEN": n % (rows * block) == 0}
-    numbers = (
-        lr / (1 - betas[0] ** count), 1 - lr * weight_decay, 1 - betas[0], 1 - betas[1], (1 - betas[1] ** count) ** -0.5, eps,
-        salt_of(count),
-    )  # fmt: skip
+    rate, root_correction = lr / (1 - betas[0] ** count), (1 - betas[1] ** count) ** -0.5
+    numbers = map(float, (rate, 1 - lr * weight_decay, 1 - betas[0], 1 - betas[1], root_correction, eps))
     with torch.cuda.device(p.device) if p.is_cuda else nullcontext():
         adamw_kernel[(-(-n // (rows * block)),)](
-            p.detach(), g.contiguous(), *_parts(mean), *_parts(square), n, *numbers, **constants, num_warps=_WARPS
+            p.detach(),
+            g.contiguous(),
+            *_parts(mean),
+            *_parts(square),
+            n,
+            *numbers,
+            salt_of(count),
+            **constants,
+            num_warps=_WARPS,
         )
 
 

@@ -3,11 +3,11 @@
 Means are plain tensors, or torchao's with few bits. Of 4 bits, torchao's levels for the mean of squares are sixteenths
 of a block's largest. But squares of gradients differ by orders of magnitude within a block: all the small ones would
 count as a sixteenth, and weights with small gradients would hardly move (BDH 100M, 1,000 steps: loss 12 % higher). Here
-they are powers of two, down to 2⁻¹⁵; between two of them it is rounded at random, or a mean that falls by a twentieth in
-a step would never fall. A state has its levels with it (`qmap`), so torchao reads it all the same.
+they are powers of two, down to 2⁻¹⁵; between two of them it is rounded at random, or a mean that falls by a twentieth
+in a step would never fall. A state has its levels with it (`qmap`), so torchao reads it all the same.
 
-What is random comes from the gradient's own bits, the place and the step, through a mixer (lowbias32, by C. Wellons): the
-same whenever it is computed, in whatever order, and after a restart.
+What is random comes from the gradient's own bits, the place and the step, through a mixer (lowbias32, by C. Wellons):
+the same whenever it is computed, in whatever order, and after a restart.
 """
 
 from typing import Any

@@ -9,9 +9,9 @@ parameter itself. The low-bit variants store them in blocks with one FP32 scale 
     adamw4bit   1                       16 levels, blocks of 128; of squares, powers of two
 
 Only a tensor with at least 4,096 elements whose count divides by the block is stored so; states of smaller ones are in
-the parameter's own dtype. The update itself is computed in FP32, and parameters may be kept so. In BF16, rounded to the nearest, a weight does not
-move by less than a 256th of itself, so small updates would be lost: with `stochastic_rounding` it rounds up or down by
-chance, and on average moves by what it should.
+the parameter's own dtype. The update itself is computed in FP32, and parameters may be kept so. In BF16, rounded to the
+nearest, a weight does not move by less than a 256th of itself, so small updates would be lost: with
+`stochastic_rounding` it rounds up or down by chance, and on average moves by what it should.
 """
 
 import importlib

@@ -15,10 +15,12 @@ from octavo.numerics import adamw
 
 
 @cache
-def in_one_pass(optimizer_class: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+def in_one_pass(optimizer_class: Any) -> Any:
     """The same optimiser, with torchao's states. What is sharded, or amsgrad, is left to torchao's own step."""
 
-    class OnePass(optimizer_class):  # type: ignore[valid-type,misc]
+    class OnePass(optimizer_class):
+        param_groups: list[dict[str, Any]]
+
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options)
             self.register_load_state_dict_pre_hook(_take_powers)

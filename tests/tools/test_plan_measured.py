@@ -17,7 +17,7 @@ from octavo.tools.plan.options import Option
 
 RESULTS = Path(__file__).parent.parent.parent / "benchmarks" / "results"
 OLD = "2026-11-15-h200-"
-# Measured after the plan was written. In the last one the buffers for states on the host were off by 2 and 3 % at first.
+# Measured after the plan was written. In the last one, buffers for states on the host were off by 2 and 3 % at first.
 NEW = (
     f"{OLD}1b-16l-lora16-attention",
     f"{OLD}8b-8l-lora32-32768t",

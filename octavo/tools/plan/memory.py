@@ -7,8 +7,8 @@
 
 States are there at every moment, from the second step on; of those in host memory a few are (`host.py`). With the
 optimiser in backward, gradients are let go of one by one; that of the head is there with all that layers have kept. The
-optimiser steps each parameter in place, so its moment is never the largest. Between moments, memory falls or rises by one layer after
-the other: the ends decide. Gradients are made anew in each step, as after `zero_grad`.
+optimiser steps each parameter in place, so its moment is never the largest. Between moments, memory falls or rises by
+one layer after the other: the ends decide. Gradients are made anew in each step, as after `zero_grad`.
 """
 
 from collections.abc import Mapping
