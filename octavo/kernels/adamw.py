@@ -12,6 +12,8 @@ equal cells, D = 6 in 8 bits with a sign, 7 without, 2 in 4 bits with a sign; al
 (2^j + c)-th, and j and c are the exponent and the fraction of that number. Nearest is the middle of one's own cell, but
 for the lowest fifth of a decade's first cell: there the last level of the decade below is nearer. 4 bits without a sign
 are powers of two.
+
+What is not a number spoils its own weight, and not its block: maxima pass over it, here.
 """
 
 from contextlib import nullcontext
@@ -188,14 +190,23 @@ def can_step(p: Tensor, mean: Tensor, square: Tensor) -> bool:
     """Whether there is a kernel for this parameter and its states."""
     if type(p.detach()) is not Tensor or not p.is_contiguous() or p.dtype not in _FLOATS or not p.numel():
         return False
-    if type(mean) is not type(square) or not (INTERPRETED or p.is_cuda):
+    alike = type(mean) is type(square) and mean.shape == square.shape == p.shape
+    if not alike or not mean.device == square.device == p.device or not (INTERPRETED or p.is_cuda):
         return False
-    if type(mean) is Tensor:
+    kind = PLAIN if type(mean) is Tensor else _KINDS.get(type(mean).__name__)
+    if p.is_cuda and not _is_known_gpu(p.device, fp8=kind is FP8):
+        return False
+    if kind is PLAIN:
         return all(x.dtype in _FLOATS and x.is_contiguous() for x in (mean, square))
-    kind = _KINDS.get(type(mean).__name__)
-    if kind is FP8 and p.is_cuda and torch.cuda.get_device_capability(p.device) < (8, 9):
-        return False
-    return kind is not None and (kind is FP8 or has_known_levels())
+    block = getattr(mean, "block_size", 0)
+    whole = block == getattr(square, "block_size", 0) and block >= 2 and block & (block - 1) == 0
+    return kind is not None and whole and (kind is FP8 or has_known_levels())
+
+
+@cache
+def _is_known_gpu(device: torch.device, *, fp8: bool) -> bool:
+    """The kernel has instructions of NVIDIA's, from Ampere on; those for FP8 come later."""
+    return not torch.version.hip and torch.cuda.get_device_capability(device) >= ((8, 9) if fp8 else (8, 0))
 
 
 @cache

@@ -39,11 +39,13 @@ def step(
     denominator = new_square.sqrt() * (1 - betas[1] ** count) ** -0.5 + eps
     new = p.float() * (1 - lr * weight_decay) - lr / (1 - betas[0] ** count) * new_mean / denominator
     mean.copy_(new_mean)
-    if is_of_4_bits(square):
-        write_powers(square, new_square, noise_of(g, count) >> 16)
+    stochastic = stochastic and p.dtype == torch.bfloat16
+    noise = noise_of(g, count) if stochastic or is_of_4_bits(square) else None
+    if noise is not None and is_of_4_bits(square):
+        write_powers(square, new_square, noise >> 16)
     else:
         square.copy_(new_square)
-    p.copy_(_to_bf16_at_random(new, noise_of(g, count)) if stochastic and p.dtype == torch.bfloat16 else new)
+    p.copy_(_to_bf16_at_random(new, noise) if stochastic and noise is not None else new)
 
 
 def salt_of(count: int) -> int:
@@ -91,7 +93,9 @@ def with_powers(state: Any) -> Any:
     """A 4-bit mean of squares with these levels: the very one, if it has them, else its values in a new one."""
     if not is_of_4_bits(state) or torch.equal(state.qmap, powers(state.qmap.device)):
         return state
-    new = type(state).zeros(state.shape, False, state.block_size, state.codes.device, state.dtype)
+    names, context = state.__tensor_flatten__()
+    parts = {name: torch.empty_like(getattr(state, name)) for name in names}
+    new = type(state).__tensor_unflatten__(parts, context, state.size(), state.stride())
     new.qmap.copy_(powers())
     values = state.dequantize(torch.float32)
     write_powers(new, values, torch.full(values.shape, 0x8000, device=values.device))  # to the nearest

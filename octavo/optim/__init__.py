@@ -43,27 +43,43 @@ __all__ = [
 
 LOW_BIT = {"adamw8bit": "AdamW8bit", "adamw4bit": "AdamW4bit", "adamwfp8": "AdamWFp8"}
 OPTIMIZERS = ("adamw", *LOW_BIT)
+_WAYS = ("fused", "foreach")
 
 
 def build_optimizer(
     name: str,
-    params: Iterable[nn.Parameter],
+    params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
     lr: float,
     weight_decay: float = 0.1,
     betas: tuple[float, float] = (0.9, 0.95),
     *,
     stochastic_rounding: bool = False,
 ) -> torch.optim.Optimizer:
-    """The optimiser called `name`, one of `OPTIMIZERS`. `stochastic_rounding`: of parameters in BF16."""
+    """The optimiser called `name`, one of `OPTIMIZERS`, of parameters or groups of them, as torch takes them.
+
+    `stochastic_rounding`: of parameters in BF16.
+    """
     if name not in OPTIMIZERS:
         raise ValueError(f"optimizer={name!r}: choose from {', '.join(OPTIMIZERS)}")
-    parameters = list(params)
+    parameters: list[Any] = list(params)
     options: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "betas": betas}
-    devices = {parameter.device.type for parameter in parameters}
     if name == "adamw" and not stochastic_rounding:
-        return torch.optim.AdamW(parameters, **options, fused=devices <= {"cuda", "cpu"})
-    optimizer_class = in_one_pass(getattr(_torchao_optim(name), LOW_BIT.get(name, "_AdamW")))
-    return optimizer_class(parameters, **options, bf16_stochastic_round=stochastic_rounding)
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(parameters, **options)
+        if all(p.is_cuda for group in optimizer.param_groups for p in group["params"]):
+            # Without copies of all tensors, which torch's other ways make. On a CPU it does not look at strides.
+            optimizer = torch.optim.AdamW(parameters, **options, fused=True)
+    else:
+        optimizer_class = in_one_pass(getattr(_torchao_optim(name), LOW_BIT.get(name, "_AdamW")))
+        optimizer = optimizer_class(parameters, **options, bf16_stochastic_round=stochastic_rounding)
+    optimizer.register_load_state_dict_pre_hook(_keep_way)
+    return optimizer
+
+
+def _keep_way(optimizer: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint says how its steps were computed, and torch would go on like that."""
+    own = {name: optimizer.defaults[name] for name in _WAYS if name in optimizer.defaults}
+    groups = [{name: x for name, x in group.items() if name not in _WAYS} | own for group in loaded["param_groups"]]
+    return {**loaded, "param_groups": groups}
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.optim.transfers import State, Transfers, Trip, host_room, is_moved, mapped
+from octavo.optim.transfers import State, Transfers, Trip, is_moved, mapped
 
 AHEAD = 2  # parameters whose states are on their way
 _MASTER = "master"
@@ -161,7 +161,7 @@ def _in_dtype(value: Any, dtype: torch.dtype | None) -> Any:
 
 
 def _housed(device: torch.device, x: Tensor) -> Tensor:
-    return host_room(x.shape, x.dtype, device).copy_(x)
+    return torch.empty_like(x, device="cpu", pin_memory=device.type == "cuda").copy_(x)
 
 
 def _copied_to(device: torch.device, x: Tensor) -> Tensor:

@@ -20,7 +20,6 @@ from octavo.nn.held_group import HeldGroup, linears_by_product, why_not_held
 from octavo.nn.linear import FP8Linear
 from octavo.optim.host_states import HostStates
 from octavo.optim.in_backward import InBackward, require_free
-from octavo.optim.transfers import host_room
 
 
 class OffloadedMasters(InBackward):
@@ -102,7 +101,8 @@ class OffloadedMasters(InBackward):
 
 
 def _master_of(parameter: Tensor) -> Tensor:
-    return host_room(parameter.shape, torch.float32, parameter.device).copy_(parameter.detach())
+    room = torch.empty(parameter.shape, dtype=torch.float32, device="cpu", pin_memory=parameter.is_cuda)
+    return room.copy_(parameter.detach())
 
 
 def offload_master(model: nn.Module, optimizer: torch.optim.Optimizer) -> OffloadedMasters:

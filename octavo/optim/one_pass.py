@@ -1,22 +1,25 @@
 """torchao's optimisers, with the step of each parameter in one pass over it where there is a kernel for that.
 
-On a CPU, and where there is none, it is computed by `numerics/adamw.py`, the same step in torch.
+On a CPU, and where there is none, it is computed by `numerics/adamw.py`, the same step in torch. What is sharded, or
+amsgrad, is left to torchao's own, which rounds to the nearest.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import set_stance
 
 from octavo.numerics import adamw
 
 
 @cache
 def in_one_pass(optimizer_class: Any) -> Any:
-    """The same optimiser, with torchao's states. What is sharded, or amsgrad, is left to torchao's own step."""
+    """The same optimiser, with torchao's states."""
 
     class OnePass(optimizer_class):
         param_groups: list[dict[str, Any]]
@@ -24,6 +27,13 @@ def in_one_pass(optimizer_class: Any) -> Any:
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options)
             self.register_load_state_dict_pre_hook(_take_powers)
+
+        @staticmethod
+        def _subclass_zeros(p: Tensor, signed: bool, block_size: int) -> Any:
+            state = optimizer_class._subclass_zeros(p, signed, block_size)
+            if adamw.is_of_4_bits(state) and not signed:
+                state.qmap.copy_(adamw.powers())
+            return state
 
         @torch.no_grad()
         def step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -33,10 +43,13 @@ def in_one_pass(optimizer_class: Any) -> Any:
                     loss = closure()
             groups = self.param_groups
             rest = [{**group, "params": self._step_group(group)} for group in groups]
-            if any(group["params"] for group in rest):
+            left = [p for group in rest for p in group["params"]]
+            if left:
                 self.param_groups = rest
+                on_cpu = all(p.device.type == "cpu" for p in left)  # where compiling may want what is not there
                 try:
-                    super(optimizer_class, self).step()  # past the class that torch may have put step hooks around
+                    with set_stance("force_eager") if on_cpu else nullcontext():
+                        super(optimizer_class, self).step()  # past the class that torch may have put step hooks around
                 finally:
                     self.param_groups = groups
             return loss
@@ -52,7 +65,7 @@ def in_one_pass(optimizer_class: Any) -> Any:
             if not state:
                 state["step"] = torch.tensor(0.0)
                 state["exp_avg"] = self._new_buffer(p, True)
-                state["exp_avg_sq"] = adamw.with_powers(self._new_buffer(p, False))
+                state["exp_avg_sq"] = self._new_buffer(p, False)
             state["step"] += 1
             means = state["exp_avg"], state["exp_avg_sq"]
             _step_for(p, *means)(
@@ -75,9 +88,10 @@ def _step_for(p: Tensor, mean: Tensor, square: Tensor) -> Callable[..., None]:
 
 
 def _take_powers(_optimizer: Any, loaded: dict[str, Any]) -> dict[str, Any]:
-    """4-bit states of a checkpoint that has other levels."""
+    """4-bit states of a checkpoint that has other levels; counters to the host, which reads them."""
+    ways: dict[str, Callable[[Any], Any]] = {"exp_avg_sq": adamw.with_powers, "step": lambda count: count.cpu()}
     states = {
-        i: {name: adamw.with_powers(x) if name == "exp_avg_sq" else x for name, x in state.items()}
+        i: {name: ways[name](x) if name in ways and isinstance(x, Tensor) else x for name, x in state.items()}
         for i, state in loaded["state"].items()
     }
     return {**loaded, "state": states}

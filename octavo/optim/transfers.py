@@ -112,7 +112,7 @@ class Transfers:
 
 
 def is_moved(value: Any) -> bool:
-    """Not counters, which stay on the host as they are."""
+    """Not counters, which stay where they are."""
     return isinstance(value, Tensor) and value.dim() > 0
 
 
@@ -149,9 +149,4 @@ def copy(room: State, state: State) -> None:
 
 
 def pinned_like(x: Tensor) -> Tensor:
-    return host_room(x.shape, x.dtype, x.device)
-
-
-def host_room(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Host memory for what belongs to `device`: pinned where that is a GPU."""
-    return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
+    return torch.empty_like(x, device="cpu", pin_memory=x.is_cuda)

@@ -63,7 +63,10 @@ class GradientSums:
             return
         if self._last:
             if name in self._sums:
-                parameter.grad = _total(self._sums.pop(name), parameter.grad, parameter.dtype)
+                total = _total(self._sums.pop(name), parameter.grad, parameter.dtype)
+                # Laid out as the parameter is: some optimisers take that for granted.
+                same = total.stride() == parameter.stride()
+                parameter.grad = total if same else torch.empty_like(parameter).copy_(total)
         elif parameter.grad is not None:
             self._sums[name] = self._added(self._sums.get(name), parameter.grad, name)
             parameter.grad = None

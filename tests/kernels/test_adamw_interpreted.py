@@ -7,7 +7,7 @@ pytest.importorskip("torchao")
 
 from octavo.kernels import adamw
 from octavo.numerics.adamw import with_powers
-from tests.optim_cases import CLASSES, RATES, SHAPES, check_steps
+from tests.optim_cases import CLASSES, RATES, SHAPES, check_steps, new_means
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -51,3 +51,17 @@ def test_what_is_not_a_number_stays_so():
     means = torch.zeros_like(p), torch.zeros_like(p)
     adamw.step(p, torch.zeros_like(p), *means, count=1, **RATES, stochastic=True)
     assert p[0, 0].isnan() and p[0, 1].isinf() and p[0, 2] == 0
+
+
+def test_states_that_do_not_fit_are_not_stepped():
+    """As from a checkpoint with another vocabulary: the kernel would read and write beyond them."""
+    small, large = torch.zeros(32, 128), torch.zeros(64, 128)
+    for name in CLASSES:
+        means, others = new_means(name, small), new_means(name, large)
+        assert adamw.can_step(small, *means)
+        assert not adamw.can_step(large, *means)
+        assert not adamw.can_step(small, means[0], others[1])
+    from torchao.optim.subclass_4bit import OptimState4bit
+
+    odd = [OptimState4bit.zeros((32, 192), signed, 96) for signed in (True, False)]
+    assert not adamw.can_step(torch.zeros(32, 192), *odd)

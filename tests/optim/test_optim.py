@@ -1,10 +1,12 @@
 """Optimisers by name: they move every weight, their step hooks run once, their states survive a round trip exactly."""
 
+import copy
 import io
 import sys
 
 import pytest
 import torch
+from allocations import allocated
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -117,3 +119,48 @@ def test_small_updates_of_bf16_weights_are_not_lost_with_stochastic_rounding(nam
             optimizer.step()
         moved[stochastic] = 1 - weight.float().mean().item()
     assert moved[False] == 0 and abs(moved[True] - 4 * 5e-4) < 2e-4
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_groups_and_names_as_torch_takes_them(name: str) -> None:
+    large, small = make_parameters()
+    optimizer = build_optimizer(name, [{"params": [large]}, {"params": [small], "weight_decay": 0.0}], lr=0.01)
+    run_steps(optimizer, [large, small], range(1))
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    assert build_optimizer(name, nn.Linear(64, 64).named_parameters(), lr=0.01)  # type: ignore[arg-type]
+
+
+def test_a_checkpoint_does_not_say_how_steps_are_computed() -> None:
+    """One of a fused AdamW, as on a GPU; its counters may lie there, too."""
+    parameters = make_parameters()
+    fused = torch.optim.AdamW(parameters, lr=0.01, fused=True)
+    run_steps(fused, parameters, range(2))
+    for name in ("adamw", "adamw8bit"):
+        optimizer = build_optimizer(name, parameters, lr=0.01)
+        optimizer.load_state_dict(copy.deepcopy(fused.state_dict()))
+        assert all(group.get("fused") is optimizer.defaults.get("fused") for group in optimizer.param_groups)
+        assert all(int(state["step"]) == 2 for state in optimizer.state.values())
+        run_steps(optimizer, parameters, range(1))
+
+
+def test_a_checkpoint_of_torchao_with_4_bits_goes_on() -> None:
+    import torchao.optim
+
+    parameters = make_parameters()
+    theirs = torchao.optim.AdamW4bit(parameters, lr=0.01, betas=(0.9, 0.95))
+    with torch.compiler.set_stance("force_eager"):
+        run_steps(theirs, parameters, range(3))
+    ours = build_optimizer("adamw4bit", parameters, lr=0.01)
+    ours.load_state_dict(theirs.state_dict())
+    before, after = (o.state[parameters[0]]["exp_avg_sq"] for o in (theirs, ours))
+    assert after.qmap[0] == 2**-15 and (after.dequantize() / before.dequantize()).log2().abs().max() < 0.6
+    run_steps(ours, parameters, range(1))
+
+
+def test_the_first_step_makes_states_and_no_more() -> None:
+    """A fresh state is not converted: for a head of 500 million numbers that took twelve GiB."""
+    weight = nn.Parameter(torch.zeros(512, 1024))
+    optimizer = build_optimizer("adamw4bit", [weight], lr=0.01)
+    states = []
+    made = allocated(lambda: states.append(optimizer._new_buffer(weight, False)))  # type: ignore[attr-defined]
+    assert made < 0.6 * weight.numel() and states[0].dequantize().abs().max() == 0
