@@ -60,7 +60,7 @@ def test_the_same_weights(name):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_step_in_one_pass_is_torchao_s(name, dtype):
     pytest.importorskip("torchao")
-    from tests.optim_cases import SHAPES, check_steps
+    from optim_cases import SHAPES, check_steps
 
     for shape in (*SHAPES, (1024, 1024)):
         check_steps(name, shape, device="cuda", dtype=dtype)

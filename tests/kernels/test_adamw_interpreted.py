@@ -5,9 +5,10 @@ import torch
 
 pytest.importorskip("torchao")
 
+from optim_cases import CLASSES, RATES, SHAPES, check_steps, new_means
+
 from octavo.kernels import adamw
 from octavo.numerics.adamw import with_powers
-from tests.optim_cases import CLASSES, RATES, SHAPES, check_steps, new_means
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -5,11 +5,11 @@ import torch
 
 pytest.importorskip("torchao")
 
+from optim_cases import CLASSES, RATES, compare_steps
 from torchao.optim.adam import single_param_adam
 from torchao.optim.subclass_4bit import OptimState4bit
 
 from octavo.numerics import adamw
-from tests.optim_cases import CLASSES, RATES, compare_steps
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
