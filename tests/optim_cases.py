@@ -30,7 +30,7 @@ def new_means(name, p):
 def check_steps(name, shape, *, device="cpu", dtype=torch.float32, stochastic=False):
     def by_kernel(q, g, means, count):
         assert kernel.can_step(q, *means)
-        kernel.step(q, g, *means, count=count, **RATES, stochastic=stochastic)
+        kernel.apply(spec.Step(count, **RATES, stochastic=stochastic), q, g, *means)
 
     compare_steps(name, shape, by_kernel, device=device, dtype=dtype, stochastic=stochastic)
 
@@ -44,7 +44,7 @@ def compare_steps(name, shape, other, *, device="cpu", dtype=torch.float32, stoc
     changed = 0.0
     for count, g in enumerate(gradients(shape, device), 1):
         g, before = g.to(dtype), p.clone()
-        spec.step(p, g, *wanted_means, count=count, **RATES, stochastic=stochastic)
+        spec.apply(spec.Step(count, **RATES, stochastic=stochastic), p, g, *wanted_means)
         other(q, g, means, count)
         # A millionth of p, a thousandth of the step, or one step of the dtype.
         allowed = 1e-5 + max(one_step, 1e-6) * p.abs().float() + 1e-3 * (p - before).abs().float()

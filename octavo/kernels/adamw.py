@@ -3,8 +3,8 @@
     p, g, both means  →  FP32  →  p rounded (at random, if wanted), both means in their blocks again
 
 Formats are torchao's (`OptimState4bit` and its like). Its own step, compiled, keeps FP32 copies of whole tensors
-between its kernels: for the head of an 8B ten GiB, at the moment when all activations are there, and it takes eight
-times as long as reading and writing everything once (docs/LOG.md).
+between its kernels: for the head of an 8B ten GiB, at the moment when all activations are there, and it takes
+five times as long as this kernel (docs/LOG.md).
 
 Codes stand for levels in tables, but no table is read: that would be done by other threads than those that have the
 numbers. torchao's `create_dynamic_map` has the levels of decade j, from 10^(j−D−1) to 10^(j−D), in the middle of 2^j
@@ -38,10 +38,11 @@ from octavo.kernels.tiles import (
     reciprocal,
     root,
 )
-from octavo.numerics.adamw import salt_of
+from octavo.numerics.adamw import Step, salt_of
 
 PLAIN, BITS_8, BITS_4, FP8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 _KINDS = {"OptimState8bit": BITS_8, "OptimState4bit": BITS_4, "OptimStateFp8": FP8}
+_LOG2_10, _LOG2_9 = tl.constexpr(3.3219280948873623), tl.constexpr(3.1699250014423122)
 _ELEMENTS, _WARPS = 1024, 4  # of a program: eight a thread
 _PLAIN_BLOCK = 256
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -138,7 +139,7 @@ def _level(number, D: tl.constexpr):
     bits = (tl.abs(number) + 0.5).to(tl.int32, bitcast=True)
     decade = ((bits >> 23) - 127).to(tl.float32)
     fraction = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)  # 1 to 2
-    size = tl.minimum((fraction * 0.9 - 0.8) * exp2((decade - D) * 3.3219280948873623), 1.0)
+    size = tl.minimum((fraction * 0.9 - 0.8) * exp2((decade - D) * _LOG2_10), 1.0)
     size = tl.where(tl.abs(number) > (1 if D == 7 else 0), size, 0.0)
     return size if D == 7 else tl.where(number < 0, -size, size)
 
@@ -149,14 +150,11 @@ def _nearest(x, D: tl.constexpr):
     lowest: tl.constexpr = 1 if D == 7 else 0
     least: tl.constexpr = 0.13888889 if D == 7 else 0.19444444  # as a share of its cell: half of the first level
     size = tl.abs(x)
-    decade = tl.floor(log2(size) * 0.30102999566398120) + (D + 1)
+    decade = tl.floor(log2(size) * (1 / _LOG2_10)) + (D + 1)
     decade = tl.minimum(tl.maximum(decade, lowest), D)
     first = exp2(decade)
     # 2^j + (10^(D+1−j) · size − 1) / 9 · 2^j
-    position = (
-        size * exp2(decade * -2.3219280948873623 + ((D + 1) * 3.3219280948873623 - 3.1699250014423122))
-        + first * 0.88888889
-    )
+    position = size * exp2(decade * (1 - _LOG2_10) + ((D + 1) * _LOG2_10 - _LOG2_9)) + first * (8 / 9)
     number = tl.minimum(tl.maximum(tl.floor(position), first), first * 2 - 1)
     number -= tl.where(position < first + tl.where(decade > lowest, 0.2, least), 1.0, 0.0)
     above = number + tl.where(size >= 1 - 0.225 / 2**D, 1.0, 0.0)  # 1, which −1 is no counterpart of
@@ -234,40 +232,20 @@ def _signed(highest: int) -> list[float]:
     return [-level for level in reversed(above[:-1])] + [0.0] + above
 
 
-def step(
-    p: Tensor,
-    g: Tensor,
-    mean: Any,
-    square: Any,
-    *,
-    count: int,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    stochastic: bool,
-) -> None:
-    """As `numerics.adamw.step`."""
+def apply(step: Step, p: Tensor, g: Tensor, mean: Any, square: Any) -> None:
+    """As `numerics.adamw.apply`."""
     kind = _KINDS.get(type(mean).__name__, PLAIN)
     block = _PLAIN_BLOCK if kind is PLAIN else mean.block_size
     rows = max(_ELEMENTS // block, 1)
-    stochastic = stochastic and p.dtype == torch.bfloat16
     n = p.numel()
-    constants = {"KIND": kind, "BLOCK": block, "ROWS": rows, "STOCHASTIC": stochastic, "EVEN": n % (rows * block) == 0}
-    rate, root_correction = lr / (1 - betas[0] ** count), (1 - betas[1] ** count) ** -0.5
-    numbers = map(float, (rate, 1 - lr * weight_decay, 1 - betas[0], 1 - betas[1], root_correction, eps))
+    constants = {"KIND": kind, "BLOCK": block, "ROWS": rows, "EVEN": n % (rows * block) == 0}
+    weights = 1 - step.betas[0], 1 - step.betas[1]
+    numbers = map(float, (step.rate, step.decay, *weights, step.root_correction, step.eps))
     with torch.cuda.device(p.device) if p.is_cuda else nullcontext():
         adamw_kernel[(-(-n // (rows * block)),)](
-            p.detach(),
-            g.contiguous(),
-            *_parts(mean),
-            *_parts(square),
-            n,
-            *numbers,
-            salt_of(count),
-            **constants,
-            num_warps=_WARPS,
-        )
+            p.detach(), g.contiguous(), *_parts(mean), *_parts(square), n, *numbers, salt_of(step.count), **constants,
+            STOCHASTIC=step.rounds_at_random(p), num_warps=_WARPS,
+        )  # fmt: skip
 
 
 def _parts(state: Any) -> tuple[Tensor, Tensor]:

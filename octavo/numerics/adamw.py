@@ -10,6 +10,7 @@ What is random comes from the gradient's own bits, the place and the step, throu
 the same whenever it is computed, in whatever order, and after a restart.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,33 +20,48 @@ LARGEST_POWER = 15  # its code
 _MASK = 0xFFFFFFFF
 
 
-def step(
-    p: Tensor,
-    g: Tensor,
-    mean: Any,
-    square: Any,
-    *,
-    count: int,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    stochastic: bool,
-) -> None:
-    """The `count`-th step of p, and of its means, in place. `stochastic`: round p, if in BF16, at random."""
+@dataclass(frozen=True)
+class Step:
+    """The `count`-th step, and what the optimiser says of it. `stochastic`: round p, if in BF16, at random."""
+
+    count: int
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    stochastic: bool
+
+    @property
+    def rate(self) -> float:
+        """By what the mean is multiplied: with its correction for having begun at zero."""
+        return self.lr / (1 - self.betas[0] ** self.count)
+
+    @property
+    def root_correction(self) -> float:
+        """The same for the root of the mean of squares."""
+        return float((1 - self.betas[1] ** self.count) ** -0.5)
+
+    @property
+    def decay(self) -> float:
+        """What is left of p."""
+        return 1 - self.lr * self.weight_decay
+
+    def rounds_at_random(self, p: Tensor) -> bool:
+        return self.stochastic and p.dtype == torch.bfloat16
+
+
+def apply(step: Step, p: Tensor, g: Tensor, mean: Any, square: Any) -> None:
+    """A step of p and of its means, in place."""
     g = g.float()
-    new_mean = mean.float().lerp(g, 1 - betas[0])
-    new_square = square.float().lerp(g.square(), 1 - betas[1])
-    denominator = new_square.sqrt() * (1 - betas[1] ** count) ** -0.5 + eps
-    new = p.float() * (1 - lr * weight_decay) - lr / (1 - betas[0] ** count) * new_mean / denominator
+    new_mean = mean.float().lerp(g, 1 - step.betas[0])
+    new_square = square.float().lerp(g.square(), 1 - step.betas[1])
+    new = p.float() * step.decay - step.rate * new_mean / (new_square.sqrt() * step.root_correction + step.eps)
     mean.copy_(new_mean)
-    stochastic = stochastic and p.dtype == torch.bfloat16
-    noise = noise_of(g, count) if stochastic or is_of_4_bits(square) else None
-    if noise is not None and is_of_4_bits(square):
-        write_powers(square, new_square, noise >> 16)
+    if is_of_4_bits(square):
+        write_powers(square, new_square, noise_of(g, step.count) >> 16)
     else:
         square.copy_(new_square)
-    p.copy_(_to_bf16_at_random(new, noise) if stochastic and noise is not None else new)
+    p.copy_(_to_bf16_at_random(new, noise_of(g, step.count)) if step.rounds_at_random(p) else new)
 
 
 def salt_of(count: int) -> int:

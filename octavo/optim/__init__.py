@@ -16,13 +16,13 @@ nearest, a weight does not move by less than a 256th of itself, so small updates
 
 import importlib
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch import nn
+from torch.optim.optimizer import ParamsT
 
 from octavo.optim.in_backward import offload_states, step_in_backward, steps_in_backward
 from octavo.optim.masters import offload_master
@@ -48,7 +48,7 @@ _WAYS = ("fused", "foreach")
 
 def build_optimizer(
     name: str,
-    params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
+    params: ParamsT,
     lr: float,
     weight_decay: float = 0.1,
     betas: tuple[float, float] = (0.9, 0.95),
@@ -67,7 +67,8 @@ def build_optimizer(
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(parameters, **options)
         if all(p.is_cuda for group in optimizer.param_groups for p in group["params"]):
             # Without copies of all tensors, which torch's other ways make. On a CPU it does not look at strides.
-            optimizer = torch.optim.AdamW(parameters, **options, fused=True)
+            groups = [{name: x for name, x in group.items() if name not in _WAYS} for group in optimizer.param_groups]
+            optimizer = torch.optim.AdamW(groups, **options, fused=True)
     else:
         optimizer_class = in_one_pass(getattr(_torchao_optim(name), LOW_BIT.get(name, "_AdamW")))
         optimizer = optimizer_class(parameters, **options, bf16_stochastic_round=stochastic_rounding)

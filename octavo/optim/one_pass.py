@@ -68,23 +68,24 @@ def in_one_pass(optimizer_class: Any) -> Any:
                 state["exp_avg_sq"] = self._new_buffer(p, False)
             state["step"] += 1
             means = state["exp_avg"], state["exp_avg_sq"]
-            _step_for(p, *means)(
-                p.detach(), grad, *means, count=int(state["step"]), lr=float(group["lr"]), betas=group["betas"],
-                eps=group["eps"], weight_decay=group["weight_decay"], stochastic=self.bf16_stochastic_round,
+            step = adamw.Step(
+                int(state["step"]), float(group["lr"]), group["betas"], group["eps"], group["weight_decay"],
+                self.bf16_stochastic_round,
             )  # fmt: skip
+            _way_for(p, *means)(step, p.detach(), grad, *means)
             return True
 
     OnePass.__name__ = OnePass.__qualname__ = optimizer_class.__name__
     return OnePass
 
 
-def _step_for(p: Tensor, mean: Tensor, square: Tensor) -> Callable[..., None]:
+def _way_for(p: Tensor, mean: Tensor, square: Tensor) -> Callable[..., None]:
     if p.is_cuda and find_spec("triton"):
         from octavo.kernels import adamw as kernel
 
         if kernel.can_step(p, mean, square):
-            return kernel.step
-    return adamw.step
+            return kernel.apply
+    return adamw.apply
 
 
 def _take_powers(_optimizer: Any, loaded: dict[str, Any]) -> dict[str, Any]:

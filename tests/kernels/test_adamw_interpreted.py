@@ -8,7 +8,7 @@ pytest.importorskip("torchao")
 from optim_cases import CLASSES, RATES, SHAPES, check_steps, new_means
 
 from octavo.kernels import adamw
-from octavo.numerics.adamw import with_powers
+from octavo.numerics.adamw import Step, with_powers
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -40,7 +40,7 @@ def test_every_code_is_read_and_found_again():
             state.scale.fill_(1.0)
         wanted = [state.codes.clone() for state in means]
         p, g = torch.zeros(32, 256), torch.zeros(32, 256)
-        adamw.step(p, g, *means, count=10, **still, stochastic=False)
+        adamw.apply(Step(10, **still, stochastic=False), p, g, *means)
         for state, codes in zip(means, wanted, strict=True):
             complete = (state.scale == 1).repeat_interleave(codes.numel() // len(state.scale)).view_as(codes)
             assert complete.float().mean() >= 0.5 and torch.equal(state.codes[complete], codes[complete])
@@ -50,7 +50,7 @@ def test_what_is_not_a_number_stays_so():
     p = torch.full((64, 256), 1.0, dtype=torch.bfloat16)
     p[0, 0], p[0, 1], p[0, 2] = float("nan"), float("inf"), 0.0
     means = torch.zeros_like(p), torch.zeros_like(p)
-    adamw.step(p, torch.zeros_like(p), *means, count=1, **RATES, stochastic=True)
+    adamw.apply(Step(1, **RATES, stochastic=True), p, torch.zeros_like(p), *means)
     assert p[0, 0].isnan() and p[0, 1].isinf() and p[0, 2] == 0
 
 

@@ -42,7 +42,7 @@ def test_weights_in_bf16_move_by_what_they_should():
     means = torch.zeros_like(p), torch.zeros_like(p)
     for count in range(1, 5):
         decay = RATES | {"weight_decay": 0.05}  # 0.0005 a step: BF16's neighbours of 1 are 0.004 away
-        adamw.step(p, torch.zeros_like(p), *means, count=count, **decay, stochastic=True)
+        adamw.apply(adamw.Step(count, **decay, stochastic=True), p, torch.zeros_like(p), *means)
     assert set(p.unique().tolist()) <= {0.984375, 0.98828125, 0.9921875, 0.99609375, 1.0}
     assert abs(p.float().mean() - (1 - 5e-4) ** 4) < 1e-4
 
