@@ -24,7 +24,7 @@ def new_means(name, p):
     from torchao.optim import adam
 
     optimizer = (getattr(optim, CLASSES[name], None) or getattr(adam, CLASSES[name]))([torch.nn.Parameter(p)])
-    return optimizer._new_buffer(p, True), spec.with_powers(optimizer._new_buffer(p, False))
+    return tuple(spec.with_levels(optimizer._new_buffer(p, signed)) for signed in (True, False))
 
 
 def check_steps(name, shape, *, device="cpu", dtype=torch.float32, stochastic=False):
@@ -35,7 +35,7 @@ def check_steps(name, shape, *, device="cpu", dtype=torch.float32, stochastic=Fa
     compare_steps(name, shape, by_kernel, device=device, dtype=dtype, stochastic=stochastic)
 
 
-def compare_steps(name, shape, other, *, device="cpu", dtype=torch.float32, stochastic=False, squares=True):
+def compare_steps(name, shape, other, *, device="cpu", dtype=torch.float32, stochastic=False, states=True):
     torch.manual_seed(0)
     p = torch.randn(shape).to(device, dtype)
     q = p.clone()
@@ -51,7 +51,7 @@ def compare_steps(name, shape, other, *, device="cpu", dtype=torch.float32, stoc
         assert ((q - p).abs().float() <= allowed).all()
         if stochastic:
             assert (q != p).float().mean() < 1e-3
-        for mine, wanted in list(zip(means, wanted_means, strict=True))[: 2 if squares else 1]:
+        for mine, wanted in zip(means, wanted_means, strict=True) if states else ():
             changed = max(changed, compare_states(mine, wanted, max(one_step, 1e-5)))
         q.copy_(p)
         for mine, wanted in zip(means, wanted_means, strict=True):

@@ -7,11 +7,11 @@ between its kernels: for the head of an 8B ten GiB, at the moment when all activ
 five times as long as this kernel (docs/LOG.md).
 
 Codes stand for levels in tables, but no table is read: that would be done by other threads than those that have the
-numbers. torchao's `create_dynamic_map` has the levels of decade j, from 10^(j−D−1) to 10^(j−D), in the middle of 2^j
-equal cells, D = 6 in 8 bits with a sign, 7 without, 2 in 4 bits with a sign; also 0 and 1. So cell c of decade j is the
-(2^j + c)-th, and j and c are the exponent and the fraction of that number. Nearest is the middle of one's own cell, but
-for the lowest fifth of a decade's first cell: there the last level of the decade below is nearer. 4 bits without a sign
-are powers of two.
+numbers. Of 8 bits, torchao's `create_dynamic_map` has the levels of decade j, from 10^(j−D−1) to 10^(j−D), in the middle
+of 2^j equal cells, D = 6 with a sign, 7 without; also 0 and 1. So cell c of decade j is the (2^j + c)-th, and j and c
+are the exponent and the fraction of that number. Nearest is the middle of one's own cell, but for the lowest fifth of a
+decade's first cell: there the last level of the decade below is nearer. 4 bits are squares of sevenths with a sign, and
+powers of two without, rounded at random.
 
 What is not a number spoils its own weight, and not its block: maxima pass over it, here.
 """
@@ -38,10 +38,12 @@ from octavo.kernels.tiles import (
     reciprocal,
     root,
 )
+from octavo.numerics import adamw as spec
 from octavo.numerics.adamw import Step, salt_of
 
 PLAIN, BITS_8, BITS_4, FP8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 _KINDS = {"OptimState8bit": BITS_8, "OptimState4bit": BITS_4, "OptimStateFp8": FP8}
+GOLDEN = tl.constexpr(spec.GOLDEN)
 _LOG2_10, _LOG2_9 = tl.constexpr(3.3219280948873623), tl.constexpr(3.1699250014423122)
 _ELEMENTS, _WARPS = 1024, 4  # of a program: eight a thread
 _PLAIN_BLOCK = 256
@@ -100,7 +102,10 @@ def _read(
         codes = _load(state_ptr + where, inside, EVEN)
     x = codes.to(tl.float32)
     if KIND == BITS_4:
-        x = _level(x - 7, 2) if SIGNED else ((codes.to(tl.int32) + 112) << 23).to(tl.float32, bitcast=True)
+        if SIGNED:
+            x = (x - 7) * tl.abs(x - 7) * (1 / 49)
+        else:
+            x = ((codes.to(tl.int32) + 112) << 23).to(tl.float32, bitcast=True)
     elif KIND == BITS_8:
         x = _level(x - 127, 6) if SIGNED else _level(x + 1, 7)
     if KIND != PLAIN:
@@ -122,10 +127,11 @@ def _write(
         _store(scale_ptr + row, scale, row * BLOCK < n, EVEN)
         x = x * reciprocal(scale)[:, None]
         if KIND == BITS_4:
-            codes = 7 + _nearest(x, 2) if SIGNED else _power_at_random(x, noise)
-            high, low = tl.split(tl.reshape(codes.to(tl.uint8), [x.shape[0], BLOCK // 2, 2]))
+            codes = _square_at_random(x, noise * GOLDEN) if SIGNED else _power_at_random(x, noise)
+            # Put together in 32 bits: as bytes, a −112 was left out of every second one by ptxas (12.9).
+            high, low = tl.split(tl.reshape(codes, [x.shape[0], BLOCK // 2, 2]))
             pair = row[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
-            _store(state_ptr + pair, (high << 4) | low, pair * 2 < n, EVEN)
+            _store(state_ptr + pair, ((high << 4) | low).to(tl.uint8), pair * 2 < n, EVEN)
         elif KIND == BITS_8:
             codes = 127 + _nearest(x, 6) if SIGNED else _nearest(x, 7) - 1
             _store(state_ptr + where, codes.to(tl.uint8), inside, EVEN)
@@ -164,7 +170,7 @@ def _nearest(x, D: tl.constexpr):
 @triton.jit
 def _noise(g, where, salt):
     """`numerics.adamw.noise_of`."""
-    x = g.to(tl.uint32, bitcast=True) ^ (where.to(tl.uint32) * 0x9E3779B1) ^ salt.to(tl.uint32)
+    x = g.to(tl.uint32, bitcast=True) ^ (where.to(tl.uint32) * GOLDEN) ^ salt.to(tl.uint32)
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
     return x ^ (x >> 16)
@@ -174,7 +180,17 @@ def _noise(g, where, salt):
 def _power_at_random(x, noise):
     """The code of a power of two below or above x, by the upper half of the noise."""
     bits = x.to(tl.int32, bitcast=True) + ((noise >> 16) << 7).to(tl.int32, bitcast=True)
-    return tl.minimum(tl.maximum((bits >> 23) - 112, 0), 15)
+    return tl.minimum(tl.maximum(bits >> 23, 112), 127) & 15  # 112, the exponent of 2⁻¹⁵, is a multiple of 16
+
+
+@triton.jit
+def _square_at_random(x, noise):
+    """The code of a square of sevenths towards zero or away from it, by the upper half of the noise."""
+    size = tl.abs(x) * 49
+    k = tl.minimum(tl.floor(root(size)), 6.0)
+    share = 1 - (noise >> 16).to(tl.float32) * (1 / 65536)
+    k += tl.where(size - k * k >= (2 * k + 1) * share, 1.0, 0.0)
+    return tl.where(x < 0, 7 - k, 7 + k).to(tl.int32)
 
 
 @triton.jit
@@ -198,7 +214,7 @@ def can_step(p: Tensor, mean: Tensor, square: Tensor) -> bool:
         return all(x.dtype in _FLOATS and x.is_contiguous() for x in (mean, square))
     block = getattr(mean, "block_size", 0)
     whole = block == getattr(square, "block_size", 0) and block >= 2 and block & (block - 1) == 0
-    return kind is not None and whole and (kind is FP8 or has_known_levels())
+    return kind is not None and whole and (kind is not BITS_8 or has_known_levels())
 
 
 @cache
@@ -209,13 +225,12 @@ def _is_known_gpu(device: torch.device, *, fp8: bool) -> bool:
 
 @cache
 def has_known_levels() -> bool:
-    """Whether torchao's levels are those that the kernel computes."""
-    from torchao.optim import subclass_4bit, subclass_8bit
+    """Whether torchao's levels of 8 bits are those that the kernel computes."""
+    from torchao.optim import subclass_8bit
 
     expected = [
         (subclass_8bit.get_qmap_signed(), _signed(6)),
         (subclass_8bit.get_qmap_unsigned(), [0.0, *_levels(range(1, 8), 7)]),
-        (subclass_4bit.get_qmap_signed(), _signed(2)),
     ]
     return all(
         len(found) == len(wanted) and all(abs(a - b) <= 1e-6 * abs(b) for a, b in zip(found, wanted, strict=True))

@@ -1,10 +1,11 @@
 """AdamW's step for one parameter, in torch: what `kernels/adamw.py` does in one pass over it.
 
-Means are plain tensors, or torchao's with few bits. Of 4 bits, torchao's levels for the mean of squares are sixteenths
-of a block's largest. But squares of gradients differ by orders of magnitude within a block: all the small ones would
-count as a sixteenth, and weights with small gradients would hardly move (BDH 100M, 1,000 steps: loss 12 % higher). Here
-they are powers of two, down to 2⁻¹⁵; between two of them it is rounded at random, or a mean that falls by a twentieth
-in a step would never fall. A state has its levels with it (`qmap`), so torchao reads it all the same.
+Means are plain tensors, or torchao's with few bits. Of 4 bits, torchao has other levels, and rounds to the nearest of
+them. Its mean of squares is in sixteenths of a block's largest; but squares of gradients differ by orders of magnitude
+within a block: all the small ones count as a sixteenth, and weights with small gradients hardly move (BDH 100M, 1,000
+steps: loss 12 % higher). Here they are powers of two, down to 2⁻¹⁵. The mean is in squares of sevenths of the largest,
+with a sign. Both are rounded at random between two levels: to the nearest, a mean that falls by a tenth in a step, or a
+twentieth, would never fall. A state has its levels with it (`qmap`), so torchao reads it all the same.
 
 What is random comes from the gradient's own bits, the place and the step, through a mixer (lowbias32, by C. Wellons):
 the same whenever it is computed, in whatever order, and after a restart.
@@ -16,7 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LARGEST_POWER = 15  # its code
+LARGEST_POWER = 15  # the code of 1, if there is no sign
+SEVEN = 7  # the code of 0, if there is; that of 1 is twice as much
+GOLDEN = 0x9E3779B1
 _MASK = 0xFFFFFFFF
 
 
@@ -56,10 +59,12 @@ def apply(step: Step, p: Tensor, g: Tensor, mean: Any, square: Any) -> None:
     new_mean = mean.float().lerp(g, 1 - step.betas[0])
     new_square = square.float().lerp(g.square(), 1 - step.betas[1])
     new = p.float() * step.decay - step.rate * new_mean / (new_square.sqrt() * step.root_correction + step.eps)
-    mean.copy_(new_mean)
     if is_of_4_bits(square):
-        write_powers(square, new_square, noise_of(g, step.count) >> 16)
+        noise = noise_of(g, step.count)
+        write_levels(mean, new_mean, (noise * GOLDEN & _MASK) >> 16)
+        write_levels(square, new_square, noise >> 16)
     else:
+        mean.copy_(new_mean)
         square.copy_(new_square)
     p.copy_(_to_bf16_at_random(new, noise_of(g, step.count)) if step.rounds_at_random(p) else new)
 
@@ -73,7 +78,7 @@ def noise_of(g: Tensor, count: int) -> Tensor:
     """32 bits for each element of an FP32 gradient, as int64."""
     place = torch.arange(g.numel(), device=g.device).view(g.shape)
     x = g.contiguous().view(torch.int32).long() & _MASK
-    x = x ^ (place * 0x9E3779B1 & _MASK) ^ salt_of(count)
+    x = x ^ (place * GOLDEN & _MASK) ^ salt_of(count)
     x = (x ^ x >> 16) * 0x7FEB352D & _MASK
     x = (x ^ x >> 15) * 0x846CA68B & _MASK
     return x ^ x >> 16
@@ -90,29 +95,45 @@ def is_of_4_bits(state: Any) -> bool:
     return type(state).__name__ == "OptimState4bit"
 
 
-def powers(device: torch.device | None = None) -> Tensor:
-    """The levels, in rising order."""
-    return torch.tensor([2.0 ** (code - LARGEST_POWER) for code in range(LARGEST_POWER + 1)], device=device)
+def levels(*, signed: bool, device: torch.device | None = None) -> Tensor:
+    """What the sixteen codes stand for, in rising order. With a sign the last is there twice."""
+    sevenths = [k * abs(k) / SEVEN**2 for k in range(-SEVEN, SEVEN + 1)] + [1.0]
+    powers = [2.0 ** (code - LARGEST_POWER) for code in range(LARGEST_POWER + 1)]
+    return torch.tensor(sevenths if signed else powers, device=device)
 
 
-def write_powers(state: Any, values: Tensor, noise: Tensor) -> None:
-    """Blocks of what is not negative, to a power of two of their largest, up or down by 16 bits of noise."""
+def write_levels(state: Any, values: Tensor, noise: Tensor) -> None:
+    """Into blocks, each with its largest as a scale, up or down by 16 bits of noise."""
     blocks = values.float().reshape(-1, state.block_size)
-    scale = blocks.amax(1, keepdim=True).clip(1e-12)
-    bits = (blocks / scale).view(torch.int32) + (noise.int() << 7).view(blocks.shape)
-    codes = ((bits >> 23) - 127 + LARGEST_POWER).clamp(0, LARGEST_POWER).to(torch.uint8).view(-1, 2)
+    scale = blocks.abs().amax(1, keepdim=True).clip(1e-12)
+    encode = _squares_at_random if state.signed else _powers_at_random
+    codes = encode(blocks / scale, noise.view(blocks.shape)).to(torch.uint8).view(-1, 2)
     state.codes.copy_(codes[:, 0] << 4 | codes[:, 1])
     state.scale.copy_(scale.view(-1))
 
 
-def with_powers(state: Any) -> Any:
-    """A 4-bit mean of squares with these levels: the very one, if it has them, else its values in a new one."""
-    if not is_of_4_bits(state) or torch.equal(state.qmap, powers(state.qmap.device)):
+def _powers_at_random(x: Tensor, noise: Tensor) -> Tensor:
+    """Codes of the powers of two about x: the bits of its fraction and noise carry into its exponent, or do not."""
+    bits = x.view(torch.int32) + (noise.int() << 7)
+    return ((bits >> 23) - 127 + LARGEST_POWER).clamp(0, LARGEST_POWER)
+
+
+def _squares_at_random(x: Tensor, noise: Tensor) -> Tensor:
+    """Codes of the squares of sevenths about x: from k² to (k + 1)² it is 2k + 1."""
+    size = x.abs() * SEVEN**2
+    k = size.sqrt().floor().clamp(max=SEVEN - 1)
+    k += size - k * k >= (2 * k + 1) * (1 - noise / 2**16)
+    return torch.where(x < 0, SEVEN - k, SEVEN + k)
+
+
+def with_levels(state: Any) -> Any:
+    """A state of 4 bits with these levels: the very one, if it has them, else its values in a new one."""
+    if not is_of_4_bits(state) or torch.equal(state.qmap, levels(signed=state.signed, device=state.qmap.device)):
         return state
     names, context = state.__tensor_flatten__()
     parts = {name: torch.empty_like(getattr(state, name)) for name in names}
     new = type(state).__tensor_unflatten__(parts, context, state.size(), state.stride())
-    new.qmap.copy_(powers())
+    new.qmap.copy_(levels(signed=state.signed))
     values = state.dequantize(torch.float32)
-    write_powers(new, values, torch.full(values.shape, 0x8000, device=values.device))  # to the nearest
+    write_levels(new, values, torch.full(values.shape, 0x8000, device=values.device))  # to the nearest
     return new

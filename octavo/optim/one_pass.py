@@ -26,13 +26,13 @@ def in_one_pass(optimizer_class: Any) -> Any:
 
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options)
-            self.register_load_state_dict_pre_hook(_take_powers)
+            self.register_load_state_dict_pre_hook(_take_levels)
 
         @staticmethod
         def _subclass_zeros(p: Tensor, signed: bool, block_size: int) -> Any:
             state = optimizer_class._subclass_zeros(p, signed, block_size)
-            if adamw.is_of_4_bits(state) and not signed:
-                state.qmap.copy_(adamw.powers())
+            if adamw.is_of_4_bits(state):
+                state.qmap.copy_(adamw.levels(signed=signed))
             return state
 
         @torch.no_grad()
@@ -88,9 +88,13 @@ def _way_for(p: Tensor, mean: Tensor, square: Tensor) -> Callable[..., None]:
     return adamw.apply
 
 
-def _take_powers(_optimizer: Any, loaded: dict[str, Any]) -> dict[str, Any]:
+def _take_levels(_optimizer: Any, loaded: dict[str, Any]) -> dict[str, Any]:
     """4-bit states of a checkpoint that has other levels; counters to the host, which reads them."""
-    ways: dict[str, Callable[[Any], Any]] = {"exp_avg_sq": adamw.with_powers, "step": lambda count: count.cpu()}
+    ways: dict[str, Callable[[Any], Any]] = {
+        "exp_avg": adamw.with_levels,
+        "exp_avg_sq": adamw.with_levels,
+        "step": lambda count: count.cpu(),
+    }
     states = {
         i: {name: ways[name](x) if name in ways and isinstance(x, Tensor) else x for name, x in state.items()}
         for i, state in loaded["state"].items()

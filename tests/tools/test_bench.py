@@ -155,6 +155,7 @@ def test_gemm_and_kernels(tmp_path: Path) -> None:
     assert row["tb_per_s"] == pytest.approx(row["bytes"] / row["seconds"] / 1e12)
     assert row["moved_bytes"] == row["bytes"] + 32 * 64 * 2  # the amax comes first
     assert row["moved_share_of_copy"] / row["share_of_copy"] == pytest.approx(row["moved_bytes"] / row["bytes"])
+    assert row["moved_share_of_equal_copy"] > 0
     assert fused["moved_bytes"] == fused["bytes"] + 32 * 128 * 2 + 32 * 256 * 2
 
 

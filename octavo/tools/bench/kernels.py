@@ -4,10 +4,10 @@
 
 Each byte is counted once, however often a kernel reads it: current scaling has to look at a tensor twice, and pays.
 Beside this, which is what a caller gains, stands how well the kernels use the memory: what their passes move, by the
-table in `passes`. Live recording of amax, underflow and saturation is part of what is timed, as in a step: columns
-alone are those of a tensor whose rows came first and were recorded, so a delayed scale is known. Beside plain
-quantising stand the fused forms of a gated MLP, with h = silu(gate) · up: h→FP8 in forward; in backward the gradients
-of gate and up, and h again.
+table in `passes`; against the copy of a GiB, and against a copy that moves as much (small ones are slower). Live
+recording of amax, underflow and saturation is part of what is timed, as in a step: columns alone are those of a tensor
+whose rows came first and were recorded, so a delayed scale is known. Beside plain quantising stand the fused forms of a
+gated MLP, with h = silu(gate) · up: h→FP8 in forward; in backward the gradients of gate and up, and h again.
 """
 
 import statistics
@@ -134,12 +134,22 @@ def _gated_backward(recipe: Recipe, row: Tensor, dh: Tensor, gate_up: Tensor) ->
     return list(ops_linear.gated_quantize_backward(dh, gate_up, h_scale, row, recipe.g, recipe.x, "silu"))
 
 
-def copy_bandwidth(device: str) -> float:
-    """TB/s of torch's copy within the device: read once, written once. Not in a CUDA graph, where it is slower."""
-    source = torch.ones(COPY_BYTES[device] // 2, dtype=torch.bfloat16, device=device)
-    target = torch.empty_like(source)
-    seconds = statistics.median(time_each(lambda: target.copy_(source), 10, device, lambda: None))
-    return 2 * source.nbytes / seconds / 1e12
+def copy_bandwidth(device: str, moved: int | None = None) -> float:
+    """TB/s of torch's copy within the device, of `moved` bytes all told: read once, written once.
+
+    Several on different memory, one after the other. Not in a CUDA graph, where a copy is slower.
+    """
+    moved = moved or 2 * COPY_BYTES[device]
+    count = min(MOST_INPUTS, -(-4 * WORKING_SET // moved)) if device == "cuda" else 1
+    sources = [torch.ones(moved // 4, dtype=torch.bfloat16, device=device) for _ in range(count)]
+    targets = [torch.empty_like(source) for source in sources]
+
+    def copy_all() -> None:
+        for source, target in zip(sources, targets, strict=True):
+            target.copy_(source)
+
+    seconds = statistics.median(time_each(copy_all, 10, device, lambda: None)) / count
+    return 2 * sources[0].nbytes / seconds / 1e12
 
 
 def _measure(work: Work, device: str, copy: float) -> dict[str, Any]:
@@ -166,4 +176,5 @@ def _measure(work: Work, device: str, copy: float) -> dict[str, Any]:
         "share_of_copy": rate / copy,
         "moved_bytes": moved,
         "moved_share_of_copy": moved / seconds / 1e12 / copy,
+        "moved_share_of_equal_copy": moved / seconds / 1e12 / copy_bandwidth(device, moved),
     }

@@ -132,8 +132,8 @@ def _rate(rate: float | None, bf16: float, ceiling: float | None) -> str:
 def _kernel_tables(result: dict[str, Any]) -> list[Table]:
     table = _table(
         f"Quantising. A copy on this device: {result['copy_tb_per_s']:.3g} TB/s. "
-        "Of copy: every byte counted once; moved: as often as the passes move it",
-        ("recipe", "operand", "layout", "shape", "µs", "TB/s", "of copy", "moved"),
+        "Of copy: every byte counted once; moved: as often as the passes move it; of equal: against a copy of as much",
+        ("recipe", "operand", "layout", "shape", "µs", "TB/s", "of copy", "moved", "of equal"),
     )
     for row in result["rows"]:
         if row["status"] != TIMED:
@@ -147,5 +147,6 @@ def _kernel_tables(result: dict[str, Any]) -> list[Table]:
             f"{row['tb_per_s']:.3g}",
             f"{row['share_of_copy']:.0%}",
             f"{row['moved_share_of_copy']:.0%}",
+            f"{row['moved_share_of_equal_copy']:.0%}" if "moved_share_of_equal_copy" in row else "–",
         )
     return [table]
