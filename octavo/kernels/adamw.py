@@ -4,14 +4,14 @@
 
 Formats are torchao's (`OptimState4bit` and its like). Its own step, compiled, keeps FP32 copies of whole tensors
 between its kernels: for the head of an 8B ten GiB, at the moment when all activations are there, and it takes
-five times as long as this kernel (docs/LOG.md).
+seven times as long as this kernel (docs/LOG.md).
 
 Codes stand for levels in tables, but no table is read: that would be done by other threads than those that have the
-numbers. Of 8 bits, torchao's `create_dynamic_map` has the levels of decade j, from 10^(j−D−1) to 10^(j−D), in the middle
-of 2^j equal cells, D = 6 with a sign, 7 without; also 0 and 1. So cell c of decade j is the (2^j + c)-th, and j and c
-are the exponent and the fraction of that number. Nearest is the middle of one's own cell, but for the lowest fifth of a
-decade's first cell: there the last level of the decade below is nearer. 4 bits are squares of sevenths with a sign, and
-powers of two without, rounded at random.
+numbers. Of 8 bits, torchao's `create_dynamic_map` has the levels of decade j, from 10^(j−D−1) to 10^(j−D), in the
+middle of 2^j equal cells, D = 6 with a sign, 7 without; also 0 and 1. So cell c of decade j is the (2^j + c)-th, and j
+and c are the exponent and the fraction of that number. Nearest is the middle of one's own cell, but for the lowest
+fifth of a decade's first cell: there the last level of the decade below is nearer. 4 bits are squares of sevenths with
+a sign, and powers of two without, rounded at random.
 
 What is not a number spoils its own weight, and not its block: maxima pass over it, here.
 """

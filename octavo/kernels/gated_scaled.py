@@ -28,7 +28,7 @@ from octavo.numerics.quantize import BLOCK, MX_BLOCK, Quantized
 Tile = tuple[int, int, int, int]
 
 # Tokens and features of a tile, warps, programs per multiprocessor.
-_ROWS: Tile = (32, 128, 8, 4)
+_ROWS: dict[int, Tile] = {BLOCK_1X128.value: (32, 128, 8, 4), MX.value: (32, 128, 4, 4)}
 _BACKWARD_ROWS: Tile = (16, 128, 4, 6)
 _BACKWARD_ROWS_AMAX: Tile = (8, 128, 4, 8)  # looking for the amax of columns, too
 _COLUMNS: dict[int, Tile] = {
@@ -269,9 +269,10 @@ def gated_quantize(gate_up: Tensor, row: Tensor, recipe: OperandRecipe, activati
     if plan is None:
         m, f = gate_up.shape[0], gate_up.shape[1] // 2
         mode = _rows_mode(recipe)
+        assert mode is not None
         plan = Plan(given=2)
         out, scale = plan.make((m, f), recipe.format.dtype), _make_scale(plan, mode, m, f)
-        grid, constants = _arrange(gate_up, m, f, _ROWS)
+        grid, constants = _arrange(gate_up, m, f, _ROWS[mode])
         constants |= {"MODE": mode, "RECORD": record, "SILU": activation == "silu", "CLIPS": clips(recipe)}
         numbers = (m, f, 1.0 / (m * f), seed_of(recipe))
         plan.launch(_rows_kernel, grid, (0, 1, out, scale), numbers, constants | _rounding(recipe))

@@ -51,7 +51,7 @@ _CHANNEL_TILE_BOTH: Tile = (64, 64, 8, 1, 4, None)
 _BLOCK_TILE: Tile = (64, 128, 8, 1, 2, None)  # of a block of 128 × 128
 _BLOCK_TILE_T: Tile = (64, 64, 8, 1, 3, 80)
 _BLOCK_TILE_BOTH: Tile = (128, 64, 8, 1, 2, None)
-_ROWS_TILE: Tile = (32, 128, 8, 4, 4, 64)  # as wide as a block
+_ROWS_TILE: Tile = (32, 128, 4, 3, 4, 128)  # as wide as a block
 _ROWS_TILE_AMAX: Tile = (16, 128, 8, 4, 4, 64)  # and looking for the amax of columns
 _COLUMNS_TILE: Tile = (128, 64, 8, 1, 4, 64)  # as high as a block
 _MX_COLUMNS_TILE: Tile = (64, 64, 8, 1, 4, 64)
@@ -63,6 +63,7 @@ _WHOLE_COLUMNS_TILES: dict[int, Tile] = {
     BLOCK_1X128.value: (128, 64, 8, 1, 4, None),
     MX.value: (128, 64, 8, 1, 4, None),
 }
+_SMALL_MATRIX = 2**26  # elements: up to here twice as many programs share the columns of blocks
 _LARGEST_BATCH = 65_535  # the second dimension of a grid
 _WIDE = (torch.bfloat16, torch.float16, torch.float32)
 _SMALL_TILES = {NONE.value, TENSOR.value, CHANNEL.value}  # scales known before the tile
@@ -308,6 +309,8 @@ class _Planner:
         steps = (*self._strides(x), x.data_ptr() // x.element_size())
         if tile is None or any(step * x.element_size() % 4 for step in steps):
             return False
+        if mode != CHANNEL.value and self.b * self.heights[i] * self.c <= _SMALL_MATRIX:
+            tile = (*tile[:4], 2 * tile[4], tile[5])
         grid, constants = self._arrange(self.heights[i], self.b, tile)
         if not constants.pop("EVEN"):
             return False

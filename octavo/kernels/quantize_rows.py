@@ -184,8 +184,8 @@ def arrange(
     """The grid and the constants of the tile: the best of some six each on an H200, at 4,096 to 28,672 columns."""
     if c <= 4096:
         part = max(triton.next_power_of_2(c), 128)
-        warps = max(part // (512 if maxima else 1024), 1)
-        programs = (16 if fold else 32 if maxima else 28) // warps
+        warps = max(part // 1024, 1)
+        programs = (16 if fold else 20 if maxima else 28) // warps
     elif maxima:  # a thread holds the maxima of its columns, too, so they are fewer
         part, warps, programs = (2048, 8, 2) if c <= 8192 else (2048, 16, 1) if c <= 16384 else (4096, 16, 1)
     else:
