@@ -157,7 +157,7 @@ def collect(work: Path) -> tuple[list[tuple[str, str]], dict[str, str]]:
     stdlib = Path(sysconfig.get_paths()["stdlib"])
     paths = [p for p in sorted(stdlib.rglob("*.py")) if not SKIPPED_FOLDERS & set(p.relative_to(stdlib).parts)]
     pieces = [("stdlib", piece) for path in paths for piece in read_pieces(path)]
-    packages = {"stdlib": f"Python {sysconfig.get_python_version()} from {stdlib}"}
+    packages = {"stdlib": f"Python {sysconfig.get_python_version()}"}
     for source, (package, folders, endings) in PACKAGES.items():
         root, packages[source] = unpack(package, work)
         for folder in folders:

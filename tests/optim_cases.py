@@ -10,10 +10,10 @@ SHAPES = ((64, 128), (40, 384), (65, 256), (33, 7), (4099,))  # whole programs; 
 RATES = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
-def gradients(shape, device, steps=4):
+def gradients(shape, device, steps=4, decades=7):
     """Numbers of all sizes within a block, zeros among them."""
     generator = torch.Generator().manual_seed(1)
-    sizes = torch.logspace(-7, 0, shape[-1])
+    sizes = torch.logspace(-decades, 0, shape[-1])
     for _ in range(steps):
         g = torch.randn(shape, generator=generator) * sizes
         yield torch.where(torch.rand(shape, generator=generator) < 0.1, 0.0, g).to(device)
@@ -35,16 +35,18 @@ def check_steps(name, shape, *, device="cpu", dtype=torch.float32, stochastic=Fa
     compare_steps(name, shape, by_kernel, device=device, dtype=dtype, stochastic=stochastic)
 
 
-def compare_steps(name, shape, other, *, device="cpu", dtype=torch.float32, stochastic=False, states=True):
+def compare_steps(
+    name, shape, other, *, device="cpu", dtype=torch.float32, stochastic=False, states=True, rates=RATES, decades=7
+):
     torch.manual_seed(0)
     p = torch.randn(shape).to(device, dtype)
     q = p.clone()
     wanted_means, means = new_means(name, p), new_means(name, p)
     one_step = {torch.float32: 0.0, torch.bfloat16: 2**-7, torch.float16: 2**-10}[dtype]
     changed = 0.0
-    for count, g in enumerate(gradients(shape, device), 1):
+    for count, g in enumerate(gradients(shape, device, decades=decades), 1):
         g, before = g.to(dtype), p.clone()
-        spec.apply(spec.Step(count, **RATES, stochastic=stochastic), p, g, *wanted_means)
+        spec.apply(spec.Step(count, **rates, stochastic=stochastic), p, g, *wanted_means)
         other(q, g, means, count)
         # A millionth of p, a thousandth of the step, or one step of the dtype.
         allowed = 1e-5 + max(one_step, 1e-6) * p.abs().float() + 1e-3 * (p - before).abs().float()

@@ -10,12 +10,13 @@ Codes stand for levels in tables, but no table is read: that would be done by ot
 numbers. Of 8 bits, torchao's `create_dynamic_map` has the levels of decade j, from 10^(j−D−1) to 10^(j−D), in the
 middle of 2^j equal cells, D = 6 with a sign, 7 without; also 0 and 1. So cell c of decade j is the (2^j + c)-th, and j
 and c are the exponent and the fraction of that number. Nearest is the middle of one's own cell, but for the lowest
-fifth of a decade's first cell: there the last level of the decade below is nearer. 4 bits are squares of sevenths with
+fifth of a decade's first cell: there the last level of the decade below is nearer. 4 bits are cubes of sevenths with
 a sign, and powers of two without, rounded at random.
 
 What is not a number spoils its own weight, and not its block: maxima pass over it, here.
 """
 
+import math
 from contextlib import nullcontext
 from functools import cache
 from typing import Any
@@ -39,7 +40,7 @@ from octavo.kernels.tiles import (
     root,
 )
 from octavo.numerics import adamw as spec
-from octavo.numerics.adamw import Step, salt_of
+from octavo.numerics.adamw import Step, turn_of
 
 PLAIN, BITS_8, BITS_4, FP8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 _KINDS = {"OptimState8bit": BITS_8, "OptimState4bit": BITS_4, "OptimStateFp8": FP8}
@@ -50,11 +51,11 @@ _PLAIN_BLOCK = 256
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@triton.jit(do_not_specialize=["salt"])
+@triton.jit(do_not_specialize=["turn"])
 def adamw_kernel(
     p_ptr, g_ptr, mean_ptr, mean_scale_ptr, square_ptr, square_scale_ptr, n, rate, decay, weight_1, weight_2,
-    root_correction, eps, salt, KIND: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STOCHASTIC: tl.constexpr,
-    EVEN: tl.constexpr,
+    root_correction, eps, bound, turn, KIND: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    BOUNDED: tl.constexpr, STOCHASTIC: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """`rate`: with the mean's correction; `decay`: what is left of p; `weight_1`, `_2`: of the new in the means."""
     row, column = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
@@ -65,8 +66,11 @@ def adamw_kernel(
     square = _read(square_ptr, square_scale_ptr, row, where, inside, n, False, KIND, BLOCK, EVEN)
     mean += (g - mean) * weight_1
     square += (g * g - square) * weight_2
-    p = p * decay - rate * mean * inverse(root(square) * root_correction + eps)
-    noise = _noise(g, where, salt)
+    size = root(square)
+    if BOUNDED:
+        mean = tl.minimum(tl.maximum(mean, -size * bound), size * bound)
+    p = p * decay - rate * mean * inverse(size * root_correction + eps)
+    noise = _noise(where, turn)
     _write(mean, noise, mean_ptr, mean_scale_ptr, row, where, inside, n, True, KIND, BLOCK, EVEN)
     _write(square, noise, square_ptr, square_scale_ptr, row, where, inside, n, False, KIND, BLOCK, EVEN)
     if STOCHASTIC:
@@ -96,17 +100,19 @@ def _read(
 ):  # fmt: skip
     if KIND == BITS_4:
         pair = row[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
-        codes = _load(state_ptr + pair, pair * 2 < n, EVEN)
+        codes = _load(state_ptr + pair, pair * 2 < n, EVEN).to(tl.int32)
         codes = tl.reshape(tl.join(codes >> 4, codes & 15), where.shape)
     else:
         codes = _load(state_ptr + where, inside, EVEN)
-    x = codes.to(tl.float32)
-    if KIND == BITS_4:
-        if SIGNED:
-            x = (x - 7) * tl.abs(x - 7) * (1 / 49)
-        else:
-            x = ((codes.to(tl.int32) + 112) << 23).to(tl.float32, bitcast=True)
-    elif KIND == BITS_8:
+    if KIND == BITS_4 and SIGNED:
+        # 2²³ + code as FP32. Converted, the 7 would be taken off in pairs of 16 bits: see `_write`.
+        k = (codes | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + 7.0)
+        x = k * k * k * (1 / 343)
+    elif KIND == BITS_4:
+        x = ((codes << 23) + (112 << 23)).to(tl.float32, bitcast=True)
+    else:
+        x = codes.to(tl.float32)
+    if KIND == BITS_8:
         x = _level(x - 127, 6) if SIGNED else _level(x + 1, 7)
     if KIND != PLAIN:
         x *= _load(scale_ptr + row, row * BLOCK < n, EVEN)[:, None]
@@ -127,8 +133,8 @@ def _write(
         _store(scale_ptr + row, scale, row * BLOCK < n, EVEN)
         x = x * reciprocal(scale)[:, None]
         if KIND == BITS_4:
-            codes = _square_at_random(x, noise * GOLDEN) if SIGNED else _power_at_random(x, noise)
-            # Put together in 32 bits: as bytes, a −112 was left out of every second one by ptxas (12.9).
+            codes = _cube_at_random(x, noise) if SIGNED else _power_at_random(x, noise)
+            # In 32 bits: of bytes in pairs, some halves of which are undefined, ptxas (12.9) got every second wrong.
             high, low = tl.split(tl.reshape(codes, [x.shape[0], BLOCK // 2, 2]))
             pair = row[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
             _store(state_ptr + pair, ((high << 4) | low).to(tl.uint8), pair * 2 < n, EVEN)
@@ -168,12 +174,12 @@ def _nearest(x, D: tl.constexpr):
 
 
 @triton.jit
-def _noise(g, where, salt):
+def _noise(where, turn):
     """`numerics.adamw.noise_of`."""
-    x = g.to(tl.uint32, bitcast=True) ^ (where.to(tl.uint32) * GOLDEN) ^ salt.to(tl.uint32)
+    x = where.to(tl.uint32) * GOLDEN
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
-    return x ^ (x >> 16)
+    return (x ^ (x >> 16)) + turn.to(tl.uint32, bitcast=True)
 
 
 @triton.jit
@@ -184,12 +190,12 @@ def _power_at_random(x, noise):
 
 
 @triton.jit
-def _square_at_random(x, noise):
-    """The code of a square of sevenths towards zero or away from it, by the upper half of the noise."""
-    size = tl.abs(x) * 49
-    k = tl.minimum(tl.floor(root(size)), 6.0)
-    share = 1 - (noise >> 16).to(tl.float32) * (1 / 65536)
-    k += tl.where(size - k * k >= (2 * k + 1) * share, 1.0, 0.0)
+def _cube_at_random(x, noise):
+    """The code of a cube of sevenths towards zero or away from it, by the lower half of the noise."""
+    size = tl.abs(x) * 343
+    k = tl.minimum(tl.floor(exp2(log2(size) * (1 / 3))), 6.0)
+    share = 1 - (noise & 0xFFFF).to(tl.float32) * (1 / 65536)
+    k += tl.where(size - k * k * k >= (3 * k * k + 3 * k + 1) * share, 1.0, 0.0)
     return tl.where(x < 0, 7 - k, 7 + k).to(tl.int32)
 
 
@@ -255,11 +261,14 @@ def apply(step: Step, p: Tensor, g: Tensor, mean: Any, square: Any) -> None:
     n = p.numel()
     constants = {"KIND": kind, "BLOCK": block, "ROWS": rows, "EVEN": n % (rows * block) == 0}
     weights = 1 - step.betas[0], 1 - step.betas[1]
-    numbers = map(float, (step.rate, step.decay, *weights, step.root_correction, step.eps))
+    bounded = kind is not PLAIN and math.isfinite(step.bound)
+    constants |= {"BOUNDED": bounded, "STOCHASTIC": step.rounds_at_random(p)}
+    bound = step.bound if bounded else 0.0
+    numbers = map(float, (step.rate, step.decay, *weights, step.root_correction, step.eps, bound))
     with torch.cuda.device(p.device) if p.is_cuda else nullcontext():
         adamw_kernel[(-(-n // (rows * block)),)](
-            p.detach(), g.contiguous(), *_parts(mean), *_parts(square), n, *numbers, salt_of(step.count), **constants,
-            STOCHASTIC=step.rounds_at_random(p), num_warps=_WARPS,
+            p.detach(), g.contiguous(), *_parts(mean), *_parts(square), n, *numbers, turn_of(step.count), **constants,
+            num_warps=_WARPS,
         )  # fmt: skip
 
 

@@ -1,16 +1,24 @@
 """AdamW's step for one parameter, in torch: what `kernels/adamw.py` does in one pass over it.
 
-Means are plain tensors, or torchao's with few bits. Of 4 bits, torchao has other levels, and rounds to the nearest of
-them. Its mean of squares is in sixteenths of a block's largest; but squares of gradients differ by orders of magnitude
-within a block: all the small ones count as a sixteenth, and weights with small gradients hardly move (BDH 100M, 1,000
-steps: loss 12 % higher). Here they are powers of two, down to 2⁻¹⁵. The mean is in squares of sevenths of the largest,
-with a sign. Both are rounded at random between two levels: to the nearest, a mean that falls by a tenth in a step, or a
-twentieth, would never fall. A state has its levels with it (`qmap`), so torchao reads it all the same.
+Means are plain tensors, or torchao's with few bits. Rounded ones can say what no gradients could: squares that have
+become 0 beside a mean that has not, and then a weight moves by its mean over epsilon. By Cauchy and Schwarz a mean is
+never more than so many times the root of the mean of squares (`Step.bound`), so here it is held to that. Where nothing
+was rounded this changes nothing.
 
-What is random comes from the gradient's own bits, the place and the step, through a mixer (lowbias32, by C. Wellons):
-the same whenever it is computed, in whatever order, and after a restart.
+Of 4 bits, torchao has other levels, and rounds to the nearest of them. Its mean of squares is in sixteenths of a
+block's largest; but squares of gradients differ by orders of magnitude within a block: all the small ones count as a
+sixteenth, and weights with small gradients hardly move (BDH 100M, 1,000 steps: loss 12 % higher). Here they are powers
+of two, down to 2⁻¹⁵. The mean is in cubes of sevenths of the largest, with a sign. Both are rounded at random between
+two levels: to the nearest, a mean that falls by a tenth in a step, or a twentieth, would never fall. A state has its
+levels with it (`qmap`), so torchao reads it all the same.
+
+"At random" is by a number between 0 and 1 that begins anywhere, by the place (through a mixer, lowbias32 by C. Wellons),
+and goes on by the golden section in every step. So over some steps it is up as often as it should be, not only on
+average, and errors make up for each other: a fifth to a quarter less of them than with numbers that know nothing of
+those before (`benchmarks/rounded_states.py`). It is the same in whatever order steps are computed, and after a restart.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +27,7 @@ from torch import Tensor
 
 LARGEST_POWER = 15  # the code of 1, if there is no sign
 SEVEN = 7  # the code of 0, if there is; that of 1 is twice as much
-GOLDEN = 0x9E3779B1
+GOLDEN = 0x9E3779B1  # of 2³²; 0x9E37 of 2¹⁶
 _MASK = 0xFFFFFFFF
 
 
@@ -49,6 +57,19 @@ class Step:
         """What is left of p."""
         return 1 - self.lr * self.weight_decay
 
+    @property
+    def bound(self) -> float:
+        """Of the mean over the root of the mean of squares, both from zero on, whatever the gradients.
+
+        (1 − β₁) · √(Σ (β₁² / β₂)ᵏ / (1 − β₂)), k from 0 to the last step: 1.2 for 0.9 and 0.95, 7.3 for 0.9 and 0.999.
+        It grows without end, and none is given, where the squares forget faster than the mean.
+        """
+        ratio = self.betas[0] ** 2 / self.betas[1] if self.betas[1] else math.inf
+        if ratio >= 1:
+            return math.inf
+        terms = (1 - ratio**self.count) / (1 - ratio)
+        return (1 - self.betas[0]) * math.sqrt(terms / (1 - self.betas[1]))
+
     def rounds_at_random(self, p: Tensor) -> bool:
         return self.stochastic and p.dtype == torch.bfloat16
 
@@ -58,10 +79,13 @@ def apply(step: Step, p: Tensor, g: Tensor, mean: Any, square: Any) -> None:
     g = g.float()
     new_mean = mean.float().lerp(g, 1 - step.betas[0])
     new_square = square.float().lerp(g.square(), 1 - step.betas[1])
+    if type(square) is not Tensor and math.isfinite(step.bound):
+        largest = new_square.sqrt() * step.bound
+        new_mean = new_mean.clamp(-largest, largest)
     new = p.float() * step.decay - step.rate * new_mean / (new_square.sqrt() * step.root_correction + step.eps)
     if is_of_4_bits(square):
         noise = noise_of(g, step.count)
-        write_levels(mean, new_mean, (noise * GOLDEN & _MASK) >> 16)
+        write_levels(mean, new_mean, noise & 0xFFFF)
         write_levels(square, new_square, noise >> 16)
     else:
         mean.copy_(new_mean)
@@ -69,19 +93,18 @@ def apply(step: Step, p: Tensor, g: Tensor, mean: Any, square: Any) -> None:
     p.copy_(_to_bf16_at_random(new, noise_of(g, step.count)) if step.rounds_at_random(p) else new)
 
 
-def salt_of(count: int) -> int:
-    """What a step adds to the mixer, in 31 bits."""
-    return count * 0x85EBCA6B & 0x7FFFFFFF
+def turn_of(count: int) -> int:
+    """How far both halves of the noise have gone by this step, as a signed number of 32 bits."""
+    turn = count * 0x9E379E37 & _MASK
+    return turn - (turn >> 31 << 32)
 
 
-def noise_of(g: Tensor, count: int) -> Tensor:
-    """32 bits for each element of an FP32 gradient, as int64."""
-    place = torch.arange(g.numel(), device=g.device).view(g.shape)
-    x = g.contiguous().view(torch.int32).long() & _MASK
-    x = x ^ (place * GOLDEN & _MASK) ^ salt_of(count)
+def noise_of(like: Tensor, count: int) -> Tensor:
+    """For each element two numbers of 16 bits, side by side in an int64: for squares; for the mean and for p."""
+    x = torch.arange(like.numel(), device=like.device).view(like.shape) * GOLDEN & _MASK
     x = (x ^ x >> 16) * 0x7FEB352D & _MASK
     x = (x ^ x >> 15) * 0x846CA68B & _MASK
-    return x ^ x >> 16
+    return (x ^ x >> 16) + turn_of(count) & _MASK
 
 
 def _to_bf16_at_random(p: Tensor, noise: Tensor) -> Tensor:
@@ -97,7 +120,7 @@ def is_of_4_bits(state: Any) -> bool:
 
 def levels(*, signed: bool, device: torch.device | None = None) -> Tensor:
     """What the sixteen codes stand for, in rising order. With a sign the last is there twice."""
-    sevenths = [k * abs(k) / SEVEN**2 for k in range(-SEVEN, SEVEN + 1)] + [1.0]
+    sevenths = [(k / SEVEN) ** 3 for k in range(-SEVEN, SEVEN + 1)] + [1.0]
     powers = [2.0 ** (code - LARGEST_POWER) for code in range(LARGEST_POWER + 1)]
     return torch.tensor(sevenths if signed else powers, device=device)
 
@@ -106,7 +129,7 @@ def write_levels(state: Any, values: Tensor, noise: Tensor) -> None:
     """Into blocks, each with its largest as a scale, up or down by 16 bits of noise."""
     blocks = values.float().reshape(-1, state.block_size)
     scale = blocks.abs().amax(1, keepdim=True).clip(1e-12)
-    encode = _squares_at_random if state.signed else _powers_at_random
+    encode = _cubes_at_random if state.signed else _powers_at_random
     codes = encode(blocks / scale, noise.view(blocks.shape)).to(torch.uint8).view(-1, 2)
     state.codes.copy_(codes[:, 0] << 4 | codes[:, 1])
     state.scale.copy_(scale.view(-1))
@@ -118,11 +141,11 @@ def _powers_at_random(x: Tensor, noise: Tensor) -> Tensor:
     return ((bits >> 23) - 127 + LARGEST_POWER).clamp(0, LARGEST_POWER)
 
 
-def _squares_at_random(x: Tensor, noise: Tensor) -> Tensor:
-    """Codes of the squares of sevenths about x: from k² to (k + 1)² it is 2k + 1."""
-    size = x.abs() * SEVEN**2
-    k = size.sqrt().floor().clamp(max=SEVEN - 1)
-    k += size - k * k >= (2 * k + 1) * (1 - noise / 2**16)
+def _cubes_at_random(x: Tensor, noise: Tensor) -> Tensor:
+    """Codes of the cubes of sevenths about x: from k³ to (k + 1)³ it is 3k² + 3k + 1."""
+    size = x.abs() * SEVEN**3
+    k = (size ** (1 / 3)).floor().clamp(max=SEVEN - 1)
+    k += size - k**3 >= (3 * k * k + 3 * k + 1) * (1 - noise / 2**16)
     return torch.where(x < 0, SEVEN - k, SEVEN + k)
 
 

@@ -6,7 +6,7 @@ parameter itself. The low-bit variants store them in blocks with one FP32 scale 
     adamw       8 bytes per parameter   torch.optim.AdamW
     adamw8bit   2                       256 dynamic levels, blocks of 256
     adamwfp8    2                       E4M3, blocks of 256
-    adamw4bit   1                       16 levels, blocks of 128; of squares, powers of two
+    adamw4bit   1                       16 levels, blocks of 128: cubes of sevenths; of squares, powers of two
 
 Only a tensor with at least 4,096 elements whose count divides by the block is stored so; states of smaller ones are in
 the parameter's own dtype. The update itself is computed in FP32, and parameters may be kept so. In BF16, rounded to the

@@ -5,6 +5,7 @@ them. Prints one JSON object per kernel, and writes the PTX into a folder if one
 """
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from triton.compiler import ASTSource
 
 from octavo import FP8TrainingConfig
 from octavo.kernels import (
+    adamw,
     adapter_gradients,
     adapter_outputs,
     causal,
@@ -27,6 +29,7 @@ from octavo.kernels import (
     transpose,
 )
 from octavo.numerics import E4M3, E5M2, Quantized
+from octavo.numerics.adamw import Step, with_levels
 from octavo.numerics.scaling import new_rows
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -39,6 +42,22 @@ TYPES = {
     torch.int16: "*i16",
     torch.int64: "*i64",
 }
+REGISTER = re.compile(r"%[a-z]+\d+")
+WITHOUT_RESULT = ("st.", "red.", "bar.", "bra", "ret", "fence.")
+
+
+def unwritten(ptx):
+    """Registers that are read and never written: what ptxas may do with the others in the same word is anything."""
+    read, written = set(), set()
+    for statement in re.sub("//.*", "", ptx).replace("\n", ";\n").split(";"):
+        found = re.match(r"\s*(?:@!?(%\w+)\s+)?([a-z][\w.:]*)\s+(.*)", statement)
+        if found is None:
+            continue
+        predicate, operation, operands = found.groups()
+        result = "" if operation.startswith(WITHOUT_RESULT) else re.match(r"\{[^}]*\}|[^,;]*", operands)[0]
+        written.update(REGISTER.findall(result))
+        read.update(REGISTER.findall(f"{predicate} {operands[len(result) :]}"))
+    return read - written
 
 
 def compile_instead(kernel, *args, grid, warmup, **constants):  # noqa: ARG001
@@ -62,6 +81,7 @@ def compile_instead(kernel, *args, grid, warmup, **constants):  # noqa: ARG001
         "kernel": kernel.fn.__name__,
         "bytes_turned": sum("xf8E" in line for line in conversions),
         "conversions": len(conversions),
+        "unwritten": sorted(unwritten(compiled.asm["ptx"])),
     }
     if len(sys.argv) > 3:
         path = Path(sys.argv[3]) / f"{found['kernel']}-{len(list(Path(sys.argv[3]).iterdir()))}"
@@ -123,6 +143,12 @@ def main(dtype: torch.dtype, rounding: str) -> None:
         quantize.quantize_folded(x, torch.ones(width), new_rows(device="cpu"), channel.g)
     for shape in ((256, 256), (130, 66)):
         transpose.transpose(torch.zeros(shape, dtype=torch.uint8).view(torch.float8_e4m3fn))
+    from torchao.optim.subclass_4bit import OptimState4bit
+
+    for rows in (64, 65):
+        p = torch.zeros(rows, 256, dtype=dtype)
+        means = [with_levels(OptimState4bit.zeros(p.shape, signed, 128)) for signed in (True, False)]
+        adamw.apply(Step(1, 1e-3, (0.9, 0.95), 1e-8, 0.0, rounding == "nearest"), p, p, *means)
     causal.causal_quantize(torch.zeros(1, 2, 128, 128, dtype=dtype), new_rows(device="cpu"), recipe.x, record=True)
 
 

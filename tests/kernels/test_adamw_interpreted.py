@@ -29,7 +29,7 @@ def test_every_code_is_read_and_found_again():
     from torchao.optim.subclass_8bit import OptimState8bit
 
     assert adamw.has_known_levels()
-    still = {"lr": 0.0, "betas": (1 - 1e-9, 1 - 1e-9), "eps": 1.0, "weight_decay": 0.0}  # in FP32 1 and 1
+    still = {"lr": 0.0, "betas": (1 - 1e-9, 1 - 4e-9), "eps": 1.0, "weight_decay": 0.0}  # in FP32 1 and 1; no bound
     for kind, block in ((OptimState8bit, 256), (OptimState4bit, 128)):
         means = [with_levels(kind.zeros((32, 256), signed, block)) for signed in (True, False)]
         for state in means:
@@ -52,6 +52,15 @@ def test_what_is_not_a_number_stays_so():
     means = torch.zeros_like(p), torch.zeros_like(p)
     adamw.apply(Step(1, **RATES, stochastic=True), p, torch.zeros_like(p), *means)
     assert p[0, 0].isnan() and p[0, 1].isinf() and p[0, 2] == 0
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_gradient_that_is_not_a_number_spoils_its_weight_alone(name):
+    p, g = torch.ones(64, 256), torch.full((64, 256), 0.5)
+    g[0, 0], g[1, 1] = float("nan"), float("inf")
+    adamw.apply(Step(1, **RATES, stochastic=False), p, g, *new_means(name, p))
+    assert p[0, 0].isnan() and not p[1, 1].isfinite()
+    assert p.isfinite().sum() == p.numel() - 2
 
 
 def test_states_that_do_not_fit_are_not_stepped():

@@ -1,11 +1,13 @@
 """AdamW's step in torch: against torchao's own, and where it differs, what that is for."""
 
+import math
+
 import pytest
 import torch
 
 pytest.importorskip("torchao")
 
-from optim_cases import CLASSES, RATES, compare_steps
+from optim_cases import CLASSES, RATES, compare_steps, new_means
 from torchao.optim.adam import single_param_adam
 from torchao.optim.subclass_4bit import OptimState4bit
 
@@ -15,26 +17,66 @@ from octavo.numerics import adamw
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CLASSES)
 def test_like_torchao(name, dtype):
-    """Of 4 bits the levels are others, but torchao reads them."""
+    """Where no bound is given. Of 4 bits the levels are others, but torchao reads them."""
+    rates = RATES | {"betas": (0.9, 0.8)}
 
     def by_torchao(p, g, means, count):
-        rates = torch.tensor(RATES["lr"]), *RATES["betas"], RATES["weight_decay"], RATES["eps"]
-        single_param_adam(p, g, torch.tensor(float(count)), *means, None, *rates, True, False)
+        order = torch.tensor(rates["lr"]), *rates["betas"], rates["weight_decay"], rates["eps"]
+        single_param_adam(p, g, torch.tensor(float(count)), *means, None, *order, True, False)
 
-    compare_steps(name, (40, 384), by_torchao, dtype=dtype, states=name != "adamw4bit")
+    states = name != "adamw4bit"
+    compare_steps(name, (40, 384), by_torchao, dtype=dtype, states=states, rates=rates, decades=2)
 
 
-def test_noise_is_even_and_new_in_every_step():
-    g = torch.zeros(512, 512)  # as for weights that nothing reaches
-    noise = torch.stack([adamw.noise_of(g, count) for count in (1, 2, 3)])
-    for bits in (noise & 0xFFFF, noise >> 16):
-        share = bits.float() / 2**16
-        assert abs(share.mean() - 0.5) < 2e-3 and abs(share.var() - 1 / 12) < 2e-3
-        assert torch.corrcoef(share.flatten(1)).triu(1).abs().max() < 0.01
-        neighbours = torch.stack([share[0, :, :-1].flatten(), share[0, :, 1:].flatten()])
-        assert torch.corrcoef(neighbours)[0, 1].abs() < 0.01
-        halves = torch.stack([(noise[0] & 0xFFFF).float().flatten(), (noise[0] >> 16).float().flatten()])
-        assert torch.corrcoef(halves)[0, 1].abs() < 0.01
+@pytest.mark.parametrize("betas", [(0.9, 0.95), (0.9, 0.999), (0.0, 0.9), (0.5, 0.9)])
+def test_no_gradients_exceed_the_bound(betas):
+    """And some reach it: those that fall as the mean of squares forgets, the faster for the mean."""
+    steps = 30
+    worst = (betas[0] / betas[1]) ** torch.arange(steps - 1, -1, -1, dtype=torch.float64)
+    streams = torch.cat([worst[None], torch.randn(500, steps, dtype=torch.float64)])
+    mean, square = torch.zeros(2, 501, dtype=torch.float64)
+    for count in range(1, steps + 1):
+        g = streams[:, count - 1]
+        mean, square = mean.lerp(g, 1 - betas[0]), square.lerp(g * g, 1 - betas[1])
+        bound = adamw.Step(count, 1.0, betas, 1e-8, 0.0, False).bound
+        assert (mean.abs() <= square.sqrt() * bound * (1 + 1e-9)).all()
+    if betas[0]:
+        torch.testing.assert_close((mean / square.sqrt())[0].item(), bound, rtol=1e-6, atol=0)
+    assert adamw.Step(5, 1.0, (0.9, 0.8), 1e-8, 0.0, False).bound == math.inf
+
+
+@pytest.mark.parametrize("name", ["adamw4bit", "adamw8bit", "adamwfp8"])
+def test_rounded_states_move_no_weight_by_more_than_gradients_could(name):
+    """Weights that most gradients pass over: their squares round to 0 before their means do."""
+    torch.manual_seed(0)
+    p, means = torch.zeros(64, 256), None
+    exact, exact_means = p.clone(), (torch.zeros_like(p), torch.zeros_like(p))
+    means = new_means(name, p)
+    rare = torch.rand(64, 256) < 0.7
+    step_of = {"lr": 1.0, "betas": (0.9, 0.95), "eps": 1e-12, "weight_decay": 0.0, "stochastic": False}
+    for count in range(1, 120):
+        g = torch.randn(p.shape)
+        g = torch.where(rare & (torch.rand(p.shape) > 0.03), 0.0, g)
+        before = p.clone()
+        adamw.apply(adamw.Step(count, **step_of), p, g, *means)
+        adamw.apply(adamw.Step(count, **step_of), exact, g, *exact_means)
+        corrections = (1 - 0.95**count) ** 0.5 / (1 - 0.9**count)
+        assert (p - before).abs().max() <= adamw.Step(count, **step_of).bound * corrections * 1.001
+    error = (p - exact).square().mean().sqrt() / exact.square().mean().sqrt()
+    assert error < (1.0 if name == "adamw4bit" else 0.1)
+
+
+def test_noise_is_even_over_places_and_over_steps():
+    g = torch.zeros(256, 256)
+    noise = torch.stack([adamw.noise_of(g, count) for count in range(1, 90)]).flatten(1)
+    assert noise.min() >= 0 and noise.max() < 2**32
+    halves = [(noise & 0xFFFF) / 2**16, (noise >> 16) / 2**16]
+    for share in halves:
+        assert abs(share[0].mean() - 0.5) < 5e-3 and abs(share[0].var() - 1 / 12) < 2e-3
+        assert torch.corrcoef(torch.stack([share[0, :-1], share[0, 1:]]))[0, 1].abs() < 0.02
+        for part in (0.1, 0.5, 0.7):  # at every place: chance alone would have five times that
+            assert ((share < part).float().mean(0) - part).abs().max() < 0.035
+    assert torch.corrcoef(torch.stack([half[0] for half in halves]))[0, 1].abs() < 0.02
 
 
 def test_weights_in_bf16_move_by_what_they_should():
@@ -67,7 +109,8 @@ def test_squares_of_all_sizes_are_right_on_average_and_can_fall():
         values[:, -1] = 1.0
         adamw.write_levels(state, values, noise_of_step(values, count))
         found = state.dequantize()
-    torch.testing.assert_close(found[:, 64].mean().item(), 10**-2 * 0.95**38, rtol=0.3, atol=0)
+    # Halved as often as on average over chance; but without chance, no few that lag behind make up the average.
+    assert 0.4 < found[:, 64].mean() / (10**-2 * 0.95**38) < 1.2
 
 
 def test_means_are_right_on_average_and_can_fall():
@@ -75,14 +118,14 @@ def test_means_are_right_on_average_and_can_fall():
     state = new_state(values.shape, signed=True)
     adamw.write_levels(state, values, noise_of_step(values, 1))
     found = state.dequantize()
-    assert (found - values).abs().max() < 13 / 49 + 1e-6 and (found * values >= 0).all()
+    assert (found - values).abs().max() < 127 / 343 + 1e-6 and (found * values >= 0).all()
     torch.testing.assert_close(found.mean(0), values[0], rtol=0, atol=0.01)
     for count in range(2, 12):  # but for the largest, nothing comes any more
         values = found * 0.9
         values[:, -1] = 1.0
         adamw.write_levels(state, values, noise_of_step(values, count))
         found = state.dequantize()
-    torch.testing.assert_close(found[:, 96].mean().item(), (2 * 96 / 127 - 1) * 0.9**10, rtol=0.1, atol=0)
+    assert 0.6 < found[:, 96].mean() / ((2 * 96 / 127 - 1) * 0.9**10) < 1.2
     adamw.write_levels(state, torch.zeros_like(values), noise_of_step(values, 1))
     assert not state.dequantize().any()
 
@@ -95,7 +138,9 @@ def test_a_checkpoint_of_torchao_is_taken(signed):
     ours = adamw.with_levels(theirs)
     assert ours is not theirs and adamw.with_levels(ours) is ours
     if signed:
-        assert ((ours.dequantize() - theirs.dequantize()) / theirs.scale.view(64, 1)).abs().max() < 0.5 * 13 / 49 + 1e-6
+        assert (
+            (ours.dequantize() - theirs.dequantize()) / theirs.scale.view(64, 1)
+        ).abs().max() < 0.5 * 127 / 343 + 1e-6
     else:
         assert (ours.dequantize() / theirs.dequantize()).log2().abs().max() < 0.6
     plain = torch.rand(4)

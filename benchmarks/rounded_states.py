@@ -1,0 +1,69 @@
+"""What rounding an optimiser's states does to the moves of weights, some of which gradients reach now and then only.
+
+    pip install 'octavo[optim]'
+    python benchmarks/rounded_states.py          # on a CPU, half a minute
+
+No model: gradients are drawn. A third of the weights has one in every step, a third in three of ten, a third in three of
+a hundred; their sizes are e^(spread · N(0, 1)), neighbours in a block being as unlike as strangers. The same gradients
+go to AdamW with exact states. Printed, over 250 steps after the first 50: the difference of a step's moves from the
+exact ones, over the size of these (root mean squares); and the largest move, in learning rates, with the bound of
+`octavo/numerics/adamw.py` and without it.
+"""
+
+import argparse
+import math
+from collections.abc import Sequence
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torchao.optim import AdamW4bit, AdamW8bit, AdamWFp8
+
+from octavo.numerics.adamw import Step, apply, with_levels
+
+OPTIMIZERS = {"adamw4bit": AdamW4bit, "adamw8bit": AdamW8bit, "adamwfp8": AdamWFp8}
+SHAPE, STEPS, FIRST = (512, 256), 300, 50
+
+
+class Unbounded(Step):
+    bound = math.inf
+
+
+def simulate(name: str, kind: type[Step], spread: float, beta: float) -> tuple[float, float]:
+    """Relative error of the moves, and the largest."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.exp(spread * torch.randn(SHAPE, generator=generator))
+    shares = torch.tensor([1.0, 0.3, 0.03])[torch.randint(3, SHAPE, generator=generator)]
+    optimizer = OPTIMIZERS[name]([torch.nn.Parameter(torch.zeros(SHAPE))])
+    means = [with_levels(optimizer._new_buffer(torch.zeros(SHAPE), signed)) for signed in (True, False)]
+    exact = [torch.zeros(SHAPE), torch.zeros(SHAPE)]
+    error = size = largest = 0.0
+    for count in range(1, STEPS + 1):
+        g = sizes * torch.randn(SHAPE, generator=generator)
+        g = torch.where(torch.rand(SHAPE, generator=generator) < shares, g, 0.0)
+        moves = []
+        for states, how in ((means, kind), (exact, Step)):
+            p = torch.zeros(SHAPE)
+            apply(how(count, 1.0, (0.9, beta), 1e-8, 0.0, False), p, g, *states)
+            moves.append(p)
+        if count > FIRST:
+            error += (moves[0] - moves[1]).square().sum().item()
+            size += moves[1].square().sum().item()
+            largest = max(largest, moves[0].abs().max().item())
+    return math.sqrt(error / size), largest
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--beta", type=float, default=0.95, help="of the mean of squares (default: 0.95)")
+    options = parser.parse_args(arguments)
+    table = Table("states", "spread", "error", "largest move", "error, no bound", "largest, no bound")
+    for name in OPTIMIZERS:
+        for spread in (0.0, 1.0, 2.0):
+            found = [number for kind in (Step, Unbounded) for number in simulate(name, kind, spread, options.beta)]
+            table.add_row(name, f"{spread:.0f}", *(f"{number:,.3g}" for number in found))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
