@@ -3,11 +3,11 @@
     pip install 'octavo[optim]'
     python benchmarks/rounded_states.py          # on a CPU, half a minute
 
-No model: gradients are drawn. A third of the weights has one in every step, a third in three of ten, a third in three of
-a hundred; their sizes are e^(spread · N(0, 1)), neighbours in a block being as unlike as strangers. The same gradients
-go to AdamW with exact states. Printed, over 250 steps after the first 50: the difference of a step's moves from the
-exact ones, over the size of these (root mean squares); and the largest move, in learning rates, with the bound of
-`octavo/numerics/adamw.py` and without it.
+No model: gradients are drawn. A third of the weights has one in every step, a third in three of ten, a third in three
+of a hundred; their sizes are e^(spread · N(0, 1)), neighbours in a block being as unlike as strangers. The same
+gradients go to AdamW with exact states. Printed, over 250 steps after the first 50: the difference of a step's moves
+from the exact ones, over the size of these (root mean squares); and the largest move, in learning rates, with the bound
+of `octavo/numerics/adamw.py` and without it.
 """
 
 import argparse

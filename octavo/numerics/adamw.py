@@ -12,10 +12,11 @@ of two, down to 2⁻¹⁵. The mean is in cubes of sevenths of the largest, with
 two levels: to the nearest, a mean that falls by a tenth in a step, or a twentieth, would never fall. A state has its
 levels with it (`qmap`), so torchao reads it all the same.
 
-"At random" is by a number between 0 and 1 that begins anywhere, by the place (through a mixer, lowbias32 by C. Wellons),
-and goes on by the golden section in every step. So over some steps it is up as often as it should be, not only on
-average, and errors make up for each other: a fifth to a quarter less of them than with numbers that know nothing of
-those before (`benchmarks/rounded_states.py`). It is the same in whatever order steps are computed, and after a restart.
+"At random" is by a number between 0 and 1 that begins anywhere, by the place (through a mixer, lowbias32 by C.
+Wellons), and goes on by the golden section in every step. So over some steps it is up as often as it should be, not
+only on average, and errors make up for each other: a fifth to a quarter less of them than with numbers that know
+nothing of those before (`benchmarks/rounded_states.py`). It is the same in whatever order steps are computed, and after
+a restart.
 """
 
 import math
