@@ -1,13 +1,14 @@
 """What rounding an optimiser's states does to the moves of weights, some of which gradients reach now and then only.
 
     pip install 'octavo[optim]'
-    python benchmarks/rounded_states.py          # on a CPU, half a minute
+    python benchmarks/rounded_states.py          # on a CPU, two minutes
 
 No model: gradients are drawn. A third of the weights has one in every step, a third in three of ten, a third in three
 of a hundred; their sizes are e^(spread · N(0, 1)), neighbours in a block being as unlike as strangers. The same
-gradients go to AdamW with exact states. Printed, over 250 steps after the first 50: the difference of a step's moves
-from the exact ones, over the size of these (root mean squares); and the largest move, in learning rates, with the bound
-of `octavo/numerics/adamw.py` and without it.
+gradients go to AdamW with exact states. Printed, over 250 steps after the first 50, with the bound of
+`octavo/numerics/adamw.py` and without it: the difference of a step's moves from the exact ones, over the size of these
+(root mean squares); the largest move, in learning rates; and, where gradients have a mean as large as their noise and
+reach all weights in every step, how far these come of what they should.
 """
 
 import argparse
@@ -29,8 +30,8 @@ class Unbounded(Step):
     bound = math.inf
 
 
-def simulate(name: str, kind: type[Step], spread: float, beta: float) -> tuple[float, float]:
-    """Relative error of the moves, and the largest."""
+def simulate(name: str, kind: type[Step], spread: float, beta: float, *, steady: bool = False) -> tuple[float, ...]:
+    """Relative error of the moves, the largest, and their sum over that of the exact ones."""
     generator = torch.Generator().manual_seed(0)
     sizes = torch.exp(spread * torch.randn(SHAPE, generator=generator))
     shares = torch.tensor([1.0, 0.3, 0.03])[torch.randint(3, SHAPE, generator=generator)]
@@ -38,9 +39,11 @@ def simulate(name: str, kind: type[Step], spread: float, beta: float) -> tuple[f
     means = [with_levels(optimizer._new_buffer(torch.zeros(SHAPE), signed)) for signed in (True, False)]
     exact = [torch.zeros(SHAPE), torch.zeros(SHAPE)]
     error = size = largest = 0.0
+    sums = [0.0, 0.0]
     for count in range(1, STEPS + 1):
-        g = sizes * torch.randn(SHAPE, generator=generator)
-        g = torch.where(torch.rand(SHAPE, generator=generator) < shares, g, 0.0)
+        g = sizes * (torch.randn(SHAPE, generator=generator) + steady)
+        if not steady:
+            g = torch.where(torch.rand(SHAPE, generator=generator) < shares, g, 0.0)
         moves = []
         for states, how in ((means, kind), (exact, Step)):
             p = torch.zeros(SHAPE)
@@ -50,17 +53,21 @@ def simulate(name: str, kind: type[Step], spread: float, beta: float) -> tuple[f
             error += (moves[0] - moves[1]).square().sum().item()
             size += moves[1].square().sum().item()
             largest = max(largest, moves[0].abs().max().item())
-    return math.sqrt(error / size), largest
+            sums = [total + move.sum().item() for total, move in zip(sums, moves, strict=True)]
+    return math.sqrt(error / size), largest, sums[0] / sums[1]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--beta", type=float, default=0.95, help="of the mean of squares (default: 0.95)")
     options = parser.parse_args(arguments)
-    table = Table("states", "spread", "error", "largest move", "error, no bound", "largest, no bound")
+    table = Table("states", "spread", "error", "largest", "steady", "no bound: error", "largest", "steady")
     for name in OPTIMIZERS:
         for spread in (0.0, 1.0, 2.0):
-            found = [number for kind in (Step, Unbounded) for number in simulate(name, kind, spread, options.beta)]
+            found = []
+            for kind in (Step, Unbounded):
+                found += simulate(name, kind, spread, options.beta)[:2]
+                found += simulate(name, kind, spread, options.beta, steady=True)[2:]
             table.add_row(name, f"{spread:.0f}", *(f"{number:,.3g}" for number in found))
     Console().print(table)
 

@@ -13,7 +13,7 @@ and c are the exponent and the fraction of that number. Nearest is the middle of
 fifth of a decade's first cell: there the last level of the decade below is nearer. 4 bits are cubes of sevenths with
 a sign, and powers of two without, rounded at random.
 
-What is not a number spoils its own weight, and not its block: maxima pass over it, here.
+What is not finite spoils its own weight, and leaves 0 in its states.
 """
 
 import math
@@ -51,10 +51,10 @@ _PLAIN_BLOCK = 256
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@triton.jit(do_not_specialize=["turn"])
+@triton.jit(do_not_specialize=["turn", "turn_of_p"])
 def adamw_kernel(
     p_ptr, g_ptr, mean_ptr, mean_scale_ptr, square_ptr, square_scale_ptr, n, rate, decay, weight_1, weight_2,
-    root_correction, eps, bound, turn, KIND: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    root_correction, eps, bound, turn, turn_of_p, KIND: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     BOUNDED: tl.constexpr, STOCHASTIC: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """`rate`: with the mean's correction; `decay`: what is left of p; `weight_1`, `_2`: of the new in the means."""
@@ -67,14 +67,14 @@ def adamw_kernel(
     mean += (g - mean) * weight_1
     square += (g * g - square) * weight_2
     size = root(square)
-    if BOUNDED:
-        mean = tl.minimum(tl.maximum(mean, -size * bound), size * bound)
-    p = p * decay - rate * mean * inverse(size * root_correction + eps)
-    noise = _noise(where, turn)
+    moved = tl.minimum(tl.maximum(mean, -size * bound), size * bound) if BOUNDED else mean
+    p = p * decay - rate * moved * inverse(size * root_correction + eps)
+    start = _start(where)
+    noise = start + turn.to(tl.uint32, bitcast=True)
     _write(mean, noise, mean_ptr, mean_scale_ptr, row, where, inside, n, True, KIND, BLOCK, EVEN)
     _write(square, noise, square_ptr, square_scale_ptr, row, where, inside, n, False, KIND, BLOCK, EVEN)
     if STOCHASTIC:
-        rounded = _to_bf16_at_random(p, noise)
+        rounded = _to_bf16_at_random(p, ((start * GOLDEN) >> 16) + turn_of_p.to(tl.uint32, bitcast=True))
     else:
         rounded = narrow(p, p_ptr.dtype.element_ty)
     _store(p_ptr + where, rounded, inside, EVEN)
@@ -127,6 +127,7 @@ def _write(
     if KIND == PLAIN:
         _store(state_ptr + where, narrow(x, state_ptr.dtype.element_ty), inside, EVEN)
     else:
+        x = tl.where(magnitude_bits(x) < INFINITY_BITS, x, 0.0)
         scale = tl.maximum(tl.max(tl.abs(x), axis=1), 1e-12)
         if KIND == FP8:
             scale = divide(scale, 448.0)
@@ -174,12 +175,12 @@ def _nearest(x, D: tl.constexpr):
 
 
 @triton.jit
-def _noise(where, turn):
-    """`numerics.adamw.noise_of`."""
+def _start(where):
+    """Of the noise at each place: see `numerics.adamw.noise_of`."""
     x = where.to(tl.uint32) * GOLDEN
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
-    return (x ^ (x >> 16)) + turn.to(tl.uint32, bitcast=True)
+    return x ^ (x >> 16)
 
 
 @triton.jit
@@ -267,8 +268,8 @@ def apply(step: Step, p: Tensor, g: Tensor, mean: Any, square: Any) -> None:
     numbers = map(float, (step.rate, step.decay, *weights, step.root_correction, step.eps, bound))
     with torch.cuda.device(p.device) if p.is_cuda else nullcontext():
         adamw_kernel[(-(-n // (rows * block)),)](
-            p.detach(), g.contiguous(), *_parts(mean), *_parts(square), n, *numbers, turn_of(step.count), **constants,
-            num_warps=_WARPS,
+            p.detach(), g.contiguous(), *_parts(mean), *_parts(square), n, *numbers, turn_of(step.count),
+            step.count * spec.TURN_OF_P & 0xFFFF, **constants, num_warps=_WARPS,
         )  # fmt: skip
 
 

@@ -2,8 +2,9 @@
 
 Means are plain tensors, or torchao's with few bits. Rounded ones can say what no gradients could: squares that have
 become 0 beside a mean that has not, and then a weight moves by its mean over epsilon. By Cauchy and Schwarz a mean is
-never more than so many times the root of the mean of squares (`Step.bound`), so here it is held to that. Where nothing
-was rounded this changes nothing.
+never more than so many times the root of the mean of squares (`Step.bound`), so no weight is moved by more. Where
+nothing was rounded this changes nothing. What is not finite spoils its own weight, and leaves 0 in such states: in a
+block's scale it would spoil all of the block.
 
 Of 4 bits, torchao has other levels, and rounds to the nearest of them. Its mean of squares is in sixteenths of a
 block's largest; but squares of gradients differ by orders of magnitude within a block: all the small ones count as a
@@ -13,10 +14,10 @@ two levels: to the nearest, a mean that falls by a tenth in a step, or a twentie
 levels with it (`qmap`), so torchao reads it all the same.
 
 "At random" is by a number between 0 and 1 that begins anywhere, by the place (through a mixer, lowbias32 by C.
-Wellons), and goes on by the golden section in every step. So over some steps it is up as often as it should be, not
-only on average, and errors make up for each other: a fifth to a quarter less of them than with numbers that know
-nothing of those before (`benchmarks/rounded_states.py`). It is the same in whatever order steps are computed, and after
-a restart.
+Wellons), and goes on by the same irrational in every step. So over some steps it is up as often as it should be, not
+only on average, and errors make up for each other. The mean, the squares and a BF16 weight have each a start and an
+irrational of their own: a mean that was rounded up moves the weight further in the next step, and must not find it
+rounded as it was itself. All is the same in whatever order steps are computed, and after a restart.
 """
 
 import math
@@ -28,7 +29,8 @@ from torch import Tensor
 
 LARGEST_POWER = 15  # the code of 1, if there is no sign
 SEVEN = 7  # the code of 0, if there is; that of 1 is twice as much
-GOLDEN = 0x9E3779B1  # of 2³²; 0x9E37 of 2¹⁶
+GOLDEN = 0x9E3779B1  # of 2³²
+TURN, TURN_OF_P = 0x6A099E37, 0xBB67  # of 2¹⁶ in a step: √2 − 1 for squares, the golden section for the mean; √3 − 1
 _MASK = 0xFFFFFFFF
 
 
@@ -60,7 +62,7 @@ class Step:
 
     @property
     def bound(self) -> float:
-        """Of the mean over the root of the mean of squares, both from zero on, whatever the gradients.
+        """Of the mean over the root of the mean of squares, both from zero on, whatever the gradients (constant betas).
 
         (1 − β₁) · √(Σ (β₁² / β₂)ᵏ / (1 − β₂)), k from 0 to the last step: 1.2 for 0.9 and 0.95, 7.3 for 0.9 and 0.999.
         It grows without end, and none is given, where the squares forget faster than the mean.
@@ -80,38 +82,44 @@ def apply(step: Step, p: Tensor, g: Tensor, mean: Any, square: Any) -> None:
     g = g.float()
     new_mean = mean.float().lerp(g, 1 - step.betas[0])
     new_square = square.float().lerp(g.square(), 1 - step.betas[1])
+    moved = new_mean
     if type(square) is not Tensor and math.isfinite(step.bound):
         largest = new_square.sqrt() * step.bound
-        new_mean = new_mean.clamp(-largest, largest)
-    new = p.float() * step.decay - step.rate * new_mean / (new_square.sqrt() * step.root_correction + step.eps)
+        moved = new_mean.clamp(-largest, largest)
+    new = p.float() * step.decay - step.rate * moved / (new_square.sqrt() * step.root_correction + step.eps)
     if is_of_4_bits(square):
-        noise = noise_of(g, step.count)
-        write_levels(mean, new_mean, noise & 0xFFFF)
-        write_levels(square, new_square, noise >> 16)
+        write_levels(mean, new_mean, noise_of(g, step.count)[1])
+        write_levels(square, new_square, noise_of(g, step.count)[0])
     else:
-        mean.copy_(new_mean)
-        square.copy_(new_square)
-    p.copy_(_to_bf16_at_random(new, noise_of(g, step.count)) if step.rounds_at_random(p) else new)
+        for state, values in ((mean, new_mean), (square, new_square)):
+            state.copy_(values if type(state) is Tensor else _finite(values))
+    p.copy_(_to_bf16_at_random(new, noise_of(g, step.count)[2]) if step.rounds_at_random(p) else new)
 
 
 def turn_of(count: int) -> int:
-    """How far both halves of the noise have gone by this step, as a signed number of 32 bits."""
-    turn = count * 0x9E379E37 & _MASK
+    """How far the noise of squares and, below, of the mean has gone by this step, as a signed number of 32 bits."""
+    turn = count * TURN & _MASK
     return turn - (turn >> 31 << 32)
 
 
-def noise_of(like: Tensor, count: int) -> Tensor:
-    """For each element two numbers of 16 bits, side by side in an int64: for squares; for the mean and for p."""
+def noise_of(like: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """For each element three numbers of 16 bits: for squares, for the mean and for p."""
     x = torch.arange(like.numel(), device=like.device).view(like.shape) * GOLDEN & _MASK
     x = (x ^ x >> 16) * 0x7FEB352D & _MASK
     x = (x ^ x >> 15) * 0x846CA68B & _MASK
-    return (x ^ x >> 16) + turn_of(count) & _MASK
+    x = x ^ x >> 16
+    turned = x + turn_of(count) & _MASK
+    return turned >> 16, turned & 0xFFFF, ((x * GOLDEN & _MASK) >> 16) + count * TURN_OF_P & 0xFFFF
+
+
+def _finite(values: Tensor) -> Tensor:
+    return torch.where(values.isfinite(), values, 0.0)
 
 
 def _to_bf16_at_random(p: Tensor, noise: Tensor) -> Tensor:
     """Away from zero with the probability that the bits to be cut off say. Not NaN or infinity: these would carry."""
     bits = p.contiguous().view(torch.int32)
-    up = torch.where(p.isfinite(), noise & 0xFFFF, 0).int()
+    up = torch.where(p.isfinite(), noise, 0).int()
     return (bits + up & -0x10000).view(torch.float32).bfloat16()
 
 
@@ -128,7 +136,7 @@ def levels(*, signed: bool, device: torch.device | None = None) -> Tensor:
 
 def write_levels(state: Any, values: Tensor, noise: Tensor) -> None:
     """Into blocks, each with its largest as a scale, up or down by 16 bits of noise."""
-    blocks = values.float().reshape(-1, state.block_size)
+    blocks = _finite(values.float()).reshape(-1, state.block_size)
     scale = blocks.abs().amax(1, keepdim=True).clip(1e-12)
     encode = _cubes_at_random if state.signed else _powers_at_random
     codes = encode(blocks / scale, noise.view(blocks.shape)).to(torch.uint8).view(-1, 2)
