@@ -21,15 +21,15 @@ pytest.importorskip("peft")
 
 CONFIG = {
     "model_type": "llama",
-    "hidden_size": 512,
+    "hidden_size": 256,
     "num_hidden_layers": 4,
-    "intermediate_size": 1536,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
+    "intermediate_size": 768,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
     "head_dim": 64,
     "rms_norm_eps": 1e-5,
 }
-SMALL, LARGE = 256, 16384  # vocabularies: with the large one, the loss is the peak
+SMALL, LARGE = 256, 8192  # vocabularies: with the large one, the loss is the peak
 
 
 def case_of(vocabulary, tokens, rank, model_type):
@@ -74,15 +74,15 @@ def counted(case, option):
 @pytest.mark.parametrize(
     ("vocabulary", "tokens", "rank", "model_type", "option", "moment"),
     [
-        (LARGE, 1024, None, "llama", Option("hf", compiled=False), "head"),
-        (LARGE, 1024, 8, "llama", Option("hf", compiled=False), "head"),
-        (LARGE, 1024, None, "llama", Option("hf", compiled=False, checkpointing="layers"), "head"),
-        (LARGE, 1024, 8, "llama", Option("hf", compiled=False, checkpointing="layers"), "head"),
-        (SMALL, 1024, None, "llama", Option("hf", compiled=False), "last layer"),
-        (SMALL, 1024, 8, "llama", Option("own", compiled=False), "last layer"),
-        (SMALL, 1024, None, "llama", Option("own", compiled=False, checkpointing="layers"), "first layer"),
-        (SMALL, 1024, 8, "llama", Option("own", compiled=False, checkpointing="layers"), "last layer"),
-        (SMALL, 1024, 8, "qwen3", Option("own", compiled=False, checkpointing="layers"), "last layer"),
+        (LARGE, 512, None, "llama", Option("hf", compiled=False), "head"),
+        (LARGE, 512, 8, "llama", Option("hf", compiled=False), "head"),
+        (LARGE, 512, None, "llama", Option("hf", compiled=False, checkpointing="layers"), "head"),
+        (LARGE, 512, 8, "llama", Option("hf", compiled=False, checkpointing="layers"), "head"),
+        (SMALL // 4, 512, None, "llama", Option("hf", compiled=False), "last layer"),
+        (SMALL, 512, 8, "llama", Option("own", compiled=False), "last layer"),
+        (SMALL, 512, None, "llama", Option("own", compiled=False, checkpointing="layers"), "first layer"),
+        (SMALL, 512, 8, "llama", Option("own", compiled=False, checkpointing="layers"), "last layer"),
+        (SMALL, 512, 8, "qwen3", Option("own", compiled=False, checkpointing="layers"), "last layer"),
         (SMALL, 64, None, "llama", Option("own", compiled=False), "embedding"),
         (LARGE, 64, None, "qwen3", Option("hf", compiled=False, checkpointing="layers"), "embedding"),
         (LARGE, 64, None, "llama", Option("own", compiled=False, in_backward=True), "head"),
@@ -96,7 +96,7 @@ def counted(case, option):
         ),
         (LARGE, 64, None, "llama", Option("own", compiled=False, offload="optimizer"), "embedding"),
         (LARGE, 64, None, "llama", Option("own", compiled=False, in_backward=True, offload="optimizer"), "head"),
-        (SMALL, 1024, None, "llama", Option("own", compiled=False, offload="optimizer"), "last layer"),
+        (SMALL, 512, None, "llama", Option("own", compiled=False, offload="optimizer"), "last layer"),
         (
             SMALL,
             1024,
