@@ -4,7 +4,7 @@
 
 Formats are torchao's (`OptimState4bit` and its like). Its own step, compiled, keeps FP32 copies of whole tensors
 between its kernels: for the head of an 8B ten GiB, at the moment when all activations are there, and it takes
-seven times as long as this kernel (docs/LOG.md).
+several times as long as this kernel (docs/LOG.md).
 
 Codes stand for levels in tables, but no table is read: that would be done by other threads than those that have the
 numbers. Of 8 bits, torchao's `create_dynamic_map` has the levels of decade j, from 10^(j−D−1) to 10^(j−D), in the
@@ -40,11 +40,10 @@ from octavo.kernels.tiles import (
     root,
 )
 from octavo.numerics import adamw as spec
-from octavo.numerics.adamw import Step, turn_of
 
 PLAIN, BITS_8, BITS_4, FP8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 _KINDS = {"OptimState8bit": BITS_8, "OptimState4bit": BITS_4, "OptimStateFp8": FP8}
-GOLDEN = tl.constexpr(spec.GOLDEN)
+_GOLDEN = tl.constexpr(spec.GOLDEN)
 _LOG2_10, _LOG2_9 = tl.constexpr(3.3219280948873623), tl.constexpr(3.1699250014423122)
 _ELEMENTS, _WARPS = 1024, 4  # of a program: eight a thread
 _PLAIN_BLOCK = 256
@@ -74,7 +73,7 @@ def adamw_kernel(
     _write(mean, noise, mean_ptr, mean_scale_ptr, row, where, inside, n, True, KIND, BLOCK, EVEN)
     _write(square, noise, square_ptr, square_scale_ptr, row, where, inside, n, False, KIND, BLOCK, EVEN)
     if STOCHASTIC:
-        rounded = _to_bf16_at_random(p, ((start * GOLDEN) >> 16) + turn_of_p.to(tl.uint32, bitcast=True))
+        rounded = _to_bf16_at_random(p, ((start * _GOLDEN) >> 16) + turn_of_p.to(tl.uint32, bitcast=True))
     else:
         rounded = narrow(p, p_ptr.dtype.element_ty)
     _store(p_ptr + where, rounded, inside, EVEN)
@@ -177,7 +176,7 @@ def _nearest(x, D: tl.constexpr):
 @triton.jit
 def _start(where):
     """Of the noise at each place: see `numerics.adamw.noise_of`."""
-    x = where.to(tl.uint32) * GOLDEN
+    x = where.to(tl.uint32) * _GOLDEN
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
     return x ^ (x >> 16)
@@ -254,7 +253,7 @@ def _signed(highest: int) -> list[float]:
     return [-level for level in reversed(above[:-1])] + [0.0] + above
 
 
-def apply(step: Step, p: Tensor, g: Tensor, mean: Any, square: Any) -> None:
+def apply(step: spec.Step, p: Tensor, g: Tensor, mean: Any, square: Any) -> None:
     """As `numerics.adamw.apply`."""
     kind = _KINDS.get(type(mean).__name__, PLAIN)
     block = _PLAIN_BLOCK if kind is PLAIN else mean.block_size
@@ -268,7 +267,7 @@ def apply(step: Step, p: Tensor, g: Tensor, mean: Any, square: Any) -> None:
     numbers = map(float, (step.rate, step.decay, *weights, step.root_correction, step.eps, bound))
     with torch.cuda.device(p.device) if p.is_cuda else nullcontext():
         adamw_kernel[(-(-n // (rows * block)),)](
-            p.detach(), g.contiguous(), *_parts(mean), *_parts(square), n, *numbers, turn_of(step.count),
+            p.detach(), g.contiguous(), *_parts(mean), *_parts(square), n, *numbers, spec.turn_of(step.count),
             step.count * spec.TURN_OF_P & 0xFFFF, **constants, num_warps=_WARPS,
         )  # fmt: skip
 

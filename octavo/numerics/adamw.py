@@ -87,13 +87,14 @@ def apply(step: Step, p: Tensor, g: Tensor, mean: Any, square: Any) -> None:
         largest = new_square.sqrt() * step.bound
         moved = new_mean.clamp(-largest, largest)
     new = p.float() * step.decay - step.rate * moved / (new_square.sqrt() * step.root_correction + step.eps)
-    if is_of_4_bits(square):
-        write_levels(mean, new_mean, noise_of(g, step.count)[1])
-        write_levels(square, new_square, noise_of(g, step.count)[0])
-    else:
-        for state, values in ((mean, new_mean), (square, new_square)):
+    of_4_bits, rounds_p = is_of_4_bits(square), step.rounds_at_random(p)
+    noise: tuple[Tensor, ...] = noise_of(g, step.count) if of_4_bits or rounds_p else ()
+    for i, (state, values) in enumerate(((square, new_square), (mean, new_mean))):
+        if of_4_bits:
+            write_levels(state, values, noise[i])
+        else:
             state.copy_(values if type(state) is Tensor else _finite(values))
-    p.copy_(_to_bf16_at_random(new, noise_of(g, step.count)[2]) if step.rounds_at_random(p) else new)
+    p.copy_(_to_bf16_at_random(new, noise[2]) if rounds_p else new)
 
 
 def turn_of(count: int) -> int:

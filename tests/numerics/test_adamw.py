@@ -49,9 +49,9 @@ def test_no_gradients_exceed_the_bound(betas):
 def test_rounded_states_move_no_weight_by_more_than_gradients_could(name):
     """Weights that most gradients pass over: their squares round to 0 before their means do."""
     torch.manual_seed(0)
-    p, means = torch.zeros(64, 256), None
-    exact, exact_means = p.clone(), (torch.zeros_like(p), torch.zeros_like(p))
+    p = torch.zeros(64, 256)
     means = new_means(name, p)
+    exact, exact_means = p.clone(), (torch.zeros_like(p), torch.zeros_like(p))
     rare = torch.rand(64, 256) < 0.7
     step_of = {"lr": 1.0, "betas": (0.9, 0.95), "eps": 1e-12, "weight_decay": 0.0, "stochastic": False}
     for count in range(1, 120):
