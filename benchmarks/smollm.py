@@ -13,7 +13,8 @@ tokens where BF16's first choice leads by half a logit or more); before training
 
 What the second figure would be without any FP8 is what `--noise` trains for: BF16 on the same batches in another order
 (`bf16-order`), and FP32 in the same order (`fp32`), which differs from BF16 by BF16's own rounding alone. `--explain`
-adds what FP8 weights do by themselves: BF16 on a base that has been to FP8 and back (`block-weights`).
+adds what FP8 weights do by themselves: BF16 on a base that has been to FP8 and back (`block-weights`). `block-planned`
+is loaded with `tokens=` of a step: on a GPU the products of so small a model are then in BF16, by FP8 weights.
 `smollm_runs.py` says what one run is. The exit status is 1 where a recipe misses a bound.
 """
 
@@ -32,9 +33,20 @@ import torch
 import transformers
 from rich.console import Console
 from rich.table import Table
-from smollm_runs import PREPARED, Evaluation, evaluate, find_model, fingerprint, load, prepare, read_text, train
+from smollm_runs import (
+    GRANULARITIES,
+    PREPARED,
+    RECIPES,
+    Evaluation,
+    evaluate,
+    find_model,
+    fingerprint,
+    load,
+    prepare,
+    read_text,
+    train,
+)
 
-from octavo.nn.frozen import GRANULARITIES
 from octavo.training.files import write_json
 
 LOSS_BOUND, AGREEMENT_BOUND = 0.005, 0.98
@@ -45,7 +57,7 @@ def read_options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--prepare", type=Path, metavar="DIR", help="write the model (of --model) there, and stop")
     parser.add_argument("--model", type=Path, help=f"a folder or a GGUF file; default: {PREPARED}, made where missing")
     parser.add_argument("--text", type=Path, default=Path(sysconfig.get_path("stdlib")), help="a folder with *.py")
-    parser.add_argument("--recipes", default="block,channel", help=f"comma-separated, of {', '.join(GRANULARITIES)}")
+    parser.add_argument("--recipes", default="block,channel", help=f"comma-separated, of {', '.join(RECIPES)}")
     parser.add_argument("--noise", action="store_true", help="also train BF16 in another order, and FP32")
     parser.add_argument("--explain", action="store_true", help="also train BF16 on weights that have been to FP8")
     parser.add_argument("--rank", type=int, default=16)
@@ -60,8 +72,8 @@ def read_options(arguments: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     options.recipes = options.recipes.split(",")
     for recipe in options.recipes:
-        if recipe not in GRANULARITIES:
-            parser.error(f"--recipes: {recipe!r} is none of {', '.join(GRANULARITIES)}")
+        if recipe not in RECIPES:
+            parser.error(f"--recipes: {recipe!r} is none of {', '.join(RECIPES)}")
     return options
 
 
@@ -77,7 +89,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     folder = find_model(options.model)
     batches, held_out = read_text(folder, options)
     extra = ["bf16-order", "fp32"] if options.noise else []
-    extra += [f"{recipe}-weights" for recipe in options.recipes] if options.explain else []
+    extra += [f"{recipe}-weights" for recipe in options.recipes if recipe in GRANULARITIES] if options.explain else []
     device = torch.cuda.get_device_name() if options.device.startswith("cuda") else "CPU"
     out = options.out or Path(__file__).parent / f"results/{datetime.date.today()}-{options.device}-smollm.json"
     record: dict[str, Any] = {
@@ -105,7 +117,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         baseline = baseline or stages
         result = {"run": run, "adapters": adapters, "train_loss": losses, "seconds": time.perf_counter() - began}
         result |= {name: a.against(b) for name, a, b in zip(("before", "after"), stages, baseline, strict=True)}
-        result["verdict"] = judge(result["after"]) if run in GRANULARITIES else "baseline"
+        result["verdict"] = judge(result["after"]) if run in RECIPES else "baseline"
         record["runs"].append(result)
         write_json(out, record)
         print(f"{run}: held-out loss {stages[1].loss:.4f}, {result['seconds']:.0f} s", flush=True)

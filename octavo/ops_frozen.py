@@ -35,6 +35,12 @@ _LIBRARY.define(
     "frozen_linear_backward(Tensor g, Tensor(a!) row_g, Tensor[] weights, Tensor[] scales, str recipe_g, "
     "ScalarType dtype, bool fast, bool emulate) -> Tensor"
 )
+_LIBRARY.define("dequantized(Tensor data, Tensor scale, ScalarType dtype) -> Tensor")
+
+
+def dequantized(weight: Quantized, dtype: torch.dtype) -> Tensor:
+    """A weight in high precision, as an operator."""
+    return torch.ops.octavo.dequantized(*weight, dtype)
 
 
 def frozen_linear(x: Tensor, weights: Sequence[Quantized], bias: Tensor | None, row_x: Tensor, how: Product) -> Tensor:
@@ -157,7 +163,16 @@ def _frozen_linear_backward_fake(
     return g.new_empty([g.shape[0], weights[0].shape[1]], dtype=dtype)
 
 
+def _dequantized(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return dequantize(Quantized(data, scale), dtype)
+
+
+def _dequantized_fake(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(data, dtype=dtype)
+
+
 for _name, _implementation, _fake in (
+    ("dequantized", _dequantized, _dequantized_fake),
     ("frozen_linear", _frozen_linear, _frozen_linear_fake),
     ("frozen_linear_backward", _frozen_linear_backward, _frozen_linear_backward_fake),
 ):

@@ -30,7 +30,7 @@ from octavo.hf import loading
 from octavo.nn.autocast import matches
 from octavo.nn.frozen import GRANULARITIES, SCALE_NAME, FP8FrozenLinear, activation_config, quantize_weight
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
-from octavo.numerics.checks import check_choice
+from octavo.numerics.checks import check_choice, check_positive_int
 from octavo.numerics.quantize import BLOCK
 
 METHOD = "octavo"
@@ -44,6 +44,8 @@ class OctavoConfig(QuantizationConfigMixin):
         granularity: one scale per `block` of 128×128, per `channel` (row), or per `tensor` of each weight.
         fp8: how inputs and gradients are quantised, an `FP8TrainingConfig` or its fields; default: as the weight.
         skip: linears left as they are: names, parts of dotted names, or patterns. The head always is.
+        tokens: of a step. Linears whose products FP8 would slow down at that size multiply in high precision, by their
+            FP8 weights dequantised for each product. Default: all multiply in FP8.
     """
 
     def __init__(
@@ -51,8 +53,11 @@ class OctavoConfig(QuantizationConfigMixin):
         granularity: str = "block",
         fp8: FP8TrainingConfig | Mapping[str, Any] | None = None,
         skip: Sequence[str] = (),
+        tokens: int | None = None,
         **kwargs: Any,
     ) -> None:
+        if tokens is not None:
+            check_positive_int("tokens", tokens)
         check_choice("granularity", granularity, GRANULARITIES)
         unknown = sorted(set(kwargs) - {"quant_method", "checkpoint"})
         if unknown:
@@ -63,6 +68,7 @@ class OctavoConfig(QuantizationConfigMixin):
         self.granularity = granularity
         self.fp8 = fp8 or activation_config(granularity)
         self.skip = (skip,) if isinstance(skip, str) else tuple(skip)
+        self.tokens = tokens
         # What the weights on disk are: None in high precision, else where their scales are found.
         self.checkpoint: str | None = kwargs.get("checkpoint")
 
@@ -72,6 +78,7 @@ class OctavoConfig(QuantizationConfigMixin):
             "granularity": self.granularity,
             "fp8": self.fp8.to_dict(),
             "skip": list(self.skip),
+            "tokens": self.tokens,
             "checkpoint": SCALE_NAME,
         }
 
@@ -82,7 +89,7 @@ class OctavoConfig(QuantizationConfigMixin):
         """This configuration for a checkpoint in FP8, by the `quantization_config` of its config.json."""
         granularity, scales, left = read_layout(found)
         fp8 = self.fp8 if granularity == self.granularity else activation_config(granularity)
-        return OctavoConfig(granularity, fp8, (*self.skip, *left), checkpoint=scales)
+        return OctavoConfig(granularity, fp8, (*self.skip, *left), self.tokens, checkpoint=scales)
 
 
 def read_layout(found: Mapping[str, Any]) -> tuple[str, str, list[str]]:
@@ -150,6 +157,7 @@ class OctavoQuantizer(HfQuantizer):
         scaling = frozen[0].scaling
         scaling.to(frozen[0].scaling_device)
         scaling.follow_optimizers(model)
+        loading.plan_products(model, self.quantization_config.tokens)
         model.octavo_fused = loading.fuse_groups(model)
         self.quantization_config.checkpoint = SCALE_NAME  # what it would be if it were saved
         return model

@@ -1,4 +1,4 @@
-"""An FP8 matrix, kept as rows, back in high precision: what was kept of x for the gradient of an adapter.
+"""An FP8 matrix back in high precision: what was kept of x for the gradient of an adapter, or a frozen weight.
 
 Eight elements for each thread, neither more nor less: then what is loaded and what is stored lie in the same threads,
 and no FP8 bytes change hands (see `tiles.cast`).
@@ -19,16 +19,16 @@ _PLANS = Plans()
 
 @triton.jit
 def dequantize_kernel(
-    data_ptr, scale_ptr, out_ptr, R, C, stride_scale, BLOCKS: tl.constexpr, EVEN: tl.constexpr, TILE_R: tl.constexpr,
-    TILE_C: tl.constexpr,
+    data_ptr, scale_ptr, out_ptr, R, C, stride_scale, BLOCKS: tl.constexpr, HIGH: tl.constexpr, EVEN: tl.constexpr,
+    TILE_R: tl.constexpr, TILE_C: tl.constexpr,
 ):  # fmt: skip
-    """`BLOCKS`: a scale per 128 columns; else `stride_scale` says whether per row, or one for all."""
+    """`BLOCKS`: a scale per 128 columns; else `stride_scale` says whether per row, or one for all. `HIGH`: its rows."""
     across = tl.cdiv(C, TILE_C)
     i, j = tl.program_id(0) // across, tl.program_id(0) % across
     r, c = i * TILE_R + tl.arange(0, TILE_R), j * TILE_C + tl.arange(0, TILE_C)
     where = r[:, None].to(tl.int64) * C + c[None, :]
     inside = (r[:, None] < R) & (c[None, :] < C)
-    scale = tl.load(scale_ptr + r * stride_scale + (j if BLOCKS else 0), mask=r < R, other=0.0)
+    scale = tl.load(scale_ptr + r // HIGH * stride_scale + (j if BLOCKS else 0), mask=r < R, other=0.0)
     if EVEN:
         data = tl.load(data_ptr + where)
     else:
@@ -41,11 +41,12 @@ def dequantize_kernel(
 
 
 def can_dequantize(x: Quantized, dtype: torch.dtype) -> bool:
-    """Rows with one scale, a scale per row, or one per 128 columns."""
+    """Rows with one scale, a scale per row, or one per 128 columns, of a row or of 128."""
     data, scale = x
     if dtype not in (torch.bfloat16, torch.float16, torch.float32) or data.dim() != 2 or not data.numel():
         return False
-    shapes = ((), (data.shape[0], 1), (data.shape[0], -(-data.shape[1] // BLOCK)))
+    down, across = (-(-size // BLOCK) for size in data.shape)
+    shapes = ((), (data.shape[0], 1), (data.shape[0], across), (down, across))
     return data.is_contiguous() and scale.dtype == torch.float32 and tuple(scale.shape) in shapes
 
 
@@ -60,6 +61,7 @@ def dequantize(x: Quantized, dtype: torch.dtype) -> Tensor:
         out = plan.make((r, c), dtype)
         constants = {
             "BLOCKS": scale.dim() > 0 and scale.shape[1] > 1,
+            "HIGH": BLOCK if scale.dim() > 0 and scale.shape[0] < r else 1,
             "EVEN": r % _TILE_R == 0 and c % _TILE_C == 0,
             "TILE_R": _TILE_R,
             "TILE_C": _TILE_C,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from octavo.kernels import tiles
 from octavo.kernels.gated import can_gate
+from octavo.kernels.gated_columns import whole_columns_kernel
 from octavo.kernels.gated_tiles import activate, gradients, load_gate_up
 from octavo.kernels.launch import Plan, Plans, kind, seed_of
 from octavo.kernels.quantize import clips
@@ -25,17 +26,26 @@ from octavo.numerics.config import OperandRecipe
 from octavo.numerics.formats import E4M3, E5M2
 from octavo.numerics.quantize import BLOCK, MX_BLOCK, Quantized
 
-Tile = tuple[int, int, int, int]
+Tile = tuple[int, int, int, int, int | None]
 
-# Tokens and features of a tile, warps, programs per multiprocessor.
-_ROWS: dict[int, Tile] = {BLOCK_1X128.value: (32, 128, 8, 4), MX.value: (32, 128, 4, 4)}
-_BACKWARD_ROWS: Tile = (16, 128, 4, 6)
-_BACKWARD_ROWS_AMAX: Tile = (8, 128, 4, 8)  # looking for the amax of columns, too
+# Tokens and features of a tile, warps, programs per multiprocessor, and registers per thread.
+_ROWS: dict[int, Tile] = {BLOCK_1X128.value: (32, 128, 8, 4, None), MX.value: (32, 128, 4, 4, None)}
+_BACKWARD_ROWS: Tile = (16, 128, 4, 6, 80)
+_BACKWARD_ROWS_AMAX: Tile = (8, 128, 4, 8, None)  # looking for the amax of columns, too
 _COLUMNS: dict[int, Tile] = {
-    CHANNEL.value: (64, 64, 4, 4),
-    BLOCK_1X128.value: (128, 32, 8, 3),
-    MX.value: (64, 64, 8, 3),
+    CHANNEL.value: (64, 64, 4, 4, None),
+    BLOCK_1X128.value: (128, 32, 8, 3, 80),
+    MX.value: (64, 64, 8, 3, 80),
 }
+
+
+# The same in whole tiles, of which 16 rows are on their way at the same time.
+_WHOLE_COLUMNS: dict[int, Tile] = {
+    CHANNEL.value: (128, 64, 8, 2, 128),
+    BLOCK_1X128.value: (128, 32, 4, 3, 168),
+    MX.value: (128, 64, 8, 2, 128),
+}
+_BAND = 16
 
 
 @triton.jit
@@ -208,7 +218,7 @@ def _backward_columns_kernel(
     inner_t = offsets(M, TILE_F, TILE_M)
     source: tl.constexpr = gate_up_ptr.dtype.element_ty
     for tile in range(tl.program_id(0), count, tl.num_programs(0)):
-        i, j = tile // across, tile % across
+        i, j = tiles.place(tile, tl.cdiv(M, TILE_M), across, 1, True)
         dgate, dup, h = gradients(
             dh_ptr, gate_up_ptr, gate_up_ptr, i, j, inner, inner_h, M, F, SILU, EVEN, TILE_M, TILE_F
         )
@@ -316,12 +326,17 @@ def _plan_backward(
     numbers = (m, f, 0.5 / (m * f), seed_of(recipe))
     plan.launch(_backward_rows_kernel, grid, tensors, numbers, constants | _rounding(recipe))
 
-    grid, constants = _arrange(gate_up, m, f, _COLUMNS[mode_t])
+    grid, constants = _arrange(gate_up, m, f, _WHOLE_COLUMNS[mode_t])
+    kernel: Any = whole_columns_kernel
+    constants["BAND"] = _BAND
+    if not constants.pop("EVEN") or (dh.data_ptr() | gate_up.data_ptr()) % 4:
+        kernel = _backward_columns_kernel
+        grid, constants = _arrange(gate_up, m, f, _COLUMNS[mode_t])
     constants |= {"MODE": mode_t, "SILU": silu}
     constants |= _rounding(recipe) | {f"H_{name}": value for name, value in _rounding(recipe_h).items()}
     outs = (columns, scale_t, h, h_scale)
     numbers_t = (m, f, seed_of(recipe, recipe_h))
-    plan.launch(_backward_columns_kernel, grid, (0, 1, column_amax, h_amax, *outs), numbers_t, constants)
+    plan.launch(kernel, grid, (0, 1, column_amax, h_amax, *outs), numbers_t, constants)
     plan.results = (rows, scale, columns, scale_t, h, h_scale)
     return plan
 
@@ -344,7 +359,7 @@ def _rounding(recipe: OperandRecipe) -> dict[str, Any]:
 
 
 def _arrange(x: Tensor, m: int, f: int, tile: Tile, *, strips: bool = False) -> tuple[tuple[int], dict[str, Any]]:
-    tile_m, tile_f, warps, programs = tile
+    tile_m, tile_f, warps, programs, registers = tile
     across = -(-f // tile_f)
     count = -(-m // tile_m) * across
     programs *= multiprocessors(x.device)
@@ -354,4 +369,6 @@ def _arrange(x: Tensor, m: int, f: int, tile: Tile, *, strips: bool = False) -> 
         "TILE_F": tile_f,
         "num_warps": warps,
     }
+    if registers is not None:
+        constants["maxnreg"] = registers
     return (programs_in_strips(across, count, programs) if strips else min(count, programs),), constants

@@ -150,8 +150,9 @@ def gated_backward_kernel(
         scale = tiles.tensor_scale(row_ptr, amax_ptr, DELAYED, MAXIMUM, MARGIN)
         inverse = tiles.reciprocal(scale)
         h_inverse = tiles.reciprocal(tl.load(h_scale_ptr))
-    across = tl.cdiv(F, TILE_F)
-    count = tl.cdiv(M, TILE_M) * across
+    down, across = tl.cdiv(M, TILE_M), tl.cdiv(F, TILE_F)
+    count = down * across
+    BACKWARDS: tl.constexpr = TASK == QUANTIZE and not DELAYED
     inner = offsets(2 * F, TILE_M, TILE_F)
     inner_h = offsets(F, TILE_M, TILE_F)
     inner_t = offsets(M, TILE_F, TILE_M)
@@ -159,7 +160,7 @@ def gated_backward_kernel(
     lost = tl.zeros([TILE_M, TILE_F // 8], tl.int32)
     step = tiles.sample_step(count)
     for tile in tl.range(tl.program_id(0), count, tl.num_programs(0), num_stages=STAGES):
-        i, j = tile // across, tile % across
+        i, j = tiles.place(tile, down, across, 1, BACKWARDS)
         dgate, dup, h = gradients(
             dh_ptr, gate_up_ptr, kept_scale_ptr, i, j, inner, inner_h, M, F, SILU, EVEN, TILE_M, TILE_F
         )
@@ -207,7 +208,7 @@ def gated_backward_kernel(
         if beyond:
             finite_top = 0.0
             for tile in range(tl.program_id(0), count, tl.num_programs(0)):
-                i, j = tile // across, tile % across
+                i, j = tiles.place(tile, down, across, 1, BACKWARDS)
                 dgate, dup, _ = gradients(
                     dh_ptr, gate_up_ptr, kept_scale_ptr, i, j, inner, inner_h, M, F, SILU, EVEN, TILE_M, TILE_F
                 )

@@ -57,12 +57,13 @@ _COLUMNS_TILE: Tile = (128, 64, 8, 1, 4, 64)  # as high as a block
 _MX_COLUMNS_TILE: Tile = (64, 64, 8, 1, 4, 64)
 _AMAX_TILE: Tile = (64, 64, 4, 3, 8, None)
 _CHANNEL_AMAX_TILE: Tile = (16, 256, 8, 3, 4, 64)  # a warp holds a row
-# Of columns without statistics, in whole tiles.
+# Of columns without statistics, in whole tiles; bits of a word that a thread loads in place of loads in flight.
 _WHOLE_COLUMNS_TILES: dict[int, Tile] = {
-    CHANNEL.value: (128, 64, 8, 1, 32, None),
-    BLOCK_1X128.value: (128, 64, 8, 1, 4, None),
-    MX.value: (128, 64, 8, 1, 4, None),
+    CHANNEL.value: (128, 64, 4, 64, 32, 96),
+    BLOCK_1X128.value: (128, 64, 4, 64, 5, 96),
+    MX.value: (128, 64, 8, 32, 4, 64),
 }
+_BAND = 4  # rows of tiles that are written as columns at the same time
 _SMALL_MATRIX = 2**26  # elements: up to here twice as many programs share the columns of blocks
 _LARGEST_BATCH = 65_535  # the second dimension of a grid
 _WIDE = (torch.bfloat16, torch.float16, torch.float32)
@@ -193,18 +194,19 @@ class _Planner:
         processors = multiprocessors(self.xs[0].device)
         arranged = [arrange(height, c, processors, fold=fold, maxima=column_amax) for height in self.heights]
         programs = sum(grid[0] for grid, _ in arranged)
-        maxima = plan.make((programs, c), self.xs[0].dtype) if column_amax else self.row
+        maxima = amax = self.row
+        if column_amax:
+            maxima, amax = plan.make((programs, c), self.xs[0].dtype), plan.make((c,), torch.float32)
         first = 0
         for (i, r0, end), (grid, constants) in zip(self._parts(), arranged, strict=True):
             constants |= {"FOLD": fold, "MAXIMA": column_amax, "RECORD": record, "FIRST": r0 == 0}
             constants |= {"CLIPS": clips(recipe)} | _rounding(recipe)
             numbers = (r0, end, c, self._strides(self.xs[i])[1], first, 1.0 / (self.r * c), seed_of(recipe))
-            tensors = (i, self.row, self.row if factor is None else factor, *output, maxima)
+            tensors = (i, self.row, self.row if factor is None else factor, *output, maxima, amax)
             plan.launch(rows_kernel, grid, tensors, numbers, constants)
             first += grid[0]
         if not column_amax:
             return self.row
-        amax = plan.make((c,), torch.float32, zeros=True)
         grid, constants = self._arrange(programs, 1, _CHANNEL_AMAX_TILE, strips=True)
         constants |= {"DELAYED": False, "ROWS": False, "COLUMNS": True, "WHOLE": False}
         measured = (maxima, self.row, self.row, self.row, amax)
@@ -291,6 +293,7 @@ class _Planner:
             if whole:
                 kernel, tensors = tensor_kernel, (amax, first, second, first_scale, second_scale)
                 constants |= {"ROWS": mode_r > 0, "COLUMNS": mode_c > 0, "DELAYED": recipe.delayed}
+                constants["BAND"] = _BAND if mode_c else 1
             elif blocks:
                 kernel, tensors = block_kernel, (first, first_scale, second, second_scale)
                 constants |= {"ROWS": mode_r > 0, "COLUMNS": mode_c > 0, "CLIPS": clips(recipe)}
@@ -307,14 +310,14 @@ class _Planner:
         """One pass over one matrix, if it consists of whole tiles and words."""
         tile, x = _WHOLE_COLUMNS_TILES.get(mode), self.xs[i]
         steps = (*self._strides(x), x.data_ptr() // x.element_size())
-        if tile is None or any(step * x.element_size() % 4 for step in steps):
+        if tile is None or any(step * x.element_size() * 8 % tile[3] for step in steps):
             return False
         if mode != CHANNEL.value and self.b * self.heights[i] * self.c <= _SMALL_MATRIX:
             tile = (*tile[:4], 2 * tile[4], tile[5])
         grid, constants = self._arrange(self.heights[i], self.b, tile)
         if not constants.pop("EVEN"):
             return False
-        del constants["STAGES"]
+        constants["WORD"] = constants.pop("STAGES")
         constants |= {"MODE": mode, "MX_UP": self.recipe.mx_rule == "up"} | _rounding(self.recipe)
         numbers = (r0, end, self.r, self.c, self.b, *self._strides(x), seed_of(self.recipe))
         plan.launch(columns_kernel, grid, (i, amax, *output), numbers, constants)

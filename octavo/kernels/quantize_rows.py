@@ -94,6 +94,7 @@ def rows_kernel(
     out_ptr,
     scale_ptr,
     maxima_ptr,
+    amax_ptr,
     r0,
     end,
     C,
@@ -116,7 +117,8 @@ def rows_kernel(
 ):
     """`x` is rows r0 to end of `out`; PARTS parts are all of a row. `CLIPS`: these scales saturate.
 
-    `MAXIMA`: leave those of columns, in row `first` of `maxima` and the following, one for each program.
+    `MAXIMA`: leave those of columns, in row `first` of `maxima` and the following, one for each program; and zeros
+    for the largest of all, which is found next.
     `NEAR`: there are registers enough to hold the factors, too.
     """
     c = tl.arange(0, PART)[None, :]
@@ -167,6 +169,10 @@ def rows_kernel(
             top = tl.maximum(top, tl.max(amax, axis=0))
             trouble = trouble | strange
     if MAXIMA:
+        if FIRST:
+            if tl.program_id(0) == 0:
+                for k in tl.static_range(PARTS):
+                    tl.store(amax_ptr + k * PART + c, tl.zeros([1, PART], tl.float32), mask=k * PART + c < C)
         maxima_ptr += tl.cast(first + tl.program_id(0), tl.int64) * C
         for k in tl.static_range(PARTS):
             tl.store(maxima_ptr + k * PART + c, tops[k], mask=k * PART + c < C)

@@ -85,10 +85,11 @@ def tensor_kernel(
     TILE_R: tl.constexpr,
     TILE_C: tl.constexpr,
     STAGES: tl.constexpr,
+    BAND: tl.constexpr,
 ):
     """`x` is rows r0 to end of R."""
-    across = tl.cdiv(C, TILE_C)
-    per_matrix = tl.cdiv(end - r0, TILE_R) * across
+    down, across = tl.cdiv(end - r0, TILE_R), tl.cdiv(C, TILE_C)
+    per_matrix = down * across
     count = batches * per_matrix
     rows_ptr += r0.to(tl.int64) * C
     columns_ptr += r0
@@ -104,7 +105,7 @@ def tensor_kernel(
     step = tiles.sample_step(count)
     for tile in tl.range(tl.program_id(0), count, tl.num_programs(0), num_stages=STAGES):
         batch = (tile // per_matrix).to(tl.int64)
-        i, j = tile % per_matrix // across, tile % across
+        i, j = tiles.place(tile % per_matrix, down, across, BAND, not DELAYED)
         narrow = load_tile(x_ptr + batch * stride_b, i, j, inner, end - r0, C, stride_r, EVEN, TILE_R, TILE_C)
         x = narrow.to(tl.float32)
         v = x * inverse
@@ -141,7 +142,7 @@ def tensor_kernel(
             finite_top = 0.0
             for tile in range(tl.program_id(0), count, tl.num_programs(0)):
                 batch = (tile // per_matrix).to(tl.int64)
-                i, j = tile % per_matrix // across, tile % across
+                i, j = tiles.place(tile % per_matrix, down, across, BAND, not DELAYED)
                 narrow = load_tile(x_ptr + batch * stride_b, i, j, inner, end - r0, C, stride_r, EVEN, TILE_R, TILE_C)
                 x = narrow.to(tl.float32)
                 finite_top = tl.maximum(finite_top, tiles.largest(tiles.finite_magnitude(x)))

@@ -190,6 +190,23 @@ def inverse(x):
 
 
 @triton.jit
+def place(tile, down, across, BAND: tl.constexpr, BACKWARDS: tl.constexpr):
+    """Row and column of a tile among `down × across`: the order in which programs go over a matrix.
+
+    `BAND`: not row by row, but that many rows at a time, so that what programs write at the same time as columns makes
+    longer runs. `BACKWARDS`: what an earlier pass has read last, and a cache may still hold, comes first.
+    """
+    if BACKWARDS:
+        tile = down * across - 1 - tile
+    if BAND == 1:
+        return tile // across, tile % across
+    first = tile // (BAND * across) * BAND
+    high = tl.minimum(down - first, BAND)
+    within = tile - first * across
+    return first + within % high, within // high
+
+
+@triton.jit
 def sample_step(tiles):
     """Underflow is counted on each of a program's tiles if there are few, else on the first and every eighth after."""
     return tl.where(tiles >= 4 * tl.num_programs(0), SAMPLE, 1)

@@ -63,6 +63,7 @@ class FP8FrozenLinear(LinearInFP8):
 
     granularity: str
     ready: Tensor | None = None  # its part of a group's product, computed before
+    in_fp8: bool = True  # its products; else the weight is dequantised for each of them
     input_is_kept: bool = False  # by what comes before, for its own backward: then adapters keep it, too, as it is
 
     def __init__(
@@ -197,7 +198,10 @@ class FP8FrozenLinear(LinearInFP8):
         if input.numel() == 0:
             return nn.functional.linear(input, self.dequantize(input.dtype), self.bias)
         x = input.reshape(-1, self.in_features)
-        y = _FrozenLinear.apply(x, self.bias, self.product(input), self.row_x, self.row_g, *self.quantized)
+        if self.in_fp8:
+            y = _FrozenLinear.apply(x, self.bias, self.product(input), self.row_x, self.row_g, *self.quantized)
+        else:
+            y = _DequantizedLinear.apply(x, self.bias, self.product(input).out_dtype, *self.quantized)
         return y.reshape(*input.shape[:-1], self.out_features)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -235,7 +239,8 @@ class FP8FrozenLinear(LinearInFP8):
         )
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, frozen in {self.format or 'FP8'} per {self.granularity}"
+        products = "" if self.in_fp8 else ", products in high precision"
+        return f"{super().extra_repr()}, frozen in {self.format or 'FP8'} per {self.granularity}{products}"
 
 
 def activation_config(granularity: str) -> FP8TrainingConfig:
@@ -252,6 +257,27 @@ def activation_config(granularity: str) -> FP8TrainingConfig:
 def quantize_weight(weight: Tensor, granularity: str, format: str = "E4M3") -> Quantized:
     """A weight `[N, K]` with one scale per tensor, per row, or per 128×128 block."""
     return quantize(weight.detach(), format=format, granularity=granularity, block=(BLOCK, BLOCK))
+
+
+class _DequantizedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, dtype: torch.dtype, data: Tensor, scale: Tensor) -> Tensor:
+        ctx.weight, ctx.dtype = Quantized(data, scale), dtype  # dequantised anew in backward, not kept
+        ctx.like = (x.dtype, bias.dtype if bias is not None else None)
+        return nn.functional.linear(
+            x.to(dtype), ops_frozen.dequantized(ctx.weight, dtype), None if bias is None else bias.to(dtype)
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x_dtype, bias_dtype = ctx.like
+        dx = dbias = None
+        if ctx.needs_input_grad[0]:
+            dx = (g.to(ctx.dtype) @ ops_frozen.dequantized(ctx.weight, ctx.dtype)).to(x_dtype)
+        if ctx.needs_input_grad[1]:
+            dbias = g.float().sum(dim=0).to(bias_dtype)
+        return dx, dbias, None, None, None
 
 
 class _FrozenLinear(torch.autograd.Function):

@@ -16,6 +16,8 @@ from octavo.ops_weights import are_neighbours
 def why_no_group(members: Sequence[FP8FrozenLinear]) -> str:
     """Why these cannot be one product; empty if they can."""
     first = members[0]
+    if not all(member.in_fp8 for member in members):
+        return "their products are not in FP8"
     if len({member.granularity for member in members}) > 1 or len({member.format for member in members}) > 1:
         return "their weights are quantised differently"
     if first.granularity == "tensor":

@@ -9,6 +9,7 @@ import torch
 import octavo
 from octavo.hf import graphs
 from octavo.hf.build import build_causal_lm
+from octavo.nn.frozen import FP8FrozenLinear
 from octavo.tools.bench.cases import LLAMAS, Case
 from octavo.tools.bench.contenders import Contender
 from octavo.tools.bench.subject import Subject
@@ -68,6 +69,28 @@ def test_full_fine_tuning(recipe):
     octavo.use_cuda_graphs(graphed)
     torch.testing.assert_close(train(graphed, data, lr=1e-4), train(plain, data, lr=1e-4), rtol=2e-2, atol=1e-4)
     assert graphs.recordings(graphed) == 1
+
+
+@pytest.mark.parametrize("granularity", ["channel", "block"])
+def test_products_that_fp8_would_slow_down(granularity, tmp_path):
+    """Planned for so small a model: no product in FP8, and what comes out is that of the dequantised weights."""
+    torch.manual_seed(0)
+    reference = build_causal_lm(SHAPE, layers=2, positions=128, device="cuda")
+    reference.save_pretrained(tmp_path)
+    base, _ = octavo.FastLanguageModel.from_pretrained(
+        str(tmp_path), max_seq_length=128, load_in_fp8=granularity, tokens=256, tokenizer=False
+    )
+    frozen = {name: module for name, module in base.named_modules() if isinstance(module, FP8FrozenLinear)}
+    assert len(frozen) == 14 and not any(module.in_fp8 for module in frozen.values())
+    for name, module in frozen.items():
+        reference.get_submodule(name).weight.data.copy_(module.dequantize())
+    tokens, *data = batches(6)
+    found, expected = base.eval()(tokens).logits.float(), reference.eval()(tokens).logits.float()
+    assert torch.nn.functional.cosine_similarity(found, expected, dim=-1).min() > 0.999
+    model = octavo.FastLanguageModel.get_peft_model(base, r=8, use_gradient_checkpointing=False).train()
+    octavo.use_cuda_graphs(model)
+    losses = train(model, data)[:, 0]
+    assert graphs.recordings(model) == 1 and losses.isfinite().all()
 
 
 def test_accumulation():

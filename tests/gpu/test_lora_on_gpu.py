@@ -67,11 +67,13 @@ def test_many_rows_of_a_wide_matrix():
             assert_same_bits(kernel.quantize_operand(each, new_row(device="cuda"), recipe), expected)
 
 
-@pytest.mark.parametrize("shape", [(64, 128), (33, 300), (8192, 4096)])
-@pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
+@pytest.mark.parametrize("shape", [(64, 128), (33, 300), (8192, 4096), (200, 260)])
+@pytest.mark.parametrize(
+    ("granularity", "block"), [("tensor", (1, 128)), ("channel", (1, 128)), ("block", (1, 128)), ("block", (128, 128))]
+)
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
-def test_dequantize(shape, granularity, dtype):
-    x = quantize(sample(*shape, device="cuda"), format=E4M3, granularity=granularity, block=(1, 128))
+def test_dequantize(shape, granularity, block, dtype):
+    x = quantize(sample(*shape, device="cuda"), format=E4M3, granularity=granularity, block=block)
     assert dequantizing.can_dequantize(x, dtype)
     assert torch.equal(dequantizing.dequantize(x, dtype), x.dequantize(dtype))
 

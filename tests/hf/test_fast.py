@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import octavo
 from octavo import FastLanguageModel, FP8Linear, FP8TrainingConfig
+from octavo.hf import loading
 from octavo.hf.lora import FP8LoraLinear
 from octavo.nn.frozen import FP8FrozenLinear
 
@@ -107,6 +108,8 @@ def test_gradient_checkpointing_changes_no_gradient(checkpoint, mode):
         ({"fast_inference": True}, "fast_inference=True: comes with"),
         ({"load_in_fp8": "row"}, "load_in_fp8='row'"),
         ({"fp8_config": FP8TrainingConfig()}, "load_in_fp8=False"),
+        ({"tokens": 8192}, "tokens=8192 but load_in_fp8=False"),
+        ({"load_in_fp8": True, "tokens": 0}, "tokens=0"),
         ({"max_seq_length": 4096}, "max_seq_length=4096: .* 128 positions"),
         ({"max_seq_length": 0}, "max_seq_length=0"),
         ({"gpu_memory_utilization": 0}, "gpu_memory_utilization=0"),
@@ -116,6 +119,17 @@ def test_gradient_checkpointing_changes_no_gradient(checkpoint, mode):
 def test_clear_errors(checkpoint, options, message):
     with pytest.raises(ValueError, match=message):
         FastLanguageModel.from_pretrained(checkpoint, **{"max_seq_length": 64, "tokenizer": False} | options)
+
+
+def test_adapters_beside_products_in_high_precision(checkpoint, monkeypatch):
+    """As on a GPU for a model so small: fused and one by one, they train alike."""
+    monkeypatch.setattr(loading, "has_fp8_tensor_cores", lambda _: True)
+    model = load(checkpoint, load_in_fp8="channel", tokens=64)
+    assert not any(module.in_fp8 for module in model.modules() if isinstance(module, FP8FrozenLinear))
+    model = FastLanguageModel.get_peft_model(model, r=4, use_gradient_checkpointing=False)
+    first = model(input_ids=tokens(), labels=tokens()).loss.item()
+    assert step(model) < first
+    assert all(parameter.grad is None for parameter in model.parameters() if not parameter.requires_grad)
 
 
 def test_adapters_are_checked(checkpoint):

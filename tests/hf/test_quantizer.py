@@ -14,7 +14,7 @@ from small import LINEARS, small_llama, tokens
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from octavo.hf import decoder
+from octavo.hf import decoder, loading
 from octavo.hf.quantizer import OctavoConfig, read_layout
 from octavo.nn.frozen import GRANULARITIES, SCALE_NAME, FP8FrozenLinear, quantize_weight
 
@@ -193,6 +193,28 @@ def test_its_groups_are_fused_and_still_give_what_the_modules_give(checkpoint):
     for module in model.modules():
         decoder.restore(module)
     torch.testing.assert_close(together, model(tokens()).logits, rtol=0, atol=0.05)
+
+
+def test_products_that_fp8_would_slow_down(checkpoint, monkeypatch):
+    """Planned where FP8 is for speed. Here it is emulated, so a GPU is pretended for the plan, and for it alone."""
+    assert all(module.in_fp8 for module in frozen(load(checkpoint, OctavoConfig("block", tokens=64))).values())
+    monkeypatch.setattr(loading, "has_fp8_tensor_cores", lambda _: True)
+    model = load(checkpoint, OctavoConfig("block", tokens=64))
+    assert not any(module.in_fp8 for module in frozen(model).values())
+    said = " ".join(model.octavo_fused)
+    assert "of 14 linears (14)" in said and "q, k and v one by one: their products are not in FP8 (2)" in said
+    reference = small_llama()
+    for name, module in frozen(model).items():
+        reference.get_submodule(name).weight.data.copy_(module.dequantize())
+    assert cosine(model(tokens()).logits, reference(tokens()).logits) > 0.9999
+    assert model.config.quantization_config.to_dict()["tokens"] == 64
+    monkeypatch.setattr(loading.planner, "pays_frozen", lambda _, sizes: len(sizes) == 2)  # the MLP
+    model = load(checkpoint, OctavoConfig("channel", tokens=64))
+    assert {name.rsplit(".", 1)[1] for name, module in frozen(model).items() if module.in_fp8} == set(LINEARS[4:])
+    assert any("MLP with its activation in one function (2)" in line for line in model.octavo_fused)
+    for wrong in (0, -1, 2.5):
+        with pytest.raises(ValueError, match="tokens="):
+            OctavoConfig("block", tokens=wrong)
 
 
 def test_offloading_by_accelerate_is_refused(checkpoint):

@@ -108,9 +108,8 @@ def main(dtype: torch.dtype, rounding: str) -> None:
     gated.gated_quantize_backward(
         dh, kept.data, torch.ones(()), new_rows(device="cpu"), recipe.g, recipe.x, "silu", kept_scale=kept.scale
     )
-    for recipe_b in (
-        FP8TrainingConfig.from_recipe("block", wgrad=w, rounding=rounding).recipe for w in (None, "channel")
-    ):
+    for name, how in (("block", {}), ("block", {"wgrad": "channel"}), ("mx", {})):
+        recipe_b = FP8TrainingConfig.from_recipe(name, rounding=rounding, **how).recipe
         gate_up, dh = torch.zeros(256, 512, dtype=dtype), torch.zeros(256, 256, dtype=dtype)
         quantize.quantize_operand(dh, new_rows(device="cpu"), recipe_b.g, layout="both")
         gated_scaled.gated_quantize(gate_up, new_rows(device="cpu"), recipe_b.x, "silu", record=True)

@@ -60,11 +60,13 @@ def test_backward(m, f, rank, wanted, activation):
         assert torch.equal(dh, before)
 
 
-@pytest.mark.parametrize("shape", [(16, 128), (33, 300), (1, 64)])
-@pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
+@pytest.mark.parametrize("shape", [(16, 128), (33, 300), (1, 64), (200, 260)])
+@pytest.mark.parametrize(
+    ("granularity", "block"), [("tensor", (1, 128)), ("channel", (1, 128)), ("block", (1, 128)), ("block", (128, 128))]
+)
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
-def test_dequantize(shape, granularity, dtype):
-    x = quantize(sample(*shape), format=E4M3, granularity=granularity, block=(1, 128))
+def test_dequantize(shape, granularity, block, dtype):
+    x = quantize(sample(*shape), format=E4M3, granularity=granularity, block=block)
     assert dequantizing.can_dequantize(x, dtype)
     assert torch.equal(dequantizing.dequantize(x, dtype), x.dequantize(dtype))
 

@@ -43,6 +43,39 @@ def test_forward_and_backward_against_the_dequantised_weight(granularity, k, n, 
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize(("k", "n"), SIZES)
+def test_products_in_high_precision(granularity, k, n):
+    """By the dequantised weight, exactly, and by no copy of it that lives on."""
+    _, frozen = build(granularity, k, n)
+    frozen.in_fp8 = False
+    x = torch.randn(2, 9, k, dtype=torch.bfloat16, requires_grad=True)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda tensor: tensor):
+        y = frozen(x)
+    g = torch.randn_like(y)
+    y.backward(g)
+    w = frozen.dequantize(torch.bfloat16)
+    assert torch.equal(y, nn.functional.linear(x, w, frozen.bias)) and not kept
+    assert torch.equal(x.grad, (g.reshape(-1, n) @ w).reshape(x.shape))
+    torch.testing.assert_close(frozen.bias.grad, g.float().sum((0, 1)).bfloat16())
+    assert "products in high precision" in repr(frozen)
+
+
+def test_products_in_high_precision_take_autocast_and_graphs():
+    _, frozen = build("block")
+    frozen.in_fp8 = False
+    x = torch.randn(9, 300, requires_grad=True)
+    w = frozen.dequantize(torch.bfloat16)
+    expected = nn.functional.linear(x.bfloat16(), w, frozen.bias)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(frozen(x), expected)
+    compiled = torch.compile(frozen, fullgraph=True, backend="aot_eager")
+    y = compiled(x.bfloat16())
+    y.sum().backward()
+    assert torch.equal(y, expected) and x.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_turning_the_weight_changes_no_product(granularity):
     weight = quantize_weight(torch.randn(200, 300).mul_(torch.logspace(-2, 2, 200)[:, None]), granularity)
     g = torch.randn(5, 200)
