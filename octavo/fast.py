@@ -10,6 +10,7 @@ What is trained, and what is in FP8:
 | call                                         | weights                           | products          |
 | -------------------------------------------- | --------------------------------- | ----------------- |
 | `load_in_fp8=True`                           | frozen in FP8, the only copy      | FP8; for adapters |
+| `load_in_fp8=True, fp8_products=False`       | frozen in FP8, the only copy      | `dtype`; as above |
 | `load_in_fp8=True, full_finetuning=True`     | in `dtype`, trained               | FP8               |
 | `full_finetuning=True`                       | in `dtype`, trained               | `dtype`           |
 | neither                                      | in `dtype`, frozen; for adapters  | `dtype`           |
@@ -52,7 +53,7 @@ class FastLanguageModel:
         *,
         fp8_config: FP8TrainingConfig | None = None,
         skip: Sequence[str] = (),
-        tokens: int | None = None,
+        fp8_products: bool = True,
         device_map: Any = None,
         tokenizer: bool = True,
         **kwargs: Any,
@@ -61,16 +62,17 @@ class FastLanguageModel:
 
         `load_in_fp8`: True (block), "block", "channel" or "tensor". Weights are quantised as they are read, so memory
         stays near one byte a parameter; a checkpoint that is in FP8 already is taken as it is. `fp8_config` says how
-        inputs and gradients are quantised, `skip` which linears are left alone. `tokens`: of a step; linears whose
-        products FP8 would slow down at that size then multiply in `dtype`. `dtype`: BF16 unless given. Anything
-        else goes to transformers' `from_pretrained`. `max_lora_rank` and `gpu_memory_utilization` are for
-        `fast_inference`, which is to come.
+        inputs and gradients are quantised, `skip` which linears are left alone. `fp8_products=False`: weights in FP8
+        are dequantised for each product, which is then in `dtype`: closer to it, and slower. `dtype`: BF16 unless
+        given. Anything else goes to transformers' `from_pretrained`. `max_lora_rank` and `gpu_memory_utilization` are
+        for `fast_inference`, which is to come.
         """
         watch_environment(fp8_config)  # ACCELERATE_MIXED_PRECISION=fp8, set before or after, means Octavo from here on
         _check_loading(load_in_fp8, load_in_4bit, load_in_8bit, fast_inference, fp8_config)
         check_positive_int("max_seq_length", max_seq_length)
         check_positive_int("max_lora_rank", max_lora_rank)
-        _check_tokens(tokens, load_in_fp8)
+        if fp8_products is not True:
+            _check_products(fp8_products, load_in_fp8, full_finetuning, fp8_config)
         if not 0 < gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization={gpu_memory_utilization!r}: a share of the memory, above 0 to 1")
         if device_map is None and torch.cuda.is_available():
@@ -83,7 +85,9 @@ class FastLanguageModel:
             model_name,
             dtype=dtype,
             device_map=device_map,
-            quantization=loading.octavo_config(str(granularity), fp8_config, skip, tokens) if frozen_fp8 else None,
+            quantization=loading.octavo_config(str(granularity), fp8_config, skip, fp8_products)
+            if frozen_fp8
+            else None,
             options=kwargs,
         )
         if frozen_fp8 and load_in_fp8 is not True:
@@ -97,7 +101,7 @@ class FastLanguageModel:
                 words.model_max_length = limit
         if full_finetuning and load_in_fp8:
             config = fp8_config or FP8TrainingConfig.from_recipe(_RECIPES[load_in_fp8], skip=_skipped(skip))
-            model.octavo_report = convert_to_fp8(model, config, tokens=tokens)
+            model.octavo_report = convert_to_fp8(model, config)
         else:
             model.octavo_fused = loading.fuse(model, fp8_config)
         model.requires_grad_(full_finetuning)
@@ -186,11 +190,15 @@ def _check_loading(
         raise ValueError("fp8_config is given but load_in_fp8=False: nothing would run in FP8; set load_in_fp8")
 
 
-def _check_tokens(tokens: int | None, load_in_fp8: bool | str) -> None:
-    if tokens is not None:
-        check_positive_int("tokens", tokens)
-        if not load_in_fp8:
-            raise ValueError(f"tokens={tokens} but load_in_fp8=False: there is no FP8 to plan; set load_in_fp8")
+def _check_products(fp8_products: Any, load_in_fp8: bool | str, full_finetuning: bool, fp8_config: Any) -> None:
+    if fp8_products is not False:
+        raise ValueError(f"fp8_products={fp8_products!r}: True or False")
+    if not load_in_fp8 or full_finetuning:
+        raise ValueError("fp8_products=False is for a base frozen in FP8: with load_in_fp8, without full_finetuning")
+    if fp8_config is not None:
+        raise ValueError(
+            "fp8_config with fp8_products=False: it says how products are quantised; leave one of them out"
+        )
 
 
 def _check_granularity(model: nn.Module, asked: str) -> None:

@@ -331,12 +331,17 @@ def _report_of(model: nn.Module) -> ConversionReport:
         if not isinstance(module, nn.Linear):
             continue
         shapes = f"{module.in_features} → {module.out_features}"
-        if isinstance(module, LinearInFP8):
+        if isinstance(module, LinearInFP8) and module.in_fp8:
             report.entries.append(Entry(name, "linear", FP8, "", shapes, str(module.recipe)))
             report.scaling = module.scaling
         else:
             dtype = str(module.weight.dtype).removeprefix("torch.")
             report.entries.append(Entry(name, "linear", dtype, "not converted", shapes))
+    if not report.in_fp8 and any(isinstance(module, LinearInFP8) for module in model.modules()):
+        raise ValueError(
+            f"{type(model).__name__} was loaded with fp8_products=False, and FP8 is on: load it without that, or turn "
+            "FP8 off"
+        )
     if not report.in_fp8:
         raise ValueError(
             f"{type(model).__name__} was converted with precision='bf16', and FP8 is on: call octavo.restore(model), "

@@ -290,10 +290,12 @@ def _statistics(managers: list[FP8ScalingManager]) -> dict[str, float]:
 def _summary(model: nn.Module) -> str:
     named = model.named_modules()
     linears = [m for name, m in named if isinstance(m, nn.Linear) and ".lora_" not in name]
-    recipes = sorted({str(linear.recipe) for linear in linears if isinstance(linear, LinearInFP8)})
-    in_fp8 = sum(isinstance(linear, LinearInFP8) for linear in linears)
+    by_us = [linear for linear in linears if isinstance(linear, LinearInFP8)]
+    recipes = sorted({str(linear.recipe) for linear in by_us if linear.in_fp8})
+    in_fp8 = sum(linear.in_fp8 for linear in by_us)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     how = f" ({'; '.join(recipes)})" if recipes else ""
+    how += f"; of {len(by_us) - in_fp8} the weights alone" if len(by_us) > in_fp8 else ""
     return f"{in_fp8} of {len(linears)} linears in FP8{how}; {trained:,} weights are trained"
 
 

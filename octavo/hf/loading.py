@@ -8,10 +8,8 @@ import torch
 from torch import nn
 
 from octavo.hf import decoder, layer
-from octavo.nn import planner
 from octavo.nn.frozen import FP8FrozenLinear
 from octavo.numerics import FP8TrainingConfig
-from octavo.support import has_fp8_tensor_cores
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 CHECKPOINTING = (True, False, "unsloth")
@@ -44,10 +42,10 @@ def read_tokenizer(name: str, max_seq_length: int, options: dict[str, Any]) -> A
     return tokenizer
 
 
-def octavo_config(granularity: str, fp8: FP8TrainingConfig | None, skip: Sequence[str], tokens: int | None) -> Any:
+def octavo_config(granularity: str, fp8: FP8TrainingConfig | None, skip: Sequence[str], fp8_products: bool) -> Any:
     from octavo.hf.quantizer import OctavoConfig
 
-    return OctavoConfig(granularity, fp8, skip, tokens)
+    return OctavoConfig(granularity, fp8, skip, fp8_products)
 
 
 def install_lora() -> None:
@@ -75,33 +73,6 @@ def fuse(model: Any, config: FP8TrainingConfig | None) -> list[str]:
     return done
 
 
-def plan_products(model: nn.Module, tokens: int | None) -> None:
-    """Let frozen linears that FP8 would slow down at that many tokens a step multiply in high precision."""
-    if tokens is None:
-        return
-    left = {module for module in model.modules() if isinstance(module, FP8FrozenLinear)}
-    for module in list(model.modules()):
-        if module in left:
-            _plan_together(tokens, [[module]], left)
-        elif decoder.is_attention(module):
-            _plan_together(tokens, [[getattr(module, name) for name in decoder.QKV]], left)
-        elif decoder.is_mlp(module):
-            gate_up = [getattr(module, name) for name in decoder.GATE_UP]
-            _plan_together(tokens, [gate_up, [module.down_proj]], left)
-
-
-def _plan_together(tokens: int, groups: Sequence[Sequence[Any]], left: set[FP8FrozenLinear]) -> None:
-    """Linears that would be one function in FP8: those of a group have one input."""
-    members = [member for group in groups for member in group]
-    if not all(member in left and has_fp8_tensor_cores(member.weight.device) for member in members):
-        return
-    left.difference_update(members)
-    sizes = [(group[0].in_features, sum(member.out_features for member in group)) for group in groups]
-    for member in members:
-        # Emulated, FP8 is there for its numerics.
-        member.in_fp8 = member.config.emulate is True or planner.pays_frozen(tokens, sizes)
-
-
 def fuse_groups(model: nn.Module) -> list[str]:
     """q, k and v of a frozen base as one product, its MLP as one function, or at least gate and up as one product.
 
@@ -122,10 +93,9 @@ def fuse_groups(model: nn.Module) -> list[str]:
         layer.fuse(module)
     if layers:
         counts["norms with the products that follow them"] = len(layers)
-    frozen = [module for module in model.modules() if isinstance(module, FP8FrozenLinear)]
-    high = sum(not module.in_fp8 for module in frozen)
+    high = sum(isinstance(module, FP8FrozenLinear) and not module.in_fp8 for module in model.modules())
     if high:
-        counts[f"products in high precision, because FP8 does not pay at these sizes, of {len(frozen)} linears"] = high
+        counts["products in high precision, by FP8 weights"] = high
     return [f"{what} ({count})" for what, count in counts.items() if "not all of them are in FP8" not in what]
 
 

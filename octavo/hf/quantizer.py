@@ -30,7 +30,7 @@ from octavo.hf import loading
 from octavo.nn.autocast import matches
 from octavo.nn.frozen import GRANULARITIES, SCALE_NAME, FP8FrozenLinear, activation_config, quantize_weight
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
-from octavo.numerics.checks import check_choice, check_positive_int
+from octavo.numerics.checks import check_choice
 from octavo.numerics.quantize import BLOCK
 
 METHOD = "octavo"
@@ -44,8 +44,8 @@ class OctavoConfig(QuantizationConfigMixin):
         granularity: one scale per `block` of 128×128, per `channel` (row), or per `tensor` of each weight.
         fp8: how inputs and gradients are quantised, an `FP8TrainingConfig` or its fields; default: as the weight.
         skip: linears left as they are: names, parts of dotted names, or patterns. The head always is.
-        tokens: of a step. Linears whose products FP8 would slow down at that size multiply in high precision, by their
-            FP8 weights dequantised for each product. Default: all multiply in FP8.
+        fp8_products: with False the weights alone are in FP8, dequantised for each product: as small, closer to BF16,
+            and slower.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class OctavoConfig(QuantizationConfigMixin):
         granularity: str = "block",
         fp8: FP8TrainingConfig | Mapping[str, Any] | None = None,
         skip: Sequence[str] = (),
-        tokens: int | None = None,
+        fp8_products: bool = True,
         **kwargs: Any,
     ) -> None:
-        if tokens is not None:
-            check_positive_int("tokens", tokens)
+        if not isinstance(fp8_products, bool):
+            raise ValueError(f"fp8_products={fp8_products!r}: True or False")
         check_choice("granularity", granularity, GRANULARITIES)
         unknown = sorted(set(kwargs) - {"quant_method", "checkpoint"})
         if unknown:
@@ -68,7 +68,7 @@ class OctavoConfig(QuantizationConfigMixin):
         self.granularity = granularity
         self.fp8 = fp8 or activation_config(granularity)
         self.skip = (skip,) if isinstance(skip, str) else tuple(skip)
-        self.tokens = tokens
+        self.fp8_products = fp8_products
         # What the weights on disk are: None in high precision, else where their scales are found.
         self.checkpoint: str | None = kwargs.get("checkpoint")
 
@@ -78,7 +78,7 @@ class OctavoConfig(QuantizationConfigMixin):
             "granularity": self.granularity,
             "fp8": self.fp8.to_dict(),
             "skip": list(self.skip),
-            "tokens": self.tokens,
+            "fp8_products": self.fp8_products,
             "checkpoint": SCALE_NAME,
         }
 
@@ -89,7 +89,7 @@ class OctavoConfig(QuantizationConfigMixin):
         """This configuration for a checkpoint in FP8, by the `quantization_config` of its config.json."""
         granularity, scales, left = read_layout(found)
         fp8 = self.fp8 if granularity == self.granularity else activation_config(granularity)
-        return OctavoConfig(granularity, fp8, (*self.skip, *left), self.tokens, checkpoint=scales)
+        return OctavoConfig(granularity, fp8, (*self.skip, *left), self.fp8_products, checkpoint=scales)
 
 
 def read_layout(found: Mapping[str, Any]) -> tuple[str, str, list[str]]:
@@ -152,12 +152,12 @@ class OctavoQuantizer(HfQuantizer):
         frozen = [module for module in model.modules() if isinstance(module, FP8FrozenLinear)]
         for module in frozen:
             module.settle()
+            module.in_fp8 = self.quantization_config.fp8_products
         model.requires_grad_(False)
         _install_lora()
         scaling = frozen[0].scaling
         scaling.to(frozen[0].scaling_device)
         scaling.follow_optimizers(model)
-        loading.plan_products(model, self.quantization_config.tokens)
         model.octavo_fused = loading.fuse_groups(model)
         self.quantization_config.checkpoint = SCALE_NAME  # what it would be if it were saved
         return model

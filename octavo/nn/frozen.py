@@ -63,7 +63,6 @@ class FP8FrozenLinear(LinearInFP8):
 
     granularity: str
     ready: Tensor | None = None  # its part of a group's product, computed before
-    in_fp8: bool = True  # its products; else the weight is dequantised for each of them
     input_is_kept: bool = False  # by what comes before, for its own backward: then adapters keep it, too, as it is
 
     def __init__(

@@ -25,6 +25,7 @@ class LinearInFP8(nn.Linear):
     config: FP8TrainingConfig
     scaling: FP8ScalingManager
     recipe: Recipe
+    in_fp8: bool = True  # its products; else, of a frozen weight, it is dequantised for each of them
 
     @property
     def scaling_device(self) -> torch.device:

@@ -4,16 +4,9 @@ A linear with M tokens, K inputs and N outputs multiplies 2MKN three times: forw
 rate and pays for quantising in bytes: x and g are read once and written in two layouts, w is read twice and written
 twice. Each kernel also takes a few microseconds whatever its size, and FP8 has eight more of them. So FP8 pays where
 the GEMM is large in all three dimensions.
-
-A frozen weight is in FP8 already. It multiplies forward and for dx, in FP8 after quantising x and g and transposing its
-bytes; in BF16 after it has been dequantised, each time anew, for nothing but the one copy in FP8 is kept. There FP8
-saves no memory and costs accuracy, so it should at least be clearly faster.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-
-CLEARLY = 0.9  # of the time
 
 
 @dataclass(frozen=True)
@@ -56,25 +49,6 @@ def estimate(tokens: int, inputs: int, outputs: int, rates: Rates | None = None)
 
     moved = 4 * tokens * (inputs + outputs) + 6 * inputs * outputs
     return Estimate(products(rates.bf16_flops), products(rates.fp8_flops) + moved / rates.bytes + 8 * rates.launch)
-
-
-def estimate_frozen(tokens: int, inputs: int, outputs: int, rates: Rates | None = None) -> Estimate:
-    """The same for a linear whose weight is frozen in FP8."""
-    rates = rates or Rates()
-    flops, weight = 2.0 * tokens * inputs * outputs, inputs * outputs
-
-    def products(rate: float) -> float:
-        return 2 * (flops / rate + rates.start_of_gemm)
-
-    dequantized = products(rates.bf16_flops) + 6 * weight / rates.bytes + 2 * rates.launch
-    moved = 3 * tokens * (inputs + outputs) + 2 * weight
-    return Estimate(dequantized, products(rates.fp8_flops) + moved / rates.bytes + 3 * rates.launch)
-
-
-def pays_frozen(tokens: int, products: Sequence[tuple[int, int]]) -> bool:
-    """Whether products of frozen weights, inputs by outputs, should be in FP8: all of them or none."""
-    found = [estimate_frozen(tokens, *sizes) for sizes in products]
-    return sum(each.fp8 for each in found) < CLEARLY * sum(each.bf16 for each in found)
 
 
 def why_not(tokens: int, inputs: int, outputs: int) -> str:

@@ -21,6 +21,7 @@ from accelerate.state import AcceleratorState  # noqa: E402
 from accelerate.utils import AORecipeKwargs  # noqa: E402
 
 from octavo.hf import accelerate as ours  # noqa: E402
+from octavo.nn.frozen import FP8FrozenLinear, quantize_weight  # noqa: E402
 
 METHODS = ("__init__", "prepare", "prepare_model", "backward")
 VARIABLE = "ACCELERATE_MIXED_PRECISION"
@@ -64,6 +65,18 @@ def weights(model):
 
 
 # A loop by hand.
+
+
+def test_weights_alone_in_fp8_are_not_what_was_asked_for():
+    octavo.setup_fp8_mixed_precision_training()
+    frozen = FP8FrozenLinear(32, 32)
+    frozen.fill(quantize_weight(torch.randn(32, 32), "block"))
+    model = nn.Sequential(frozen, nn.Linear(32, 32))
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.prepare_model(copy.deepcopy(model)) is not None
+    frozen.in_fp8 = False
+    with pytest.raises(ValueError, match=r"loaded with fp8_products=False, and FP8 is on: .* turn FP8 off"):
+        accelerator.prepare_model(model)
 
 
 @pytest.mark.parametrize("order", ["optimiser before", "optimiser after", "one by one"])

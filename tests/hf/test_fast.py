@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 
 import octavo
 from octavo import FastLanguageModel, FP8Linear, FP8TrainingConfig
-from octavo.hf import loading
 from octavo.hf.lora import FP8LoraLinear
 from octavo.nn.frozen import FP8FrozenLinear
 
@@ -108,8 +107,10 @@ def test_gradient_checkpointing_changes_no_gradient(checkpoint, mode):
         ({"fast_inference": True}, "fast_inference=True: comes with"),
         ({"load_in_fp8": "row"}, "load_in_fp8='row'"),
         ({"fp8_config": FP8TrainingConfig()}, "load_in_fp8=False"),
-        ({"tokens": 8192}, "tokens=8192 but load_in_fp8=False"),
-        ({"load_in_fp8": True, "tokens": 0}, "tokens=0"),
+        ({"fp8_products": False}, "fp8_products=False is for a base frozen in FP8"),
+        ({"load_in_fp8": True, "full_finetuning": True, "fp8_products": False}, "without full_finetuning"),
+        ({"load_in_fp8": True, "fp8_products": 1}, "fp8_products=1: True or False"),
+        ({"load_in_fp8": True, "fp8_products": False, "fp8_config": FP8TrainingConfig()}, "leave one of them out"),
         ({"max_seq_length": 4096}, "max_seq_length=4096: .* 128 positions"),
         ({"max_seq_length": 0}, "max_seq_length=0"),
         ({"gpu_memory_utilization": 0}, "gpu_memory_utilization=0"),
@@ -121,15 +122,23 @@ def test_clear_errors(checkpoint, options, message):
         FastLanguageModel.from_pretrained(checkpoint, **{"max_seq_length": 64, "tokenizer": False} | options)
 
 
-def test_adapters_beside_products_in_high_precision(checkpoint, monkeypatch):
-    """As on a GPU for a model so small: fused and one by one, they train alike."""
-    monkeypatch.setattr(loading, "has_fp8_tensor_cores", lambda _: True)
-    model = load(checkpoint, load_in_fp8="channel", tokens=64)
-    assert not any(module.in_fp8 for module in model.modules() if isinstance(module, FP8FrozenLinear))
-    model = FastLanguageModel.get_peft_model(model, r=4, use_gradient_checkpointing=False)
-    first = model(input_ids=tokens(), labels=tokens()).loss.item()
-    assert step(model) < first
-    assert all(parameter.grad is None for parameter in model.parameters() if not parameter.requires_grad)
+def test_adapters_beside_products_in_high_precision(checkpoint):
+    """They train, and their gradients are those beside a base in BF16 that holds the same weights."""
+    model = load(checkpoint, load_in_fp8="channel", fp8_products=False)
+    reference = small_llama(**WHOLE_BLOCKS)
+    for name, module in model.named_modules():
+        if isinstance(module, FP8FrozenLinear):
+            assert not module.in_fp8
+            reference.get_submodule(name).weight.data.copy_(module.dequantize())
+    found = []
+    for base in (model, reference):
+        with_adapters = FastLanguageModel.get_peft_model(base, r=4, use_gradient_checkpointing=False)
+        first = with_adapters(input_ids=tokens(), labels=tokens()).loss
+        first.backward()
+        found.append({name: p.grad for name, p in with_adapters.named_parameters() if p.requires_grad})
+        assert step(with_adapters) < first.item()
+    assert found[0].keys() == found[1].keys()
+    assert all(cosine(grad, found[1][name]) > 0.999 for name, grad in found[0].items() if grad.abs().max() > 0)
 
 
 def test_adapters_are_checked(checkpoint):

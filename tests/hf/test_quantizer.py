@@ -14,7 +14,7 @@ from small import LINEARS, small_llama, tokens
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from octavo.hf import decoder, loading
+from octavo.hf import decoder
 from octavo.hf.quantizer import OctavoConfig, read_layout
 from octavo.nn.frozen import GRANULARITIES, SCALE_NAME, FP8FrozenLinear, quantize_weight
 
@@ -195,26 +195,25 @@ def test_its_groups_are_fused_and_still_give_what_the_modules_give(checkpoint):
     torch.testing.assert_close(together, model(tokens()).logits, rtol=0, atol=0.05)
 
 
-def test_products_that_fp8_would_slow_down(checkpoint, monkeypatch):
-    """Planned where FP8 is for speed. Here it is emulated, so a GPU is pretended for the plan, and for it alone."""
-    assert all(module.in_fp8 for module in frozen(load(checkpoint, OctavoConfig("block", tokens=64))).values())
-    monkeypatch.setattr(loading, "has_fp8_tensor_cores", lambda _: True)
-    model = load(checkpoint, OctavoConfig("block", tokens=64))
-    assert not any(module.in_fp8 for module in frozen(model).values())
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_products_in_high_precision(checkpoint, granularity, tmp_path):
+    model = load(checkpoint, OctavoConfig(granularity, fp8_products=False))
+    assert len(frozen(model)) == 14 and not any(module.in_fp8 for module in frozen(model).values())
     said = " ".join(model.octavo_fused)
-    assert "of 14 linears (14)" in said and "q, k and v one by one: their products are not in FP8 (2)" in said
+    assert "by FP8 weights (14)" in said and "q, k and v one by one: their products are not in FP8 (2)" in said
     reference = small_llama()
     for name, module in frozen(model).items():
         reference.get_submodule(name).weight.data.copy_(module.dequantize())
-    assert cosine(model(tokens()).logits, reference(tokens()).logits) > 0.9999
-    assert model.config.quantization_config.to_dict()["tokens"] == 64
-    monkeypatch.setattr(loading.planner, "pays_frozen", lambda _, sizes: len(sizes) == 2)  # the MLP
-    model = load(checkpoint, OctavoConfig("channel", tokens=64))
-    assert {name.rsplit(".", 1)[1] for name, module in frozen(model).items() if module.in_fp8} == set(LINEARS[4:])
-    assert any("MLP with its activation in one function (2)" in line for line in model.octavo_fused)
-    for wrong in (0, -1, 2.5):
-        with pytest.raises(ValueError, match="tokens="):
-            OctavoConfig("block", tokens=wrong)
+    expected = reference(tokens()).logits
+    assert cosine(model(tokens()).logits, expected) > 0.9999
+    model.save_pretrained(tmp_path)
+    again = load(tmp_path)  # by what config.json says
+    assert not any(module.in_fp8 for module in frozen(again).values())
+    assert torch.equal(again(tokens()).logits, model(tokens()).logits)
+    again = load(tmp_path, OctavoConfig(granularity))  # by what is asked for
+    assert all(module.in_fp8 for module in frozen(again).values())
+    with pytest.raises(ValueError, match="fp8_products='no': True or False"):
+        OctavoConfig("block", fp8_products="no")
 
 
 def test_offloading_by_accelerate_is_refused(checkpoint):

@@ -187,15 +187,6 @@ def test_the_planner_likes_large_layers():
         assert f"{tokens} tokens" in reason and "µs" in reason
 
 
-def test_the_planner_of_frozen_weights():
-    attention, mlp = [(4096, 6144)], [(4096, 28672), (14336, 4096)]  # Llama 8B
-    small_attention, small_mlp = [(576, 960)], [(576, 3072), (1536, 576)]  # SmolLM2-135M
-    for tokens in (1, 512, 8192):
-        assert planner.pays_frozen(tokens, attention) and planner.pays_frozen(tokens, mlp)
-    for tokens in (64, 2048, 8192):
-        assert not planner.pays_frozen(tokens, small_attention) and not planner.pays_frozen(tokens, small_mlp)
-
-
 def test_the_planner_is_monotone():
     """What pays keeps paying when any one size grows; and nothing gets cheaper by growing."""
     sizes = [2**n for n in range(6, 16)]
