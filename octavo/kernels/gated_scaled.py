@@ -329,7 +329,7 @@ def _plan_backward(
     grid, constants = _arrange(gate_up, m, f, _WHOLE_COLUMNS[mode_t])
     kernel: Any = whole_columns_kernel
     constants["BAND"] = _BAND
-    if not constants.pop("EVEN") or (dh.data_ptr() | gate_up.data_ptr()) % 4:
+    if not constants.pop("EVEN") or dh.dtype != gate_up.dtype or (dh.data_ptr() | gate_up.data_ptr()) % 4:
         kernel = _backward_columns_kernel
         grid, constants = _arrange(gate_up, m, f, _COLUMNS[mode_t])
     constants |= {"MODE": mode_t, "SILU": silu}

@@ -1,0 +1,206 @@
+"""What the compiler makes of the kernels, for a Hopper GPU, on any machine: registers, spills, programs that fit.
+
+    python benchmarks/registers.py                     # quantising and SwiGLU at the shapes of an 8B
+    python benchmarks/registers.py "block g" swiglu    # what has these in its name
+    python benchmarks/registers.py --sass DIR block    # and the machine code
+
+Nothing runs. Triton compiles what `octavo bench --kernels` would launch; its own `ptxas` and `cuobjdump` say the rest:
+
+    programs    on a multiprocessor: launched, and how many fit beside each other. They share out the tiles, so if 3 are
+                launched and 2 fit, the third begins when the others are done, and runs as long as they did
+    loop        instructions of the longest loop, for each element of a tile. Counts what is done on some tiles only,
+                such as counting underflow
+
+The exit status is 1 where a last round of programs is far from full, or something spills.
+"""
+
+import argparse
+import math
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from rich.console import Console
+from rich.table import Table
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from octavo.kernels import gated, gated_scaled, quantize
+from octavo.numerics import FP8TrainingConfig
+from octavo.numerics.scaling import new_rows
+from octavo.tools.bench.cases import make_case
+from octavo.tools.bench.kernels import Work, works
+
+HOPPER = GPUTarget("cuda", 90, 32)
+MULTIPROCESSORS = 132  # of an H100 or H200; each has
+REGISTERS, SHARED, WARPS = 65_536, 227 * 1024, 64
+SHARED_BY_SYSTEM = 1024  # of each program's
+TYPES = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.float8_e5m2: "*fp8e5",
+    torch.uint8: "*u8",
+}
+TILES = (("TILE_R", "TILE_C"), ("TILE_M", "TILE_F"), ("PART", "PARTS"))
+WASTE = 1.1  # rounds of programs that fit, over as many as would do if the last one were full
+BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
+
+
+@dataclass(frozen=True)
+class Found:
+    kernel: str
+    warps: int
+    registers: int
+    spilled: int
+    shared: int
+    launched: float
+    fit: int
+    per_element: float
+
+    @property
+    def is_fine(self) -> bool:
+        rounds = self.launched / self.fit
+        return not self.spilled and (rounds <= 1 or math.ceil(rounds) <= WASTE * rounds)
+
+
+class Compiler:
+    """Stands in for launching kernels: compiles them, and keeps what was found."""
+
+    def __init__(self, sass: Path | None = None) -> None:
+        self.sass = sass
+        self.found: list[Found] = []
+
+    def __enter__(self) -> "Compiler":
+        self._run: Any = triton.runtime.jit.JITFunction.run
+        self._count = gated.multiprocessors
+        launch: Any = triton.runtime.jit.JITFunction
+        launch.run = lambda kernel, *args, grid, warmup, **constants: self.compile(kernel, args, grid, constants)  # noqa: ARG005
+        self._count_as(lambda _: MULTIPROCESSORS)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        launch: Any = triton.runtime.jit.JITFunction
+        launch.run = self._run
+        self._count_as(self._count)
+
+    @staticmethod
+    def _count_as(multiprocessors: Any) -> None:
+        for module in (quantize, gated, gated_scaled):
+            module.multiprocessors = multiprocessors
+            module._PLANS.clear()
+
+    def compile(self, kernel: Any, args: tuple[Any, ...], grid: tuple[int, ...], constants: dict[str, Any]) -> None:
+        options = {name: constants.pop(name) for name in ("num_warps", "maxnreg") if name in constants}
+        given = dict(zip([name for name in kernel.arg_names if name not in constants], args, strict=True))
+        signature, attributes = {}, {}
+        for i, name in enumerate(kernel.arg_names):
+            value = given.get(name)
+            if name in constants:
+                signature[name] = "constexpr"
+            elif isinstance(value, torch.Tensor):
+                signature[name] = TYPES[value.dtype]
+            else:
+                signature[name] = "fp32" if isinstance(value, float) else "i32"
+            if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
+                attributes[(i,)] = [["tt.divisibility", 16]]
+        source = ASTSource(kernel, signature, constants, attributes)
+        compiled = triton.compile(source, target=HOPPER, options=options)
+        self.found.append(self._look(kernel.fn.__name__, compiled, options["num_warps"], grid, constants))
+
+    def _look(
+        self, name: str, compiled: Any, warps: int, grid: tuple[int, ...], constants: dict[str, Any]
+    ) -> Found:  # fmt: skip
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(compiled.asm["cubin"])
+            file.flush()
+            usage, code = (ask(what, file.name) for what in ("-res-usage", "-sass"))
+        if self.sass is not None:
+            self.sass.mkdir(parents=True, exist_ok=True)
+            (self.sass / f"{len(self.found):03}-{name}.sass").write_text(code)
+        registers, stack = (int(re.search(rf"{what}:(\d+)", usage)[1]) for what in ("REG", "STACK"))  # type: ignore[index]
+        shared = compiled.metadata.shared
+        fit = min(
+            REGISTERS // (-(-registers // 8) * 8 * 32 * warps), SHARED // (shared + SHARED_BY_SYSTEM), WARPS // warps
+        )
+        elements = next((constants[a] * (constants[b] if b != "PARTS" else 1) for a, b in TILES if a in constants), 1)
+        per_element = longest_loop(code) * warps * 32 / elements
+        return Found(name, warps, registers, stack, shared, grid[0] / MULTIPROCESSORS, fit, per_element)
+
+
+def ask(what: str, file: str) -> str:
+    return subprocess.run([BIN / "cuobjdump", what, file], capture_output=True, text=True, check=True).stdout
+
+
+def longest_loop(code: str) -> int:
+    """Instructions between the target of a jump backwards and the jump."""
+    lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", code)
+    places = {int(address, 16): i for i, (address, _) in enumerate(lines)}
+    longest = 0
+    for i, (_, text) in enumerate(lines):
+        jump = re.search(r"\bBRA\b.*\b0x([0-9a-f]+)", text)
+        if jump and int(jump[1], 16) in places:
+            longest = max(longest, i - places[int(jump[1], 16)] + 1)
+    return longest
+
+
+def launch(work: Work) -> None:
+    """As `work.run` would on a GPU, on tensors without contents."""
+    recipe = FP8TrainingConfig.from_recipe(work.recipe).recipe
+    inputs = [torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in work.shapes]
+    row, columns = new_rows(device="meta"), work.layout == "columns"
+    if work.operand in ("x", "w", "g"):
+        how = getattr(recipe, work.operand)
+        quantize.quantize_group(inputs, row, how, record=not columns, layout=work.layout, known=columns)
+        return
+    backward, by_block = "backward" in work.operand, gated_scaled.can_quantize(inputs[-1], recipe.x)
+    if recipe.x.granularity == "channel":
+        return  # h is quantised as any other matrix
+    if backward and by_block:
+        gated_scaled.gated_quantize_backward(*inputs, row, recipe.g, recipe.x, "silu")
+    elif backward:
+        scale = torch.empty((), device="meta")
+        gated.gated_quantize_backward(*inputs, scale, row, recipe.g, recipe.x, "silu")
+    elif by_block:
+        gated_scaled.gated_quantize(inputs[0], row, recipe.x, "silu", record=True)
+    else:
+        gated.gated_quantize(inputs[0], row, recipe.x, "silu", record=True)
+
+
+def main(arguments: list[str] | None = None) -> list[tuple[str, Found]]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="parts of names, such as 'block g columns'; default: everything")
+    parser.add_argument("--preset", default="8b", help="of `octavo bench`")
+    parser.add_argument("--sass", type=Path, metavar="DIR", help="write the machine code there")
+    options = parser.parse_args(arguments)
+    case = make_case(
+        preset=options.preset, config=None, layers=None, tokens=8192, seq=2048, seed=0, device="cpu", force=True
+    )
+    table = Table("", "kernel", "warps", "registers", "spilled", "shared", "programs", "fit", "loop")
+    rows = []
+    with Compiler(options.sass) as compiler:
+        for work in works(case):
+            name = f"{work.recipe} {work.operand} {work.layout}"
+            if options.names and not any(part in name for part in options.names):
+                continue
+            before = len(compiler.found)
+            launch(work)
+            rows += [(name, found) for found in compiler.found[before:]]
+    for name, found in rows:
+        figures = (found.warps, found.registers, found.spilled, found.shared)
+        programs = (f"{found.launched:.1f}", str(found.fit), f"{found.per_element:.1f}")
+        style = "" if found.is_fine else "bold red"
+        table.add_row(name, found.kernel, *map(str, figures), *programs, style=style)
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(not all(found.is_fine for _, found in main()))
