@@ -51,6 +51,7 @@ TYPES = {
 }
 TILES = (("TILE_R", "TILE_C"), ("TILE_M", "TILE_F"), ("PART", "PARTS"))
 WASTE = 1.1  # rounds of programs that fit, over as many as would do if the last one were full
+MANY = 4  # rounds: then programs are short, and begin as others end
 BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 
@@ -68,7 +69,7 @@ class Found:
     @property
     def is_fine(self) -> bool:
         rounds = self.launched / self.fit
-        return not self.spilled and (rounds <= 1 or math.ceil(rounds) <= WASTE * rounds)
+        return not self.spilled and (rounds <= 1 or rounds >= MANY or math.ceil(rounds) <= WASTE * rounds)
 
 
 class Compiler:

@@ -53,7 +53,7 @@ class FastLanguageModel:
         *,
         fp8_config: FP8TrainingConfig | None = None,
         skip: Sequence[str] = (),
-        fp8_products: bool = True,
+        fp8_products: bool | None = None,
         device_map: Any = None,
         tokenizer: bool = True,
         **kwargs: Any,
@@ -63,18 +63,17 @@ class FastLanguageModel:
         `load_in_fp8`: True (block), "block", "channel" or "tensor". Weights are quantised as they are read, so memory
         stays near one byte a parameter; a checkpoint that is in FP8 already is taken as it is. `fp8_config` says how
         inputs and gradients are quantised, `skip` which linears are left alone. `fp8_products=False`: weights in FP8
-        are dequantised for each product, which is then in `dtype`: closer to it, and slower. `dtype`: BF16 unless
-        given. Anything else goes to transformers' `from_pretrained`. `max_lora_rank` and `gpu_memory_utilization` are
-        for `fast_inference`, which is to come.
+        are dequantised for each product, which is then in `dtype`: closer to it, slower, and with its activations.
+        `dtype`: BF16 unless given. Anything else goes to transformers' `from_pretrained`. `max_lora_rank` and
+        `gpu_memory_utilization` are for `fast_inference`, which is to come.
         """
-        watch_environment(fp8_config)  # ACCELERATE_MIXED_PRECISION=fp8, set before or after, means Octavo from here on
         _check_loading(load_in_fp8, load_in_4bit, load_in_8bit, fast_inference, fp8_config)
         check_positive_int("max_seq_length", max_seq_length)
         check_positive_int("max_lora_rank", max_lora_rank)
-        if fp8_products is not True:
-            _check_products(fp8_products, load_in_fp8, full_finetuning, fp8_config)
+        _check_products(fp8_products, load_in_fp8, full_finetuning, fp8_config)
         if not 0 < gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization={gpu_memory_utilization!r}: a share of the memory, above 0 to 1")
+        watch_environment(fp8_config)  # ACCELERATE_MIXED_PRECISION=fp8, set before or after, means Octavo from here on
         if device_map is None and torch.cuda.is_available():
             device_map = {"": torch.cuda.current_device()}
         words = loading.read_tokenizer(model_name, max_seq_length, kwargs) if tokenizer else None
@@ -191,8 +190,10 @@ def _check_loading(
 
 
 def _check_products(fp8_products: Any, load_in_fp8: bool | str, full_finetuning: bool, fp8_config: Any) -> None:
-    if fp8_products is not False:
+    if fp8_products is not None and not isinstance(fp8_products, bool):
         raise ValueError(f"fp8_products={fp8_products!r}: True or False")
+    if fp8_products is not False:
+        return
     if not load_in_fp8 or full_finetuning:
         raise ValueError("fp8_products=False is for a base frozen in FP8: with load_in_fp8, without full_finetuning")
     if fp8_config is not None:

@@ -35,12 +35,21 @@ _LIBRARY.define(
     "frozen_linear_backward(Tensor g, Tensor(a!) row_g, Tensor[] weights, Tensor[] scales, str recipe_g, "
     "ScalarType dtype, bool fast, bool emulate) -> Tensor"
 )
-_LIBRARY.define("dequantized(Tensor data, Tensor scale, ScalarType dtype) -> Tensor")
+_LIBRARY.define("dequantized_linear(Tensor x, Tensor data, Tensor scale, Tensor? bias) -> Tensor")
+_LIBRARY.define("dequantized_linear_backward(Tensor g, Tensor data, Tensor scale) -> Tensor")
 
 
-def dequantized(weight: Quantized, dtype: torch.dtype) -> Tensor:
-    """A weight in high precision, as an operator."""
-    return torch.ops.octavo.dequantized(*weight, dtype)
+def dequantized_linear(x: Tensor, weight: Quantized, bias: Tensor | None) -> Tensor:
+    """`x[M, K] · w[N, K]ᵀ + bias` in the dtype of x, by the dequantised weight.
+
+    Each an operator of its own: `torch.compile` would keep a weight that both compute for the other.
+    """
+    return torch.ops.octavo.dequantized_linear(x, *weight, bias)
+
+
+def dequantized_linear_backward(g: Tensor, weight: Quantized) -> Tensor:
+    """`g[M, N] · w[N, K]`."""
+    return torch.ops.octavo.dequantized_linear_backward(g, *weight)
 
 
 def frozen_linear(x: Tensor, weights: Sequence[Quantized], bias: Tensor | None, row_x: Tensor, how: Product) -> Tensor:
@@ -163,16 +172,25 @@ def _frozen_linear_backward_fake(
     return g.new_empty([g.shape[0], weights[0].shape[1]], dtype=dtype)
 
 
-def _dequantized(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    return dequantize(Quantized(data, scale), dtype)
+def _dequantized_linear(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.nn.functional.linear(x, dequantize(Quantized(data, scale), x.dtype), bias)
 
 
-def _dequantized_fake(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty_like(data, dtype=dtype)
+def _dequantized_linear_backward(g: Tensor, data: Tensor, scale: Tensor) -> Tensor:
+    return g @ dequantize(Quantized(data, scale), g.dtype)
+
+
+def _dequantized_linear_fake(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty([x.shape[0], data.shape[0]])
+
+
+def _dequantized_linear_backward_fake(g: Tensor, data: Tensor, scale: Tensor) -> Tensor:
+    return g.new_empty([g.shape[0], data.shape[1]])
 
 
 for _name, _implementation, _fake in (
-    ("dequantized", _dequantized, _dequantized_fake),
+    ("dequantized_linear", _dequantized_linear, _dequantized_linear_fake),
+    ("dequantized_linear_backward", _dequantized_linear_backward, _dequantized_linear_backward_fake),
     ("frozen_linear", _frozen_linear, _frozen_linear_fake),
     ("frozen_linear_backward", _frozen_linear_backward, _frozen_linear_backward_fake),
 ):

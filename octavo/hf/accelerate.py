@@ -324,6 +324,11 @@ def _is_in_fp8(model: nn.Module) -> bool:
     return is_converted(model) or any(isinstance(module, LinearInFP8) for module in model.modules())
 
 
+def _multiplies_in_fp8(model: nn.Module) -> bool:
+    """Not if it was loaded with `fp8_products=False`."""
+    return _is_in_fp8(model) and all(module.in_fp8 for module in model.modules() if isinstance(module, LinearInFP8))
+
+
 def _report_of(model: nn.Module) -> ConversionReport:
     """What an earlier conversion did, as far as the model shows it."""
     report = ConversionReport(f"layers of {type(model).__name__}, converted before")
@@ -370,7 +375,7 @@ def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
         if mode is not None and not isinstance(self, _PreparesInFP8):
             models = [obj for obj in (*args, *kwargs.values()) if isinstance(obj, nn.Module)]
             asked = not mode.watches or os.environ.get(VARIABLE, "no").lower() == "fp8"
-            if asked and not all(_is_in_fp8(model) for model in models):
+            if asked and not all(_multiplies_in_fp8(model) for model in models):
                 when = (
                     f"{VARIABLE} was set to fp8" if mode.watches else "setup_fp8_mixed_precision_training() was called"
                 )

@@ -313,7 +313,9 @@ def _watch_lengths(trainer: Any) -> None:
     The hook is on the outermost module, outside of what may be compiled, and goes after the last batch it looks at.
     """
     multiple = getattr(trainer.data_collator, "pad_to_multiple_of", MULTIPLE)  # a collator that cannot pad: no advice
-    if multiple is not None and multiple % MULTIPLE == 0:
+    by_us = [module for module in trainer.model.modules() if isinstance(module, LinearInFP8)]
+    weights_only = bool(by_us) and not any(module.in_fp8 for module in by_us)
+    if weights_only or (multiple is not None and multiple % MULTIPLE == 0):
         return
     odd: list[bool] = []
 

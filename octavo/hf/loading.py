@@ -20,6 +20,10 @@ def read_model(name: str, *, dtype: torch.dtype, device_map: Any, quantization: 
     from transformers import AutoModelForCausalLM
 
     if quantization is not None:
+        if options.get("quantization_config") is not None:
+            raise ValueError(
+                "quantization_config with load_in_fp8: both say what becomes of the weights; leave one out"
+            )
         options = {**options, "quantization_config": quantization}
     return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map=device_map, **options)
 
@@ -42,7 +46,9 @@ def read_tokenizer(name: str, max_seq_length: int, options: dict[str, Any]) -> A
     return tokenizer
 
 
-def octavo_config(granularity: str, fp8: FP8TrainingConfig | None, skip: Sequence[str], fp8_products: bool) -> Any:
+def octavo_config(
+    granularity: str, fp8: FP8TrainingConfig | None, skip: Sequence[str], fp8_products: bool | None
+) -> Any:
     from octavo.hf.quantizer import OctavoConfig
 
     return OctavoConfig(granularity, fp8, skip, fp8_products)
@@ -67,7 +73,8 @@ def fuse(model: Any, config: FP8TrainingConfig | None) -> list[str]:
         frozen = next((m for m in model.modules() if isinstance(m, FP8FrozenLinear)), None)
         in_fp8 = config is not None and config.fp8_head and frozen is not None
         decoder.fuse_loss(model, config if in_fp8 else None, frozen.scaling if in_fp8 and frozen else None)
-        done.append(f"head and loss in chunks, head in {'FP8' if in_fp8 else 'BF16'}")
+        high = str(model.lm_head.weight.dtype).removeprefix("torch.")
+        done.append(f"head and loss in chunks, head in {'FP8' if in_fp8 else 'BF16' if high == 'bfloat16' else high}")
     if decoder.use_fused_attention(model):
         done.append("attention on cuDNN where it applies")
     return done

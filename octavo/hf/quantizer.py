@@ -44,8 +44,8 @@ class OctavoConfig(QuantizationConfigMixin):
         granularity: one scale per `block` of 128×128, per `channel` (row), or per `tensor` of each weight.
         fp8: how inputs and gradients are quantised, an `FP8TrainingConfig` or its fields; default: as the weight.
         skip: linears left as they are: names, parts of dotted names, or patterns. The head always is.
-        fp8_products: with False the weights alone are in FP8, dequantised for each product: as small, closer to BF16,
-            and slower.
+        fp8_products: with False the weights alone are in FP8, dequantised for each product: closer to high precision,
+            slower, and with as many activations. Default: as a checkpoint of Octavo says, else True.
     """
 
     def __init__(
@@ -53,11 +53,13 @@ class OctavoConfig(QuantizationConfigMixin):
         granularity: str = "block",
         fp8: FP8TrainingConfig | Mapping[str, Any] | None = None,
         skip: Sequence[str] = (),
-        fp8_products: bool = True,
+        fp8_products: bool | None = None,
         **kwargs: Any,
     ) -> None:
-        if not isinstance(fp8_products, bool):
+        if fp8_products is not None and not isinstance(fp8_products, bool):
             raise ValueError(f"fp8_products={fp8_products!r}: True or False")
+        if fp8_products is False and fp8 is not None:
+            raise ValueError("fp8 with fp8_products=False: it says how products are quantised; leave one of them out")
         check_choice("granularity", granularity, GRANULARITIES)
         unknown = sorted(set(kwargs) - {"quant_method", "checkpoint"})
         if unknown:
@@ -76,7 +78,7 @@ class OctavoConfig(QuantizationConfigMixin):
         return {
             "quant_method": self.quant_method,
             "granularity": self.granularity,
-            "fp8": self.fp8.to_dict(),
+            "fp8": None if self.fp8_products is False else self.fp8.to_dict(),
             "skip": list(self.skip),
             "fp8_products": self.fp8_products,
             "checkpoint": SCALE_NAME,
@@ -88,8 +90,11 @@ class OctavoConfig(QuantizationConfigMixin):
     def read(self, found: Mapping[str, Any]) -> "OctavoConfig":
         """This configuration for a checkpoint in FP8, by the `quantization_config` of its config.json."""
         granularity, scales, left = read_layout(found)
+        products = found.get("fp8_products") if self.fp8_products is None else self.fp8_products
         fp8 = self.fp8 if granularity == self.granularity else activation_config(granularity)
-        return OctavoConfig(granularity, fp8, (*self.skip, *left), self.fp8_products, checkpoint=scales)
+        return OctavoConfig(
+            granularity, None if products is False else fp8, (*self.skip, *left), products, checkpoint=scales
+        )
 
 
 def read_layout(found: Mapping[str, Any]) -> tuple[str, str, list[str]]:
@@ -152,7 +157,7 @@ class OctavoQuantizer(HfQuantizer):
         frozen = [module for module in model.modules() if isinstance(module, FP8FrozenLinear)]
         for module in frozen:
             module.settle()
-            module.in_fp8 = self.quantization_config.fp8_products
+            module.in_fp8 = self.quantization_config.fp8_products is not False
         model.requires_grad_(False)
         _install_lora()
         scaling = frozen[0].scaling

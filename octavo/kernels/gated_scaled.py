@@ -216,7 +216,7 @@ def _backward_columns_kernel(
     count = tl.cdiv(M, TILE_M) * across
     inner, inner_h = offsets(2 * F, TILE_M, TILE_F), offsets(F, TILE_M, TILE_F)
     inner_t = offsets(M, TILE_F, TILE_M)
-    source: tl.constexpr = gate_up_ptr.dtype.element_ty
+    source: tl.constexpr = dh_ptr.dtype.element_ty
     for tile in range(tl.program_id(0), count, tl.num_programs(0)):
         i, j = tiles.place(tile, tl.cdiv(M, TILE_M), across, 1, True)
         dgate, dup, h = gradients(

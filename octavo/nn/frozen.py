@@ -263,9 +263,7 @@ class _DequantizedLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, dtype: torch.dtype, data: Tensor, scale: Tensor) -> Tensor:
         ctx.weight, ctx.dtype = Quantized(data, scale), dtype  # dequantised anew in backward, not kept
         ctx.like = (x.dtype, bias.dtype if bias is not None else None)
-        return nn.functional.linear(
-            x.to(dtype), ops_frozen.dequantized(ctx.weight, dtype), None if bias is None else bias.to(dtype)
-        )
+        return ops_frozen.dequantized_linear(x.to(dtype), ctx.weight, None if bias is None else bias.to(dtype))
 
     @staticmethod
     @once_differentiable
@@ -273,7 +271,7 @@ class _DequantizedLinear(torch.autograd.Function):
         x_dtype, bias_dtype = ctx.like
         dx = dbias = None
         if ctx.needs_input_grad[0]:
-            dx = (g.to(ctx.dtype) @ ops_frozen.dequantized(ctx.weight, ctx.dtype)).to(x_dtype)
+            dx = ops_frozen.dequantized_linear_backward(g.to(ctx.dtype), ctx.weight).to(x_dtype)
         if ctx.needs_input_grad[1]:
             dbias = g.float().sum(dim=0).to(bias_dtype)
         return dx, dbias, None, None, None

@@ -79,6 +79,17 @@ def test_weights_alone_in_fp8_are_not_what_was_asked_for():
         accelerator.prepare_model(model)
 
 
+def test_weights_alone_in_fp8_and_an_accelerator_that_was_built_before():
+    accelerator = Accelerator(cpu=True)
+    octavo.setup_fp8_mixed_precision_training()
+    frozen = FP8FrozenLinear(32, 32)
+    frozen.fill(quantize_weight(torch.randn(32, 32), "block"))
+    assert accelerator.prepare(nn.Sequential(frozen)) is not None
+    frozen.in_fp8 = False
+    with pytest.raises(ValueError, match="would train without FP8"):
+        accelerator.prepare(nn.Sequential(frozen))
+
+
 @pytest.mark.parametrize("order", ["optimiser before", "optimiser after", "one by one"])
 def test_a_loop_by_hand(order, capsys):
     octavo.setup_fp8_mixed_precision_training()

@@ -111,6 +111,7 @@ def test_gradient_checkpointing_changes_no_gradient(checkpoint, mode):
         ({"load_in_fp8": True, "full_finetuning": True, "fp8_products": False}, "without full_finetuning"),
         ({"load_in_fp8": True, "fp8_products": 1}, "fp8_products=1: True or False"),
         ({"load_in_fp8": True, "fp8_products": False, "fp8_config": FP8TrainingConfig()}, "leave one of them out"),
+        ({"load_in_fp8": True, "quantization_config": octavo.OctavoConfig()}, "both say what becomes of the weights"),
         ({"max_seq_length": 4096}, "max_seq_length=4096: .* 128 positions"),
         ({"max_seq_length": 0}, "max_seq_length=0"),
         ({"gpu_memory_utilization": 0}, "gpu_memory_utilization=0"),

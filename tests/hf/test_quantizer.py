@@ -14,6 +14,7 @@ from small import LINEARS, small_llama, tokens
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from octavo import FP8TrainingConfig
 from octavo.hf import decoder
 from octavo.hf.quantizer import OctavoConfig, read_layout
 from octavo.nn.frozen import GRANULARITIES, SCALE_NAME, FP8FrozenLinear, quantize_weight
@@ -210,10 +211,13 @@ def test_products_in_high_precision(checkpoint, granularity, tmp_path):
     again = load(tmp_path)  # by what config.json says
     assert not any(module.in_fp8 for module in frozen(again).values())
     assert torch.equal(again(tokens()).logits, model(tokens()).logits)
-    again = load(tmp_path, OctavoConfig(granularity))  # by what is asked for
-    assert all(module.in_fp8 for module in frozen(again).values())
+    for asked in (None, True):  # not said, it is as the checkpoint says
+        again = load(tmp_path, OctavoConfig(granularity, fp8_products=asked))
+        assert all(module.in_fp8 is (asked is True) for module in frozen(again).values())
     with pytest.raises(ValueError, match="fp8_products='no': True or False"):
         OctavoConfig("block", fp8_products="no")
+    with pytest.raises(ValueError, match="fp8 with fp8_products=False"):
+        OctavoConfig("block", FP8TrainingConfig(), fp8_products=False)
 
 
 def test_offloading_by_accelerate_is_refused(checkpoint):

@@ -24,6 +24,7 @@ def test_tiles_are_transposed_in_16_bits(dtype, rounding):
         "_causal_kernel",
         "rows_kernel",
         "columns_kernel",
+        "whole_columns_kernel",
         "adamw_kernel",
     }
     assert sum(k["conversions"] for k in kernels) > 0  # else this looks for the wrong thing

@@ -9,6 +9,7 @@ from kernel_cases import CONFIGS, assert_nearly_same, new_row, sample
 
 from octavo import FP8TrainingConfig
 from octavo.kernels import gated_scaled as kernel
+from octavo.kernels.launch import Plans
 from octavo.numerics.activation import ACTIVATIONS, gated, gated_backward
 from octavo.numerics.operand import quantize_operand
 
@@ -28,6 +29,9 @@ CASES = [
     ("mx", (65, 128)),
     ("mx", (60, 256)),  # few enough tiles for underflow to be counted on all
     ("mx, floor", (20, 128)),
+    ("block", (128, 128)),  # from here on whole tiles
+    ("block, channel wgrad", (128, 128)),
+    ("mx", (128, 128)),
 ]
 
 
@@ -74,6 +78,22 @@ def test_backward(name, shape, activation):
     for one, other in zip(found, expected, strict=True):
         assert_alike(one, other)
     assert_row(mine, theirs, 2 * math.prod(shape))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", ["block", "block, channel wgrad", "mx"])
+def test_whole_columns_are_those_of_any_tiles(name, dtype, monkeypatch):
+    gate_up, dh = (x.to(dtype) for x in inputs(128, 128))
+    gate_up[5, 7], dh[100, 90] = math.inf, math.nan
+    recipe = RECIPES[name]
+    found = kernel.gated_quantize_backward(dh, gate_up, new_row(), recipe.g, recipe.x, "silu")
+    too_high = {mode: (256, *tile[1:]) for mode, tile in kernel._WHOLE_COLUMNS.items()}
+    monkeypatch.setattr(kernel, "_WHOLE_COLUMNS", too_high)
+    monkeypatch.setattr(kernel, "_PLANS", Plans())
+    expected = kernel.gated_quantize_backward(dh, gate_up, new_row(), recipe.g, recipe.x, "silu")
+    for one, other in zip(found, expected, strict=True):
+        for part, whole in zip(one, other, strict=True):
+            assert torch.equal(part.view(torch.uint8), whole.view(torch.uint8))
 
 
 def test_nan_is_noticed():

@@ -70,7 +70,10 @@ def test_products_in_high_precision_take_autocast_and_graphs():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(frozen(x), expected)
     compiled = torch.compile(frozen, fullgraph=True, backend="aot_eager")
-    y = compiled(x.bfloat16())
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        y = compiled(x.bfloat16())
+    assert not any(tensor.is_floating_point() and tensor.numel() == w.numel() for tensor in kept)
     y.sum().backward()
     assert torch.equal(y, expected) and x.grad.dtype == torch.float32
 
