@@ -34,8 +34,7 @@ def batch(text, seed, rows=8, length=128):
     return windows[:, :-1], windows[:, 1:]
 
 
-@pytest.fixture(scope="module")
-def trained(text):
+def train(text):
     """A hundred steps in FP8, on small batches to be quick."""
     torch.manual_seed(0)
     model = BDH(CONFIG)
@@ -43,7 +42,7 @@ def trained(text):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(100):
         with context:
-            loss = model(*batch(text, step, rows=4, length=64))[1]
+            loss = model(*batch(text, step, rows=2, length=64))[1]
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -116,6 +115,7 @@ def test_gradient_at_initialisation(text, fp8_format, bound):
     assert statistics.median(found) >= bound, found
 
 
-@pytest.mark.parametrize(("fp8_format", "bound"), [("HYBRID", 0.998), ("E5M2", 0.99)])
-def test_gradient_after_100_steps(trained, text, fp8_format, bound):
-    assert agreement(trained, text, fp8_format, seeds=range(1000, 1005)) >= bound
+def test_gradient_after_100_steps(text):
+    model = train(text)  # once: two processes would train it twice
+    for fp8_format, bound in (("HYBRID", 0.998), ("E5M2", 0.99)):
+        assert agreement(model, text, fp8_format, seeds=range(1000, 1005)) >= bound, fp8_format

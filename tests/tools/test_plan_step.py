@@ -74,10 +74,10 @@ def counted(case, option):
 @pytest.mark.parametrize(
     ("vocabulary", "tokens", "rank", "model_type", "option", "moment"),
     [
-        (LARGE, 512, None, "llama", Option("hf", compiled=False), "head"),
-        (LARGE, 512, 8, "llama", Option("hf", compiled=False), "head"),
-        (LARGE, 512, None, "llama", Option("hf", compiled=False, checkpointing="layers"), "head"),
-        (LARGE, 512, 8, "llama", Option("hf", compiled=False, checkpointing="layers"), "head"),
+        (LARGE, 256, None, "llama", Option("hf", compiled=False), "head"),
+        (LARGE, 256, 8, "llama", Option("hf", compiled=False), "head"),
+        (LARGE, 256, None, "llama", Option("hf", compiled=False, checkpointing="layers"), "head"),
+        (LARGE, 256, 8, "llama", Option("hf", compiled=False, checkpointing="layers"), "head"),
         (SMALL // 4, 512, None, "llama", Option("hf", compiled=False), "last layer"),
         (SMALL, 512, 8, "llama", Option("own", compiled=False), "last layer"),
         (SMALL, 512, None, "llama", Option("own", compiled=False, checkpointing="layers"), "first layer"),
@@ -88,7 +88,7 @@ def counted(case, option):
         (LARGE, 64, None, "llama", Option("own", compiled=False, in_backward=True), "head"),
         (
             SMALL,
-            1024,
+            512,
             None,
             "llama",
             Option("own", compiled=False, in_backward=True, checkpointing="layers"),
@@ -99,7 +99,7 @@ def counted(case, option):
         (SMALL, 512, None, "llama", Option("own", compiled=False, offload="optimizer"), "last layer"),
         (
             SMALL,
-            1024,
+            512,
             None,
             "llama",
             Option("own", compiled=False, in_backward=True, offload="optimizer"),
