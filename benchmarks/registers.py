@@ -26,10 +26,9 @@ from typing import Any
 
 import torch
 import triton
+from hopper import compile_for_hopper
 from rich.console import Console
 from rich.table import Table
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from octavo.kernels import gated, gated_scaled, quantize
 from octavo.numerics import FP8TrainingConfig
@@ -37,18 +36,9 @@ from octavo.numerics.scaling import new_rows
 from octavo.tools.bench.cases import make_case
 from octavo.tools.bench.kernels import Work, works
 
-HOPPER = GPUTarget("cuda", 90, 32)
 MULTIPROCESSORS = 132  # of an H100 or H200; each has
 REGISTERS, SHARED, WARPS = 65_536, 227 * 1024, 64
 SHARED_BY_SYSTEM = 1024  # of each program's
-TYPES = {
-    torch.float32: "*fp32",
-    torch.float16: "*fp16",
-    torch.bfloat16: "*bf16",
-    torch.float8_e4m3fn: "*fp8e4nv",
-    torch.float8_e5m2: "*fp8e5",
-    torch.uint8: "*u8",
-}
 TILES = (("TILE_R", "TILE_C"), ("TILE_M", "TILE_F"), ("PART", "PARTS"))
 WASTE = 1.1  # rounds of programs that fit, over as many as would do if the last one were full
 MANY = 4  # rounds: then programs are short, and begin as others end
@@ -99,26 +89,10 @@ class Compiler:
             module._PLANS.clear()
 
     def compile(self, kernel: Any, args: tuple[Any, ...], grid: tuple[int, ...], constants: dict[str, Any]) -> None:
-        options = {name: constants.pop(name) for name in ("num_warps", "maxnreg") if name in constants}
-        given = dict(zip([name for name in kernel.arg_names if name not in constants], args, strict=True))
-        signature, attributes = {}, {}
-        for i, name in enumerate(kernel.arg_names):
-            value = given.get(name)
-            if name in constants:
-                signature[name] = "constexpr"
-            elif isinstance(value, torch.Tensor):
-                signature[name] = TYPES[value.dtype]
-            else:
-                signature[name] = "fp32" if isinstance(value, float) else "i32"
-            if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
-                attributes[(i,)] = [["tt.divisibility", 16]]
-        source = ASTSource(kernel, signature, constants, attributes)
-        compiled = triton.compile(source, target=HOPPER, options=options)
-        self.found.append(self._look(kernel.fn.__name__, compiled, options["num_warps"], grid, constants))
+        compiled = compile_for_hopper(kernel, args, constants)
+        self.found.append(self._look(kernel.fn.__name__, compiled, grid, constants))
 
-    def _look(
-        self, name: str, compiled: Any, warps: int, grid: tuple[int, ...], constants: dict[str, Any]
-    ) -> Found:  # fmt: skip
+    def _look(self, name: str, compiled: Any, grid: tuple[int, ...], constants: dict[str, Any]) -> Found:
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(compiled.asm["cubin"])
             file.flush()
@@ -126,8 +100,9 @@ class Compiler:
         if self.sass is not None:
             self.sass.mkdir(parents=True, exist_ok=True)
             (self.sass / f"{len(self.found):03}-{name}.sass").write_text(code)
-        registers, stack = (int(re.search(rf"{what}:(\d+)", usage)[1]) for what in ("REG", "STACK"))  # type: ignore[index]
-        shared = compiled.metadata.shared
+        used = {what: int(number) for what, number in re.findall(r"\b(REG|STACK):(\d+)", usage)}
+        registers, stack = used["REG"], used["STACK"]
+        warps, shared = constants["num_warps"], compiled.metadata.shared
         fit = min(
             REGISTERS // (-(-registers // 8) * 8 * 32 * warps), SHARED // (shared + SHARED_BY_SYSTEM), WARPS // warps
         )

@@ -57,12 +57,13 @@ _COLUMNS_TILE: Tile = (128, 64, 8, 1, 4, 64)  # as high as a block
 _MX_COLUMNS_TILE: Tile = (64, 64, 8, 1, 4, 64)
 _AMAX_TILE: Tile = (64, 64, 4, 3, 8, None)
 _CHANNEL_AMAX_TILE: Tile = (16, 256, 8, 3, 4, 64)  # a warp holds a row
-# Of columns without statistics, in whole tiles; bits of a word that a thread loads in place of loads in flight.
+# Of columns without statistics, in whole tiles; and the bits of the words in which a thread loads them.
 _WHOLE_COLUMNS_TILES: dict[int, Tile] = {
-    CHANNEL.value: (128, 64, 4, 64, 32, 96),
-    BLOCK_1X128.value: (128, 64, 4, 64, 5, 96),
-    MX.value: (128, 64, 8, 32, 4, 64),
+    CHANNEL.value: (128, 64, 4, 1, 32, 96),
+    BLOCK_1X128.value: (128, 64, 4, 1, 5, 96),
+    MX.value: (128, 64, 8, 1, 4, 64),
 }
+_WORDS = {CHANNEL.value: 64, BLOCK_1X128.value: 64, MX.value: 32}
 _BAND = 4  # rows of tiles that are written as columns at the same time
 _SMALL_MATRIX = 2**26  # elements: up to here twice as many programs share the columns of blocks
 _LARGEST_BATCH = 65_535  # the second dimension of a grid
@@ -310,15 +311,15 @@ class _Planner:
         """One pass over one matrix, if it consists of whole tiles and words."""
         tile, x = _WHOLE_COLUMNS_TILES.get(mode), self.xs[i]
         steps = (*self._strides(x), x.data_ptr() // x.element_size())
-        if tile is None or any(step * x.element_size() * 8 % tile[3] for step in steps):
+        if tile is None or any(step * x.element_size() * 8 % _WORDS[mode] for step in steps):
             return False
         if mode != CHANNEL.value and self.b * self.heights[i] * self.c <= _SMALL_MATRIX:
             tile = (*tile[:4], 2 * tile[4], tile[5])
         grid, constants = self._arrange(self.heights[i], self.b, tile)
         if not constants.pop("EVEN"):
             return False
-        constants["WORD"] = constants.pop("STAGES")
-        constants |= {"MODE": mode, "MX_UP": self.recipe.mx_rule == "up"} | _rounding(self.recipe)
+        del constants["STAGES"]
+        constants |= {"MODE": mode, "WORD": _WORDS[mode], "MX_UP": self.recipe.mx_rule == "up"} | _rounding(self.recipe)
         numbers = (r0, end, self.r, self.c, self.b, *self._strides(x), seed_of(self.recipe))
         plan.launch(columns_kernel, grid, (i, amax, *output), numbers, constants)
         return True

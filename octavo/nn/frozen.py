@@ -273,7 +273,7 @@ class _DequantizedLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx = ops_frozen.dequantized_linear_backward(g.to(ctx.dtype), ctx.weight).to(x_dtype)
         if ctx.needs_input_grad[1]:
-            dbias = g.float().sum(dim=0).to(bias_dtype)
+            dbias = _bias_gradient(g, bias_dtype)
         return dx, dbias, None, None, None
 
 
@@ -302,5 +302,9 @@ class _FrozenLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx = ops_frozen.frozen_linear_backward(g, [ctx.weight], ctx.row_g, ctx.product, x_dtype)
         if ctx.needs_input_grad[1]:
-            dbias = g.float().sum(dim=0).to(bias_dtype)
+            dbias = _bias_gradient(g, bias_dtype)
         return dx, dbias, None, None, None, None, None
+
+
+def _bias_gradient(g: Tensor, dtype: torch.dtype) -> Tensor:
+    return g.float().sum(dim=0).to(dtype)

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
+from benchmarks.hopper import compile_for_hopper
 from octavo import FP8TrainingConfig
 from octavo.kernels import (
     adamw,
@@ -32,16 +31,6 @@ from octavo.numerics import E4M3, E5M2, Quantized
 from octavo.numerics.adamw import Step, with_levels
 from octavo.numerics.scaling import new_rows
 
-HOPPER = GPUTarget("cuda", 90, 32)
-TYPES = {
-    torch.float32: "*fp32",
-    torch.bfloat16: "*bf16",
-    torch.float8_e4m3fn: "*fp8e4nv",
-    torch.float8_e5m2: "*fp8e5",
-    torch.uint8: "*u8",
-    torch.int16: "*i16",
-    torch.int64: "*i64",
-}
 REGISTER = re.compile(r"%[a-z]+\d+")
 WITHOUT_RESULT = ("st.", "red.", "bar.", "bra", "ret", "fence.")
 
@@ -62,20 +51,7 @@ def unwritten(ptx):
 
 def compile_instead(kernel, *args, grid, warmup, **constants):  # noqa: ARG001
     """In place of `JITFunction.run`."""
-    options = {name: constants[name] for name in ("num_warps", "maxnreg", "num_stages") if name in constants}
-    constants = {name: value for name, value in constants.items() if name not in options}
-    free = [name for name in kernel.arg_names if name not in constants]
-    signature = dict.fromkeys(constants, "constexpr")
-    attributes = {}
-    for name, value in zip(free, args, strict=True):
-        if isinstance(value, torch.Tensor):
-            signature[name] = TYPES[value.dtype]
-        else:
-            signature[name] = "fp32" if isinstance(value, float) else "i32"
-        if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
-            attributes[(kernel.arg_names.index(name),)] = [["tt.divisibility", 16]]
-    signature = {name: signature[name] for name in kernel.arg_names}
-    compiled = triton.compile(ASTSource(kernel, signature, constants, attributes), target=HOPPER, options=options)
+    compiled = compile_for_hopper(kernel, args, constants)
     conversions = [line for line in compiled.asm["ttgir"].splitlines() if "ttg.convert_layout" in line]
     found = {
         "kernel": kernel.fn.__name__,
