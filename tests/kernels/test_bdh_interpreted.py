@@ -103,7 +103,7 @@ def test_relu_rope_backward(size, recipe):
     assert_same_statistics([mine], [theirs])
 
 
-@pytest.mark.parametrize("T", [1, 64, 130])
+@pytest.mark.parametrize("T", [1, 64, 70])  # tiles are 64×64
 def test_causal(T):
     scores = torch.randn(2, 3, T, T).bfloat16()
     mine, theirs = rows(2), rows(2)
