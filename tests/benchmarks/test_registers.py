@@ -25,5 +25,10 @@ def test_kernels_that_did_not_fit(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*.sass"))) == 3
 
 
-def test_help() -> None:
-    assert "registers" in run("--help").stdout
+def test_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import registers
+
+    with pytest.raises(SystemExit):
+        registers.main(["--help"])
+    assert "registers" in capsys.readouterr().out
