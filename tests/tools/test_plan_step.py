@@ -21,21 +21,21 @@ pytest.importorskip("peft")
 
 CONFIG = {
     "model_type": "llama",
-    "hidden_size": 256,
+    "hidden_size": 128,
     "num_hidden_layers": 4,
-    "intermediate_size": 768,
+    "intermediate_size": 384,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 64,
+    "head_dim": 32,
     "rms_norm_eps": 1e-5,
 }
-SMALL, LARGE = 256, 8192  # vocabularies: with the large one, the loss is the peak
+SMALL, LARGE = 128, 4096  # vocabularies: with the large one, the loss is the peak
 
 
 def case_of(vocabulary, tokens, rank, model_type):
     config = {**CONFIG, "vocab_size": vocabulary, "model_type": model_type}
     frozen = rank is not None
-    return Case("test", config, 4, tokens, min(tokens, 256), 0, "cpu", frozen=frozen, rank=rank or 0)
+    return Case("test", config, 4, tokens, min(tokens, 128), 0, "cpu", frozen=frozen, rank=rank or 0)
 
 
 def counted(case, option):
@@ -74,32 +74,32 @@ def counted(case, option):
 @pytest.mark.parametrize(
     ("vocabulary", "tokens", "rank", "model_type", "option", "moment"),
     [
-        (LARGE, 256, None, "llama", Option("hf", compiled=False), "head"),
-        (LARGE, 256, 8, "llama", Option("hf", compiled=False), "head"),
-        (LARGE, 256, None, "llama", Option("hf", compiled=False, checkpointing="layers"), "head"),
-        (LARGE, 256, 8, "llama", Option("hf", compiled=False, checkpointing="layers"), "head"),
-        (SMALL // 4, 512, None, "llama", Option("hf", compiled=False), "last layer"),
-        (SMALL, 512, 8, "llama", Option("own", compiled=False), "last layer"),
-        (SMALL, 512, None, "llama", Option("own", compiled=False, checkpointing="layers"), "first layer"),
-        (SMALL, 512, 8, "llama", Option("own", compiled=False, checkpointing="layers"), "last layer"),
-        (SMALL, 512, 8, "qwen3", Option("own", compiled=False, checkpointing="layers"), "last layer"),
-        (SMALL, 64, None, "llama", Option("own", compiled=False), "embedding"),
-        (LARGE, 64, None, "qwen3", Option("hf", compiled=False, checkpointing="layers"), "embedding"),
-        (LARGE, 64, None, "llama", Option("own", compiled=False, in_backward=True), "head"),
+        (LARGE, 128, None, "llama", Option("hf", compiled=False), "head"),
+        (LARGE, 128, 8, "llama", Option("hf", compiled=False), "head"),
+        (LARGE, 128, None, "llama", Option("hf", compiled=False, checkpointing="layers"), "head"),
+        (LARGE, 128, 8, "llama", Option("hf", compiled=False, checkpointing="layers"), "head"),
+        (SMALL // 4, 256, None, "llama", Option("hf", compiled=False), "last layer"),
+        (SMALL, 256, 8, "llama", Option("own", compiled=False), "last layer"),
+        (SMALL, 256, None, "llama", Option("own", compiled=False, checkpointing="layers"), "first layer"),
+        (SMALL, 256, 8, "llama", Option("own", compiled=False, checkpointing="layers"), "last layer"),
+        (SMALL, 256, 8, "qwen3", Option("own", compiled=False, checkpointing="layers"), "last layer"),
+        (SMALL, 32, None, "llama", Option("own", compiled=False), "embedding"),
+        (LARGE, 32, None, "qwen3", Option("hf", compiled=False, checkpointing="layers"), "embedding"),
+        (LARGE, 32, None, "llama", Option("own", compiled=False, in_backward=True), "head"),
         (
             SMALL,
-            512,
+            256,
             None,
             "llama",
             Option("own", compiled=False, in_backward=True, checkpointing="layers"),
             "last layer",
         ),
-        (LARGE, 64, None, "llama", Option("own", compiled=False, offload="optimizer"), "embedding"),
-        (LARGE, 64, None, "llama", Option("own", compiled=False, in_backward=True, offload="optimizer"), "head"),
-        (SMALL, 512, None, "llama", Option("own", compiled=False, offload="optimizer"), "last layer"),
+        (LARGE, 32, None, "llama", Option("own", compiled=False, offload="optimizer"), "embedding"),
+        (LARGE, 32, None, "llama", Option("own", compiled=False, in_backward=True, offload="optimizer"), "head"),
+        (SMALL, 256, None, "llama", Option("own", compiled=False, offload="optimizer"), "last layer"),
         (
             SMALL,
-            512,
+            256,
             None,
             "llama",
             Option("own", compiled=False, in_backward=True, offload="optimizer"),
@@ -107,7 +107,7 @@ def counted(case, option):
         ),
         (
             LARGE,
-            64,
+            32,
             None,
             "qwen3",
             Option("hf", compiled=False, checkpointing="layers", offload="optimizer"),
