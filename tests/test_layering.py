@@ -107,5 +107,6 @@ assert not logging.getLogger('octavo').handlers
 assert (threads, tf32) == (torch.get_num_threads(), torch.backends.cuda.matmul.allow_tf32)
 from torch.optim.optimizer import _global_optimizer_post_hooks
 assert not _global_optimizer_post_hooks
+assert 'torch._dynamo' not in sys.modules  # as long to import as all the rest
 """
     subprocess.run([sys.executable, "-c", code], check=True)
