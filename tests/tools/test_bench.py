@@ -1,4 +1,4 @@
-"""`octavo bench` as people run it: the real command, real workers, a tiny model on the CPU."""
+"""`octavo bench` as people run it: real workers, a tiny model on the CPU; twice by the real command."""
 
 import json
 import os
@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,11 +29,15 @@ CONFIG = {
     "vocab_size": 64,
     "tie_word_embeddings": True,
 }
+Bench = Callable[..., tuple[int, str, str]]
 
 
-def bench(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [str(OCTAVO), "bench", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=folder, env=ENVIRONMENT)
+@pytest.fixture
+def bench(invoke: Bench, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """The command in this process, which has imported all it needs; its workers are real ones."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    return lambda *arguments: invoke("bench", *arguments)
 
 
 def read(folder: Path, pattern: str = "*.json") -> dict:
@@ -43,7 +48,14 @@ def read(folder: Path, pattern: str = "*.json") -> dict:
 def test_a_run_on_a_hugging_face_model(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     command = ("--preset", "tiny", "--recipe", "delayed,block", "--against", "bf16-eager,octavo-bf16,te,bf16-compiled")
-    run = bench(tmp_path, *command, "--no-compile", *SHORT)
+    run = subprocess.run(
+        [str(OCTAVO), "bench", *command, "--no-compile", *SHORT],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=tmp_path,
+        env=ENVIRONMENT,
+    )
     assert run.returncode == 0, run.stderr
     assert run.stderr == ""
     assert "these times say nothing about FP8" in run.stdout
@@ -77,10 +89,10 @@ def test_a_run_on_a_hugging_face_model(tmp_path: Path) -> None:
     assert result["command"].startswith("octavo bench --preset tiny --recipe delayed,block")
 
 
-def test_lora_on_a_frozen_base(tmp_path: Path) -> None:
+def test_lora_on_a_frozen_base(bench: Bench, tmp_path: Path) -> None:
     options = "--preset tiny --mode lora --rank 4 --layers 1 --tokens 64 --seq 32 --no-compile --rounds 1 --steps 1"
-    run = bench(tmp_path, *options.split(), "--warmup", "1", "--against", "bf16-eager,te", "--recipe", "block")
-    assert run.returncode == 0, run.stdout + run.stderr
+    code, output, error = bench(*options.split(), "--warmup", "1", "--against", "bf16-eager,te", "--recipe", "block")
+    assert code == 0, output + error
     result = read(tmp_path, "*-cpu-tiny-1l-lora4-64t.json")
     rows = {row["name"]: row for row in result["rows"]}
     assert rows["octavo block"]["check"]["cosine"] > 0.99 and rows["te"]["status"] != "timed"
@@ -92,14 +104,14 @@ def test_lora_on_a_frozen_base(tmp_path: Path) -> None:
     assert case.flops == 4 * (linears + 64 * 256) * 64 + 6 * adapters * 64 + case.attention_flops
 
 
-def test_whole_steps(tmp_path: Path) -> None:
+def test_whole_steps(bench: Bench, tmp_path: Path) -> None:
     pytest.importorskip("torchao")
     options = "--preset tiny --layers 1 --tokens 64 --seq 32 --no-compile --rounds 2 --steps 1 --warmup 1"
     recipe = "delayed+fp8-activations+in-backward+offload-optimizer,delayed+offload-master"
     more = ("--against", "bf16-eager,octavo-bf16", "--recipe", recipe, "--optimizer", "adamw4bit")
-    run = bench(tmp_path, *options.split(), *more)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "forward + backward + optimiser" in run.stdout
+    code, output, error = bench(*options.split(), *more)
+    assert code == 0, output + error
+    assert "forward + backward + optimiser" in output
     rows = {row["name"]: row for row in read(tmp_path, "*-cpu-tiny-1l-64t-optimizer.json")["rows"]}
     assert list(rows) == [
         "bf16-eager",
@@ -115,35 +127,35 @@ def test_whole_steps(tmp_path: Path) -> None:
             assert row["figures"]["speedup_octavo-bf16"] == pytest.approx(own / row["figures"]["step_s"])
 
 
-def test_bdh_under_the_autocast(tmp_path: Path) -> None:
+def test_bdh_under_the_autocast(bench: Bench, tmp_path: Path) -> None:
     shape = ("--preset", "bdh-tiny", "--layers", "1", "--seq", "32", "--tokens", "64")
-    run = bench(tmp_path, *shape, "--no-compile", *SHORT)
-    assert run.returncode == 0, run.stderr
+    code, _, error = bench(*shape, "--no-compile", *SHORT)
+    assert code == 0, error
     rows = {row["name"]: row for row in read(tmp_path)["rows"]}
     assert rows["bf16-eager"]["status"] == rows["octavo delayed"]["status"] == "timed"
     assert rows["octavo delayed"]["check"]["failure"] == ""
     assert rows["torchao"]["status"] == "not run"
 
 
-def test_a_configuration_file_leaves_no_folder_in_the_result(tmp_path: Path) -> None:
+def test_a_configuration_file_leaves_no_folder_in_the_result(bench: Bench, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     config = tmp_path / "small.json"
     config.write_text(json.dumps(CONFIG))
     arguments = ("--config", str(config), "--layers", "1", "--tokens", "32", "--seq", "16", "--no-compile")
-    run = bench(tmp_path, *arguments, "--against", "bf16-eager", *SHORT)
-    assert run.returncode == 0, run.stderr
+    code, _, error = bench(*arguments, "--against", "bf16-eager", *SHORT)
+    assert code == 0, error
     text = next((tmp_path / "benchmarks/results").glob("*-cpu-small-1l-32t.json")).read_text()
     assert str(tmp_path) not in text and "/somewhere" not in text and os.uname().nodename not in text
     assert "--config small.json" in text
 
 
-def test_gemm_and_kernels(tmp_path: Path) -> None:
+def test_gemm_and_kernels(bench: Bench, tmp_path: Path) -> None:
     shape = ("--preset", "tiny", "--tokens", "32", "--seq", "16", "--device", "cpu")
-    assert bench(tmp_path, *shape, "--gemm").returncode == 0
+    assert bench(*shape, "--gemm")[0] == 0
     rows = read(tmp_path, "*-gemm.json")["rows"]
     assert len(rows) == 5 * 3 * 5 and all(row["status"] == "timed" and row["tflops"] > 0 for row in rows)
 
-    assert bench(tmp_path, *shape, "--kernels").returncode == 0
+    assert bench(*shape, "--kernels")[0] == 0
     rows = read(tmp_path, "*-kernels.json")["rows"]
     assert len(rows) == 5 * (3 * 3 + 2) and all(row["status"] == "timed" for row in rows)
     row = next(row for row in rows if row["name"] == "current x both")
@@ -223,7 +235,7 @@ def test_a_bad_request_is_one_line_and_exit_code_2(
 
 def test_ctrl_c_leaves_no_worker(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    command = [str(OCTAVO), "bench", "--preset", "tiny", "--no-compile", "--against", "bf16-eager", "--device", "cpu"]
+    command = [str(OCTAVO), "bench", "--preset", "tiny", "--no-compile", "--against", "bf16-eager", *SHORT[2:]]
     process = subprocess.Popen(
         [*command, "--rounds", "10000"],
         cwd=tmp_path,
