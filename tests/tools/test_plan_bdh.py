@@ -86,7 +86,7 @@ def test_the_command(invoke: Invoke) -> None:
     assert "FP8 fused, adamw4bit" in output and "octavo train --size tiny --precision fp8 --optimizer adamw" in output
     plan = json.loads(Path("plan.json").read_text())
     assert [option["longest_sequence"] for option in plan["options"]] == [None] * 8
-    assert "BF16 autocast" in invoke("plan", "bdh-tiny", "--gpu", "a100")[1]
+    assert "BF16 autocast" in invoke("plan", "bdh-tiny", "--batch", "8", "--seq", "128", "--gpu", "a100")[1]
 
 
 def test_advised_code_of_the_fused_layers(monkeypatch: pytest.MonkeyPatch) -> None:
