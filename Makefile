@@ -25,9 +25,9 @@ lint: $(VENV)/.dev
 types: $(VENV)/.dev
 	$(BIN)/mypy
 
-# The longest tests come first, so that no core waits for them at the end.
+# A core that is done takes from the other, so that none waits at the end.
 pytest: $(VENV)/.dev
-	$(BIN)/pytest -n 2 tests/models tests --ignore=tests/hf $(ARGS)
+	$(BIN)/pytest -n 2 --dist worksteal tests --ignore=tests/hf $(ARGS)
 
 # Everything that meets Hugging Face's libraries, with the oldest transformers; with the newest, all but the decoders'
 # numerics.
