@@ -46,6 +46,12 @@ class Product:
     emulate: bool = False  # by the specification even where there are kernels
     fast_forward: bool = True  # tensor cores may keep about 14 bits of a running sum
     fast_backward: bool = False
+    in_fp8: bool = True  # else, beside a frozen weight, in `out_dtype`, by what that weight dequantises to
+
+    @property
+    def frozen_recipes(self) -> tuple[str, str]:
+        """Of a and of g, as the operators of frozen weights take them: empty where nothing is quantised."""
+        return (self.a.encode(), self.g.encode()) if self.in_fp8 else ("", "")
 
 
 def quantize(x: Tensor, row: Tensor, recipe: OperandRecipe, *, record: bool, layout: str) -> list[Quantized]:
@@ -179,6 +185,16 @@ def _gemm_nt_fake(
 def pack_scale(scale: Tensor) -> Tensor:
     """E8M0 scales leave an operator as bytes: Inductor in torch 2.11 does not know that dtype."""
     return scale.view(torch.uint8) if scale.dtype == E8M0_DTYPE else scale
+
+
+def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x.to(dtype)`, which takes its time to find that there is nothing to do."""
+    return x if x.dtype == dtype else x.to(dtype)
+
+
+def is_wide(x: Quantized) -> bool:
+    """Whether it is in high precision after all, with an empty scale."""
+    return x.data.element_size() > 1
 
 
 def unpack_scale(scale: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from octavo.numerics import Quantized
-from octavo.ops import unpack_scale
+from octavo.ops import as_dtype, is_wide, unpack_scale
 from octavo.ops_frozen import dequantize
 from octavo.support import has_fp8_tensor_cores
 
@@ -37,11 +37,6 @@ def _places(text: str) -> tuple[Adapter, ...]:
 @cache
 def _spans(places: tuple[Adapter, ...]) -> tuple[tuple[int, int, float], ...]:
     return tuple((place.first, place.last - place.first, place.scaling) for place in places)
-
-
-def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x.to(dtype)`, which takes its time to find that there is nothing to do."""
-    return x if x.dtype == dtype else x.to(dtype)
 
 
 @dataclass(frozen=True)
@@ -208,7 +203,7 @@ class Gradients:
         """From x in FP8, or in high precision with an empty scale; of as many tokens as u, or of more for padding."""
         # dA += uᵀ · x
         rows, dtype = u.shape[0], self._like.dtype
-        if x.data.element_size() > 1:
+        if is_wide(x):
             wide = as_dtype(x.data, dtype)
         else:
             scale = unpack_scale(x.scale)

@@ -9,6 +9,9 @@ longer than the operator. What becomes of the weight's scales depends on what th
                quantised, and the weight goes without
 
     y_MN  = xq_MK · wq_NKᵀ                  dx_MK = (g · s)q_MN · wq_KNᵀ
+
+Without a recipe (an empty string) products are in high precision: x and g are taken as they are, and the scratch buffer
+has the weight dequantised. What stands for a quantised tensor is then the tensor itself, with an empty scale.
 """
 
 from collections.abc import Sequence
@@ -21,7 +24,8 @@ from torch import Tensor
 from octavo.kernels.ranges import ranged
 from octavo.numerics import OperandRecipe, Quantized
 from octavo.numerics.gemm import constant_along_k
-from octavo.ops import Product, multiply, quantize_directly
+from octavo.numerics.quantize import BLOCK
+from octavo.ops import Product, as_dtype, is_wide, multiply, quantize_directly
 from octavo.ops_linear import padded
 from octavo.ops_weights import joined, transpose_bytes
 from octavo.support import has_fp8_tensor_cores
@@ -35,28 +39,14 @@ _LIBRARY.define(
     "frozen_linear_backward(Tensor g, Tensor(a!) row_g, Tensor[] weights, Tensor[] scales, str recipe_g, "
     "ScalarType dtype, bool fast, bool emulate) -> Tensor"
 )
-_LIBRARY.define("dequantized_linear(Tensor x, Tensor data, Tensor scale, Tensor? bias) -> Tensor")
-_LIBRARY.define("dequantized_linear_backward(Tensor g, Tensor data, Tensor scale) -> Tensor")
-
-
-def dequantized_linear(x: Tensor, weight: Quantized, bias: Tensor | None) -> Tensor:
-    """`x[M, K] · w[N, K]ᵀ + bias` in the dtype of x, by the dequantised weight.
-
-    Each an operator of its own: `torch.compile` would keep a weight that both compute for the other.
-    """
-    return torch.ops.octavo.dequantized_linear(x, *weight, bias)
-
-
-def dequantized_linear_backward(g: Tensor, weight: Quantized) -> Tensor:
-    """`g[M, N] · w[N, K]`."""
-    return torch.ops.octavo.dequantized_linear_backward(g, *weight)
 
 
 def frozen_linear(x: Tensor, weights: Sequence[Quantized], bias: Tensor | None, row_x: Tensor, how: Product) -> Tensor:
     """`x[M, K] · w[N, K]ᵀ + bias` for `w` the weights side by side."""
     return torch.ops.octavo.frozen_linear(
-        x, row_x, *lists(weights), bias, how.a.encode(), how.record, how.out_dtype, how.fast_forward, how.emulate
-    )
+        x, row_x, *lists(weights), bias, how.frozen_recipes[0], how.record, how.out_dtype, how.fast_forward,
+        how.emulate,
+    )  # fmt: skip
 
 
 def frozen_linear_backward(
@@ -64,7 +54,7 @@ def frozen_linear_backward(
 ) -> Tensor:
     """`g[M, N] · w[N, K]` in `dtype`."""
     return torch.ops.octavo.frozen_linear_backward(
-        g, row_g, *lists(weights), how.g.encode(), dtype, how.fast_backward, how.emulate
+        g, row_g, *lists(weights), how.frozen_recipes[1], dtype, how.fast_backward, how.emulate
     )
 
 
@@ -87,31 +77,78 @@ def dequantize(x: Quantized, dtype: torch.dtype) -> Tensor:
     return x.dequantize(dtype)
 
 
+def as_operand(x: Tensor, row: Tensor, recipe: str, record: bool, dtype: torch.dtype) -> Quantized:
+    """x as products by a frozen weight take it: rows in FP8, or itself in `dtype`."""
+    if not recipe:
+        return Quantized(as_dtype(x, dtype), x.new_empty(0))
+    return quantize_directly(x, row, OperandRecipe.decode(recipe), record, "rows")[0]
+
+
+def side_by_side(weights: Sequence[Tensor], scales: Sequence[Tensor], recipe: str, dtype: torch.dtype) -> Quantized:
+    """Weights as one, as products take it: in FP8, or dequantised to `dtype`."""
+    one = len(weights) == 1
+    if recipe or one or can_join([Quantized(*part) for part in zip(weights, scales, strict=True)]):
+        joint = Quantized(weights[0], scales[0]) if one else Quantized(joined(weights), joined(scales))
+        return joint if recipe else Quantized(dequantize(joint, dtype), scales[0].new_empty(0))
+    parts = [dequantize(Quantized(*part), dtype) for part in zip(weights, scales, strict=True)]
+    return Quantized(torch.cat(parts), scales[0].new_empty(0))
+
+
+def can_join(weights: Sequence[Quantized]) -> bool:
+    """Whether their scales one below the other are those of the weights one below the other."""
+    if any(w.scale.dim() == 0 for w in weights):
+        return False
+    return all(constant_along_k(w) for w in weights) or all(w.data.shape[0] % BLOCK == 0 for w in weights[:-1])
+
+
+def times(
+    x: Quantized, w: Quantized, bias: Tensor | None, dtype: torch.dtype, fast: bool, emulate: bool,
+    out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """`x[M, K] · w[N, K]ᵀ + bias`, of what the two functions above gave; into `out`, if there is one."""
+    if not is_wide(w):
+        return multiply(x, w, bias, dtype, [], fast, emulate, out=out)
+    if bias is None:
+        return torch.mm(x.data, w.data.t(), out=out)
+    return torch.addmm(as_dtype(bias, dtype), x.data, w.data.t(), out=out)
+
+
 @dataclass(frozen=True)
 class Turned:
-    """A weight transposed for dgrad, and what g has to be multiplied by in turn, if anything: scales per row."""
+    """A weight as dgrad takes it, and what g has to be multiplied by in turn, if anything: scales per row.
+
+    In FP8 it is transposed; in high precision, products take it either way.
+    """
 
     weight: Quantized
     factor: Tensor | None
 
     def dgrad(
-        self, g: Tensor, row_g: Tensor, recipe: OperandRecipe, dtype: torch.dtype, fast: bool, emulate: bool,
+        self, g: Tensor, row_g: Tensor, recipe: str, dtype: torch.dtype, fast: bool, emulate: bool,
         *, folded: bool = False, out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """`g[M, N] · w[N, K]`, not as an operator; into `out` if there is one, of whole tiles.
 
         `folded`: g has been multiplied by the factor before.
         """
+        if is_wide(self.weight):
+            if out is not None and out.dtype == g.dtype:
+                return torch.mm(g, self.weight.data, out=out)
+            dx = as_dtype(torch.mm(g, self.weight.data), dtype)
+            return dx if out is None else out.copy_(dx)
         wide = padded(g, emulate)
         if self.factor is None or folded:
-            g_q = quantize_directly(wide, row_g, recipe, True, "rows")[0]
+            g_q = as_operand(wide, row_g, recipe, True, dtype)
         else:
-            g_q = _quantize_folded(wide, self.factor, row_g, recipe)
+            g_q = _quantize_folded(wide, self.factor, row_g, OperandRecipe.decode(recipe))
         # dx = g · w
         return multiply(g_q, self.weight, None, dtype, [], fast, emulate, out=out)[: g.shape[0]]
 
 
 def turn(weight: Quantized) -> Turned:
+    """What `side_by_side` gave."""
+    if is_wide(weight):
+        return Turned(weight, None)
     data, scale = transpose_bytes(weight.data), weight.scale
     if scale.dim() and constant_along_k(weight):
         return Turned(Quantized(data, _ones(data.shape[0], scale.device)), scale.view(-1))
@@ -121,13 +158,6 @@ def turn(weight: Quantized) -> Turned:
 @cache
 def _ones(rows: int, device: torch.device) -> Tensor:
     return torch.ones(rows, 1, dtype=torch.float32, device=device)
-
-
-def dgrad(
-    g: Tensor, row_g: Tensor, weight: Quantized, recipe: OperandRecipe, dtype: torch.dtype, fast: bool, emulate: bool
-) -> Tensor:
-    """`g[M, N] · w[N, K]`, not as an operator."""
-    return turn(weight).dgrad(g, row_g, recipe, dtype, fast, emulate)
 
 
 def _quantize_folded(g: Tensor, factor: Tensor, row: Tensor, recipe: OperandRecipe) -> Quantized:
@@ -144,18 +174,18 @@ def _frozen_linear(
     x: Tensor, row_x: Tensor, weights: list[Tensor], scales: list[Tensor], bias: Tensor | None, recipe_x: str,
     record: bool, dtype: torch.dtype, fast: bool, emulate: bool,
 ) -> Tensor:  # fmt: skip
-    x_q = quantize_directly(padded(x, emulate), row_x, OperandRecipe.decode(recipe_x), record, "rows")[0]
+    x_q = as_operand(padded(x, emulate or not recipe_x), row_x, recipe_x, record, dtype)
     # y = x · wᵀ
-    w = Quantized(joined(weights), joined(scales))
-    return first_rows(multiply(x_q, w, bias, dtype, [], fast, emulate), x.shape[0])
+    w = side_by_side(weights, scales, recipe_x, dtype)
+    return first_rows(times(x_q, w, bias, dtype, fast, emulate), x.shape[0])
 
 
 def _frozen_linear_backward(
     g: Tensor, row_g: Tensor, weights: list[Tensor], scales: list[Tensor], recipe_g: str, dtype: torch.dtype,
     fast: bool, emulate: bool,
 ) -> Tensor:  # fmt: skip
-    weight = Quantized(joined(weights), joined(scales))
-    return dgrad(g, row_g, weight, OperandRecipe.decode(recipe_g), dtype, fast, emulate)
+    turned = turn(side_by_side(weights, scales, recipe_g, g.dtype))
+    return turned.dgrad(g, row_g, recipe_g, dtype, fast, emulate)
 
 
 def _frozen_linear_fake(
@@ -172,25 +202,7 @@ def _frozen_linear_backward_fake(
     return g.new_empty([g.shape[0], weights[0].shape[1]], dtype=dtype)
 
 
-def _dequantized_linear(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.nn.functional.linear(x, dequantize(Quantized(data, scale), x.dtype), bias)
-
-
-def _dequantized_linear_backward(g: Tensor, data: Tensor, scale: Tensor) -> Tensor:
-    return g @ dequantize(Quantized(data, scale), g.dtype)
-
-
-def _dequantized_linear_fake(x: Tensor, data: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    return x.new_empty([x.shape[0], data.shape[0]])
-
-
-def _dequantized_linear_backward_fake(g: Tensor, data: Tensor, scale: Tensor) -> Tensor:
-    return g.new_empty([g.shape[0], data.shape[1]])
-
-
 for _name, _implementation, _fake in (
-    ("dequantized_linear", _dequantized_linear, _dequantized_linear_fake),
-    ("dequantized_linear_backward", _dequantized_linear_backward, _dequantized_linear_backward_fake),
     ("frozen_linear", _frozen_linear, _frozen_linear_fake),
     ("frozen_linear_backward", _frozen_linear_backward, _frozen_linear_backward_fake),
 ):

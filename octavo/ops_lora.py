@@ -14,11 +14,10 @@ from torch import Tensor
 
 from octavo.kernels.ranges import ranged
 from octavo.numerics import OperandRecipe, Quantized
-from octavo.ops import Product, fake_quantize, multiply, pack_scale, quantize_directly
+from octavo.ops import Product, fake_quantize, pack_scale
 from octavo.ops_adapters import Adapters, Gradients, add_to, add_to_input, narrowed
-from octavo.ops_frozen import dgrad, first_rows, lists
+from octavo.ops_frozen import as_operand, first_rows, lists, side_by_side, times, turn
 from octavo.ops_linear import empty, fake_padded, padded
-from octavo.ops_weights import joined
 
 _LIBRARY = torch.library.Library("octavo", "FRAGMENT")
 _LIBRARY.define(
@@ -37,10 +36,10 @@ def lora_linear(
     x: Tensor, weights: Sequence[Quantized], bias: Tensor | None, row_x: Tensor, adapters: Adapters, how: Product,
     *, keep: bool, residual: Tensor | None = None,
 ) -> tuple[Tensor, Quantized, Tensor]:  # fmt: skip
-    """y of `x[M, K]`, plus `residual`; x as rows in FP8 if it is to be kept; `x · Aᵀ` of all adapters."""
+    """y of `x[M, K]`, plus `residual`; x as rows in FP8 if it is to be kept so; `x · Aᵀ` of all adapters."""
     y, data, scale, t = torch.ops.octavo.lora_linear(
-        x, row_x, *lists(weights), bias, residual, *adapters.given, how.a.encode(), how.record, keep, how.out_dtype,
-        how.fast_forward, how.emulate,
+        x, row_x, *lists(weights), bias, residual, *adapters.given, how.frozen_recipes[0], how.record, keep,
+        how.out_dtype, how.fast_forward, how.emulate,
     )  # fmt: skip
     return y, Quantized(data, scale), t
 
@@ -54,7 +53,7 @@ def lora_linear_backward(
     x: what was kept, or in high precision with an empty scale. `needs`: of x, of any A, of any B.
     """
     return torch.ops.octavo.lora_linear_backward(
-        g, row_g, *x, t, *lists(weights), *adapters.given, how.g.encode(), list(needs), dtype, how.fast_backward,
+        g, row_g, *x, t, *lists(weights), *adapters.given, how.frozen_recipes[1], list(needs), dtype, how.fast_backward,
         how.emulate,
     )  # fmt: skip
 
@@ -65,9 +64,9 @@ def _lora_linear(
     keep: bool, dtype: torch.dtype, fast: bool, emulate: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     low = Adapters.decode(downs, ups, adapters)
-    x_q = quantize_directly(padded(x, emulate), row_x, OperandRecipe.decode(recipe_x), record, "rows")[0]
+    x_q = as_operand(padded(x, emulate or not recipe_x), row_x, recipe_x, record, dtype)
     # y = x · wᵀ
-    y = multiply(x_q, Quantized(joined(weights), joined(scales)), bias, dtype, [], fast, emulate)
+    y = times(x_q, side_by_side(weights, scales, recipe_x, dtype), bias, dtype, fast, emulate)
     y = first_rows(y, x.shape[0])
     t = narrowed(x, low, dtype)
     add_to(y, t, low, residual)
@@ -87,8 +86,8 @@ def _lora_linear_backward(
     if needs_a:
         gradients.add_a(u, Quantized(x, x_scale))
     if needs_x:
-        weight = Quantized(joined(weights), joined(scales))
-        dx = dgrad(g, row_g, weight, OperandRecipe.decode(recipe_g), dtype, fast, emulate)
+        turned = turn(side_by_side(weights, scales, recipe_g, g.dtype))
+        dx = turned.dgrad(g, row_g, recipe_g, dtype, fast, emulate)
         if downs:
             add_to_input(dx, u, low.down(dtype))
     else:

@@ -7,14 +7,13 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.ranges import ranged
-from octavo.numerics import OperandRecipe, Quantized
+from octavo.numerics import Quantized
 from octavo.numerics import activation as spec
-from octavo.ops import Product, multiply, pack_scale, quantize_directly
-from octavo.ops_adapters import Adapters, Gradients, add_to, add_to_input, as_dtype, narrowed
-from octavo.ops_frozen import first_rows, lists, turn
+from octavo.ops import Product, as_dtype, pack_scale
+from octavo.ops_adapters import Adapters, Gradients, add_to, add_to_input, narrowed
+from octavo.ops_frozen import as_operand, first_rows, lists, side_by_side, times, turn
 from octavo.ops_linear import empty, fake_padded, new_kept, padded
 from octavo.ops_lora import fake_gradients, fake_kept, fake_narrowed
-from octavo.ops_weights import joined
 from octavo.support import has_fp8_tensor_cores
 
 PART = 2**27  # elements of gate and up, or of their gradient, that are there at a time: 4,096 tokens of an 8B
@@ -46,7 +45,7 @@ def lora_mlp(
     `rows`: of x and of h. `weights`: gate and up. `last`: the adapters of down.
     """
     return torch.ops.octavo.lora_mlp(
-        x, residual, *rows, *lists(weights), *down, *adapters.given, *last.given, how.a.encode(), activation,
+        x, residual, *rows, *lists(weights), *down, *adapters.given, *last.given, how.frozen_recipes[0], activation,
         how.record, keep, keep_x, how.out_dtype, how.fast_forward, how.emulate,
     )  # fmt: skip
 
@@ -61,7 +60,7 @@ def lora_mlp_backward(
     and up, of A and B of down.
     """
     return torch.ops.octavo.lora_mlp_backward(
-        g, *rows, *saved, *lists(weights), *down, *adapters.given, *last.given, how.g.encode(), activation,
+        g, *rows, *saved, *lists(weights), *down, *adapters.given, *last.given, how.frozen_recipes[1], activation,
         list(needs), dtype, how.fast_backward, how.emulate,
     )  # fmt: skip
 
@@ -73,31 +72,32 @@ def _lora_mlp(
     keep_x: bool, dtype: torch.dtype, fast: bool, emulate: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     low, low_last = Adapters.decode(downs, ups, adapters), Adapters.decode(last_downs, last_ups, last_adapters)
-    recipe = OperandRecipe.decode(recipe_x)
-    tokens, x = x.shape[0], padded(x, emulate)
-    residual = None if residual is None else padded(residual, emulate)
+    as_it_is = emulate or not recipe_x
+    tokens, x = x.shape[0], padded(x, as_it_is)
+    residual = None if residual is None else padded(residual, as_it_is)
     rows, both = x.shape[0], sum(w.shape[0] for w in weights)
-    x_q = quantize_directly(x, row_x, recipe, record, "rows")[0]
+    x_q = as_operand(x, row_x, recipe_x, record, dtype)
     t = narrowed(x, low, dtype)
     t_last = x.new_empty([rows, sum(low_last.ranks)] if last_downs else [0], dtype=dtype)
     y = x.new_empty([rows, down.shape[0]], dtype=dtype)
     kept = Quantized(*new_kept(x, rows, both)) if keep else None
-    w = Quantized(joined(weights), joined(scales))
+    w = side_by_side(weights, scales, recipe_x, dtype)
+    w_down = side_by_side([down], [down_scale], recipe_x, dtype)
     a_last = low_last.down(dtype) if last_downs else None
     for part in _parts(rows, both):
         # gu = x · [w_gate; w_up]ᵀ
         x_m = Quantized(x_q.data[part], _rows_of(x_q.scale, part))
-        gate_up = multiply(x_m, w, None, dtype, [], fast, emulate)
+        gate_up = times(x_m, w, None, dtype, fast, emulate)
         into = None if kept is None else Quantized(kept.data[part], kept.scale[part])
         h = _gated(gate_up, t[part], low, activation, into, emulate)
         del gate_up
         if a_last is not None:
             # t = h · Aᵀ
             torch.mm(h, a_last.t(), out=t_last[part])
-        h_q = quantize_directly(h, row_h, recipe, record, "rows")[0]
+        h_q = as_operand(h, row_h, recipe_x, record, dtype)
         del h
         # y = h · w_downᵀ
-        multiply(h_q, Quantized(down, down_scale), None, dtype, [], fast, emulate, out=y[part])
+        times(h_q, w_down, None, dtype, fast, emulate, out=y[part])
         add_to(y[part], t_last[part], low_last, None if residual is None else residual[part])
         del h_q
     kept_x = (x_q.data, pack_scale(x_q.scale)) if keep_x else empty(x, 2)
@@ -116,7 +116,7 @@ def _parts(rows: int, width: int) -> list[slice]:
 
 
 def _rows_of(scale: Tensor, part: slice) -> Tensor:
-    return scale[part] if scale.dim() else scale
+    return scale[part] if scale.dim() and scale.numel() else scale
 
 
 def _gated(gate_up: Tensor, t: Tensor, low: Adapters, activation: str, into: Quantized | None, emulate: bool) -> Tensor:
@@ -179,9 +179,9 @@ def _lora_mlp_backward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     low, low_last = Adapters.decode(downs, ups, adapters), Adapters.decode(last_downs, last_ups, last_adapters)
     needs_x, needs_a, needs_b, needs_last_a, needs_last_b = needs
-    recipe = OperandRecipe.decode(recipe_g)
-    tokens, g = g.shape[0], padded(g, emulate)
-    turned_down, turned = turn(Quantized(down, down_scale)), turn(Quantized(joined(weights), joined(scales)))
+    tokens, g = g.shape[0], padded(g, emulate or not recipe_g)
+    turned_down = turn(side_by_side([down], [down_scale], recipe_g, g.dtype))
+    turned = turn(side_by_side(weights, scales, recipe_g, g.dtype))
     dx = g.new_empty([g.shape[0], weights[0].shape[1]], dtype=dtype) if needs_x else g.new_empty(0)
     last = Gradients(low_last, g, needs_a=needs_last_a, needs_b=needs_last_b)
     first = Gradients(low, g, needs_a=needs_a, needs_b=needs_b, factor=turned.factor)
@@ -190,7 +190,7 @@ def _lora_mlp_backward(
     for part in _parts(g.shape[0], sum(w.shape[0] for w in weights)):
         u_last = last.widen(g[part], t_last[part])
         # dh = g · w_down + u · A
-        dh = turned_down.dgrad(g[part], row_g, recipe, g.dtype, fast, emulate)
+        dh = turned_down.dgrad(g[part], row_g, recipe_g, g.dtype, fast, emulate)
         gradient = _gated_backward(
             dh, Quantized(kept[part], kept_scale[part]), u_last, a_last, activation, turned.factor, needs_last_a,
             emulate,
@@ -203,7 +203,7 @@ def _lora_mlp_backward(
             first.add_a(u, Quantized(x[part], _rows_of(x_scale, part)))
         if needs_x:
             # dx = dgu · [w_gate; w_up] + u · A
-            turned.dgrad(gradient, row_dgate_up, recipe, dtype, fast, emulate, folded=True, out=dx[part])
+            turned.dgrad(gradient, row_dgate_up, recipe_g, dtype, fast, emulate, folded=True, out=dx[part])
             if a is not None:
                 add_to_input(dx[part], u, a)
         del gradient
@@ -217,7 +217,7 @@ def _lora_mlp_fake(
     keep_x: bool, dtype: torch.dtype, fast: bool, emulate: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     y = x.new_empty([x.shape[0], down.shape[0]], dtype=dtype)
-    rows, both = fake_padded(x, emulate).shape[0], sum(w.shape[0] for w in weights)
+    rows, both = fake_padded(x, emulate or not recipe_x).shape[0], sum(w.shape[0] for w in weights)
     kept = new_kept(x, rows, both)
     narrowed = [fake_narrowed(x, matrices, rows, dtype) for matrices in (downs, last_downs)]
     return y, *fake_kept(x, recipe_x, keep_x, emulate), *(kept if keep else empty(x, 2)), *narrowed

@@ -55,11 +55,11 @@ def why_no_mlp(gate: Any, up: Any, down: Any) -> str:
     bases = [base_of(member) for member in (gate, up, down)]
     if not all(isinstance(base, FP8FrozenLinear) for base in bases):
         return "not all of it is in FP8"
-    if not all(base.in_fp8 for base in bases):
-        return "its products are not all in FP8"
+    if len({base.in_fp8 for base in bases}) > 1:
+        return "only some of its products are in FP8"
     if any(base.bias is not None for base in bases):
         return "its linears have biases"
-    if bases[2].granularity != bases[0].granularity or bases[2].recipe != bases[0].recipe:
+    if bases[0].in_fp8 and (bases[2].granularity != bases[0].granularity or bases[2].recipe != bases[0].recipe):
         return "down is quantised differently"
     return why_no_group(bases[:2])
 

@@ -87,7 +87,7 @@ class FP8LoraLinear(peft_layer.Linear):
     def fusible(self, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> list[str] | None:
         """The adapters to compute with the base in one function; None if PEFT's own way is called for."""
         names = [name for name in self.active_adapters if name in self.lora_A]
-        if is_hooked(self.base_layer) or self.base_layer.weight.is_meta or not self.base_layer.in_fp8:
+        if is_hooked(self.base_layer) or self.base_layer.weight.is_meta:
             return None
         plain = not args and not any((kwargs or {}).values()) and not self.disable_adapters and not self.merged
         dropped = self.training and any(isinstance(self.lora_dropout[name], nn.Dropout) for name in names)

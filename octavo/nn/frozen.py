@@ -197,10 +197,7 @@ class FP8FrozenLinear(LinearInFP8):
         if input.numel() == 0:
             return nn.functional.linear(input, self.dequantize(input.dtype), self.bias)
         x = input.reshape(-1, self.in_features)
-        if self.in_fp8:
-            y = _FrozenLinear.apply(x, self.bias, self.product(input), self.row_x, self.row_g, *self.quantized)
-        else:
-            y = _DequantizedLinear.apply(x, self.bias, self.product(input).out_dtype, *self.quantized)
+        y = _FrozenLinear.apply(x, self.bias, self.product(input), self.row_x, self.row_g, *self.quantized)
         return y.reshape(*input.shape[:-1], self.out_features)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -256,25 +253,6 @@ def activation_config(granularity: str) -> FP8TrainingConfig:
 def quantize_weight(weight: Tensor, granularity: str, format: str = "E4M3") -> Quantized:
     """A weight `[N, K]` with one scale per tensor, per row, or per 128×128 block."""
     return quantize(weight.detach(), format=format, granularity=granularity, block=(BLOCK, BLOCK))
-
-
-class _DequantizedLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, dtype: torch.dtype, data: Tensor, scale: Tensor) -> Tensor:
-        ctx.weight, ctx.dtype = Quantized(data, scale), dtype  # dequantised anew in backward, not kept
-        ctx.like = (x.dtype, bias.dtype if bias is not None else None)
-        return ops_frozen.dequantized_linear(x.to(dtype), ctx.weight, None if bias is None else bias.to(dtype))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        x_dtype, bias_dtype = ctx.like
-        dx = dbias = None
-        if ctx.needs_input_grad[0]:
-            dx = ops_frozen.dequantized_linear_backward(g.to(ctx.dtype), ctx.weight).to(x_dtype)
-        if ctx.needs_input_grad[1]:
-            dbias = _bias_gradient(g, bias_dtype)
-        return dx, dbias, None, None, None
 
 
 class _FrozenLinear(torch.autograd.Function):

@@ -44,6 +44,7 @@ class LinearInFP8(nn.Linear):
             emulate=self.config.emulate is True,
             fast_forward=self.config.fast_accumulation != "none",
             fast_backward=self.config.fast_accumulation == "all",
+            in_fp8=self.in_fp8,
         )
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:

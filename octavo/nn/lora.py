@@ -7,6 +7,9 @@ Shapes: M tokens, K inputs, N outputs, R the rank of an adapter, ΣR of all of t
                                                        dBᵢ = sᵢ · gᵢᵀ · tᵢ             dA = uᵀ · xq
     kept       xq_MK in FP8 and t_MΣR, which is narrow; x itself only where something else keeps it anyway
 
+Where products are in high precision (`Product.in_fp8`), w is what wq dequantises to, x and g are taken as they are, and
+x is kept.
+
 With a norm before it, x = norm(h), and h need not be kept: xq serves the norm's backward, too (`numerics/norm.py`).
 
 Each adapter has a part of the outputs: q, k and v are one weight with three adapters, whose down-projections read x
@@ -24,7 +27,7 @@ from octavo import ops_lora
 from octavo.nn.norm import back_through, normed, parts_of
 from octavo.numerics.norm import Norm
 from octavo.numerics.quantize import Quantized
-from octavo.ops import Product
+from octavo.ops import Product, as_dtype
 from octavo.ops_adapters import Adapter, Adapters
 
 __all__ = ["Adapter", "Adapters", "frozen_lora"]
@@ -51,9 +54,10 @@ def frozen_lora(
     keep = torch.is_grad_enabled() and needed
     count = len(weights), len(adapters.places)
     flat = None if residual is None else residual.reshape(-1, residual.shape[-1])
+    as_it_is = not product.in_fp8 or (x_is_kept and norm is None)
     y = _FrozenLora.apply(
         x.reshape(-1, x.shape[-1]), bias, flat, *parts_of(norm), product, adapters.places,
-        (keep, x_is_kept and norm is None), *rows, count, *(part for weight in weights for part in weight),
+        (keep, as_it_is), *rows, count, *(part for weight in weights for part in weight),
         *adapters.downs, *adapters.ups,
     )  # fmt: skip
     return y.reshape(*x.shape[:-1], y.shape[-1])
@@ -77,15 +81,17 @@ class _FrozenLora(torch.autograd.Function):
         *tensors: Tensor,
     ) -> Tensor:
         weights, adapters = _sort(tensors, *count, places)
-        keep_x, x_is_kept = keep
+        keep_x, as_it_is = keep
+        x_dtype = x.dtype
         x, inverse = normed(x, norm_weight, norm_eps)
+        x = x if product.in_fp8 else as_dtype(x, product.out_dtype)
         y, x_q, t = ops_lora.lora_linear(
-            x, weights, bias, row_x, adapters, product, keep=keep_x and not x_is_kept, residual=residual
+            x, weights, bias, row_x, adapters, product, keep=keep_x and not as_it_is, residual=residual
         )
-        kept = (x, x_q.scale) if keep_x and x_is_kept else x_q
+        kept = (x, x_q.scale) if keep_x and as_it_is else x_q
         ctx.save_for_backward(*kept, t, inverse, norm_weight, *adapters.downs, *adapters.ups)
         ctx.weights, ctx.row_g, ctx.product, ctx.places, ctx.eps = weights, row_g, product, places, norm_eps
-        ctx.like = (x.dtype, bias.dtype if bias is not None else None)
+        ctx.like = (x_dtype, bias.dtype if bias is not None else None)
         return y
 
     @staticmethod

@@ -6,7 +6,9 @@ Shapes: M tokens, K width, F hidden; s, A and B of each adapter as in `lora.py`.
     backward   gq_MK → dh_MF = gq · w_down → one kernel: adapters, h again, dgu_M2F → dguq → dx = dguq · [w_gate; w_up]
     kept       xq_MK and guq_M2F in FP8 (1×128, whatever the weights have scales for), and what is narrow
 
-Forward computes h from gate and up in high precision; only backward sees them rounded.
+Forward computes h from gate and up in high precision; only backward sees them rounded. Where products are in high
+precision (`Product.in_fp8`), weights are dequantised, nothing else is quantised but what is kept of gate and up, and x
+is kept as it is.
 """
 
 from collections.abc import Sequence
@@ -21,6 +23,7 @@ from octavo.nn.mlp import MLP
 from octavo.nn.norm import back_through, normed, parts_of
 from octavo.numerics.norm import Norm
 from octavo.numerics.quantize import Quantized
+from octavo.ops import as_dtype
 from octavo.ops_adapters import Adapter, Adapters
 
 Rows = tuple[Tensor, Tensor]
@@ -74,15 +77,18 @@ class _FrozenMLP(torch.autograd.Function):
     ) -> Tensor:
         weights = [Quantized(*tensors[i : i + 2]) for i in (0, 2)]
         down, matrices = Quantized(*tensors[4:6]), tensors[6:]
-        h = x
+        h, in_fp8 = x, mlp.product.in_fp8
         x, inverse = normed(h, norm_weight, norm_eps)
+        x = x if in_fp8 else as_dtype(x, mlp.product.out_dtype)
         y, *saved = ops_lora_mlp.lora_mlp(
             x, (row_x, row_h), weights, down, *_sort(matrices, places), mlp.product, mlp.activation, keep=keep[0],
-            keep_x=keep[1], residual=h if residual else None,
+            keep_x=keep[1] and in_fp8, residual=h if residual else None,
         )  # fmt: skip
+        if keep[1] and not in_fp8:
+            saved[0] = x
         ctx.save_for_backward(*saved, inverse, norm_weight, *matrices)
         ctx.weights, ctx.down, ctx.rows, ctx.mlp, ctx.places = weights, down, (row_g, row_dgate_up), mlp, places
-        ctx.x_dtype, ctx.eps, ctx.residual = x.dtype, norm_eps, residual
+        ctx.x_dtype, ctx.eps, ctx.residual = h.dtype, norm_eps, residual
         return y
 
     @staticmethod

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from octavo.numerics.norm import Norm, rms_norm, rms_norm_backward, weight_gradient
 from octavo.numerics.quantize import Quantized
-from octavo.ops import unpack_scale
+from octavo.ops import is_wide, unpack_scale
 
 
 def parts_of(norm: Norm | None) -> tuple[Tensor | None, float | None]:
@@ -30,6 +30,9 @@ def back_through(
     if weight is None or eps is None:
         return dx if needs[0] else None, None
     norm = Norm(weight, eps)
-    kept = Quantized(x.data, unpack_scale(x.scale)).dequantize(torch.float32)[: dx.shape[0]]
+    if is_wide(x):
+        kept = x.data.float()
+    else:
+        kept = Quantized(x.data, unpack_scale(x.scale)).dequantize(torch.float32)[: dx.shape[0]]
     dh = rms_norm_backward(dx, kept, norm, inverse) if needs[0] else None
     return dh, weight_gradient(dx, kept, norm) if needs[1] else None

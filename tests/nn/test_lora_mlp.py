@@ -18,12 +18,14 @@ K, F, R = 192, 256, 8
 NONE = Adapters((), (), ())
 
 
-def build(granularity, dtype=torch.bfloat16):
+def build(granularity, dtype=torch.bfloat16, in_fp8=True):
     torch.manual_seed(0)
     shapes = ((K, F), (K, F), (F, K))
     linears = [FP8FrozenLinear.from_linear(nn.Linear(*s, bias=False, dtype=dtype), granularity) for s in shapes]
     if granularity != "tensor":
         put_together(linears[:2])
+    for linear in linears:
+        linear.in_fp8 = in_fp8
     return linears
 
 
@@ -73,8 +75,9 @@ def matrices(*adapters):
 @pytest.mark.parametrize("granularity", ["block", "channel"])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_values_and_every_gradient(granularity, case, activation):
-    linears = build(granularity)
+@pytest.mark.parametrize("in_fp8", [True, False])
+def test_values_and_every_gradient(granularity, case, activation, in_fp8):
+    linears = build(granularity, in_fp8=in_fp8)
     places, places_last = CASES[case]
     adapters, last = adapters_of(places, K), adapters_of(places_last, F)
     x = torch.randn(3, 37, K, dtype=torch.bfloat16, requires_grad=True)
@@ -88,16 +91,18 @@ def test_values_and_every_gradient(granularity, case, activation):
         m.grad = None
     y_ref = reference(linears, adapters, last, x_ref, activation)
     y_ref.backward(g.float())
-    assert cosine(y, y_ref) > 0.998
+    assert cosine(y, y_ref) > (0.998 if in_fp8 else 0.9999)
+    at_least = 0.9975 if in_fp8 else 0.999  # gate and up are kept in FP8, each off by 2.6 %
     for found, exact in zip(mine, [x_ref.grad, *(m.grad for m in matrices(adapters, last))], strict=True):
-        assert found.shape == exact.shape and cosine(found, exact) > 0.9975
+        assert found.shape == exact.shape and cosine(found, exact) > at_least
 
 
 @pytest.mark.parametrize("granularity", ["block", "channel"])
 @pytest.mark.parametrize("case", ["all", "none"])
 @pytest.mark.parametrize("residual", [False, True])
-def test_with_a_norm_before_it(granularity, case, residual):
-    linears = build(granularity)
+@pytest.mark.parametrize("in_fp8", [True, False])
+def test_with_a_norm_before_it(granularity, case, residual, in_fp8):
+    linears = build(granularity, in_fp8=in_fp8)
     adapters, last = adapters_of(CASES[case][0], K), adapters_of(CASES[case][1], F)
     norm = Norm(torch.rand(K, dtype=torch.bfloat16) + 0.5, 1e-5)
     h = torch.randn(3, 37, K, dtype=torch.bfloat16, requires_grad=True)
@@ -112,7 +117,7 @@ def test_with_a_norm_before_it(granularity, case, residual):
     x = nn.functional.rms_norm(h_ref, (K,), norm.weight.float(), norm.eps)
     (reference(linears, adapters, last, x) + (h_ref if residual else 0)).backward(g.float())
     for found, exact in zip(mine, [h_ref.grad, *(m.grad for m in tensors[1:])], strict=True):
-        assert cosine(found, exact) > 0.9975
+        assert cosine(found, exact) > (0.9975 if in_fp8 else 0.999)
 
 
 def test_only_what_is_trained_gets_a_gradient_and_keeps_anything():
@@ -140,8 +145,9 @@ def test_nothing_is_kept_in_high_precision_but_what_is_narrow():
 
 
 @pytest.mark.parametrize("granularity", ["block", "channel"])
-def test_compiled_as_one_graph(granularity):
-    linears = build(granularity)
+@pytest.mark.parametrize("in_fp8", [True, False])
+def test_compiled_as_one_graph(granularity, in_fp8):
+    linears = build(granularity, in_fp8=in_fp8)
     adapters, last = adapters_of(BOTH, K, torch.bfloat16), adapters_of(DOWN, F, torch.bfloat16)
     x = torch.randn(6, K, dtype=torch.bfloat16, requires_grad=True)
     tensors = [x, *matrices(adapters, last)]
@@ -159,8 +165,9 @@ def test_compiled_as_one_graph(granularity):
 
 
 @pytest.mark.parametrize("granularity", ["block", "channel"])
-def test_backward_in_parts(granularity, monkeypatch):
-    linears = build(granularity)
+@pytest.mark.parametrize("in_fp8", [True, False])
+def test_backward_in_parts(granularity, in_fp8, monkeypatch):
+    linears = build(granularity, in_fp8=in_fp8)
     adapters, last = adapters_of(BOTH, K), adapters_of(DOWN, F)
     x = torch.randn(100, K, dtype=torch.bfloat16, requires_grad=True)
     tensors = [x, *matrices(adapters, last)]
