@@ -260,7 +260,7 @@ def bench(
             "--recipe",
             "delayed, current, channel, block, mx: several by commas; +fp8-head, +wgrad-channel, +graphs and "
             "+fp8-activations go with one. "
-            "With LoRA: block, channel, current.",
+            "With LoRA: block, channel, current; +weights-only multiplies in BF16.",
         ),
     ] = None,
     head: Annotated[str, _option("Contenders", "--head", "bf16, fp8 or both (default: bf16).")] = "bf16",

@@ -91,12 +91,15 @@ def test_a_run_on_a_hugging_face_model(tmp_path: Path) -> None:
 
 def test_lora_on_a_frozen_base(bench: Bench, tmp_path: Path) -> None:
     options = "--preset tiny --mode lora --rank 4 --layers 1 --tokens 64 --seq 32 --no-compile --rounds 1 --steps 1"
-    code, output, error = bench(*options.split(), "--warmup", "1", "--against", "bf16-eager,te", "--recipe", "block")
+    more = ("--warmup", "1", "--against", "bf16-eager,te", "--recipe", "block,block+weights-only")
+    code, output, error = bench(*options.split(), *more)
     assert code == 0, output + error
     result = read(tmp_path, "*-cpu-tiny-1l-lora4-64t.json")
     rows = {row["name"]: row for row in result["rows"]}
     assert rows["octavo block"]["check"]["cosine"] > 0.99 and rows["te"]["status"] != "timed"
     assert "MLP with its activation in one function" in rows["octavo block"]["summary"]
+    assert "products in high precision" in rows["octavo block weights-only"]["summary"]
+    assert rows["octavo block weights-only"]["check"]["cosine"] > rows["octavo block"]["check"]["cosine"]
     case = Case.from_dict(result["case"])
     linears = case.matmul_parameters - 64 * 256
     adapters = 4 * (4 * 64 + 64 + 2 * 32 + 64 + 2 * 64 + 2 * 128 + 64 + 128)  # ins and outs of the seven, rank 4
@@ -199,6 +202,7 @@ STEPS = ["--preset", "tiny", "--optimizer", "adamw"]
         ([*STEPS, "--mode", "lora", "--recipe", "block+offload-master"], ["--mode lora", "leave offload-master out"]),
         (["--preset", "bdh-tiny", "--recipe", "delayed+fp8-head"], ["delayed+fp8-head", "--recipe delayed"]),
         (["--preset", "tiny", "--mode", "lora", "--recipe", "block+fp8-activations"], ["FP8 anyway"]),
+        (["--preset", "tiny", "--recipe", "block+weights-only"], ["block+weights-only", "--mode lora"]),
         (["--preset", "tiny", "--optimizer", "sgd"], ["optimizer='sgd'", "adamw4bit"]),
         (["--preset", "tiny", "--against", "apex"], ["against='apex'", "torchao"]),
         (["--preset", "tiny", "--tokens", "100", "--seq", "64"], ["tokens=100", "multiple"]),

@@ -79,6 +79,8 @@ def test_a_narrow_terminal_cuts_no_figure() -> None:
 @pytest.mark.parametrize(
     ("model", "billions"),
     [
+        ("135m", 0.1345),
+        ("360m", 0.3618),
         ("1b", 1.236),
         ("3b", 3.213),
         ("8b", 8.030),

@@ -71,8 +71,10 @@ def _as_qwen3(shape: dict[str, Any]) -> dict[str, Any]:
     return {**shape, "model_type": "qwen3", "rope_theta": 1000000.0, "rms_norm_eps": 1e-6}
 
 
-# Llama 3.2 1B and 3B, Llama 3.1 8B and 70B; `tiny` is for a CPU.
+# SmolLM2 135M and 360M, Llama 3.2 1B and 3B, Llama 3.1 8B and 70B; `tiny` is for a CPU.
 LLAMAS = {
+    "135m": _llama(576, 30, 1536, 9, 3, 64, 49152, tied=True),
+    "360m": _llama(960, 32, 2560, 15, 5, 64, 49152, tied=True),
     "1b": _llama(2048, 16, 8192, 32, 8, 64, 128256, tied=True),
     "3b": _llama(3072, 28, 8192, 24, 8, 128, 128256, tied=True),
     "8b": _llama(4096, 32, 14336, 32, 8, 128, 128256),

@@ -16,7 +16,7 @@ from octavo.training.errors import UserError
 BASELINE = "bf16-compiled"
 OWN_BASELINE = "octavo-bf16"
 AGAINST = ("bf16-eager", BASELINE, OWN_BASELINE, "torchao", "torchao-row", "te", "unsloth")
-EXTRAS = ("fp8-head", "wgrad-channel", "graphs", "fp8-activations")
+EXTRAS = ("fp8-head", "wgrad-channel", "graphs", "fp8-activations", "weights-only")
 STEP_EXTRAS = ("in-backward", "offload-optimizer", "offload-master")  # of whole steps: see `octavo.optim`
 OURS = ("octavo", "octavo-bf16", "octavo-fused")
 HEADS = ("bf16", "fp8", "both")
@@ -43,6 +43,7 @@ class Contender:
     fp8_head: bool = False
     wgrad: str | None = None
     graphs: bool = False  # replayed from CUDA graphs
+    weights_only: bool = False  # a frozen base in FP8, products in BF16
     activations: str = "bf16"
     optimizer: str | None = None  # a whole step is timed, with this one's part in it
     in_backward: bool = False
@@ -50,7 +51,7 @@ class Contender:
 
     @property
     def in_fp8(self) -> bool:
-        return self.kind not in ("bf16", "octavo-bf16")
+        return self.kind not in ("bf16", "octavo-bf16") and not self.weights_only
 
     @property
     def without_optimizer(self) -> "Contender":
@@ -113,6 +114,8 @@ def _check_recipe(item: str, case: Case, *, whole: bool) -> None:
         raise UserError(f"--recipe {item}: what follows a + is for decoders; for {case.name} use --recipe {name}")
     if "wgrad-channel" in extras and name != "block":
         raise UserError(f"--recipe {item}: wgrad-channel is a choice within the block recipe")
+    if "weights-only" in extras and not case.frozen:
+        raise UserError(f"--recipe {item}: weights-only is of a frozen base; add --mode lora, or leave it out")
     if "graphs" in extras and case.device != "cuda":
         raise UserError(f"--recipe {item}: CUDA graphs are of a GPU; leave graphs out on {case.device}")
     if sum(extra.startswith("offload-") for extra in extras) > 1:
@@ -132,6 +135,7 @@ def _with_extras(recipe: str, extras: Sequence[str], compile: bool) -> Contender
         plain,
         name=" ".join((plain.name, *more)),
         graphs="graphs" in extras,
+        weights_only="weights-only" in extras,
         activations="fp8" if "fp8-activations" in extras else "bf16",
         in_backward="in-backward" in extras,
         offload=next((extra.removeprefix("offload-") for extra in extras if extra.startswith("offload-")), None),

@@ -16,6 +16,8 @@ HEADS = ("bf16", "fp8")
 BDHS = tuple(name for name in PRESETS if name not in DECODERS)
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # whose layers `layer.py` describes
 HUB = {
+    "135m": "HuggingFaceTB/SmolLM2-135M",
+    "360m": "HuggingFaceTB/SmolLM2-360M",
     "1b": "meta-llama/Llama-3.2-1B",
     "3b": "meta-llama/Llama-3.2-3B",
     "8b": "meta-llama/Llama-3.1-8B",
