@@ -8,7 +8,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 HOPPER = GPUTarget("cuda", 90, 32)
-OPTIONS = ("num_warps", "maxnreg", "num_stages")
+OPTIONS = ("num_warps", "maxnreg", "num_stages", "launch_pdl")
 TYPES = {
     torch.float32: "*fp32",
     torch.float16: "*fp16",

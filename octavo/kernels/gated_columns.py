@@ -10,6 +10,7 @@ import triton.language as tl
 from octavo.kernels import tiles
 from octavo.kernels.gated_tiles import activate
 from octavo.kernels.quantize_columns import ROWS, column, column_factor, stack
+from octavo.kernels.tiles import CHANNEL
 
 
 @triton.jit(do_not_specialize=["seed"])
@@ -38,8 +39,11 @@ def whole_columns_kernel(
     TILE_M: tl.constexpr,
     TILE_F: tl.constexpr,
     BAND: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """The gradients of gate and up as `[2F, M]`, and h as `[F, M]`. A block of 1×128 is as long as a tile."""
+    if MODE == CHANNEL:
+        tiles.follow(OVERLAPS)
     dtype: tl.constexpr = dh_ptr.dtype.element_ty
     PER_WORD: tl.constexpr = 32 // dtype.primitive_bitwidth
     WORDS: tl.constexpr = TILE_F // PER_WORD
@@ -78,3 +82,5 @@ def whole_columns_kernel(
             factor = column_factor(h, c, i * TILE_M, M, h_amax_ptr, h_scale_ptr, MODE, H_MAXIMUM, H_MARGIN, H_MX_UP)
             v = tiles.saturate(h * factor[None, :, :, None], seed + 3, where, H_MAXIMUM, H_STOCHASTIC)
             tl.store(h_ptr + where, tiles.cast(v, h_ptr.dtype.element_ty, tl.bfloat16))
+    if MODE != CHANNEL:
+        tiles.follow(OVERLAPS)  # see `quantize_columns.py`

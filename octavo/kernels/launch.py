@@ -4,10 +4,14 @@ Triton's own launch binds arguments, builds a key from their types and alignment
 about every pointer, every time; a decoder layer makes some forty launches, and for a 1B model all that Python took
 longer than the GPU (docs/LOG.md). A `Plan` is worked out once for tensors of one kind (shapes, strides, dtypes,
 alignments, device). Running it allocates, draws seeds, and calls compiled kernels with plain addresses.
+
+The launches of a plan may overlap: the next begins while the last programs of the one before are at work, and waits
+for it where it needs what that has left (`tiles.follow`), so that no time passes between them.
 """
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -72,6 +76,7 @@ class Plan:
     """Launches over tensors that are given and tensors that it makes, both named by number, the given ones first."""
 
     given: int
+    overlaps: bool = False  # kernels that know how to wait begin early
     results: tuple[int, ...] = ()
     _made: list[tuple[Callable[..., Tensor], tuple[int, ...], torch.dtype]] = field(default_factory=list)
     _launches: list[_Launch] = field(default_factory=list)
@@ -89,6 +94,10 @@ class Plan:
         constants: dict[str, Any],
     ) -> None:
         """`kernel[grid](*tensors, *numbers, **constants)`, in the kernel's order."""
+        if "OVERLAPS" in kernel.arg_names:
+            constants = constants | {"OVERLAPS": self.overlaps}
+            if self.overlaps and self._launches:
+                constants["launch_pdl"] = True
         seeded = bool(numbers) and numbers[-1] is SEED
         numbers = tuple(numbers[:-1] if seeded else numbers)
         self._launches.append(_Launch(kernel, grid, tuple(tensors), numbers, constants, seeded))
@@ -126,6 +135,12 @@ class Plans(dict[tuple[Any, ...], Plan]):
         if len(self) >= self.LIMIT:
             self.clear()
         super().__setitem__(key, plan)
+
+
+@cache
+def may_overlap(device: torch.device) -> bool:
+    """Programmatic dependent launch came with Hopper. (On a CPU kernels are interpreted; `meta` is to compile them.)"""
+    return device.type == "meta" or (device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0))
 
 
 def seed_of(*recipes: OperandRecipe) -> Any:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.kernels.launch import Plan, Plans, kind, seed_of
+from octavo.kernels.launch import Plan, Plans, kind, may_overlap, seed_of
 from octavo.kernels.quantize_block import block_kernel
 from octavo.kernels.quantize_columns import columns_kernel
 from octavo.kernels.quantize_rows import WIDEST, arrange, rows_kernel
@@ -160,7 +160,7 @@ class _Planner:
         self.row = len(xs)
 
     def plan(self, record: bool, layout: str) -> Plan:
-        plan = Plan(given=len(self.xs) + 1)
+        plan = Plan(given=len(self.xs) + 1, overlaps=may_overlap(self.xs[0].device))
         mode_r, mode_c = _modes(self.recipe, layout)
         r, c = self.r, self.c
         rows = self._output(plan, mode_r, r, c)

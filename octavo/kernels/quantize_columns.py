@@ -70,8 +70,11 @@ def columns_kernel(
     TILE_R: tl.constexpr,
     TILE_C: tl.constexpr,
     WORD: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """`x` is rows r0 to end of R, columns r0 to end of `out[C, R]`. A block of 1×128 is as long as a tile."""
+    if MODE == CHANNEL:
+        tiles.follow(OVERLAPS)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     PER_WORD: tl.constexpr = WORD // dtype.primitive_bitwidth
     WORDS: tl.constexpr = TILE_C // PER_WORD
@@ -100,6 +103,8 @@ def columns_kernel(
             where = first * R + row + inner_t
             v = tiles.saturate(x * factor[None, :, :, None], seed + 1, where, MAXIMUM, STOCHASTIC)
             tl.store(out_ptr + where, tiles.cast(v, out_ptr.dtype.element_ty, tl.bfloat16))
+    if MODE != CHANNEL:
+        tiles.follow(OVERLAPS)  # what was before may still be at work: when this is done, that is to be, too
 
 
 @triton.jit

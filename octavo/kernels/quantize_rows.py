@@ -114,6 +114,7 @@ def rows_kernel(
     NEAR: tl.constexpr,
     PART: tl.constexpr,
     PARTS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """`x` is rows r0 to end of `out`; PARTS parts are all of a row. `CLIPS`: these scales saturate.
 
@@ -121,6 +122,7 @@ def rows_kernel(
     for the largest of all, which is found next.
     `NEAR`: there are registers enough to hold the factors, too.
     """
+    tiles.follow(OVERLAPS)
     c = tl.arange(0, PART)[None, :]
     count = end - r0
     top = 0.0

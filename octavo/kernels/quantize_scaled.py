@@ -51,8 +51,10 @@ def scaled_kernel(
     TILE_R: tl.constexpr,
     TILE_C: tl.constexpr,
     STAGES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """`x` is rows r0 to end of R. `CLIPS`: these scales saturate. `COLUMN_AMAX`: find it, too, for a later pass."""
+    tiles.follow(OVERLAPS)
     across = tl.cdiv(C, TILE_C)
     per_matrix = tl.cdiv(end - r0, TILE_R) * across
     strips = batches * across
@@ -239,11 +241,13 @@ def amax_kernel(
     TILE_R: tl.constexpr,
     TILE_C: tl.constexpr,
     STAGES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """The largest finite magnitude of everything, of each row, of each column: atomics into zeros.
 
     With `COLUMNS` there must be as many programs as columns of tiles, or a multiple.
     """
+    tiles.follow(OVERLAPS)
     if DELAYED:
         if tl.load(row_ptr + tiles.SCALE) > 0:
             return

@@ -12,6 +12,7 @@ from functools import cache
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # Slots of a scaling row; see numerics/scaling.py.
 SCALE = tl.constexpr(0)
@@ -39,6 +40,14 @@ SAMPLE = tl.constexpr(8)  # counting underflow takes about as many instructions 
 # The interpreter's cast to FP8 drops the carry when rounding up to a power of two (1.98 becomes 1), and its cast to
 # BF16 truncates: both are given values that are on the grid already.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def follow(OVERLAPS: tl.constexpr):
+    """From here on there is what the launch before has left, and the next one may begin to begin."""
+    if OVERLAPS:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 @triton.jit
