@@ -143,7 +143,7 @@ def _backward_rows_kernel(
     count = tl.cdiv(M, TILE_M) * across
     inner, inner_h = offsets(2 * F, TILE_M, TILE_F), offsets(F, TILE_M, TILE_F)
     top = tl.zeros([TILE_M], tl.float32)
-    trouble = tl.zeros([TILE_M, TILE_F // 8], tl.float32)
+    trouble = tl.zeros([TILE_M, TILE_F], dh_ptr.dtype.element_ty)
     lost = tl.zeros([TILE_M, TILE_F // 8], tl.int32)
     gate_top = tl.zeros([TILE_M, TILE_F], tl.float32)
     up_top, h_top = gate_top, gate_top
@@ -157,27 +157,28 @@ def _backward_rows_kernel(
         if COLUMN_AMAX:
             h_top = tl.maximum(h_top, tiles.finite_magnitude(h.to(tl.float32)))
         for half in tl.static_range(2):
-            d = (dgate if half == 0 else dup).to(tl.float32)
+            narrow = dgate if half == 0 else dup
+            trouble = tiles.add_trouble(trouble, narrow)
+            d = tiles.finite(narrow).to(tl.float32)
             if COLUMN_AMAX:
-                columns = tiles.finite_magnitude(d)
+                columns = tiles.magnitude(d)
                 if half == 0:
                     gate_top = tl.maximum(gate_top, columns)
                 else:
                     up_top = tl.maximum(up_top, columns)
             v, spread, amax = scale_rows(
-                d, amax_of_rows(d, MODE), i, j + half * across, 0, M, M, 2 * F, row_ptr, scale_ptr, MODE, MAXIMUM,
+                d, amax_of_rows(d, MODE, True), i, j + half * across, 0, M, M, 2 * F, row_ptr, scale_ptr, MODE, MAXIMUM,
                 MARGIN, MX_UP, TILE_M, TILE_F,
             )  # fmt: skip
             where = i.to(tl.int64) * TILE_M * 2 * F + j * TILE_F + half * F + inner if STOCHASTIC else 0
-            v = tiles.saturate(v, seed, where, MAXIMUM, STOCHASTIC)
+            v = tiles.saturate(v, seed, where, MAXIMUM, STOCHASTIC, tiles.INTERPRETED)
             q = tiles.cast(v, rows_ptr.dtype.element_ty, tl.float32 if STOCHASTIC else dgate.dtype)
             store_tile(rows_ptr + half * F, q, i, j, inner, M, F, 2 * F, EVEN, TILE_M, TILE_F)
             top = tl.maximum(top, amax)
-            trouble += tiles.trouble_of_eight(d)
             if tiles.is_sampled(tile, step):
                 lost += tiles.count_of_eight(tiles.is_lost(d, v, MAXIMUM))
             if CLIPS:
-                clipped += tiles.count(tiles.is_clipped(d, spread, MAXIMUM))
+                clipped += tiles.count(tiles.is_clipped(narrow.to(tl.float32), spread, MAXIMUM))
     if COLUMN_AMAX:
         f = tl.program_id(0) % across * TILE_F + tl.arange(0, TILE_F)
         tiles.raise_to(column_amax_ptr + f, tl.max(gate_top, axis=0), f < F)

@@ -34,13 +34,16 @@ def stack(words, step, ROWS: tl.constexpr):
 
 
 @triton.jit
-def column(words, k: tl.constexpr, dtype: tl.constexpr):
-    """Column k of those in a word, in FP32. BF16 is its upper half."""
+def column(words, k: tl.constexpr, dtype: tl.constexpr, FINITE: tl.constexpr = False):
+    """Column k of those in a word, in FP32. BF16 is its upper half. `FINITE`: through `tiles.finite`."""
     PER_HALF: tl.constexpr = 32 // dtype.primitive_bitwidth
     if words.dtype == tl.int64:
         words = (words >> 32 if k >= PER_HALF else words).to(tl.int32)
+    if FINITE and PER_HALF == 2:
+        words = tiles.finite_pairs(words, dtype)
     if dtype == tl.float32:
         x = words.to(tl.float32, bitcast=True)
+        x = tiles.finite(x) if FINITE else x
     elif dtype == tl.bfloat16:
         x = (words & -0x10000 if k % PER_HALF else words << 16).to(tl.float32, bitcast=True)
     else:
@@ -96,12 +99,14 @@ def columns_kernel(
         words = tl.reshape(stack(base + inner, stride_r, ROWS), [LANES, WORDS, GROUPS, ROWS])
         row = r0 + i * TILE_R
         for k in tl.static_range(PER_WORD):
-            x = column(words, k, dtype)
+            # One by one where words are long: in pairs, the pairs would be held beside the words.
+            x = column(words, k, dtype, True) if WORD == 32 else tiles.finite(column(words, k, dtype))
             first = batch * C + j * TILE_C + k
             c = first + PER_WORD * tl.arange(0, WORDS)[:, None]
             factor = column_factor(x, c, row, R, amax_ptr, scale_ptr, MODE, MAXIMUM, MARGIN, MX_UP)
             where = first * R + row + inner_t
-            v = tiles.saturate(x * factor[None, :, :, None], seed + 1, where, MAXIMUM, STOCHASTIC)
+            v = x * factor[None, :, :, None]
+            v = tiles.saturate(v, seed + 1, where, MAXIMUM, STOCHASTIC, tiles.INTERPRETED)
             tl.store(out_ptr + where, tiles.cast(v, out_ptr.dtype.element_ty, tl.bfloat16))
     if MODE != CHANNEL:
         tiles.follow(OVERLAPS)  # what was before may still be at work: when this is done, that is to be, too
@@ -112,7 +117,7 @@ def column_factor(
     x, c, row, R, amax_ptr, scale_ptr, MODE: tl.constexpr, MAXIMUM: tl.constexpr, MARGIN: tl.constexpr,
     MX_UP: tl.constexpr,
 ):  # fmt: skip
-    """What to multiply columns c of a tile by; stores the scales, of which it is the inverse."""
+    """What to multiply columns c of a tile by, which is finite; stores the scales, of which it is the inverse."""
     if MODE == CHANNEL:
         scale = tiles.scale_from_amax(tl.load(amax_ptr + c), MAXIMUM, MARGIN)
         tl.store(scale_ptr + c, scale, mask=(c >= 0) & (row == 0))
@@ -133,4 +138,4 @@ def column_factor(
 @triton.jit
 def _amax(x):
     """Of the rows of every group of lanes."""
-    return tl.max(tl.max(tiles.finite_magnitude(x), axis=3), axis=0)
+    return tl.max(tl.max(tiles.magnitude(x), axis=3), axis=0)

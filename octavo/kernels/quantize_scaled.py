@@ -133,9 +133,9 @@ def scaled_kernel(
 
 
 @triton.jit
-def amax_of_rows(x, MODE: tl.constexpr):
-    """Of each row of a tile, or (mx) of each 32 elements of one."""
-    magnitude = tiles.finite_magnitude(x)
+def amax_of_rows(x, MODE: tl.constexpr, FINITE: tl.constexpr = False):
+    """Of each row of a tile, or (mx) of each 32 elements of one. `FINITE`: x has been through `tiles.finite`."""
+    magnitude = tiles.magnitude(x) if FINITE else tiles.finite_magnitude(x)
     if MODE == MX:
         amax = tl.max(tl.reshape(magnitude, [x.shape[0], x.shape[1] // _MX_BLOCK, _MX_BLOCK]), axis=2)
     else:

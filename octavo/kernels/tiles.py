@@ -89,6 +89,53 @@ def _raise_pair(dtype):
 
 
 @triton.jit
+def finite(v):
+    """v in its own dtype, NaN in place of infinities: then maxima pass over what is not finite, and products keep it.
+
+    Two 16-bit values at a time. (Interpreted, v as it is: `magnitude` and `saturate` look at each value there.)
+    """
+    if not INTERPRETED:
+        if v.dtype == tl.float32:
+            v = tl.fma(v, 0.0, v)
+        else:
+            v = tl.inline_asm_elementwise(_plus_nothing(v.dtype), "=r,r,r", [v, v], dtype=v.dtype, is_pure=True, pack=2)
+    return v
+
+
+@triton.jit
+def finite_pairs(words, dtype: tl.constexpr):
+    """The same for two values of 16 bits in each word of 32."""
+    if INTERPRETED:
+        return words
+    return tl.inline_asm_elementwise(_plus_nothing(dtype), "=r,r,r", [words, words], tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def magnitude(v):
+    """|v| of what `finite` gave, in FP32, to take the maximum of."""
+    return finite_magnitude(v) if INTERPRETED else tl.abs(v)
+
+
+@triton.jit
+def add_trouble(trouble, v):
+    """0 for all that is finite, else NaN, added up. In the dtype of v, two 16-bit values at a time."""
+    if INTERPRETED or v.dtype == tl.float32:
+        trouble = (trouble.to(tl.float32) + v.to(tl.float32) * 0.0).to(v.dtype)
+    else:
+        trouble = tl.inline_asm_elementwise(
+            _plus_nothing(v.dtype), "=r,r,r", [v, trouble], dtype=v.dtype, is_pure=True, pack=2
+        )
+    return trouble
+
+
+@triton.constexpr_function
+def _plus_nothing(dtype):
+    """Of the first of two operands 0 times, and the second."""
+    pair = {"bf16": "bf16x2", "fp16": "f16x2"}[str(dtype)]
+    return f"{{.reg .b32 zero; mov.b32 zero, 0; fma.rn.{pair} $0, $1, zero, $2;}}"
+
+
+@triton.jit
 def trouble_of_eight(v):
     """0 for every eight neighbours that are finite, else NaN: to be added up."""
     return tl.sum(tl.reshape(v * 0.0, [v.shape[0], v.shape[1] // 8, 8]), axis=2)
@@ -96,7 +143,7 @@ def trouble_of_eight(v):
 
 @triton.jit
 def is_trouble(trouble):
-    return tl.sum(tl.sum(trouble, axis=1), axis=0) != 0.0
+    return tl.sum(tl.sum(trouble.to(tl.float32), axis=1), axis=0) != 0.0
 
 
 @triton.jit
