@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.gated_tensor import MEASURE, PLAIN, QUANTIZE, gated_backward_kernel, gated_kernel
-from octavo.kernels.launch import Plan, Plans, kind, may_overlap, seed_of
+from octavo.kernels.launch import Plan, Plans, kind, seed_of
 from octavo.kernels.tiles import multiprocessors
 from octavo.numerics.config import OperandRecipe
 from octavo.numerics.formats import E4M3, E5M2
@@ -94,7 +94,7 @@ def gated_quantize(
     plan = _PLANS.get(key)
     if plan is None:
         m, f = gate_up.shape[0], gate_up.shape[1] // 2
-        plan = Plan(given=4, overlaps=may_overlap(gate_up.device))
+        plan = Plan(given=4)
         amax = 1 if recipe.delayed else plan.make((1,), torch.float32, zeros=True)
         out, scale = plan.make((m, f), recipe.format.dtype), plan.make((), torch.float32)
         for task in (MEASURE, QUANTIZE):
@@ -128,7 +128,7 @@ def gated_quantize_backward(
     plan = _PLANS.get(key)
     if plan is None:
         m, f = dh.shape
-        plan = Plan(given=5, overlaps=may_overlap(gate_up.device))
+        plan = Plan(given=5)
         amax = 3 if recipe.delayed else plan.make((1,), torch.float32, zeros=True)
         rows, columns = plan.make((m, 2 * f), recipe.format.dtype), plan.make((2 * f, m), recipe.format.dtype)
         scale, scale_t = plan.make((), torch.float32), plan.make((), torch.float32)

@@ -10,7 +10,6 @@ import triton.language as tl
 from octavo.kernels import tiles
 from octavo.kernels.gated_tiles import activate
 from octavo.kernels.quantize_columns import ROWS, column, column_factor, stack
-from octavo.kernels.tiles import CHANNEL
 
 
 @triton.jit(do_not_specialize=["seed"])
@@ -39,11 +38,8 @@ def whole_columns_kernel(
     TILE_M: tl.constexpr,
     TILE_F: tl.constexpr,
     BAND: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):
     """The gradients of gate and up as `[2F, M]`, and h as `[F, M]`. A block of 1×128 is as long as a tile."""
-    if MODE == CHANNEL:
-        tiles.follow(OVERLAPS)
     dtype: tl.constexpr = dh_ptr.dtype.element_ty
     PER_WORD: tl.constexpr = 32 // dtype.primitive_bitwidth
     WORDS: tl.constexpr = TILE_F // PER_WORD
@@ -84,5 +80,3 @@ def whole_columns_kernel(
             v = h * factor[None, :, :, None]
             v = tiles.saturate(v, seed + 3, where, H_MAXIMUM, H_STOCHASTIC, tiles.INTERPRETED)
             tl.store(h_ptr + where, tiles.cast(v, h_ptr.dtype.element_ty, tl.bfloat16))
-    if MODE != CHANNEL:
-        tiles.follow(OVERLAPS)  # see `quantize_columns.py`

@@ -17,7 +17,7 @@ from octavo.kernels import tiles
 from octavo.kernels.gated import can_gate
 from octavo.kernels.gated_columns import whole_columns_kernel
 from octavo.kernels.gated_tiles import activate, gradients, load_gate_up
-from octavo.kernels.launch import Plan, Plans, kind, may_overlap, seed_of
+from octavo.kernels.launch import Plan, Plans, kind, seed_of
 from octavo.kernels.quantize import clips
 from octavo.kernels.quantize_scaled import amax_of_columns, amax_of_rows, scale_rows
 from octavo.kernels.quantize_tensor import offsets, store_tile
@@ -132,13 +132,11 @@ def _backward_rows_kernel(
     EVEN: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_F: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):
     """The gradients of gate and up as rows `[M, 2F]`, and on the way the amax of their columns and of those of h.
 
     For the amax there must be as many programs as columns of tiles, or a multiple: each keeps to its columns.
     """
-    tiles.follow(OVERLAPS)
     across = tl.cdiv(F, TILE_F)
     count = tl.cdiv(M, TILE_M) * across
     inner, inner_h = offsets(2 * F, TILE_M, TILE_F), offsets(F, TILE_M, TILE_F)
@@ -314,7 +312,7 @@ def _plan_backward(
     mode, mode_t = _rows_mode(recipe), _mode_t(recipe)
     assert mode is not None and mode_t is not None
     by_channel, silu = mode_t == CHANNEL.value, activation == "silu"
-    plan = Plan(given=3, overlaps=may_overlap(dh.device))
+    plan = Plan(given=3)
     rows, scale = plan.make((m, 2 * f), recipe.format.dtype), _make_scale(plan, mode, m, 2 * f)
     columns, scale_t = plan.make((2 * f, m), recipe.format.dtype), _make_scale(plan, mode_t, 2 * f, m)
     h, h_scale = plan.make((f, m), recipe_h.format.dtype), _make_scale(plan, mode_t, f, m)

@@ -37,10 +37,8 @@ def gated_kernel(
     TILE_M: tl.constexpr,
     TILE_F: tl.constexpr,
     STAGES: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):
     """`KEEP`: gate and up go into FP8, for backward."""
-    tiles.follow(OVERLAPS)
     if TASK == MEASURE and DELAYED:
         if tl.load(row_ptr + tiles.SCALE) > 0:
             return
@@ -143,9 +141,7 @@ def gated_backward_kernel(
     TILE_M: tl.constexpr,
     TILE_F: tl.constexpr,
     STAGES: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):
-    tiles.follow(OVERLAPS)
     if TASK == MEASURE and DELAYED:
         if tl.load(row_ptr + tiles.SCALE) > 0:
             return

@@ -66,10 +66,10 @@ _WHOLE_COLUMNS_TILES: dict[int, Tile] = {
 _WORDS = {CHANNEL.value: 64, BLOCK_1X128.value: 64, MX.value: 32}
 _BAND = 4  # rows of tiles that are written as columns at the same time
 _SMALL_MATRIX = 2**26  # elements: up to here twice as many programs share the columns of blocks
+_SMALL_ENOUGH_TO_OVERLAP = 2**27  # elements: passes over more get in each other's way
 _LARGEST_BATCH = 65_535  # the second dimension of a grid
 _WIDE = (torch.bfloat16, torch.float16, torch.float32)
 _SMALL_TILES = {NONE.value, TENSOR.value, CHANNEL.value}  # scales known before the tile
-
 
 _PLANS = Plans()
 
@@ -160,8 +160,8 @@ class _Planner:
         self.row = len(xs)
 
     def plan(self, record: bool, layout: str) -> Plan:
-        plan = Plan(given=len(self.xs) + 1, overlaps=may_overlap(self.xs[0].device))
         mode_r, mode_c = _modes(self.recipe, layout)
+        plan = Plan(given=len(self.xs) + 1, overlaps=self._overlaps(mode_r, mode_c))
         r, c = self.r, self.c
         rows = self._output(plan, mode_r, r, c)
         columns = self._output(plan, mode_c, c, r)
@@ -213,6 +213,12 @@ class _Planner:
         measured = (maxima, self.row, self.row, self.row, amax)
         plan.launch(amax_kernel, (*grid, 1), measured, (0, programs, programs, c, 0, c), constants)
         return amax
+
+    def _overlaps(self, mode_r: int, mode_c: int) -> bool:
+        """Whether a launch should begin before the last one ends. (Per tensor, programs that begin so pile up.)"""
+        small = mode_r > 0 and self.b * self.r * self.c <= _SMALL_ENOUGH_TO_OVERLAP
+        passes = mode_c == CHANNEL.value or (small and mode_c in (BLOCK_1X128.value, MX.value))
+        return passes and may_overlap(self.xs[0].device)
 
     def _may_find_maxima(self, mode_c: int) -> bool:
         """Whether whole rows leave registers for the maxima of columns."""

@@ -86,10 +86,8 @@ def tensor_kernel(
     TILE_C: tl.constexpr,
     STAGES: tl.constexpr,
     BAND: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):
     """`x` is rows r0 to end of R."""
-    tiles.follow(OVERLAPS)
     down, across = tl.cdiv(end - r0, TILE_R), tl.cdiv(C, TILE_C)
     per_matrix = down * across
     count = batches * per_matrix
