@@ -63,7 +63,8 @@ class FastLanguageModel:
         `load_in_fp8`: True (block), "block", "channel" or "tensor". Weights are quantised as they are read, so memory
         stays near one byte a parameter; a checkpoint that is in FP8 already is taken as it is. `fp8_config` says how
         inputs and gradients are quantised, `skip` which linears are left alone. `fp8_products=False`: weights in FP8
-        are dequantised for each product, which is then in `dtype`: closer to it, slower, and with its activations.
+        are dequantised for each product, which is then in `dtype`: closer to it, slower for all but small models, and
+        with more activations. Not given: on a GPU, what is faster; elsewhere, and with `fp8_config`, FP8.
         `dtype`: BF16 unless given. Anything else goes to transformers' `from_pretrained`. `max_lora_rank` and
         `gpu_memory_utilization` are for `fast_inference`, which is to come.
         """

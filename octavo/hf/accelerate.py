@@ -49,6 +49,7 @@ from torch import Tensor, nn
 
 from octavo.convert import ConversionReport, convert_to_fp8, is_converted
 from octavo.hf import accelerate_backends as backends
+from octavo.nn.frozen import insist_on_fp8
 from octavo.nn.linear import LinearInFP8
 from octavo.nn.report import FP8, Entry
 from octavo.numerics import FP8TrainingConfig
@@ -308,6 +309,7 @@ def _save_with_state(accelerator: Any, model: nn.Module, file: str) -> None:
 def _converted(model: nn.Module, mode: FP8MixedPrecision) -> ConversionReport:
     """Convert a model that is not converted yet. LoRA's small matrices stay in BF16: FP8 gains nothing on them."""
     if _is_in_fp8(model):
+        insist_on_fp8(model)
         return _report_of(model)
     if getattr(model, "_is_accelerate_prepared", False):
         raise ValueError(
@@ -375,6 +377,8 @@ def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
         if mode is not None and not isinstance(self, _PreparesInFP8):
             models = [obj for obj in (*args, *kwargs.values()) if isinstance(obj, nn.Module)]
             asked = not mode.watches or os.environ.get(VARIABLE, "no").lower() == "fp8"
+            for model in models if asked else ():
+                insist_on_fp8(model)
             if asked and not all(_multiplies_in_fp8(model) for model in models):
                 when = (
                     f"{VARIABLE} was set to fp8" if mode.watches else "setup_fp8_mixed_precision_training() was called"

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from octavo.hf import decoder, layer
+from octavo.nn import planner
 from octavo.nn.frozen import FP8FrozenLinear
 from octavo.numerics import FP8TrainingConfig
 
@@ -78,6 +79,20 @@ def fuse(model: Any, config: FP8TrainingConfig | None) -> list[str]:
     if decoder.use_fused_attention(model):
         done.append("attention on cuDNN where it applies")
     return done
+
+
+def plan_products(model: nn.Module) -> str:
+    """Have a frozen base multiply in BF16 where FP8 does not pay. Returns why, if so."""
+    modules = dict(model.named_modules())
+    together = decoder.outputs_with_group(modules)
+    linears = {name: module for name, module in modules.items() if isinstance(module, FP8FrozenLinear)}
+    reason = planner.why_not_frozen(
+        (linear.in_features, linear.out_features / together.get(name, linear.out_features), linear.out_features)
+        for name, linear in linears.items()
+    )
+    for linear in linears.values():
+        linear.in_fp8, linear.is_planned = not reason, True
+    return reason
 
 
 def fuse_groups(model: nn.Module) -> list[str]:

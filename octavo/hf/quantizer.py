@@ -32,6 +32,7 @@ from octavo.nn.frozen import GRANULARITIES, SCALE_NAME, FP8FrozenLinear, activat
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 from octavo.numerics.checks import check_choice
 from octavo.numerics.quantize import BLOCK
+from octavo.support import has_fp8_tensor_cores
 
 METHOD = "octavo"
 
@@ -45,7 +46,8 @@ class OctavoConfig(QuantizationConfigMixin):
         fp8: how inputs and gradients are quantised, an `FP8TrainingConfig` or its fields; default: as the weight.
         skip: linears left as they are: names, parts of dotted names, or patterns. The head always is.
         fp8_products: with False the weights alone are in FP8, dequantised for each product: closer to high precision,
-            slower, and with as many activations. Default: as a checkpoint of Octavo says, else True.
+            slower for all but small models, and with more activations. Default: as a checkpoint of Octavo says, else
+            True, but on a GPU, and unless `fp8` says how products are quantised, only where that pays.
     """
 
     def __init__(
@@ -155,15 +157,22 @@ class OctavoQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         frozen = [module for module in model.modules() if isinstance(module, FP8FrozenLinear)]
+        config = self.quantization_config
         for module in frozen:
             module.settle()
-            module.in_fp8 = self.quantization_config.fp8_products is not False
+            module.in_fp8 = config.fp8_products is not False
+        as_it_pays = config.fp8_products is None and config.fp8 == activation_config(config.granularity)
+        on_gpu = has_fp8_tensor_cores(frozen[0].weight.device)
+        reason = loading.plan_products(model) if as_it_pays and on_gpu else ""
         model.requires_grad_(False)
         _install_lora()
         scaling = frozen[0].scaling
         scaling.to(frozen[0].scaling_device)
         scaling.follow_optimizers(model)
-        model.octavo_fused = loading.fuse_groups(model)
+        model.octavo_fused = [
+            *loading.fuse_groups(model),
+            *([f"{reason}; fp8_products=True insists"] if reason else []),
+        ]
         self.quantization_config.checkpoint = SCALE_NAME  # what it would be if it were saved
         return model
 

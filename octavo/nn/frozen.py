@@ -63,6 +63,7 @@ class FP8FrozenLinear(LinearInFP8):
 
     granularity: str
     ready: Tensor | None = None  # its part of a group's product, computed before
+    is_planned: bool = False  # whether its products are in FP8: that was not asked for, but is what pays
     input_is_kept: bool = False  # by what comes before, for its own backward: then adapters keep it, too, as it is
 
     def __init__(
@@ -253,6 +254,13 @@ def activation_config(granularity: str) -> FP8TrainingConfig:
 def quantize_weight(weight: Tensor, granularity: str, format: str = "E4M3") -> Quantized:
     """A weight `[N, K]` with one scale per tensor, per row, or per 128×128 block."""
     return quantize(weight.detach(), format=format, granularity=granularity, block=(BLOCK, BLOCK))
+
+
+def insist_on_fp8(model: nn.Module) -> None:
+    """Somebody asked for products in FP8, whether they pay or not."""
+    for module in model.modules():
+        if isinstance(module, FP8FrozenLinear) and module.is_planned:
+            module.in_fp8 = True
 
 
 class _FrozenLinear(torch.autograd.Function):

@@ -6,7 +6,10 @@ twice. Each kernel also takes a few microseconds whatever its size, and FP8 has 
 the GEMM is large in all three dimensions.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+FROZEN_WIDTH = 750
 
 
 @dataclass(frozen=True)
@@ -55,3 +58,20 @@ def why_not(tokens: int, inputs: int, outputs: int) -> str:
     """Why a linear should stay in BF16 at this many tokens a step; empty if FP8 pays."""
     found = estimate(tokens, inputs, outputs)
     return "" if found.pays else f"FP8 does not pay at {tokens} tokens: {found}"
+
+
+def why_not_frozen(shapes: Iterable[tuple[int, float, int]]) -> str:
+    """Why products by weights frozen in FP8 should be in BF16; empty if FP8 pays.
+
+    `shapes`: of each linear its inputs, the share of quantising them that is its own, and its outputs. What FP8 saves
+    goes with inputs × outputs, what it costs with inputs + outputs, of which x and g are quantised; both with the
+    tokens. So the mean width decides, the first over the second: timed (`benchmarks/frozen_products.py`, H200,
+    2026-11-16), BF16 by dequantised weights is 3 to 16 % faster at 419 (SmolLM2 135M), as fast at 700 to 800, and FP8
+    6 to 14 % faster at 1,600 (Llama 1B).
+    """
+    saved = cost = 0.0
+    for inputs, share, outputs in shapes:
+        saved += inputs * outputs
+        cost += inputs * share + outputs
+    width = saved / max(cost, 1.0)
+    return "" if width >= FROZEN_WIDTH else f"FP8 does not pay at a width of {width:.0f}, but from {FROZEN_WIDTH} on"

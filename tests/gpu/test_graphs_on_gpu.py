@@ -93,6 +93,22 @@ def test_products_in_high_precision(granularity, tmp_path):
     assert graphs.recordings(model) == 1 and losses.isfinite().all()
 
 
+def test_products_in_fp8_where_they_pay(tmp_path):
+    """Not for so small a model, unless they are asked for; what was decided stays as it is in the graphs."""
+    torch.manual_seed(0)
+    build_causal_lm(SHAPE, layers=2, positions=128, device="cuda").save_pretrained(tmp_path)
+    data = batches(6)
+    for asked in (None, True):
+        base, _ = octavo.FastLanguageModel.from_pretrained(
+            str(tmp_path), max_seq_length=128, load_in_fp8="block", fp8_products=asked, tokenizer=False
+        )
+        assert all(module.in_fp8 is bool(asked) for module in base.modules() if isinstance(module, FP8FrozenLinear))
+        assert any("does not pay" in line for line in base.octavo_fused) is not bool(asked)
+        model = octavo.FastLanguageModel.get_peft_model(base, r=8, use_gradient_checkpointing=False).train()
+        octavo.use_cuda_graphs(model)
+        assert train(model, data)[:, 0].isfinite().all()
+
+
 def test_accumulation():
     data = batches(8)
     plain, graphed = make(), make()

@@ -88,6 +88,16 @@ def test_weights_alone_in_fp8_and_an_accelerator_that_was_built_before():
     frozen.in_fp8 = False
     with pytest.raises(ValueError, match="would train without FP8"):
         accelerator.prepare(nn.Sequential(frozen))
+    frozen.is_planned = True
+    assert accelerator.prepare(nn.Sequential(frozen)) is not None and frozen.in_fp8
+
+
+def test_what_was_planned_gives_way_to_what_is_asked_for():
+    octavo.setup_fp8_mixed_precision_training()
+    frozen = FP8FrozenLinear(32, 32)
+    frozen.fill(quantize_weight(torch.randn(32, 32), "block"))
+    frozen.in_fp8, frozen.is_planned = False, True
+    assert Accelerator(cpu=True).prepare_model(nn.Sequential(frozen)) is not None and frozen.in_fp8
 
 
 @pytest.mark.parametrize("order", ["optimiser before", "optimiser after", "one by one"])

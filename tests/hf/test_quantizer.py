@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from octavo import FP8TrainingConfig
 from octavo.hf import decoder
 from octavo.hf.quantizer import OctavoConfig, read_layout
-from octavo.nn.frozen import GRANULARITIES, SCALE_NAME, FP8FrozenLinear, quantize_weight
+from octavo.nn.frozen import GRANULARITIES, SCALE_NAME, FP8FrozenLinear, insist_on_fp8, quantize_weight
 
 
 @pytest.fixture(scope="module")
@@ -194,6 +194,23 @@ def test_its_groups_are_fused_and_still_give_what_the_modules_give(checkpoint):
     for module in model.modules():
         decoder.restore(module)
     torch.testing.assert_close(together, model(tokens()).logits, rtol=0, atol=0.05)
+
+
+def test_products_in_fp8_where_they_pay(checkpoint, monkeypatch):
+    """On a GPU; nobody asks about a width of 400 or less, such as this one's, anywhere else."""
+    assert all(module.in_fp8 for module in frozen(load(checkpoint, OctavoConfig("channel"))).values())
+    monkeypatch.setattr("octavo.hf.quantizer.has_fp8_tensor_cores", lambda _device: True)
+    planned = load(checkpoint, OctavoConfig("channel"))
+    assert not any(module.in_fp8 for module in frozen(planned).values())
+    assert "FP8 does not pay at a width of" in planned.octavo_fused[-1]
+    asked = {"fp8_products": True}, {"fp8": FP8TrainingConfig.from_recipe("channel")}
+    for how in asked:
+        assert all(module.in_fp8 for module in frozen(load(checkpoint, OctavoConfig("channel", **how))).values())
+    insist_on_fp8(planned)
+    assert all(module.in_fp8 for module in frozen(planned).values())
+    refused = load(checkpoint, OctavoConfig("channel", fp8_products=False))
+    insist_on_fp8(refused)
+    assert not any(module.in_fp8 for module in frozen(refused).values())
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
