@@ -1,8 +1,9 @@
 """Products of a base frozen in FP8: in FP8, or in BF16 by dequantised weights? Where each is faster, and by how much.
 
-    python benchmarks/frozen_products.py               # on a GPU; FP8TrainingConfig's planner draws its line from this
+    python benchmarks/frozen_products.py     # on a GPU; `nn/planner.py` draws its line from this
 
-A few layers of each size with adapters of rank 16, from CUDA graphs, forward and backward. Ratios below 1: FP8 is faster.
+A few layers of each size with adapters of rank 16, from CUDA graphs, forward and backward. Ratios below 1: FP8 is the
+faster of the two.
 """
 
 import argparse
