@@ -169,10 +169,9 @@ class OctavoQuantizer(HfQuantizer):
         scaling = frozen[0].scaling
         scaling.to(frozen[0].scaling_device)
         scaling.follow_optimizers(model)
-        model.octavo_fused = [
-            *loading.fuse_groups(model),
-            *([f"{reason}; fp8_products=True insists"] if reason else []),
-        ]
+        model.octavo_fused = loading.fuse_groups(model)
+        if reason:
+            model.octavo_fused.append(f"{reason}; fp8_products=True insists")
         self.quantization_config.checkpoint = SCALE_NAME  # what it would be if it were saved
         return model
 

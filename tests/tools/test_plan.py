@@ -206,11 +206,14 @@ def test_claims_that_cannot_hold(invoke: Invoke) -> None:
 
 
 def test_blocks_that_straddle_linears_are_left_out(invoke: Invoke, tmp_path: Path) -> None:
-    write_config(
-        tmp_path / "small", hidden_size=576, num_attention_heads=9, num_key_value_heads=3, intermediate_size=1536
-    )
-    _, output, _ = invoke("plan", "small", "--mode", "lora", "--seq", "64")
+    odd = {"num_attention_heads": 9, "num_key_value_heads": 3}
+    write_config(tmp_path / "wide", hidden_size=1152, intermediate_size=6144, **odd, head_dim=128 + 64)
+    _, output, _ = invoke("plan", "wide", "--mode", "lora", "--seq", "64")
     assert "Left out: block" in output and "FP8 block" not in output and "FP8 channel" in output
+    # So small a model multiplies in BF16, and no block has to lie in one of several.
+    write_config(tmp_path / "small", hidden_size=576, intermediate_size=1536, **odd, head_dim=64)
+    _, output, _ = invoke("plan", "small", "--mode", "lora", "--seq", "64")
+    assert "Left out: block" not in output and "FP8 weights block" in output and "FP8 weights channel" in output
 
 
 def test_more_tokens_and_more_layers_never_take_less() -> None:

@@ -17,7 +17,7 @@ from octavo.tools.plan.bdh import NOTE
 from octavo.tools.plan.gpus import Gpu, fits, largest_batch
 from octavo.tools.plan.memory import plan_memory
 from octavo.tools.plan.moments import GIB, Memory
-from octavo.tools.plan.options import BDH_NAMES, BY_EXACTNESS, CHECKPOINTING, OFFLOADS, Option, blocks_fit
+from octavo.tools.plan.options import BDH_NAMES, BY_EXACTNESS, CHECKPOINTING, OFFLOADS, Option, blocks_fit, why_wide
 from octavo.tools.plan.request import checkpoint_name, with_batch
 
 # What is often said of models this large: parameters from, to, what is said, and its bytes.
@@ -210,7 +210,9 @@ def notes(case: Case, memories: Sequence[Memory], gpu: Gpu | None) -> list[str]:
             )
         if not gpu.has_fp8:
             found.append(f"{gpu.name} has no FP8 tensor cores: FP8 would be emulated there, slowly. Take BF16.")
-    if case.frozen and not blocks_fit(case):
+    if case.frozen and why_wide(case):
+        found.append(f"FP8 weights: products in BF16, since {why_wide(case)}; fp8_products=True insists on FP8.")
+    elif case.frozen and not blocks_fit(case):
         found.append(
             f"Left out: block. Of q, k, v, gate or up, one has outputs that are no multiple of {BLOCK}, so that they "
             "are computed one by one, and keep more."

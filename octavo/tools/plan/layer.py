@@ -8,7 +8,8 @@ Letters: M tokens, K width, Q and KV outputs of q and of k or v, F hidden of the
     BF16 linears   their input, where the weight is trained or has an adapter; gate, up, and eager silu(gate)
     FP8, trained   inputs of q/k/v, o and gate/up in FP8; gate and up in BF16 (`nn/linears.py`, `nn/mlp.py`), in FP8
                    with `activations="fp8"`, which per tensor joins norms, too
-    FP8, frozen    inputs of q/k/v and gate/up in FP8; gate and up in FP8 (`nn/lora.py`, `nn/lora_mlp.py`)
+    FP8, frozen    inputs of q/k/v and gate/up in FP8, or as they are where products are not in FP8; gate and up in FP8
+                   (`nn/lora.py`, `nn/lora_mlp.py`)
     adapters       x · Aᵀ of each
 
 What `torch.compile` keeps is what its partitioner chooses; the choices here are those it made for these layers. All
@@ -137,9 +138,10 @@ def _fp8_linears(case: Case, option: Option) -> dict[str, int]:
             "scale of h": FP32 if option.recipe == "delayed" else 0,
         }
     joined = joins_norms(case, option)
+    x = s.k * BF16 * s.m if option.wide_products else _rows(s.m, s.k, option)
     return {
-        "input of q, k and v": _rows(s.m, s.k, option) * (joined or is_adapted(case, "qkv")),
-        "input of gate and up": _rows(s.m, s.k, option) * (joined or is_adapted(case, "gate_up")),
+        "input of q, k and v": x * (joined or is_adapted(case, "qkv")),
+        "input of gate and up": x * (joined or is_adapted(case, "gate_up")),
         "gate and up": gate_up_fp8,
     }
 
@@ -181,8 +183,9 @@ def backward_buffers(case: Case, option: Option) -> int:
         )
     part = min(s.m, part_rows(s.m, 2 * s.f))
     ranks = case.rank * sum(len(MEMBERS[name]) for name in ("gate_up", "down") if is_adapted(case, name))
-    # Weights transposed; of one part dh and d(gate, up), or that and its FP8 copy; FP32 gradients of adapters.
-    mlp = g + dx + down + gate_up + 3 * s.f * BF16 * part + ranks * FP32 * s.m
+    # Weights transposed, or dequantised; of one part dh and d(gate, up), or that and its FP8 copy; FP32 gradients of
+    # adapters.
+    mlp = g + dx + (down + gate_up) * (BF16 if option.wide_products else 1) + 3 * s.f * BF16 * part + ranks * FP32 * s.m
     if option.compiled or not joins_norms(case, option):
         return mlp
     return max(mlp, g + dx + 6 * s.k * FP32 * s.m)  # eager, the norm's backward is a row of FP32 tensors

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+from octavo.nn.planner import why_not_frozen
 from octavo.numerics.checks import check_choice
 from octavo.numerics.quantize import BLOCK
 from octavo.optim import OPTIMIZERS
@@ -25,7 +26,8 @@ class Option:
     `layers` keeps the input of each layer, `offload` keeps that in host memory. `activations`: what trained FP8 layers
     keep, as in `FP8TrainingConfig`. `in_backward`: gradients are applied there, one by one. `offload`: `optimizer` has
     states in host memory; `master` has FP32 weights there, too, and on the GPU FP8 weights in the layers.
-    `adapter_bytes`: beside FP8, PEFT makes adapters in FP32. `joined_norms`: where `hf/layer.py` joins norms to what
+    `wide_products`: a frozen FP8 base multiplies in BF16. `adapter_bytes`: beside FP8, PEFT makes adapters in FP32.
+    `joined_norms`: where `hf/layer.py` joins norms to what
     follows them.
     """
 
@@ -41,6 +43,7 @@ class Option:
     weight_bytes: int = 2  # of a weight that is trained, or is not in FP8
     adapter_bytes: int = 2
     joined_norms: bool = True
+    wide_products: bool = False
 
     def __post_init__(self) -> None:
         check_choice("code", self.code, CODES)
@@ -64,6 +67,7 @@ class Option:
     @property
     def name(self) -> str:
         fp8 = "FP8 activations" if self.activations == "fp8" else f"FP8 {self.recipe}"
+        fp8 = f"FP8 weights {self.recipe}" if self.wide_products else fp8
         who = {"hf": "BF16 Hugging Face", "own": "BF16 Octavo", "fp8": fp8, **BDH_NAMES}[self.code]
         weights = ", FP32 weights" if self.weight_bytes == 4 and self.code not in BDH_NAMES else ""
         return f"{who}{weights}, {self.optimizer}{' in backward' if self.in_backward else ''}"
@@ -93,6 +97,11 @@ def blocks_fit(case: Case) -> bool:
     return not any(n % BLOCK for n in outputs)
 
 
+def why_wide(case: Case) -> str:
+    """Why a frozen base multiplies in BF16; empty if it does not."""
+    return why_not_frozen((linear.k, 1.0, linear.n) for linear in case.linears if linear.name != "head")
+
+
 def options_of(case: Case, *, compiled: bool, fp8_head: bool, offload: str | None = None) -> list[Option]:
     """What there is: each without checkpointing, then with it. The first is what others are compared with.
 
@@ -104,8 +113,10 @@ def options_of(case: Case, *, compiled: bool, fp8_head: bool, offload: str | Non
         ways = _full(bf16, fp8)
         kinds: tuple[str, ...] = ("none", "layers")
     else:
-        recipes = ("channel", "block") if blocks_fit(case) else ("channel",)
-        ways = [*bf16, *(replace(fp8, recipe=recipe, adapter_bytes=4) for recipe in recipes)]
+        wide = bool(why_wide(case))
+        recipes = ("channel", "block") if wide or blocks_fit(case) else ("channel",)
+        frozen = replace(fp8, adapter_bytes=4, wide_products=wide)
+        ways = [*bf16, *(replace(frozen, recipe=recipe) for recipe in recipes)]
         kinds = CHECKPOINTING
     if offload is not None:
         wanted = None if offload == "none" else offload
