@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels import tiles
+from octavo.kernels import finite, tiles
 from octavo.kernels.bdh_tiles import (
     TL_DTYPES,
     Tile,
@@ -132,8 +132,8 @@ def _relu_rope_kernel(
             cos, sin = load_angles(cos_ptr, sin_ptr, t0, n0, T, N, EVEN, TILE_T, TILE_N)
             for bh in tl.range(0, B * H, num_stages=1):
                 q, s = _relu_rope_tile(s_pre_ptr, cos, sin, bh, t0, n0, wide, inside, H, T, N, EVEN)
-                q_most = tl.maximum(q_most, tiles.largest(tiles.finite_magnitude(q)))
-                s_most = tl.maximum(s_most, tiles.largest(tiles.finite_magnitude(s)))
+                q_most = tl.maximum(q_most, tiles.largest(finite.magnitude(q)))
+                s_most = tl.maximum(s_most, tiles.largest(finite.magnitude(s)))
                 q_clipped += tiles.count(tiles.is_clipped(q, q_scale, MAXIMUM))
                 s_clipped += tiles.count(tiles.is_clipped(s, s_scale, MAXIMUM))
     if MEASURE:
@@ -268,8 +268,8 @@ def _gate_kernel(
             inside = (t0 + tl.arange(0, TILE_T)[:, None] < T) & (n0 + tl.arange(0, TILE_N)[None, :] < N)
             first = joined(b, h, t0, n0, H, T, N)
             z, t = _gate_tile(s_pre_ptr, t_pre_ptr, first, stacked(h, b, B, t0, n0, T, N), wide, flat, inside, EVEN)
-            z_most = tl.maximum(z_most, tiles.largest(tiles.finite_magnitude(z)))
-            t_most = tl.maximum(t_most, tiles.largest(tiles.finite_magnitude(t)))
+            z_most = tl.maximum(z_most, tiles.largest(finite.magnitude(z)))
+            t_most = tl.maximum(t_most, tiles.largest(finite.magnitude(t)))
             z_clipped += tiles.count(tiles.is_clipped(z, z_scale, MAXIMUM))
             t_clipped += tiles.count(tiles.is_clipped(t, t_scale, MAXIMUM))
     if MEASURE:

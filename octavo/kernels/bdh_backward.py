@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels import tiles
+from octavo.kernels import finite, tiles
 from octavo.kernels.bdh_tiles import (
     Tile,
     arrange,
@@ -138,7 +138,7 @@ def _gate_backward_kernel(
             inside = (t0 + tl.arange(0, TILE_T)[:, None] < T) & (n0 + tl.arange(0, TILE_N)[None, :] < N)
             first = joined(b, h, t0, n0, H, T, N)
             narrow, _ = _gate_tile(dz_ptr, s_ptr, t_ptr, s_scale, t_scale, first, wide, inside, EVEN)
-            most = tl.maximum(most, tiles.largest(tiles.finite_magnitude(narrow.to(tl.float32))))
+            most = tl.maximum(most, tiles.largest(finite.magnitude(narrow.to(tl.float32))))
             clipped += tiles.count(tiles.is_clipped(narrow.to(tl.float32), scale, MAXIMUM))
     if MEASURE:
         note_amax(amax_ptr, most)
@@ -242,7 +242,7 @@ def _relu_rope_backward_kernel(
                 narrow = _relu_rope_tile(
                     dq_ptr, dz_ptr, s_ptr, t_ptr, t_scale, cos, -sin, bh, t0, n0, wide, flat, inside, H, T, N, EVEN
                 )
-                most = tl.maximum(most, tiles.largest(tiles.finite_magnitude(narrow.to(tl.float32))))
+                most = tl.maximum(most, tiles.largest(finite.magnitude(narrow.to(tl.float32))))
                 clipped += tiles.count(tiles.is_clipped(narrow.to(tl.float32), scale, MAXIMUM))
     if MEASURE:
         note_amax(amax_ptr, most)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels import tiles
+from octavo.kernels import finite, tiles
 from octavo.kernels.bdh_tiles import (
     Tile,
     arrange,
@@ -128,7 +128,7 @@ def _causal_kernel(
             matrix, i, j = tile // (side * side), tile // side % side, tile % side
             if i >= j:
                 x = _lower(scores_ptr, matrix, i, j, inner, T, EVEN, TILE_T).to(tl.float32)
-                most = tl.maximum(most, tiles.largest(tiles.finite_magnitude(x)))
+                most = tl.maximum(most, tiles.largest(finite.magnitude(x)))
                 clipped += tiles.count(tiles.is_clipped(x, scale, MAXIMUM)) * (2 if SYMMETRIC else 1)
     if MEASURE:
         note_amax(amax_ptr, most)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels import tiles
+from octavo.kernels import finite, tiles
 from octavo.kernels.gated import can_gate
 from octavo.kernels.gated_columns import whole_columns_kernel
 from octavo.kernels.gated_tiles import activate, gradients, load_gate_up
@@ -50,7 +50,7 @@ _BAND = 16
 
 @triton.jit
 def _record(row_ptr, top, trouble, lost, clipped, per_element):
-    tiles.record(row_ptr, tl.max(top, axis=0), tiles.is_trouble(trouble), lost, clipped, per_element)
+    tiles.record(row_ptr, tl.max(top, axis=0), finite.is_trouble(trouble), lost, clipped, per_element)
     if tl.program_id(0) == 0:
         tiles.record_use(row_ptr)
 
@@ -99,7 +99,7 @@ def _rows_kernel(
         store_tile(out_ptr, q, i, j, inner_out, M, F, F, EVEN, TILE_M, TILE_F)
         if RECORD:
             top = tl.maximum(top, amax)
-            trouble += tiles.trouble_of_eight(h)
+            trouble += finite.trouble_of_eight(h)
             if tiles.is_sampled(tile, step):
                 lost += tiles.count_of_eight(tiles.is_lost(h, v, MAXIMUM))
             if CLIPS:
@@ -153,13 +153,13 @@ def _backward_rows_kernel(
             dh_ptr, gate_up_ptr, gate_up_ptr, i, j, inner, inner_h, M, F, SILU, EVEN, TILE_M, TILE_F
         )
         if COLUMN_AMAX:
-            h_top = tl.maximum(h_top, tiles.finite_magnitude(h.to(tl.float32)))
+            h_top = tl.maximum(h_top, finite.magnitude(h.to(tl.float32)))
         for half in tl.static_range(2):
             narrow = dgate if half == 0 else dup
-            trouble = tiles.add_trouble(trouble, narrow)
-            d = tiles.finite(narrow).to(tl.float32)
+            trouble = finite.add_trouble(trouble, narrow)
+            d = finite.only(narrow).to(tl.float32)
             if COLUMN_AMAX:
-                columns = tiles.magnitude(d)
+                columns = finite.magnitude(d, True)
                 if half == 0:
                     gate_top = tl.maximum(gate_top, columns)
                 else:

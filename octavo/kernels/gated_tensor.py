@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from octavo.kernels import tiles
+from octavo.kernels import finite, tiles
 from octavo.kernels.gated_tiles import activate, gradients, keep, load_gate_up
 from octavo.kernels.quantize_tensor import offsets, store_tile
 
@@ -90,7 +90,7 @@ def gated_kernel(
                 gate, up = load_gate_up(gate_up_ptr, i * TILE_M, j * TILE_F, inner, M, F, TILE_M, TILE_F, EVEN)
                 value, _ = activate(gate.to(tl.float32), SILU)
                 h = tiles.narrow(value * up.to(tl.float32), gate.dtype).to(tl.float32)
-                finite_top = tl.maximum(finite_top, tiles.largest(tiles.finite_magnitude(h)))
+                finite_top = tl.maximum(finite_top, tiles.largest(finite.magnitude(h)))
                 if TASK == QUANTIZE:
                     clipped += tiles.count(tiles.is_clipped(h, scale, MAXIMUM))
                     if not STOCHASTIC:
@@ -217,7 +217,7 @@ def gated_backward_kernel(
                         d = dgate.to(tl.float32)
                     else:
                         d = dup.to(tl.float32)
-                    finite_top = tl.maximum(finite_top, tiles.largest(tiles.finite_magnitude(d)))
+                    finite_top = tl.maximum(finite_top, tiles.largest(finite.magnitude(d)))
                     if TASK == QUANTIZE:
                         clipped += tiles.count(tiles.is_clipped(d, scale, MAXIMUM))
                         if not STOCHASTIC:

@@ -17,7 +17,7 @@ layout that does not suit them, or it transposes FP8 (see `tiles.cast`).
 import triton
 import triton.language as tl
 
-from octavo.kernels import tiles
+from octavo.kernels import finite, tiles
 from octavo.kernels.tiles import CHANNEL, MX
 
 ROWS = tl.constexpr(16)  # of a thread
@@ -35,15 +35,15 @@ def stack(words, step, ROWS: tl.constexpr):
 
 @triton.jit
 def column(words, k: tl.constexpr, dtype: tl.constexpr, FINITE: tl.constexpr = False):
-    """Column k of those in a word, in FP32. BF16 is its upper half. `FINITE`: through `tiles.finite`."""
+    """Column k of those in a word, in FP32. BF16 is its upper half. `FINITE`: through `finite.only`."""
     PER_HALF: tl.constexpr = 32 // dtype.primitive_bitwidth
     if words.dtype == tl.int64:
         words = (words >> 32 if k >= PER_HALF else words).to(tl.int32)
     if FINITE and PER_HALF == 2:
-        words = tiles.finite_pairs(words, dtype)
+        words = finite.only_pairs(words, dtype)
     if dtype == tl.float32:
         x = words.to(tl.float32, bitcast=True)
-        x = tiles.finite(x) if FINITE else x
+        x = finite.only(x) if FINITE else x
     elif dtype == tl.bfloat16:
         x = (words & -0x10000 if k % PER_HALF else words << 16).to(tl.float32, bitcast=True)
     else:
@@ -100,7 +100,7 @@ def columns_kernel(
         row = r0 + i * TILE_R
         for k in tl.static_range(PER_WORD):
             # One by one where words are long: in pairs, the pairs would be held beside the words.
-            x = column(words, k, dtype, True) if WORD == 32 else tiles.finite(column(words, k, dtype))
+            x = column(words, k, dtype, True) if WORD == 32 else finite.only(column(words, k, dtype))
             first = batch * C + j * TILE_C + k
             c = first + PER_WORD * tl.arange(0, WORDS)[:, None]
             factor = column_factor(x, c, row, R, amax_ptr, scale_ptr, MODE, MAXIMUM, MARGIN, MX_UP)
@@ -138,4 +138,4 @@ def column_factor(
 @triton.jit
 def _amax(x):
     """Of the rows of every group of lanes."""
-    return tl.max(tl.max(tiles.magnitude(x), axis=3), axis=0)
+    return tl.max(tl.max(finite.magnitude(x, True), axis=3), axis=0)

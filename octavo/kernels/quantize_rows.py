@@ -13,7 +13,7 @@ the gradient (see `ops_frozen.py`). The product is rounded to the dtype of `x`, 
 import triton
 import triton.language as tl
 
-from octavo.kernels import tiles
+from octavo.kernels import finite, tiles
 
 WIDEST = 32_768  # columns
 
@@ -61,7 +61,7 @@ def _raise(tops, parts):
     """The largest magnitudes of columns so far."""
     raised = ()
     for k in tl.static_range(len(parts)):
-        raised = _and(raised, tiles.raise_finite(tops[k], parts[k]))
+        raised = _and(raised, finite.raised(tops[k], parts[k]))
     return raised
 
 

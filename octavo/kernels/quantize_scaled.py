@@ -11,7 +11,7 @@ columns of tiles, or a multiple. (An atomic for every column of every tile took 
 import triton
 import triton.language as tl
 
-from octavo.kernels import tiles
+from octavo.kernels import finite, tiles
 from octavo.kernels.quantize_tensor import load_tile, offsets, store_tile
 from octavo.kernels.tiles import CHANNEL, MX, NONE
 
@@ -84,9 +84,9 @@ def scaled_kernel(
         x = narrow.to(tl.float32)
         i_all = i + r0 // TILE_R  # among all the rows, of which x is a part
         if RECORD:
-            trouble += tiles.trouble_of_eight(x)
+            trouble += finite.trouble_of_eight(x)
         if COLUMN_AMAX:
-            column_top = tl.maximum(column_top, tiles.finite_magnitude(x))
+            column_top = tl.maximum(column_top, finite.magnitude(x))
         if MODE_R != NONE:
             v, spread, amax = scale_rows(
                 x, amax_of_rows(x, MODE_R), i_all, j, batch, end, R, C, row_amax_ptr, row_scale_ptr, MODE_R, MAXIMUM,
@@ -126,7 +126,7 @@ def scaled_kernel(
         tiles.raise_to(where_c, tl.max(column_top, axis=0), c < C)
     if RECORD:
         all_lost = tiles.from_sample(lost, count, step) if MODE_R != NONE else tiles.from_sample(lost_t, count, step)
-        tiles.record(row_ptr, tl.max(top, axis=0), tiles.is_trouble(trouble), all_lost, clipped, per_element)
+        tiles.record(row_ptr, tl.max(top, axis=0), finite.is_trouble(trouble), all_lost, clipped, per_element)
         if FIRST:
             if tl.program_id(0) == 0:
                 tiles.record_use(row_ptr)
@@ -134,8 +134,8 @@ def scaled_kernel(
 
 @triton.jit
 def amax_of_rows(x, MODE: tl.constexpr, FINITE: tl.constexpr = False):
-    """Of each row of a tile, or (mx) of each 32 elements of one. `FINITE`: x has been through `tiles.finite`."""
-    magnitude = tiles.magnitude(x) if FINITE else tiles.finite_magnitude(x)
+    """Of each row of a tile, or (mx) of each 32 elements of one. `FINITE`: x has been through `finite.only`."""
+    magnitude = finite.magnitude(x, True) if FINITE else finite.magnitude(x)
     if MODE == MX:
         amax = tl.max(tl.reshape(magnitude, [x.shape[0], x.shape[1] // _MX_BLOCK, _MX_BLOCK]), axis=2)
     else:
@@ -146,7 +146,7 @@ def amax_of_rows(x, MODE: tl.constexpr, FINITE: tl.constexpr = False):
 @triton.jit
 def amax_of_columns(x, MODE: tl.constexpr):
     """The same for columns."""
-    magnitude = tiles.finite_magnitude(x)
+    magnitude = finite.magnitude(x)
     if MODE == MX:
         amax = tl.trans(tl.max(tl.reshape(magnitude, [x.shape[0] // _MX_BLOCK, _MX_BLOCK, x.shape[1]]), axis=1))
     else:
@@ -261,7 +261,7 @@ def amax_kernel(
     for tile in tl.range(tl.program_id(0), tl.cdiv(end - r0, TILE_R) * across, tl.num_programs(0), num_stages=STAGES):
         i, j = tile // across, tile % across
         x = load_tile(x_ptr, i, j, inner, end - r0, C, stride_r, EVEN, TILE_R, TILE_C)
-        magnitude = tiles.finite_magnitude(x.to(tl.float32))
+        magnitude = finite.magnitude(x.to(tl.float32))
         if ROWS:
             r = r0 + i * TILE_R + tl.arange(0, TILE_R)
             tiles.raise_to(row_amax_ptr + batch * R + r, tl.max(magnitude, axis=1), r < end)

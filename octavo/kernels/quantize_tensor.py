@@ -12,7 +12,7 @@ format, or NaN or infinity, walks over its tiles a second time.
 import triton
 import triton.language as tl
 
-from octavo.kernels import tiles
+from octavo.kernels import finite, tiles
 
 
 @triton.jit
@@ -145,7 +145,7 @@ def tensor_kernel(
                 i, j = tiles.place(tile % per_matrix, down, across, BAND, not DELAYED)
                 narrow = load_tile(x_ptr + batch * stride_b, i, j, inner, end - r0, C, stride_r, EVEN, TILE_R, TILE_C)
                 x = narrow.to(tl.float32)
-                finite_top = tl.maximum(finite_top, tiles.largest(tiles.finite_magnitude(x)))
+                finite_top = tl.maximum(finite_top, tiles.largest(finite.magnitude(x)))
                 clipped += tiles.count(tiles.is_clipped(x, scale, MAXIMUM))
                 if not STOCHASTIC:
                     v = tiles.saturate(x * inverse, 0, 0, MAXIMUM, False)
