@@ -14,7 +14,8 @@ tokens where BF16's first choice leads by half a logit or more); before training
 What the second figure would be without any FP8 is what `--noise` trains for: BF16 on the same batches in another order
 (`bf16-order`), and FP32 in the same order (`fp32`), which differs from BF16 by BF16's own rounding alone. `--explain`
 adds what FP8 weights do by themselves: BF16 on a base that has been to FP8 and back (`block-weights`), without Octavo;
-with it, that is the recipe `block-weights-only` (`fp8_products=False`).
+with it, that is the recipe `block-weights-only` (`fp8_products=False`), which so small a model gets on a GPU anyway.
+`block-fp8-products` insists on FP8.
 `smollm_runs.py` says what one run is. The exit status is 1 where a recipe misses a bound.
 """
 

