@@ -245,10 +245,13 @@ def activation_config(granularity: str) -> FP8TrainingConfig:
 
     Gradients with a scale for every row do without the range of E5M2, and have its error halved by E4M3: nothing but
     the rounded gradient decides what reaches the adapters of the layers below.
+
+    Fast accumulation everywhere: beside a frozen weight there is no sum over tokens in FP8, and over outputs it is off
+    by 0.2 to 0.4 % (`FP8TrainingConfig`) of a gradient that rounding has put off by ten times as much.
     """
     if granularity == "channel":
-        return FP8TrainingConfig.from_recipe("channel", fp8_format="E4M3")
-    return FP8TrainingConfig.from_recipe({"tensor": "current"}.get(granularity, granularity))
+        return FP8TrainingConfig.from_recipe("channel", fp8_format="E4M3", fast_accumulation="all")
+    return FP8TrainingConfig.from_recipe({"tensor": "current"}.get(granularity, granularity), fast_accumulation="all")
 
 
 def quantize_weight(weight: Tensor, granularity: str, format: str = "E4M3") -> Quantized:
