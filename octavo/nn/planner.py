@@ -66,8 +66,8 @@ def why_not_frozen(shapes: Iterable[tuple[int, float, int]]) -> str:
     `shapes`: of each linear its inputs, the share of quantising them that is its own, and its outputs. What FP8 saves
     goes with inputs × outputs, what it costs with inputs + outputs, of which x and g are quantised; both with the
     tokens. So the mean width decides, the first over the second: timed (`benchmarks/frozen_products.py`, H200,
-    2026-11-16), BF16 by dequantised weights is 3 to 16 % faster at 419 (SmolLM2 135M), as fast at 700 to 800, and FP8
-    6 to 14 % faster at 1,600 (Llama 1B).
+    2026-11-16, channel and block), BF16 by dequantised weights is 9 and 17 % faster at 419 (SmolLM2 135M), 0 and 8 % at
+    698 (360M), as fast at 808 (Qwen3 0.6B), and FP8 16 and 8 % faster at 1,605 (Llama 1B).
     """
     saved = cost = 0.0
     for inputs, share, outputs in shapes:

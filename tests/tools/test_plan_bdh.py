@@ -20,7 +20,7 @@ from octavo.tools.plan.simulate import simulate
 
 Invoke = Callable[..., tuple[int, str, str]]
 SMALL = BDHConfig(dim=32, heads=2, neurons=256, layers=3)
-MEASURED = Path(__file__).parent.parent.parent / "benchmarks" / "results" / "2026-11-15-h200-bdh-100m-6l.json"
+MEASURED = Path(__file__).parent.parent.parent / "benchmarks" / "results" / "2026-11-16-h200-bdh-100m-6l.json"
 
 
 @pytest.mark.parametrize(("code", "dtype"), [("bdh-fp32", None), ("bdh-bf16", torch.bfloat16)])
