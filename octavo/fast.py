@@ -64,7 +64,8 @@ class FastLanguageModel:
         stays near one byte a parameter; a checkpoint that is in FP8 already is taken as it is. `fp8_config` says how
         inputs and gradients are quantised, `skip` which linears are left alone. `fp8_products=False`: weights in FP8
         are dequantised for each product, which is then in `dtype`: closer to it, slower for all but small models, and
-        with more activations. Not given: on a GPU, what is faster; elsewhere, and with `fp8_config`, FP8.
+        with more activations. Not given: on a GPU, what is faster; elsewhere, and with an `fp8_config` that has them
+        quantised in another way than by default, FP8.
         `dtype`: BF16 unless given. Anything else goes to transformers' `from_pretrained`. `max_lora_rank` and
         `gpu_memory_utilization` are for `fast_inference`, which is to come.
         """
@@ -193,6 +194,8 @@ def _check_loading(
 def _check_products(fp8_products: Any, load_in_fp8: bool | str, full_finetuning: bool, fp8_config: Any) -> None:
     if fp8_products is not None and not isinstance(fp8_products, bool):
         raise ValueError(f"fp8_products={fp8_products!r}: True or False")
+    if fp8_products is True and not load_in_fp8:
+        raise ValueError("fp8_products=True with load_in_fp8=False: nothing would run in FP8; set load_in_fp8")
     if fp8_products is not False:
         return
     if not load_in_fp8 or full_finetuning:

@@ -96,9 +96,10 @@ def side_by_side(weights: Sequence[Tensor], scales: Sequence[Tensor], recipe: st
 
 def can_join(weights: Sequence[Quantized]) -> bool:
     """Whether their scales one below the other are those of the weights one below the other."""
-    if any(w.scale.dim() == 0 for w in weights):
+    kinds = {(w.data.dtype, constant_along_k(w)) for w in weights}
+    if len(kinds) > 1 or any(w.scale.dim() == 0 for w in weights):
         return False
-    return all(constant_along_k(w) for w in weights) or all(w.data.shape[0] % BLOCK == 0 for w in weights[:-1])
+    return constant_along_k(weights[0]) or all(w.data.shape[0] % BLOCK == 0 for w in weights[:-1])
 
 
 def times(

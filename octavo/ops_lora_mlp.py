@@ -9,7 +9,7 @@ from torch import Tensor
 from octavo.kernels.ranges import ranged
 from octavo.numerics import Quantized
 from octavo.numerics import activation as spec
-from octavo.ops import Product, as_dtype, pack_scale
+from octavo.ops import Product, as_dtype, is_wide, pack_scale
 from octavo.ops_adapters import Adapters, Gradients, add_to, add_to_input, narrowed
 from octavo.ops_frozen import as_operand, first_rows, lists, side_by_side, times, turn
 from octavo.ops_linear import empty, fake_padded, new_kept, padded
@@ -80,7 +80,7 @@ def _lora_mlp(
     t = narrowed(x, low, dtype)
     t_last = x.new_empty([rows, sum(low_last.ranks)] if last_downs else [0], dtype=dtype)
     y = x.new_empty([rows, down.shape[0]], dtype=dtype)
-    kept = Quantized(*new_kept(x, rows, both)) if keep else None
+    kept = Quantized(*_new_kept(x, rows, both, recipe_x, dtype)) if keep else None
     w = side_by_side(weights, scales, recipe_x, dtype)
     w_down = side_by_side([down], [down_scale], recipe_x, dtype)
     a_last = low_last.down(dtype) if last_downs else None
@@ -88,7 +88,7 @@ def _lora_mlp(
         # gu = x · [w_gate; w_up]ᵀ
         x_m = Quantized(x_q.data[part], _rows_of(x_q.scale, part))
         gate_up = times(x_m, w, None, dtype, fast, emulate)
-        into = None if kept is None else Quantized(kept.data[part], kept.scale[part])
+        into = None if kept is None else Quantized(kept.data[part], _rows_of(kept.scale, part))
         h = _gated(gate_up, t[part], low, activation, into, emulate)
         del gate_up
         if a_last is not None:
@@ -102,6 +102,13 @@ def _lora_mlp(
         del h_q
     kept_x = (x_q.data, pack_scale(x_q.scale)) if keep_x else empty(x, 2)
     return first_rows(y, tokens), *kept_x, *(kept or empty(x, 2)), t, t_last
+
+
+def _new_kept(like: Tensor, rows: Any, both: Any, recipe: str, dtype: torch.dtype) -> list[Tensor]:
+    """Room for gate and up: in FP8, but as they are where nothing else is quantised, either, and FP32 was asked for."""
+    if recipe or dtype != torch.float32:
+        return new_kept(like, rows, both)
+    return [like.new_empty([rows, both], dtype=dtype), like.new_empty(0)]
 
 
 def part_rows(rows: int, width: int) -> int:
@@ -121,14 +128,17 @@ def _rows_of(scale: Tensor, part: slice) -> Tensor:
 
 def _gated(gate_up: Tensor, t: Tensor, low: Adapters, activation: str, into: Quantized | None, emulate: bool) -> Tensor:
     """h; and gate and up with their adapters' outputs `into` FP8, if they are to be kept."""
-    if not emulate and has_fp8_tensor_cores(gate_up.device):
+    wide = into is not None and is_wide(into)
+    if not wide and not emulate and has_fp8_tensor_cores(gate_up.device):
         from octavo.kernels import gated_lora as kernel
 
         halves = _halves(t, low, gate_up.shape[1] // 2, kernel.Low)
         if halves is not None and kernel.can_gate(gate_up, gate_up.shape[1] // 2, *halves):
             return kernel.gated(gate_up, halves[0], halves[1], activation, into)
     add_to(gate_up, t, low)
-    if into is not None:
+    if wide and into is not None:
+        into.data.copy_(gate_up)
+    elif into is not None:
         for room, found in zip(into, spec.keep(gate_up), strict=True):
             room.copy_(found)
     return spec.gated(gate_up, activation)
@@ -153,7 +163,7 @@ def _gated_backward(
 
     If h is wanted, it takes the place of its gradient.
     """
-    if not emulate and has_fp8_tensor_cores(dh.device):
+    if not emulate and not is_wide(kept) and has_fp8_tensor_cores(dh.device):
         from octavo.kernels import gated_lora as kernel
 
         added = None if a is None else kernel.Low(u, a)
@@ -161,7 +171,7 @@ def _gated_backward(
             return kernel.gated_backward(dh, kept, added, activation, factor=factor, h=wants_h)
     if a is not None:
         dh.addmm_(as_dtype(u, dh.dtype), a.to(dh.dtype))
-    gate_up = spec.from_kept(kept)
+    gate_up = kept.data if is_wide(kept) else spec.from_kept(kept)
     gradient = spec.gated_backward(dh, gate_up, activation)
     if factor is not None:
         gradient = gradient * factor
@@ -192,8 +202,8 @@ def _lora_mlp_backward(
         # dh = g · w_down + u · A
         dh = turned_down.dgrad(g[part], row_g, recipe_g, g.dtype, fast, emulate)
         gradient = _gated_backward(
-            dh, Quantized(kept[part], kept_scale[part]), u_last, a_last, activation, turned.factor, needs_last_a,
-            emulate,
+            dh, Quantized(kept[part], _rows_of(kept_scale, part)), u_last, a_last, activation, turned.factor,
+            needs_last_a, emulate,
         )  # fmt: skip
         if needs_last_a:
             last.add_a(u_last, Quantized(dh, dh.new_empty(0)))  # where h is now
@@ -218,7 +228,7 @@ def _lora_mlp_fake(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     y = x.new_empty([x.shape[0], down.shape[0]], dtype=dtype)
     rows, both = fake_padded(x, emulate or not recipe_x).shape[0], sum(w.shape[0] for w in weights)
-    kept = new_kept(x, rows, both)
+    kept = _new_kept(x, rows, both, recipe_x, dtype)
     narrowed = [fake_narrowed(x, matrices, rows, dtype) for matrices in (downs, last_downs)]
     return y, *fake_kept(x, recipe_x, keep_x, emulate), *(kept if keep else empty(x, 2)), *narrowed
 

@@ -47,7 +47,8 @@ class OctavoConfig(QuantizationConfigMixin):
         skip: linears left as they are: names, parts of dotted names, or patterns. The head always is.
         fp8_products: with False the weights alone are in FP8, dequantised for each product: closer to high precision,
             slower for all but small models, and with more activations. Default: as a checkpoint of Octavo says, else
-            True, but on a GPU, and unless `fp8` says how products are quantised, only where that pays.
+            True, but on a GPU, and unless `fp8` has products quantised in another way than by default, only where that
+            pays.
     """
 
     def __init__(
@@ -161,7 +162,8 @@ class OctavoQuantizer(HfQuantizer):
         for module in frozen:
             module.settle()
             module.in_fp8 = config.fp8_products is not False
-        as_it_pays = config.fp8_products is None and config.fp8 == activation_config(config.granularity)
+        usual = config.fp8.replace(fp8_head=False) == activation_config(config.granularity)
+        as_it_pays = config.fp8_products is None and usual
         on_gpu = has_fp8_tensor_cores(frozen[0].weight.device)
         reason = loading.plan_products(model) if as_it_pays and on_gpu else ""
         model.requires_grad_(False)

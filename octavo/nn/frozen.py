@@ -193,6 +193,8 @@ class FP8FrozenLinear(LinearInFP8):
                 "Accelerate has moved this FP8 weight off its device, and casts what it brings back: keep the model on "
                 "one device (device_map={'': 0}); in FP8 it takes a byte a parameter"
             )
+        if not input.is_floating_point():
+            raise TypeError(f"input is in {input.dtype}; this FP8FrozenLinear takes floating-point numbers")
         if input.shape[-1] != self.in_features:
             raise ValueError(f"input has {input.shape[-1]} features; this FP8FrozenLinear takes {self.in_features}")
         if input.numel() == 0:
@@ -261,9 +263,14 @@ def quantize_weight(weight: Tensor, granularity: str, format: str = "E4M3") -> Q
 
 def insist_on_fp8(model: nn.Module) -> None:
     """Somebody asked for products in FP8, whether they pay or not."""
+    linears = [module for module in model.modules() if isinstance(module, FP8FrozenLinear)]
+    changed = [linear for linear in linears if linear.is_planned and not linear.in_fp8]
+    for linear in changed:
+        linear.in_fp8 = True
     for module in model.modules():
-        if isinstance(module, FP8FrozenLinear) and module.is_planned:
-            module.in_fp8 = True
+        said = module.__dict__.get("octavo_fused")
+        if changed and said is not None:
+            said.append(f"since then, products in FP8, as asked for ({len(changed)})")
 
 
 class _FrozenLinear(torch.autograd.Function):

@@ -8,7 +8,7 @@ Shapes: M tokens, K inputs, N outputs, R the rank of an adapter, ΣR of all of t
     kept       xq_MK in FP8 and t_MΣR, which is narrow; x itself only where something else keeps it anyway
 
 Where products are in high precision (`Product.in_fp8`), w is what wq dequantises to, x and g are taken as they are, and
-x is kept.
+x is kept, or in its place what went into the norm.
 
 With a norm before it, x = norm(h), and h need not be kept: xq serves the norm's backward, too (`numerics/norm.py`).
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from octavo import ops_lora
-from octavo.nn.norm import back_through, normed, parts_of
+from octavo.nn.norm import back_through, normed, normed_again, parts_of
 from octavo.numerics.norm import Norm
 from octavo.numerics.quantize import Quantized
 from octavo.ops import Product, as_dtype
@@ -82,13 +82,13 @@ class _FrozenLora(torch.autograd.Function):
     ) -> Tensor:
         weights, adapters = _sort(tensors, *count, places)
         keep_x, as_it_is = keep
-        x_dtype = x.dtype
-        x, inverse = normed(x, norm_weight, norm_eps)
+        h, x_dtype = x, x.dtype
+        x, inverse = normed(h, norm_weight, norm_eps)
         x = x if product.in_fp8 else as_dtype(x, product.out_dtype)
         y, x_q, t = ops_lora.lora_linear(
             x, weights, bias, row_x, adapters, product, keep=keep_x and not as_it_is, residual=residual
         )
-        kept = (x, x_q.scale) if keep_x and as_it_is else x_q
+        kept = (x if inverse is None else h, x_q.scale) if keep_x and as_it_is else x_q
         ctx.save_for_backward(*kept, t, inverse, norm_weight, *adapters.downs, *adapters.ups)
         ctx.weights, ctx.row_g, ctx.product, ctx.places, ctx.eps = weights, row_g, product, places, norm_eps
         ctx.like = (x_dtype, bias.dtype if bias is not None else None)
@@ -104,8 +104,9 @@ class _FrozenLora(torch.autograd.Function):
         needs = ctx.needs_input_grad[before:]
         needs_x, needs_bias, needs_residual = ctx.needs_input_grad[:3]
         half = len(ctx.places)
+        x = x_data if ctx.product.in_fp8 else normed_again(x_data, norm_weight, inverse)
         dx, da, db = ops_lora.lora_linear_backward(
-            g, ctx.row_g, Quantized(x_data, x_scale), t, ctx.weights, adapters, ctx.product,
+            g, ctx.row_g, Quantized(x, x_scale), t, ctx.weights, adapters, ctx.product,
             needs=(needs_x, any(needs[:half]), any(needs[half:])), dtype=x_dtype,
         )  # fmt: skip
         kept = Quantized(x_data, x_scale)

@@ -7,8 +7,8 @@ Shapes: M tokens, K width, F hidden; s, A and B of each adapter as in `lora.py`.
     kept       xq_MK and guq_M2F in FP8 (1×128, whatever the weights have scales for), and what is narrow
 
 Forward computes h from gate and up in high precision; only backward sees them rounded. Where products are in high
-precision (`Product.in_fp8`), weights are dequantised, nothing else is quantised but what is kept of gate and up, and x
-is kept as it is.
+precision (`Product.in_fp8`), weights are dequantised, nothing else is quantised but what is kept of gate and up (not
+even that in FP32), and x is kept as in `lora.py`.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from octavo import ops_lora_mlp
 from octavo.nn.mlp import MLP
-from octavo.nn.norm import back_through, normed, parts_of
+from octavo.nn.norm import back_through, normed, normed_again, parts_of
 from octavo.numerics.norm import Norm
 from octavo.numerics.quantize import Quantized
 from octavo.ops import as_dtype
@@ -85,7 +85,7 @@ class _FrozenMLP(torch.autograd.Function):
             keep_x=keep[1] and in_fp8, residual=h if residual else None,
         )  # fmt: skip
         if keep[1] and not in_fp8:
-            saved[0] = x
+            saved[0] = x if inverse is None else h
         ctx.save_for_backward(*saved, inverse, norm_weight, *matrices)
         ctx.weights, ctx.down, ctx.rows, ctx.mlp, ctx.places = weights, down, (row_g, row_dgate_up), mlp, places
         ctx.x_dtype, ctx.eps, ctx.residual = h.dtype, norm_eps, residual
@@ -104,9 +104,10 @@ class _FrozenMLP(torch.autograd.Function):
             middle, end = start + len(places), start + 2 * len(places)
             wanted += [any(needs[start:middle]), any(needs[middle:end])]
             start = end
+        x = saved[0] if ctx.mlp.product.in_fp8 else normed_again(saved[0], norm_weight, inverse)
         dx, *found = ops_lora_mlp.lora_mlp_backward(
-            g, ctx.rows, saved, ctx.weights, ctx.down, *both, ctx.mlp.product, ctx.mlp.activation, needs=wanted,
-            dtype=ctx.x_dtype,
+            g, ctx.rows, (x, *saved[1:]), ctx.weights, ctx.down, *both, ctx.mlp.product, ctx.mlp.activation,
+            needs=wanted, dtype=ctx.x_dtype,
         )  # fmt: skip
         kept = Quantized(*saved[:2])
         dh, _ = back_through(dx, kept, norm_weight, ctx.eps, inverse, needs=(needs_x, False))

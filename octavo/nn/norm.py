@@ -20,19 +20,26 @@ def normed(h: Tensor, weight: Tensor | None, eps: float | None) -> tuple[Tensor,
     return (h, None) if weight is None or eps is None else rms_norm(h, Norm(weight, eps))
 
 
+def normed_again(h: Tensor, weight: Tensor | None, inverse: Tensor | None) -> Tensor:
+    """x, from what was kept of it in high precision: what went into the norm, or x itself if there is none."""
+    return h if weight is None or inverse is None else weight * (h.float() * inverse).to(h.dtype)
+
+
 def back_through(
     dx: Tensor, x: Quantized, weight: Tensor | None, eps: float | None, inverse: Tensor, *, needs: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of h and of the norm's weight, from dx and from x as it was kept, which may have rows for padding.
 
-    Without a norm, dx is the gradient of h.
+    In high precision, h was kept in its place. Without a norm, dx is the gradient of h.
     """
     if weight is None or eps is None:
         return dx if needs[0] else None, None
     norm = Norm(weight, eps)
+    normed = None
     if is_wide(x):
-        kept = x.data.float()
+        normed = x.data.float() * inverse
+        kept = weight.float() * normed
     else:
         kept = Quantized(x.data, unpack_scale(x.scale)).dequantize(torch.float32)[: dx.shape[0]]
-    dh = rms_norm_backward(dx, kept, norm, inverse) if needs[0] else None
+    dh = rms_norm_backward(dx, kept, norm, inverse, normed) if needs[0] else None
     return dh, weight_gradient(dx, kept, norm) if needs[1] else None

@@ -24,11 +24,14 @@ def rms_norm(h: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
     return norm.weight * (wide * inverse).to(h.dtype), inverse
 
 
-def rms_norm_backward(g: Tensor, x: Tensor, norm: Norm, inverse: Tensor) -> Tensor:
-    """dh in the dtype of g. A column whose weight is zero has no second term: x does not tell what it was."""
+def rms_norm_backward(g: Tensor, x: Tensor, norm: Norm, inverse: Tensor, normed: Tensor | None = None) -> Tensor:
+    """dh in the dtype of g. `normed`: h / rms(h), where it is known.
+
+    Else a column whose weight is zero has no second term: x does not tell what it was.
+    """
     weight, wide, x = norm.weight.float(), g.float(), x.float()
     along = (wide * x).mean(-1, keepdim=True)
-    normed = torch.where(weight == 0, 0.0, x / weight)
+    normed = torch.where(weight == 0, 0.0, x / weight) if normed is None else normed
     return ((weight * wide - normed * along) * inverse).to(g.dtype)
 
 

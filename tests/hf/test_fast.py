@@ -108,6 +108,7 @@ def test_gradient_checkpointing_changes_no_gradient(checkpoint, mode):
         ({"load_in_fp8": "row"}, "load_in_fp8='row'"),
         ({"fp8_config": FP8TrainingConfig()}, "load_in_fp8=False"),
         ({"fp8_products": False}, "fp8_products=False is for a base frozen in FP8"),
+        ({"fp8_products": True}, "fp8_products=True with load_in_fp8=False"),
         ({"load_in_fp8": True, "full_finetuning": True, "fp8_products": False}, "without full_finetuning"),
         ({"load_in_fp8": True, "fp8_products": 1}, "fp8_products=1: True or False"),
         ({"load_in_fp8": True, "fp8_products": False, "fp8_config": FP8TrainingConfig()}, "leave one of them out"),

@@ -17,7 +17,14 @@ from transformers import AutoModelForCausalLM
 from octavo import FP8TrainingConfig
 from octavo.hf import decoder
 from octavo.hf.quantizer import OctavoConfig, read_layout
-from octavo.nn.frozen import GRANULARITIES, SCALE_NAME, FP8FrozenLinear, insist_on_fp8, quantize_weight
+from octavo.nn.frozen import (
+    GRANULARITIES,
+    SCALE_NAME,
+    FP8FrozenLinear,
+    activation_config,
+    insist_on_fp8,
+    quantize_weight,
+)
 
 
 @pytest.fixture(scope="module")
@@ -203,11 +210,15 @@ def test_products_in_fp8_where_they_pay(checkpoint, monkeypatch):
     planned = load(checkpoint, OctavoConfig("channel"))
     assert not any(module.in_fp8 for module in frozen(planned).values())
     assert "FP8 does not pay at a width of" in planned.octavo_fused[-1]
+    head = OctavoConfig("channel", fp8=activation_config("channel").replace(fp8_head=True))  # says nothing of the rest
+    assert not any(module.in_fp8 for module in frozen(load(checkpoint, head)).values())
     asked = {"fp8_products": True}, {"fp8": FP8TrainingConfig.from_recipe("channel")}
     for how in asked:
         assert all(module.in_fp8 for module in frozen(load(checkpoint, OctavoConfig("channel", **how))).values())
     insist_on_fp8(planned)
+    insist_on_fp8(planned)
     assert all(module.in_fp8 for module in frozen(planned).values())
+    assert "since then, products in FP8" in planned.octavo_fused[-1] and "since" not in planned.octavo_fused[-2]
     refused = load(checkpoint, OctavoConfig("channel", fp8_products=False))
     insist_on_fp8(refused)
     assert not any(module.in_fp8 for module in frozen(refused).values())

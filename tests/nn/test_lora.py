@@ -5,8 +5,10 @@ import torch
 from bounds import cosine
 from torch import nn
 
-from octavo.nn.frozen import GRANULARITIES, FP8FrozenLinear
+from octavo.nn.frozen import GRANULARITIES, FP8FrozenLinear, quantize_weight
+from octavo.nn.frozen_group import put_together
 from octavo.nn.lora import Adapter, Adapters, frozen_lora
+from octavo.numerics.norm import Norm
 
 K, N, R = 300, 320, 8
 PARTS = [Adapter(0, 192, 2.0), Adapter(256, 320, 0.5)]  # outputs 192 to 256 have none
@@ -82,6 +84,35 @@ def test_weights_side_by_side_in_high_precision(granularity):
     rows = (parts[0].row_x, parts[0].row_g)
     y = frozen_lora(x, [part.quantized for part in parts], None, parts[0].product(x), rows, adapters)
     torch.testing.assert_close(y, torch.cat([x @ part.dequantize(torch.float32).T for part in parts], dim=1))
+
+
+@pytest.mark.parametrize("other", [("block", "E5M2"), ("channel", "E4M3")])
+def test_weights_of_two_kinds_in_high_precision(other):
+    """Side by side in memory, and still each by its own format and its own scales."""
+    torch.manual_seed(0)
+    parts = [FP8FrozenLinear.from_linear(nn.Linear(K, 128, bias=False), "block") for _ in range(2)]
+    put_together(parts)
+    parts[1].granularity = other[0]
+    parts[1].fill(quantize_weight(torch.randn(128, K), *other))
+    for part in parts:
+        part.in_fp8 = False
+    x, adapters = torch.randn(5, K), Adapters((), (), ())
+    rows = (parts[0].row_x, parts[0].row_g)
+    y = frozen_lora(x, [part.quantized for part in parts], None, parts[0].product(x), rows, adapters)
+    torch.testing.assert_close(y, torch.cat([x @ part.dequantize(torch.float32).T for part in parts], dim=1))
+
+
+def test_a_norm_with_weights_that_are_zero():
+    """In high precision what went into it is kept, so nothing has to be divided by them."""
+    frozen, matrices = build("channel", torch.float32)
+    frozen.in_fp8 = False
+    norm = Norm((torch.rand(K) + 0.5) * (torch.arange(K) % 5 > 0), 1e-6)
+    h = torch.randn(7, K, requires_grad=True)
+    g = torch.randn(7, N)
+    run(frozen, matrices, h, norm=norm).backward(g)
+    found, h.grad = h.grad, None
+    reference(frozen, matrices, nn.functional.rms_norm(h, (K,), norm.weight, norm.eps)).backward(g)
+    torch.testing.assert_close(found, h.grad, rtol=1e-4, atol=1e-5)
 
 
 def test_frozen_adapters_keep_nothing_and_get_nothing():

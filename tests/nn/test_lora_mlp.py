@@ -120,6 +120,21 @@ def test_with_a_norm_before_it(granularity, case, residual, in_fp8):
         assert cosine(found, exact) > (0.9975 if in_fp8 else 0.999)
 
 
+@pytest.mark.parametrize("case", ["all", "none"])
+def test_in_fp32_nothing_but_the_weights_is_rounded(case):
+    linears = build("block", torch.float32, in_fp8=False)
+    adapters, last = adapters_of(CASES[case][0], K), adapters_of(CASES[case][1], F)
+    norm = Norm((torch.rand(K) + 0.5) * (torch.arange(K) % 5 > 0), 1e-5)  # some are zero
+    h = torch.randn(37, K, requires_grad=True)
+    tensors = [h, *matrices(adapters, last)]
+    y = run(linears, adapters, last, h, norm=norm, residual=True)
+    g = torch.randn_like(y)
+    mine = torch.autograd.grad(y, tensors, g)
+    exact = reference(linears, adapters, last, nn.functional.rms_norm(h, (K,), norm.weight, norm.eps)) + h
+    for found, expected in zip((y, *mine), (exact, *torch.autograd.grad(exact, tensors, g)), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4 * expected.abs().max().item())
+
+
 def test_only_what_is_trained_gets_a_gradient_and_keeps_anything():
     linears = build("block")
     adapters, last = adapters_of(BOTH, K), adapters_of(DOWN, F)

@@ -214,6 +214,8 @@ def test_blocks_that_straddle_linears_are_left_out(invoke: Invoke, tmp_path: Pat
     write_config(tmp_path / "small", hidden_size=576, intermediate_size=1536, **odd, head_dim=64)
     _, output, _ = invoke("plan", "small", "--mode", "lora", "--seq", "64")
     assert "Left out: block" not in output and "FP8 weights block" in output and "FP8 weights channel" in output
+    _, output, _ = invoke("plan", "135m", "--mode", "lora", "--gpu", "h200")
+    assert "+weights-only" in output and "does not pay at a width of 419" in " ".join(output.split())
 
 
 def test_more_tokens_and_more_layers_never_take_less() -> None:

@@ -180,7 +180,8 @@ def _check(model: str, case: Case, option: Option, gpu: Gpu) -> str:
         words.append(f"--mode lora --rank {case.rank}{targets}")
     words.append(f"--tokens {case.tokens} --seq {case.seq}")
     if option.code == "fp8":
-        words.append(f"--recipe {option.recipe}{'+fp8-head' if option.fp8_head else ''}")
+        extras = ("+fp8-head" if option.fp8_head else "") + ("+weights-only" if option.wide_products else "")
+        words.append(f"--recipe {option.recipe}{extras}")
     return " ".join([*words, f"--against {','.join(baselines)}"])
 
 
