@@ -3,6 +3,8 @@
 Where there is a GPU, kernels run on it (tests/gpu) and these tests stay out.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -38,4 +40,63 @@ def language_patched_once():
 
     with pytest.MonkeyPatch.context() as patching:
         patching.setattr(interpreter, "_patch_lang", patch)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_overflow_looked_for_in_vain():
+    """After each sum and product of integers, Triton computes it once more in 64 bits, to compare the two.
+
+    It says what it found to `device_assert`, which does nothing unless one debugs: a third of all time, and no check.
+    """
+    from triton.runtime import interpreter
+
+    builder = interpreter.interpreter_builder
+    assert not builder.options.debug
+    with pytest.MonkeyPatch.context() as patching:
+        patching.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shapes_and_types_made_once():
+    """For each value, Triton makes objects for its shape, and a table of all dtypes to look up one: half of the rest.
+
+    Each shape is made, and checked, when it first comes; nobody writes into it. The table is that of Triton.
+    """
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    new_block, new_tensor, honest_dtype = core.block_type.__init__, core.tensor.__init__, interpreter._get_np_dtype
+    blocks, tensors, dtypes = {}, {}, {}
+
+    def block(self, element_ty, shape):
+        key = tuple(size.value if isinstance(size, core.constexpr) else size for size in shape)
+        if key not in blocks:
+            new_block(self, element_ty, shape)
+            blocks[key] = self.shape, self.numel, str(self.shape)
+        self.element_ty = element_ty
+        self.shape, self.numel, text = blocks[key]
+        self.name = f"<{text}, {element_ty}>"
+
+    def tensor(self, handle, type):
+        key = tuple(type.shape) if type.is_block() else ()
+        if key not in tensors:
+            new_tensor(self, handle, type)
+            tensors[key] = self.shape, self.numel
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = tensors[key]
+
+    def dtype(asked):
+        scalar = asked.scalar
+        if scalar.is_ptr():
+            return honest_dtype(scalar)
+        if scalar.name not in dtypes:
+            dtypes[scalar.name] = honest_dtype(scalar)
+        return dtypes[scalar.name]
+
+    with pytest.MonkeyPatch.context() as patching:
+        patching.setattr(core.block_type, "__init__", block)
+        patching.setattr(core.tensor, "__init__", tensor)
+        patching.setattr(interpreter, "_get_np_dtype", dtype)
         yield
