@@ -1,4 +1,4 @@
-"""`octavo bench` as people run it: real workers, a tiny model on the CPU; twice by the real command."""
+"""`octavo bench` on a tiny model on the CPU: twice as people run it, by the real command and with real workers."""
 
 import json
 import os
@@ -9,11 +9,15 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from octavo.cli import main
+from octavo.tools.bench import runner
 from octavo.tools.bench.cases import Case
+from octavo.tools.bench.contenders import Contender
+from octavo.tools.bench.worker import Worker
 
 OCTAVO = Path(sys.executable).with_name("octavo")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
@@ -32,11 +36,32 @@ CONFIG = {
 Bench = Callable[..., tuple[int, str, str]]
 
 
+class WorkerHere:
+    """In place of `WorkerProcess`: the same worker, told the same by the same JSON, in the process of the test.
+
+    One of its own takes 7 s to import what is imported here already. An error fails the test.
+    """
+
+    def __init__(self, case: Case, contender: Contender, _workers: int) -> None:
+        first = json.loads(json.dumps({"case": case.to_dict(), "contender": contender.to_dict()}))
+        self._worker = Worker(Case.from_dict(first["case"]), Contender(**first["contender"]))
+        self._asked: list[dict[str, Any]] = []
+
+    def request(self, do: str, **arguments: Any) -> None:
+        self._asked.append(json.loads(json.dumps({"do": do, **arguments})))
+
+    def answer(self) -> dict[str, Any]:
+        asked = self._asked.pop(0)
+        return json.loads(json.dumps(getattr(self._worker, asked.pop("do"))(**asked)))
+
+    def kill(self) -> None:
+        assert not self._asked
+
+
 @pytest.fixture
 def bench(invoke: Bench, monkeypatch: pytest.MonkeyPatch) -> Bench:
-    """The command in this process, which has imported all it needs; its workers are real ones."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    """The command and its workers in this process, which has imported all they need."""
+    monkeypatch.setattr(runner, "WorkerProcess", WorkerHere)
     return lambda *arguments: invoke("bench", *arguments)
 
 
