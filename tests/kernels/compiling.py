@@ -1,7 +1,8 @@
 """Compiles kernels for a Hopper GPU, on a machine without one, and looks at what came out.
 
 Run as a script, in a process of its own: the tests beside it have Triton interpret kernels, this one has it compile
-them. Prints one JSON object per kernel, and writes the PTX into a folder if one is named.
+them. Takes dtypes (float32,bfloat16), a rounding, and a folder for the PTX if it is wanted. Prints one JSON object per
+kernel, and between dtypes an empty line.
 """
 
 import json
@@ -128,4 +129,7 @@ def main(dtype: torch.dtype, rounding: str) -> None:
 
 
 if __name__ == "__main__":
-    main(getattr(torch, sys.argv[1]), sys.argv[2])
+    for i, name in enumerate(sys.argv[1].split(",")):
+        if i:
+            print()
+        main(getattr(torch, name), sys.argv[2])
