@@ -39,3 +39,9 @@ def check(output):
     assert not [k for k in kernels if k["bytes_turned"]]
     # An addition of bytes in pairs, one of each pair undefined, was left out: half of the 4-bit codes were wrong.
     assert not [(k["kernel"], k["unwritten"]) for k in kernels if k["unwritten"]]
+    # A kernel that may begin early touches no memory before it has waited, once; but for columns in blocks, which need
+    # nothing of what is before them, and wait at their end.
+    early = [k for k in kernels if k["may_wait"]]
+    assert {k["kernel"] for k in early} == {"rows_kernel", "amax_kernel", "scaled_kernel", "columns_kernel"}
+    assert all(len(k["waits"]) == bool(k["may_wait"]) for k in kernels)
+    assert all((k["waits"][0] > 0) is k["needs_nothing"] for k in early)
