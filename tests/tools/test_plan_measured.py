@@ -32,7 +32,7 @@ FILES = (
     f"{NEWER}3b-28l",
     f"{NEWER}8b-32l",
     f"{OLD}8b-8l",
-    f"{OLD}8b-32l-lora32",
+    f"{NEWER}8b-32l-lora32",
     f"{OLD}8b-8l-lora32",
     f"{OLD}8b-8l-lora0-32768t",
     f"{NEWER}8b-32l-lora32-peers",
