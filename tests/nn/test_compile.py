@@ -9,8 +9,19 @@ from torch.utils.checkpoint import checkpoint
 
 from octavo import FP8TrainingConfig, convert_to_fp8, fp8_autocast
 from octavo.models.bdh import BDH, BDHConfig
+from octavo.nn import autocast
 
 RECIPES = ("delayed", "current", "channel", "block", "mx")
+
+
+def test_functions_are_marked_as_torch_marks_them():
+    """By the attribute that its decorator sets, which would import Dynamo with `import octavo`."""
+
+    def function():
+        pass
+
+    torch.compiler.assume_constant_result(function)
+    assert function.__dict__ and autocast._note_traced.__dict__ == autocast._trace_slot.__dict__ == function.__dict__
 
 
 class Model(nn.Module):

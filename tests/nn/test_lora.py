@@ -73,17 +73,22 @@ def test_x_is_not_kept_in_high_precision():
     assert any(t.shape == x.shape and t.element_size() == 1 for t in kept)
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_weights_side_by_side_in_high_precision(granularity):
-    """Of any size: they are dequantised one by one where their scales are not those of one weight."""
-    torch.manual_seed(0)
-    parts = [FP8FrozenLinear.from_linear(nn.Linear(K, n, bias=False), granularity) for n in (192, 128)]
+def check_side_by_side(parts):
+    """In high precision they give, as one, what each gives by what it dequantises to."""
     for part in parts:
         part.in_fp8 = False
     x, adapters = torch.randn(5, K), Adapters((), (), ())
     rows = (parts[0].row_x, parts[0].row_g)
     y = frozen_lora(x, [part.quantized for part in parts], None, parts[0].product(x), rows, adapters)
     torch.testing.assert_close(y, torch.cat([x @ part.dequantize(torch.float32).T for part in parts], dim=1))
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_weights_side_by_side_in_high_precision(granularity):
+    """Of any size: they are dequantised one by one where their scales are not those of one weight."""
+    torch.manual_seed(0)
+    parts = [FP8FrozenLinear.from_linear(nn.Linear(K, n, bias=False), granularity) for n in (192, 128)]
+    check_side_by_side(parts)
 
 
 @pytest.mark.parametrize("other", [("block", "E5M2"), ("channel", "E4M3")])
@@ -94,12 +99,7 @@ def test_weights_of_two_kinds_in_high_precision(other):
     put_together(parts)
     parts[1].granularity = other[0]
     parts[1].fill(quantize_weight(torch.randn(128, K), *other))
-    for part in parts:
-        part.in_fp8 = False
-    x, adapters = torch.randn(5, K), Adapters((), (), ())
-    rows = (parts[0].row_x, parts[0].row_g)
-    y = frozen_lora(x, [part.quantized for part in parts], None, parts[0].product(x), rows, adapters)
-    torch.testing.assert_close(y, torch.cat([x @ part.dequantize(torch.float32).T for part in parts], dim=1))
+    check_side_by_side(parts)
 
 
 def test_a_norm_with_weights_that_are_zero():
