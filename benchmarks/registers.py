@@ -134,7 +134,8 @@ def launch(work: Work) -> None:
     row, columns = new_rows(device="meta"), work.layout == "columns"
     if work.operand in ("x", "w", "g"):
         how = getattr(recipe, work.operand)
-        quantize.quantize_group(inputs, row, how, record=not columns, layout=work.layout, known=columns)
+        scale = row[0] if columns and how.delayed else None
+        quantize.quantize_group(inputs, row, how, record=not columns, layout=work.layout, scale=scale)
         return
     backward, by_block = "backward" in work.operand, gated_scaled.can_quantize(inputs[-1], recipe.x)
     if recipe.x.granularity == "channel":

@@ -23,7 +23,9 @@ from octavo.numerics.quantize import MX_BLOCK
 from octavo.support import has_fp8_tensor_cores
 
 _LIBRARY = torch.library.Library("octavo", "DEF")
-_LIBRARY.define("quantize(Tensor x, Tensor(a!) row, str recipe, bool record, bool transpose) -> (Tensor, Tensor)")
+_LIBRARY.define(
+    "quantize(Tensor x, Tensor(a!) row, str recipe, bool record, bool transpose, Tensor? scale) -> (Tensor, Tensor)"
+)
 _LIBRARY.define("quantize_both(Tensor x, Tensor(a!) row, str recipe, bool record) -> (Tensor, Tensor, Tensor, Tensor)")
 _LIBRARY.define(
     "gemm_nt(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias, ScalarType out_dtype, SymInt[] batch, "
@@ -54,12 +56,15 @@ class Product:
         return (self.a.encode(), self.g.encode()) if self.in_fp8 else ("", "")
 
 
-def quantize(x: Tensor, row: Tensor, recipe: OperandRecipe, *, record: bool, layout: str) -> list[Quantized]:
+def quantize(
+    x: Tensor, row: Tensor, recipe: OperandRecipe, *, record: bool, layout: str, scale: Tensor | None = None
+) -> list[Quantized]:
     """Quantise an operand by its recipe; see `numerics.operand.quantize_operand`."""
     if layout == "both":
+        assert scale is None
         data, scale, data_t, scale_t = torch.ops.octavo.quantize_both(x, row, recipe.encode(), record)
         return [Quantized(data, scale), Quantized(data_t, scale_t)]
-    return [Quantized(*torch.ops.octavo.quantize(x, row, recipe.encode(), record, layout == "columns"))]
+    return [Quantized(*torch.ops.octavo.quantize(x, row, recipe.encode(), record, layout == "columns", scale))]
 
 
 def gemm_nt(
@@ -85,20 +90,24 @@ def quantize_directly(x: Tensor, row: Tensor, recipe: OperandRecipe, record: boo
 
 
 def quantize_group(
-    xs: Sequence[Tensor], row: Tensor, recipe: OperandRecipe, record: bool, layout: str, known: bool = False
+    xs: Sequence[Tensor], row: Tensor, recipe: OperandRecipe, record: bool, layout: str, scale: Tensor | None = None
 ) -> list[Quantized]:
-    """The same for matrices side by side. `known`: a delayed scale was in use before."""
+    """The same for matrices side by side. `scale`: one for all of them, found before."""
     if has_fp8_tensor_cores(xs[0].device):
         from octavo.kernels import quantize as kernel  # brings Triton
 
         if kernel.can_quantize(xs, recipe):
-            return kernel.quantize_group(xs, row, recipe, record=record, layout=layout, known=known)
-    return spec.quantize_group(xs, row, recipe, record=record, layout=layout)
+            return kernel.quantize_group(xs, row, recipe, record=record, layout=layout, scale=scale)
+    return spec.quantize_group(xs, row, recipe, record=record, layout=layout, scale=scale)
 
 
-def _quantize_op(x: Tensor, row: Tensor, recipe: str, record: bool, transpose: bool) -> tuple[Tensor, Tensor]:
-    data, scale = quantize_directly(x, row, OperandRecipe.decode(recipe), record, "columns" if transpose else "rows")[0]
-    return data, pack_scale(scale)
+def _quantize_op(
+    x: Tensor, row: Tensor, recipe: str, record: bool, transpose: bool, scale: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    layout = "columns" if transpose else "rows"
+    found = quantize_group([x], row, OperandRecipe.decode(recipe), record, layout, scale)[0]
+    # An operator may not return what it was given.
+    return found.data, found.scale.clone() if found.scale is scale else pack_scale(found.scale)
 
 
 def _quantize_both_op(x: Tensor, row: Tensor, recipe: str, record: bool) -> tuple[Tensor, ...]:
@@ -108,7 +117,9 @@ def _quantize_both_op(x: Tensor, row: Tensor, recipe: str, record: bool) -> tupl
     return rows.data, pack_scale(rows.scale), columns.data, pack_scale(scale_t)
 
 
-def _quantize_fake(x: Tensor, row: Tensor, recipe: str, record: bool, transpose: bool) -> tuple[Tensor, Tensor]:
+def _quantize_fake(
+    x: Tensor, row: Tensor, recipe: str, record: bool, transpose: bool, scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     return fake_quantize(x, OperandRecipe.decode(recipe), transpose)
 
 

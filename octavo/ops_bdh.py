@@ -4,8 +4,6 @@ Shapes: B batch, T positions, H heads, N neurons per head, M = B · T. One scale
 what forward kept, in FP8; see `numerics.bdh` for the equations.
 """
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -14,7 +12,6 @@ from octavo.kernels.ranges import ranged
 from octavo.numerics import OperandRecipe, Quantized
 from octavo.numerics import bdh as spec
 from octavo.numerics.quantize import dequantize
-from octavo.numerics.scaling import SCALE, new_rows
 from octavo.support import has_fp8_tensor_cores
 
 _LIBRARY = torch.library.Library("octavo", "FRAGMENT")
@@ -110,10 +107,8 @@ def symmetric_quantize(scores_BHTT: Tensor, row: Tensor, recipe: OperandRecipe) 
 
 
 def _with_scale(x: Tensor, scale: Tensor, recipe: OperandRecipe, layout: str) -> Tensor:
-    """Quantised with a scale that is known."""
-    row = new_rows(device=x.device)
-    row[SCALE] = scale
-    return ops.quantize_directly(x, row, replace(recipe, delayed=True), False, layout)[0].data
+    """Quantise with a scale that is known."""
+    return ops.quantize_group([x], scale, recipe, False, layout, scale=scale)[0].data
 
 
 def _relu_rope_quantize(

@@ -8,7 +8,6 @@ Shapes: M tokens, K inputs, N outputs, F hidden. Scales are packed as operators 
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,9 +18,8 @@ from octavo.numerics import OperandRecipe, Quantized
 from octavo.numerics import activation as spec
 from octavo.numerics.formats import E4M3
 from octavo.numerics.quantize import BLOCK
-from octavo.numerics.scaling import SCALE
-from octavo.ops import Product, fake_quantize, multiply, pack_scale, quantize_directly
-from octavo.ops_weights import gradient_dtype, transpose_bytes, weight_gemm
+from octavo.ops import Product, fake_quantize, multiply, pack_scale, quantize_directly, quantize_group
+from octavo.ops_weights import gradient_dtype, is_fp8, transpose_bytes, weight_gemm
 from octavo.support import has_fp8_tensor_cores
 
 TILE = 64  # tokens
@@ -29,7 +27,7 @@ TILE = 64  # tokens
 _LIBRARY = torch.library.Library("octavo", "FRAGMENT")
 _LIBRARY.define(
     "linear(Tensor x, Tensor(a!) row_x, Tensor[] weights, Tensor(b!) row_w, Tensor? bias, str recipe_x, str recipe_w, "
-    "bool record, str keep, ScalarType dtype, bool fast, bool emulate) -> (Tensor, Tensor, Tensor)"
+    "bool record, str keep, ScalarType dtype, bool fast, bool emulate) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 _LIBRARY.define(
     "linear_backward(Tensor g, Tensor(a!) row_g, Tensor x, Tensor x_scale, Tensor[] weights, Tensor row_w, "
@@ -39,7 +37,8 @@ _LIBRARY.define(
 _LIBRARY.define(
     "mlp(Tensor x, Tensor gate, Tensor up, Tensor down, Tensor(a!) row_x, Tensor(b!) row_gate_up, Tensor(c!) row_h, "
     "Tensor(d!) row_down, str recipe_x, str recipe_w, str activation, bool record, str keep, bool in_fp8, "
-    "ScalarType dtype, bool fast, bool emulate) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "ScalarType dtype, bool fast, bool emulate) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 _LIBRARY.define(
     "mlp_backward(Tensor g, Tensor x, Tensor x_scale, Tensor gate_up, Tensor gate_up_scale, Tensor h_scale, "
@@ -51,24 +50,25 @@ _LIBRARY.define(
 
 def linear(
     x: Tensor, weights: Sequence[Tensor], bias: Tensor | None, rows: tuple[Tensor, Tensor], how: Product, *, keep: str
-) -> tuple[Tensor, Quantized]:
-    """`x[M, K] · w[N, K]ᵀ + bias` for `w` the weights side by side, and x as it is to be kept.
+) -> tuple[Tensor, Quantized, Tensor]:
+    """`x[M, K] · w[N, K]ᵀ + bias` for `w` the weights side by side, x as it is to be kept, and the weights' scale.
 
+    That scale is what `linear_backward` takes in the place of the row, if it is not empty; see `weight_gemm`.
     `rows`: of x and of the weights. Weights may be in FP8 already: in the place of their row comes their scale then.
     `keep`: `columns`, as the weight's gradient wants it; `rows`, if something else wants it so, too; or nothing.
     """
-    y, data, scale = torch.ops.octavo.linear(
+    y, data, scale, w_scale = torch.ops.octavo.linear(
         x, rows[0], list(weights), rows[1], bias, how.a.encode(), how.b.encode(), how.record, keep, how.out_dtype,
         how.fast_forward, how.emulate,
     )  # fmt: skip
-    return y, Quantized(data, scale)
+    return y, Quantized(data, scale), w_scale
 
 
 def linear_backward(
     g: Tensor, x: Quantized, weights: Sequence[Tensor], rows: tuple[Tensor, Tensor], how: Product,
     *, x_is_rows: bool = False, needs_x: bool, needs_w: bool, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """dx in `dtype` and dw, of all weights; empty where not needed. `rows`: of g and of the weights."""
+    """dx in `dtype` and dw, of all weights; empty where not needed. `rows`: of g, and what stands for the weights'."""
     return torch.ops.octavo.linear_backward(
         g, rows[0], *x, list(weights), rows[1], how.g.encode(), how.b.encode(), x_is_rows, needs_x, needs_w, dtype,
         how.fast_backward, how.emulate,
@@ -78,17 +78,17 @@ def linear_backward(
 def mlp(
     x: Tensor, weights: tuple[Tensor, Tensor, Tensor], rows: tuple[Tensor, Tensor, Tensor, Tensor], how: Product,
     activation: str, *, keep: str, in_fp8: bool,
-) -> tuple[Tensor, Quantized, Quantized, Tensor]:  # fmt: skip
-    """y, x as it is to be kept (see `linear`), gate and up side by side, and the scale of h.
+) -> tuple[Tensor, Quantized, Quantized, Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
+    """y, x as it is to be kept (see `linear`), gate and up side by side, and the scales of h and of the weights.
 
     `weights`: gate, up, down. `rows`: of x, of gate and up, of h, of down. `in_fp8`: gate and up are to be kept in FP8,
     with scales in bytes; else they are as they were, and their scale is empty.
     """
-    y, data, scale, *gate_up, h_scale = torch.ops.octavo.mlp(
+    y, data, scale, *gate_up, h_scale, gate_up_scale, down_scale = torch.ops.octavo.mlp(
         x, *weights, *rows, how.a.encode(), how.b.encode(), activation, how.record, keep, in_fp8, how.out_dtype,
         how.fast_forward, how.emulate,
     )  # fmt: skip
-    return y, Quantized(data, scale), Quantized(*gate_up), h_scale
+    return y, Quantized(data, scale), Quantized(*gate_up), h_scale, (gate_up_scale, down_scale)
 
 
 def mlp_backward(
@@ -165,11 +165,8 @@ def gated_quantize_backward(
         gate_up = spec.from_kept(Quantized(gate_up, kept_scale)).to(dh.dtype)
     gradient, h = _gated_backward(dh, gate_up, activation)
     found = quantize_directly(gradient, row, recipe, True, "both")
-    known = row.new_zeros(row.shape)
-    if recipe_h.granularity == "tensor":
-        recipe_h = replace(recipe_h, delayed=True)
-        known[SCALE] = h_scale
-    return [*found, *quantize_directly(h, known, recipe_h, False, "columns")]
+    known = h_scale if recipe_h.granularity == "tensor" else None
+    return [*found, *quantize_group([h], row, recipe_h, False, "columns", scale=known)]
 
 
 def _gated(gate_up: Tensor, activation: str) -> Tensor:
@@ -228,12 +225,12 @@ def _fresh_scale(q: Quantized, other: Quantized) -> Tensor:
 def _linear(
     x: Tensor, row_x: Tensor, weights: list[Tensor], row_w: Tensor, bias: Tensor | None, recipe_x: str, recipe_w: str,
     record: bool, keep: str, dtype: torch.dtype, fast: bool, emulate: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, ...]:  # fmt: skip
     x_mk, x_km = _quantize_input(padded(x, emulate), row_x, OperandRecipe.decode(recipe_x), record, keep)
     # y = x · wᵀ
     w = OperandRecipe.decode(recipe_w)
-    y = weight_gemm(x_mk, weights, row_w, w, bias=bias, record=record, dtype=dtype, fast=fast, emulate=emulate)
-    return y[: x.shape[0]], x_km.data, _fresh_scale(x_km, x_mk)
+    y, w_scale = weight_gemm(x_mk, weights, row_w, w, bias=bias, record=record, dtype=dtype, fast=fast, emulate=emulate)
+    return y[: x.shape[0]], x_km.data, _fresh_scale(x_km, x_mk), w_scale
 
 
 def _linear_backward(
@@ -246,7 +243,7 @@ def _linear_backward(
     if needs_x:
         # dx = g · w
         w = OperandRecipe.decode(recipe_w)
-        dx = weight_gemm(g_q[0], weights, row_w, w, transpose=True, dtype=dtype, fast=fast, emulate=emulate)
+        dx, _ = weight_gemm(g_q[0], weights, row_w, w, transpose=True, dtype=dtype, fast=fast, emulate=emulate)
         dx = dx[: g.shape[0]]
     if needs_w:
         # dw = gᵀ · x
@@ -264,15 +261,16 @@ def _mlp(
     how: dict[str, Any] = {"record": record, "dtype": dtype, "fast": fast, "emulate": emulate}
     x_mk, x_km = _quantize_input(padded(x, emulate), row_x, x_recipe, record, keep)
     # gu = x · [w_gate; w_up]ᵀ
-    gate_up = weight_gemm(x_mk, (gate, up), row_gate_up, w_recipe, **how)
+    gate_up, gate_up_w_scale = weight_gemm(x_mk, (gate, up), row_gate_up, w_recipe, **how)
     kept = Quantized(*new_kept(x, *gate_up.shape)) if in_fp8 else None
     h = gated_quantize(gate_up, row_h, x_recipe, activation, record=record, into=kept)
     found = kept or Quantized(gate_up, *empty(x, 1))
     del gate_up
     # y = h · w_downᵀ
-    y = weight_gemm(h, (down,), row_down, w_recipe, **how)
+    y, down_w_scale = weight_gemm(h, (down,), row_down, w_recipe, **how)
     h_scale = h.scale if x_recipe.granularity == "tensor" else empty(row_h, 1)[0]
-    return y[: x.shape[0]], x_km.data, _fresh_scale(x_km, x_mk), *found, h_scale
+    scales = (h_scale, gate_up_w_scale, down_w_scale)
+    return y[: x.shape[0]], x_km.data, _fresh_scale(x_km, x_mk), *found, *scales
 
 
 def _mlp_backward(
@@ -289,7 +287,7 @@ def _mlp_backward(
     # dh = g · w_down
     in_fp8 = gate_up_scale.numel() > 0
     wide = g.dtype if in_fp8 else gate_up.dtype
-    dh = weight_gemm(g_q[0], (down,), row_down, w_recipe, transpose=True, dtype=wide, **how)
+    dh, _ = weight_gemm(g_q[0], (down,), row_down, w_recipe, transpose=True, dtype=wide, **how)
     d_rows, d_columns, h = gated_quantize_backward(
         dh, gate_up, h_scale, row_dgate_up, g_recipe, x_recipe, activation, gate_up_scale if in_fp8 else None
     )  # fmt: skip
@@ -300,7 +298,8 @@ def _mlp_backward(
     del g_q, h
     if needs_x:
         # dx = dgu · [w_gate; w_up]
-        dx = weight_gemm(d_rows, (gate, up), row_gate_up, w_recipe, transpose=True, dtype=dtype, **how)[: g.shape[0]]
+        dx, _ = weight_gemm(d_rows, (gate, up), row_gate_up, w_recipe, transpose=True, dtype=dtype, **how)
+        dx = dx[: g.shape[0]]
     del d_rows
     if needs_gate_up:
         # dw_gate_up = dguᵀ · x
@@ -322,9 +321,14 @@ def _fake_input(x: Tensor, recipe: str, keep: str, emulate: bool) -> tuple[Tenso
 def _linear_fake(
     x: Tensor, row_x: Tensor, weights: list[Tensor], row_w: Tensor, bias: Tensor | None, recipe_x: str, recipe_w: str,
     record: bool, keep: str, dtype: torch.dtype, fast: bool, emulate: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, ...]:  # fmt: skip
     y = x.new_empty([x.shape[0], sum(w.shape[0] for w in weights)], dtype=dtype)
-    return y, *_fake_input(x, recipe_x, keep, emulate)
+    return y, *_fake_input(x, recipe_x, keep, emulate), _fake_weight_scale(weights[0], row_w, recipe_w)
+
+
+def _fake_weight_scale(weight: Tensor, row: Tensor, recipe: str) -> Tensor:
+    is_known = OperandRecipe.decode(recipe).delayed and not is_fp8(weight)
+    return row.new_empty(() if is_known else 0)
 
 
 def _linear_backward_fake(
@@ -347,7 +351,8 @@ def _mlp_fake(
     gate_up = new_kept(x, *shape) if in_fp8 else [x.new_empty(shape, dtype=dtype), x.new_empty(0)]
     one_scale = OperandRecipe.decode(recipe_x).granularity == "tensor"
     h_scale = row_h.new_empty(()) if one_scale else row_h.new_empty(0)
-    return y, *_fake_input(x, recipe_x, keep, emulate), *gate_up, h_scale
+    scales = (_fake_weight_scale(w, row, recipe_w) for w, row in ((gate, row_gate_up), (down, row_down)))
+    return y, *_fake_input(x, recipe_x, keep, emulate), *gate_up, h_scale, *scales
 
 
 def _mlp_backward_fake(

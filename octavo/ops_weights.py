@@ -17,19 +17,23 @@ from octavo.support import has_fp8_tensor_cores
 def weight_gemm(
     a: Quantized, weights: Sequence[Tensor], row: Tensor, recipe: OperandRecipe, *, bias: Tensor | None = None,
     record: bool = False, transpose: bool = False, dtype: torch.dtype, fast: bool, emulate: bool,
-) -> Tensor:  # fmt: skip
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`a[M, K] · w[N, K]ᵀ + bias`, or with `transpose` `a[M, N] · w[N, K]`, for `w` the weights side by side.
 
-    `row`: their scaling state; of weights that are in FP8 already, their scale: one for all, or one per block.
+    `row`: their scaling state; of weights that are in FP8 already, their scale: one for all, or one per block. Returned
+    beside the product is what backward takes as the row of a delayed scale: the scale that forward used. (The row may
+    have changed by then.) Empty where there is no such thing.
     """
+    scale = row.new_empty(0)
     if is_fp8(weights[0]):
         w = Quantized(joined(weights), row)
         w = Quantized(transpose_bytes(w.data), row.t().contiguous()) if transpose else w
     else:
-        # In backward the weights have the scale that forward found.
-        layout = "columns" if transpose else "rows"
-        w = quantize_group(weights, row, recipe, record, layout, known=transpose)[0]
-    return multiply(a, w, bias, dtype, [], fast, emulate)
+        layout, known = ("columns", row if recipe.delayed else None) if transpose else ("rows", None)
+        w = quantize_group(weights, row, recipe, record, layout, scale=known)[0]
+        if recipe.delayed and not transpose:
+            scale = w.scale
+    return multiply(a, w, bias, dtype, [], fast, emulate), scale
 
 
 def is_fp8(weight: Tensor) -> bool:

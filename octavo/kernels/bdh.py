@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels import finite, tiles
+from octavo.kernels import delayed, finite, tiles
 from octavo.kernels.bdh_tiles import (
     TL_DTYPES,
     Tile,
@@ -31,13 +31,13 @@ from octavo.kernels.bdh_tiles import (
     load_angles,
     look_at,
     note_amax,
-    note_use,
     offsets,
     relu,
     seed_of,
     stacked,
     state,
     store,
+    tasks,
     to_fp8,
     turn,
 )
@@ -78,7 +78,7 @@ def _relu_rope_kernel(
     per_element,
     seed,
     MEASURE: tl.constexpr,
-    DELAYED: tl.constexpr,
+    SCALING: tl.constexpr,
     RECORD: tl.constexpr,
     MAXIMUM: tl.constexpr,
     MARGIN: tl.constexpr,
@@ -88,13 +88,14 @@ def _relu_rope_kernel(
     TILE_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """`MEASURE`: only find the two amax, and only if a scale is not known yet."""
-    if MEASURE and DELAYED:
-        if (tl.load(q_row_ptr + tiles.SCALE) > 0) & (tl.load(s_row_ptr + tiles.SCALE) > 0):
+    """`MEASURE`: only find the two amax, for current scales."""
+    if SCALING == delayed.AGAIN:
+        if delayed.is_held(q_row_ptr, MAXIMUM, MARGIN) & delayed.is_held(s_row_ptr, MAXIMUM, MARGIN):
             return
-    q_scale = tiles.tensor_scale(q_row_ptr, q_amax_ptr, DELAYED, MAXIMUM, MARGIN)
-    s_scale = tiles.tensor_scale(s_row_ptr, s_amax_ptr, DELAYED, MAXIMUM, MARGIN)
+    q_scale, q_before = delayed.find_scale(q_row_ptr, q_amax_ptr, SCALING, MAXIMUM, MARGIN)
+    s_scale, s_before = delayed.find_scale(s_row_ptr, s_amax_ptr, SCALING, MAXIMUM, MARGIN)
     q_inverse, s_inverse = tiles.reciprocal(q_scale), tiles.reciprocal(s_scale)
+    inverse_before = tiles.reciprocal(q_before)
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     source: tl.constexpr = s_pre_ptr.dtype.element_ty
     across = tl.cdiv(N, TILE_N)
@@ -119,10 +120,14 @@ def _relu_rope_kernel(
                 store(q_ptr + q_first, flat, q8, inside, EVEN)
                 store(s_ptr + s_first, wide, s8, inside, EVEN)
                 if RECORD:
-                    lost += tiles.count_of_eight(tiles.is_lost(q, v, MAXIMUM))
+                    lost += delayed.lost_of_eight(
+                        q, v, inverse_before, seed, q_first + flat, MAXIMUM, STOCHASTIC, SCALING
+                    )
     infinity = float("inf")
-    q_most, q_bad, q_beyond = look_at(q_top, infinity if MEASURE else q_scale * MAXIMUM)
-    s_most, s_bad, s_beyond = look_at(s_top, infinity if MEASURE else s_scale * MAXIMUM)
+    q_limit = delayed.largest_counted(q_scale, q_before, MAXIMUM, MARGIN, SCALING)
+    q_most, q_bad, q_beyond = look_at(q_top, infinity if MEASURE else q_limit)
+    s_limit = delayed.largest_counted(s_scale, s_before, MAXIMUM, MARGIN, SCALING)
+    s_most, s_bad, s_beyond = look_at(s_top, infinity if MEASURE else s_limit)
     q_clipped, s_clipped = count * 0, count * 0
     if q_beyond | s_beyond:
         q_most, s_most = 0.0, 0.0
@@ -134,8 +139,8 @@ def _relu_rope_kernel(
                 q, s = _relu_rope_tile(s_pre_ptr, cos, sin, bh, t0, n0, wide, inside, H, T, N, EVEN)
                 q_most = tl.maximum(q_most, tiles.largest(finite.magnitude(q)))
                 s_most = tl.maximum(s_most, tiles.largest(finite.magnitude(s)))
-                q_clipped += tiles.count(tiles.is_clipped(q, q_scale, MAXIMUM))
-                s_clipped += tiles.count(tiles.is_clipped(s, s_scale, MAXIMUM))
+                q_clipped += delayed.clipped(q, q_scale, q_before, MAXIMUM, SCALING)
+                s_clipped += delayed.clipped(s, s_scale, s_before, MAXIMUM, SCALING)
     if MEASURE:
         note_amax(q_amax_ptr, q_most)
         note_amax(s_amax_ptr, s_most)
@@ -148,8 +153,8 @@ def _relu_rope_kernel(
             tl.store(q_scale_ptr, q_scale)
             tl.store(s_scale_ptr, s_scale)
             if RECORD:
-                note_use(q_row_ptr, q_amax_ptr, q_scale)
-                note_use(s_row_ptr, s_amax_ptr, s_scale)
+                delayed.note_use(q_row_ptr, q_amax_ptr, q_scale, SCALING, MAXIMUM, MARGIN)
+                delayed.note_use(s_row_ptr, s_amax_ptr, s_scale, SCALING, MAXIMUM, MARGIN)
 
 
 @triton.jit(do_not_specialize=["seed"])
@@ -217,7 +222,7 @@ def _gate_kernel(
     per_element,
     seed,
     MEASURE: tl.constexpr,
-    DELAYED: tl.constexpr,
+    SCALING: tl.constexpr,
     RECORD: tl.constexpr,
     MAXIMUM: tl.constexpr,
     MARGIN: tl.constexpr,
@@ -227,12 +232,13 @@ def _gate_kernel(
     TILE_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    if MEASURE and DELAYED:
-        if (tl.load(z_row_ptr + tiles.SCALE) > 0) & (tl.load(t_row_ptr + tiles.SCALE) > 0):
+    if SCALING == delayed.AGAIN:
+        if delayed.is_held(z_row_ptr, MAXIMUM, MARGIN) & delayed.is_held(t_row_ptr, MAXIMUM, MARGIN):
             return
-    z_scale = tiles.tensor_scale(z_row_ptr, z_amax_ptr, DELAYED, MAXIMUM, MARGIN)
-    t_scale = tiles.tensor_scale(t_row_ptr, t_amax_ptr, DELAYED, MAXIMUM, MARGIN)
+    z_scale, z_before = delayed.find_scale(z_row_ptr, z_amax_ptr, SCALING, MAXIMUM, MARGIN)
+    t_scale, t_before = delayed.find_scale(t_row_ptr, t_amax_ptr, SCALING, MAXIMUM, MARGIN)
     z_inverse, t_inverse = tiles.reciprocal(z_scale), tiles.reciprocal(t_scale)
+    inverse_before = tiles.reciprocal(z_before)
     dtype: tl.constexpr = z_ptr.dtype.element_ty
     source: tl.constexpr = s_pre_ptr.dtype.element_ty
     across = tl.cdiv(N, TILE_N)
@@ -255,10 +261,12 @@ def _gate_kernel(
             store(z_ptr + first, wide, z8, inside, EVEN)
             store(t_ptr + first, wide, t8, inside, EVEN)
             if RECORD:
-                lost += tiles.count_of_eight(tiles.is_lost(z, v, MAXIMUM))
+                lost += delayed.lost_of_eight(z, v, inverse_before, seed, first + wide, MAXIMUM, STOCHASTIC, SCALING)
     infinity = float("inf")
-    z_most, z_bad, z_beyond = look_at(z_top, infinity if MEASURE else z_scale * MAXIMUM)
-    t_most, t_bad, t_beyond = look_at(t_top, infinity if MEASURE else t_scale * MAXIMUM)
+    z_limit = delayed.largest_counted(z_scale, z_before, MAXIMUM, MARGIN, SCALING)
+    z_most, z_bad, z_beyond = look_at(z_top, infinity if MEASURE else z_limit)
+    t_limit = delayed.largest_counted(t_scale, t_before, MAXIMUM, MARGIN, SCALING)
+    t_most, t_bad, t_beyond = look_at(t_top, infinity if MEASURE else t_limit)
     z_clipped, t_clipped = each * 0, each * 0
     if z_beyond | t_beyond:
         z_most, t_most = 0.0, 0.0
@@ -270,8 +278,8 @@ def _gate_kernel(
             z, t = _gate_tile(s_pre_ptr, t_pre_ptr, first, stacked(h, b, B, t0, n0, T, N), wide, flat, inside, EVEN)
             z_most = tl.maximum(z_most, tiles.largest(finite.magnitude(z)))
             t_most = tl.maximum(t_most, tiles.largest(finite.magnitude(t)))
-            z_clipped += tiles.count(tiles.is_clipped(z, z_scale, MAXIMUM))
-            t_clipped += tiles.count(tiles.is_clipped(t, t_scale, MAXIMUM))
+            z_clipped += delayed.clipped(z, z_scale, z_before, MAXIMUM, SCALING)
+            t_clipped += delayed.clipped(t, t_scale, t_before, MAXIMUM, SCALING)
     if MEASURE:
         note_amax(z_amax_ptr, z_most)
         note_amax(t_amax_ptr, t_most)
@@ -284,8 +292,8 @@ def _gate_kernel(
             tl.store(z_scale_ptr, z_scale)
             tl.store(t_scale_ptr, t_scale)
             if RECORD:
-                note_use(z_row_ptr, z_amax_ptr, z_scale)
-                note_use(t_row_ptr, t_amax_ptr, t_scale)
+                delayed.note_use(z_row_ptr, z_amax_ptr, z_scale, SCALING, MAXIMUM, MARGIN)
+                delayed.note_use(t_row_ptr, t_amax_ptr, t_scale, SCALING, MAXIMUM, MARGIN)
 
 
 def relu_rope_quantize(
@@ -297,7 +305,8 @@ def relu_rope_quantize(
     q = Quantized(s_pre_BTHN.new_empty(B, H, T, N, dtype=recipe.format.dtype), q_row.new_empty(()))
     s = Quantized(s_pre_BTHN.new_empty(B, T, H, N, dtype=recipe.format.dtype), s_row.new_empty(()))
     grid, launch = arrange(s_pre_BTHN, 1, T, N, _ROWS)
-    for measure in (True, False):
+    seed = seed_of(recipe)
+    for task in tasks(recipe):
         _relu_rope_kernel[grid](
             s_pre_BTHN.contiguous(),
             *(cos, sin),
@@ -305,9 +314,9 @@ def relu_rope_quantize(
             *(*q, *s),
             *(B, H, T, N),
             1.0 / s_pre_BTHN.numel(),
-            seed_of(recipe),
-            MEASURE=measure,
-            RECORD=record and not measure,
+            seed,
+            RECORD=record or recipe.delayed,
+            **task,
             **constants(recipe),
             **launch,
         )
@@ -346,7 +355,8 @@ def gate_quantize(
         Quantized(s_pre_BTHN.new_empty(B, T, H, N, dtype=recipe.format.dtype), z_row.new_empty(())) for _ in range(2)
     )
     grid, launch = arrange(s_pre_BTHN, B * H, T, N, _ROWS)
-    for measure in (True, False):
+    seed = seed_of(recipe)
+    for task in tasks(recipe):
         _gate_kernel[grid](
             s_pre_BTHN.contiguous(),
             t_pre_HBTN.contiguous(),
@@ -354,9 +364,9 @@ def gate_quantize(
             *(*z, *t),
             *(B, H, T, N),
             1.0 / s_pre_BTHN.numel(),
-            seed_of(recipe),
-            MEASURE=measure,
-            RECORD=record and not measure,
+            seed,
+            RECORD=record or recipe.delayed,
+            **task,
             **constants(recipe),
             **launch,
         )

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels import finite, tiles
+from octavo.kernels import delayed, finite, tiles
 from octavo.kernels.bdh_tiles import (
     Tile,
     arrange,
@@ -23,12 +23,12 @@ from octavo.kernels.bdh_tiles import (
     load_angles,
     look_at,
     note_amax,
-    note_use,
     offsets,
     seed_of,
     stacked,
     state,
     store,
+    tasks,
     to_fp8,
     turn,
 )
@@ -70,7 +70,7 @@ def _gate_backward_kernel(
     per_element,
     seed,
     MEASURE: tl.constexpr,
-    DELAYED: tl.constexpr,
+    SCALING: tl.constexpr,
     MAXIMUM: tl.constexpr,
     MARGIN: tl.constexpr,
     STOCHASTIC: tl.constexpr,
@@ -81,12 +81,12 @@ def _gate_backward_kernel(
     TILE_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """`MEASURE`: only find the amax, and only if there is no scale yet."""
-    if MEASURE and DELAYED:
-        if tl.load(row_ptr + tiles.SCALE) > 0:
+    """`MEASURE`: only find the amax, for a current scale."""
+    if SCALING == delayed.AGAIN:
+        if delayed.is_held(row_ptr, MAXIMUM, MARGIN):
             return
-    scale = tiles.tensor_scale(row_ptr, amax_ptr, DELAYED, MAXIMUM, MARGIN)
-    inverse = tiles.reciprocal(scale)
+    scale, before = delayed.find_scale(row_ptr, amax_ptr, SCALING, MAXIMUM, MARGIN)
+    inverse, inverse_before = tiles.reciprocal(scale), tiles.reciprocal(before)
     s_scale, t_scale = tl.load(s_scale_ptr), tl.load(t_scale_ptr)
     z_inverse = tiles.reciprocal(tl.load(z_scale_ptr))
     dtype: tl.constexpr = rows_ptr.dtype.element_ty
@@ -109,7 +109,7 @@ def _gate_backward_kernel(
             rows_first = stacked(h, b, B, t0, n0, T, N)
             q, v = to_fp8(dt, inverse, seed, rows_first + flat, dtype, narrow.dtype, MAXIMUM, STOCHASTIC)
             store(rows_ptr + rows_first, flat, q, inside, EVEN)
-            lost += tiles.count_of_eight(tiles.is_lost(dt, v, MAXIMUM))
+            lost += delayed.lost_of_eight(dt, v, inverse_before, seed, rows_first + flat, MAXIMUM, STOCHASTIC, SCALING)
             columns_first = (h * N + n0).to(tl.int64) * M + b * T + t0
             if STOCHASTIC:
                 q_t = tiles.cast(tl.trans(v), dtype, tl.float32)  # the very same values
@@ -128,7 +128,9 @@ def _gate_backward_kernel(
                 Z_STOCHASTIC,
             )
             store(z_ptr + columns_first, turned, z_t, inside_t, EVEN)
-    most, bad, beyond = look_at(top, float("inf") if MEASURE else scale * MAXIMUM)
+    most, bad, beyond = look_at(
+        top, float("inf") if MEASURE else delayed.largest_counted(scale, before, MAXIMUM, MARGIN, SCALING)
+    )
     clipped = each * 0
     if beyond:
         most = 0.0
@@ -139,14 +141,14 @@ def _gate_backward_kernel(
             first = joined(b, h, t0, n0, H, T, N)
             narrow, _ = _gate_tile(dz_ptr, s_ptr, t_ptr, s_scale, t_scale, first, wide, inside, EVEN)
             most = tl.maximum(most, tiles.largest(finite.magnitude(narrow.to(tl.float32))))
-            clipped += tiles.count(tiles.is_clipped(narrow.to(tl.float32), scale, MAXIMUM))
+            clipped += delayed.clipped(narrow.to(tl.float32), scale, before, MAXIMUM, SCALING)
     if MEASURE:
         note_amax(amax_ptr, most)
     else:
         tiles.record(row_ptr, most, bad, tl.sum(tl.sum(lost, axis=1), axis=0), clipped, per_element)
         if tl.program_id(0) == 0:
             tl.store(scale_ptr, scale)
-            note_use(row_ptr, amax_ptr, scale)
+            delayed.note_use(row_ptr, amax_ptr, scale, SCALING, MAXIMUM, MARGIN)
 
 
 @triton.jit
@@ -184,7 +186,7 @@ def _relu_rope_backward_kernel(
     per_element,
     seed,
     MEASURE: tl.constexpr,
-    DELAYED: tl.constexpr,
+    SCALING: tl.constexpr,
     MAXIMUM: tl.constexpr,
     MARGIN: tl.constexpr,
     STOCHASTIC: tl.constexpr,
@@ -193,11 +195,11 @@ def _relu_rope_backward_kernel(
     TILE_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    if MEASURE and DELAYED:
-        if tl.load(row_ptr + tiles.SCALE) > 0:
+    if SCALING == delayed.AGAIN:
+        if delayed.is_held(row_ptr, MAXIMUM, MARGIN):
             return
-    scale = tiles.tensor_scale(row_ptr, amax_ptr, DELAYED, MAXIMUM, MARGIN)
-    inverse = tiles.reciprocal(scale)
+    scale, before = delayed.find_scale(row_ptr, amax_ptr, SCALING, MAXIMUM, MARGIN)
+    inverse, inverse_before = tiles.reciprocal(scale), tiles.reciprocal(before)
     t_scale = tl.load(t_scale_ptr)
     dtype: tl.constexpr = rows_ptr.dtype.element_ty
     across = tl.cdiv(N, TILE_N)
@@ -222,7 +224,7 @@ def _relu_rope_backward_kernel(
                 first = joined(bh // H, bh % H, t0, n0, H, T, N)
                 q, v = to_fp8(ds, inverse, seed, first + wide, dtype, narrow.dtype, MAXIMUM, STOCHASTIC)
                 store(rows_ptr + first, wide, q, inside, EVEN)
-                lost += tiles.count_of_eight(tiles.is_lost(ds, v, MAXIMUM))
+                lost += delayed.lost_of_eight(ds, v, inverse_before, seed, first + wide, MAXIMUM, STOCHASTIC, SCALING)
                 if STOCHASTIC:
                     q_t = tiles.cast(tl.trans(v), dtype, tl.float32)
                 else:
@@ -230,7 +232,9 @@ def _relu_rope_backward_kernel(
                     q_t, _ = to_fp8(x_t, inverse, seed, 0, dtype, narrow.dtype, MAXIMUM, False)
                 columns_first = (bh % H * N + n0).to(tl.int64) * M + bh // H * T + t0
                 store(columns_ptr + columns_first, turned, q_t, inside_t, EVEN)
-    most, bad, beyond = look_at(top, float("inf") if MEASURE else scale * MAXIMUM)
+    most, bad, beyond = look_at(
+        top, float("inf") if MEASURE else delayed.largest_counted(scale, before, MAXIMUM, MARGIN, SCALING)
+    )
     clipped = count * 0
     if beyond:
         most = 0.0
@@ -243,14 +247,14 @@ def _relu_rope_backward_kernel(
                     dq_ptr, dz_ptr, s_ptr, t_ptr, t_scale, cos, -sin, bh, t0, n0, wide, flat, inside, H, T, N, EVEN
                 )
                 most = tl.maximum(most, tiles.largest(finite.magnitude(narrow.to(tl.float32))))
-                clipped += tiles.count(tiles.is_clipped(narrow.to(tl.float32), scale, MAXIMUM))
+                clipped += delayed.clipped(narrow.to(tl.float32), scale, before, MAXIMUM, SCALING)
     if MEASURE:
         note_amax(amax_ptr, most)
     else:
         tiles.record(row_ptr, most, bad, tl.sum(tl.sum(lost, axis=1), axis=0), clipped, per_element)
         if tl.program_id(0) == 0:
             tl.store(scale_ptr, scale)
-            note_use(row_ptr, amax_ptr, scale)
+            delayed.note_use(row_ptr, amax_ptr, scale, SCALING, MAXIMUM, MARGIN)
 
 
 def gate_backward(
@@ -270,7 +274,8 @@ def gate_backward(
     z = dz_BTHN.new_empty(H, N, B * T, dtype=recipe_z.format.dtype)
     scale = row.new_empty(())
     grid, launch = arrange(dz_BTHN, B * H, T, N, _GATE)
-    for measure in (True, False):
+    seed = seed_of(recipe) or seed_of(recipe_z)
+    for task in tasks(recipe):
         _gate_backward_kernel[grid](
             dz_BTHN.contiguous(),
             *(*s, *t),
@@ -279,10 +284,10 @@ def gate_backward(
             *(rows, columns, scale, z),
             *(B, H, T, N),
             1.0 / dz_BTHN.numel(),
-            seed_of(recipe) or seed_of(recipe_z),
-            MEASURE=measure,
+            seed,
             Z_MAXIMUM=recipe_z.format.max,
             Z_STOCHASTIC=recipe_z.rounding == "stochastic",
+            **task,
             **constants(recipe),
             **launch,
         )
@@ -306,7 +311,8 @@ def relu_rope_backward(
     columns = dz_BTHN.new_empty(H, N, B * T, dtype=recipe.format.dtype)
     scale = row.new_empty(())
     grid, launch = arrange(dz_BTHN, 1, T, N, _ROPE)
-    for measure in (True, False):
+    seed = seed_of(recipe)
+    for task in tasks(recipe):
         _relu_rope_backward_kernel[grid](
             dq_BHTN.contiguous(),
             dz_BTHN.contiguous(),
@@ -317,8 +323,8 @@ def relu_rope_backward(
             *(rows, columns, scale),
             *(B, H, T, N),
             1.0 / dz_BTHN.numel(),
-            seed_of(recipe),
-            MEASURE=measure,
+            seed,
+            **task,
             **constants(recipe),
             **launch,
         )

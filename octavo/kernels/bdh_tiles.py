@@ -11,10 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels import tiles
+from octavo.kernels import delayed, tiles
 from octavo.numerics.config import OperandRecipe
 from octavo.numerics.formats import E4M3, E5M2
-from octavo.numerics.scaling import AMAX
 
 # Positions and neurons of a tile, warps, loads in flight, and programs per multiprocessor.
 Tile = tuple[int, int, int, int, int]
@@ -99,13 +98,6 @@ def note_amax(amax_ptr, top):
         tl.atomic_max(amax_ptr, top, sem="relaxed")
 
 
-@triton.jit
-def note_use(row_ptr, amax_ptr, scale):
-    """By one program only."""
-    tiles.record_scale(row_ptr, scale, tl.load(amax_ptr))
-    tiles.record_use(row_ptr)
-
-
 def can_fuse(x: Tensor, *recipes: OperandRecipe) -> bool:
     """Whether these kernels cover it: one scale per tensor, formats that NVIDIA has, no percentile."""
     plain = all(r.granularity == "tensor" and r.percentile is None and r.format in (E4M3, E5M2) for r in recipes)
@@ -113,9 +105,18 @@ def can_fuse(x: Tensor, *recipes: OperandRecipe) -> bool:
 
 
 def state(row: Tensor, recipe: OperandRecipe, record: bool) -> tuple[Tensor, Tensor]:
-    """The row a kernel may write to, and where it notes the amax it measures."""
-    row = row if record or not recipe.delayed else row.clone()
-    return row, row[AMAX:] if recipe.delayed else row.new_zeros(1)
+    """The row a kernel may write to, and where it notes the amax it measures for a current scale."""
+    if recipe.delayed:
+        row = delayed.writable(row, record)
+        return row, row
+    return row, row.new_zeros(1)
+
+
+def tasks(recipe: OperandRecipe) -> list[dict[str, object]]:
+    """The launches of a kernel, by what differs between them."""
+    if recipe.delayed:
+        return [{"MEASURE": False, "SCALING": scaling.value} for scaling in delayed.passes(True)]
+    return [{"MEASURE": measure, "SCALING": delayed.CURRENT.value} for measure in (True, False)]
 
 
 def arrange(x: Tensor, batches: int, t: int, n: int, tile: Tile) -> tuple[tuple[int], dict[str, int]]:
@@ -128,7 +129,6 @@ def arrange(x: Tensor, batches: int, t: int, n: int, tile: Tile) -> tuple[tuple[
 
 def constants(recipe: OperandRecipe) -> dict[str, object]:
     return {
-        "DELAYED": recipe.delayed,
         "MAXIMUM": recipe.format.max,
         "MARGIN": recipe.margin,
         "STOCHASTIC": recipe.rounding == "stochastic",

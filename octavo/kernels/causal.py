@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels import finite, tiles
+from octavo.kernels import delayed, finite, tiles
 from octavo.kernels.bdh_tiles import (
     Tile,
     arrange,
@@ -22,11 +22,11 @@ from octavo.kernels.bdh_tiles import (
     load,
     look_at,
     note_amax,
-    note_use,
     offsets,
     seed_of,
     state,
     store,
+    tasks,
     to_fp8,
 )
 from octavo.numerics.config import OperandRecipe
@@ -57,7 +57,7 @@ def _causal_kernel(
     seed,
     SYMMETRIC: tl.constexpr,
     MEASURE: tl.constexpr,
-    DELAYED: tl.constexpr,
+    SCALING: tl.constexpr,
     RECORD: tl.constexpr,
     MAXIMUM: tl.constexpr,
     MARGIN: tl.constexpr,
@@ -67,12 +67,12 @@ def _causal_kernel(
     TILE_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """`MEASURE`: only find the amax, and only if there is no scale yet. Tiles are square: TILE_N is TILE_T."""
-    if MEASURE and DELAYED:
-        if tl.load(row_ptr + tiles.SCALE) > 0:
+    """`MEASURE`: only find the amax, for a current scale. Tiles are square: TILE_N is TILE_T."""
+    if SCALING == delayed.AGAIN:
+        if delayed.is_held(row_ptr, MAXIMUM, MARGIN):
             return
-    scale = tiles.tensor_scale(row_ptr, amax_ptr, DELAYED, MAXIMUM, MARGIN)
-    inverse = tiles.reciprocal(scale)
+    scale, before = delayed.find_scale(row_ptr, amax_ptr, SCALING, MAXIMUM, MARGIN)
+    inverse, inverse_before = tiles.reciprocal(scale), tiles.reciprocal(before)
     dtype: tl.constexpr = rows_ptr.dtype.element_ty
     side = tl.cdiv(T, TILE_T)
     count = B * H * side * side
@@ -114,13 +114,17 @@ def _causal_kernel(
                     store(turned_ptr + first_t, inner_t, q_t, inside_t, EVEN)
                 if RECORD:
                     # Below the diagonal of a symmetric matrix, an element stands for two.
-                    gone = tiles.count_of_eight(tiles.is_lost(x, v, MAXIMUM))
+                    gone = delayed.lost_of_eight(
+                        x, v, inverse_before, seed, first + inner, MAXIMUM, STOCHASTIC, SCALING
+                    )
                     lost += tl.where(i > j, gone * 2, gone) if SYMMETRIC else gone
         elif not SYMMETRIC and not MEASURE:
             zeros = tl.zeros([TILE_T, TILE_N], tl.float32).to(dtype)
             store(rows_ptr + first, inner, zeros, inside, EVEN)
             store(turned_ptr + first_t, inner_t, tl.trans(zeros), inside_t, EVEN)
-    most, bad, beyond = look_at(top, float("inf") if MEASURE else scale * MAXIMUM)
+    most, bad, beyond = look_at(
+        top, float("inf") if MEASURE else delayed.largest_counted(scale, before, MAXIMUM, MARGIN, SCALING)
+    )
     clipped = side * 0
     if beyond:
         most = 0.0
@@ -129,7 +133,7 @@ def _causal_kernel(
             if i >= j:
                 x = _lower(scores_ptr, matrix, i, j, inner, T, EVEN, TILE_T).to(tl.float32)
                 most = tl.maximum(most, tiles.largest(finite.magnitude(x)))
-                clipped += tiles.count(tiles.is_clipped(x, scale, MAXIMUM)) * (2 if SYMMETRIC else 1)
+                clipped += delayed.clipped(x, scale, before, MAXIMUM, SCALING) * (2 if SYMMETRIC else 1)
     if MEASURE:
         note_amax(amax_ptr, most)
     else:
@@ -138,7 +142,7 @@ def _causal_kernel(
         if tl.program_id(0) == 0:
             tl.store(scale_ptr, scale)
             if RECORD:
-                note_use(row_ptr, amax_ptr, scale)
+                delayed.note_use(row_ptr, amax_ptr, scale, SCALING, MAXIMUM, MARGIN)
 
 
 def causal_quantize(
@@ -162,17 +166,18 @@ def _run(
     row, amax = state(row, recipe, record)
     rows, scale = scores.new_empty(scores.shape, dtype=recipe.format.dtype), row.new_empty(())
     grid, launch = arrange(scores, B * H, T, T, _TILE)
-    for measure in (True, False):
+    seed = seed_of(recipe)
+    for task in tasks(recipe):
         _causal_kernel[grid](
             scores.contiguous(),
             *(row, amax),
             *(rows, rows if turned is None else turned, scale),
             *(B, H, T),
             1.0 / scores.numel(),
-            seed_of(recipe),
+            seed,
             SYMMETRIC=symmetric,
-            MEASURE=measure,
-            RECORD=record,
+            RECORD=record or recipe.delayed,
+            **task,
             **constants(recipe),
             **launch,
         )

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo.kernels import delayed
 from octavo.kernels.gated_tensor import MEASURE, PLAIN, QUANTIZE, gated_backward_kernel, gated_kernel
 from octavo.kernels.launch import Plan, Plans, kind, seed_of
 from octavo.kernels.tiles import multiprocessors
@@ -88,17 +89,18 @@ def gated_quantize(
 ) -> Quantized:
     """`gated(gate_up[M, 2F])`, quantised. `into`: room for gate and up as `numerics.activation.keep` keeps them."""
     gate_up = gate_up.contiguous()
-    row = row if record or not recipe.delayed else row.clone()
+    if recipe.delayed:
+        row, record = delayed.writable(row, record), True
     given = (gate_up, row, *((row, row) if into is None else into))
     key = ("gated_quantize", recipe, activation, record, into is None, kind(*given))
     plan = _PLANS.get(key)
     if plan is None:
         m, f = gate_up.shape[0], gate_up.shape[1] // 2
         plan = Plan(given=4)
-        amax = 1 if recipe.delayed else plan.make((1,), torch.float32, zeros=True)
+        amax = 1 if recipe.delayed else plan.make((1,), torch.float32, zeros=True)  # a delayed scale needs none
         out, scale = plan.make((m, f), recipe.format.dtype), plan.make((), torch.float32)
-        for task in (MEASURE, QUANTIZE):
-            grid, constants = _arrange(gate_up, m, f, _FORWARD, recipe, activation, task, record)
+        for task, scaling in _tasks(recipe):
+            grid, constants = _arrange(gate_up, m, f, _FORWARD, recipe, activation, task, record, scaling)
             constants["KEEP"] = into is not None
             numbers = (m, f, 1.0 / (m * f), seed_of(recipe))
             plan.launch(gated_kernel, grid, (0, 1, amax, out, scale, 2, 3), numbers, constants)
@@ -133,8 +135,8 @@ def gated_quantize_backward(
         rows, columns = plan.make((m, 2 * f), recipe.format.dtype), plan.make((2 * f, m), recipe.format.dtype)
         scale, scale_t = plan.make((), torch.float32), plan.make((), torch.float32)
         h = plan.make((f, m), recipe_h.format.dtype)
-        for task in (MEASURE, QUANTIZE):
-            grid, constants = _arrange(gate_up, m, f, _BACKWARD, recipe, activation, task, True)
+        for task, scaling in _tasks(recipe):
+            grid, constants = _arrange(gate_up, m, f, _BACKWARD, recipe, activation, task, True, scaling)
             constants |= {"H_MAXIMUM": recipe_h.format.max, "H_STOCHASTIC": recipe_h.rounding == "stochastic"}
             numbers = (m, f, 0.5 / (m * f), seed_of(recipe, recipe_h))
             tensors = (0, 1, 4, 3, amax, 2, rows, columns, scale, scale_t, h)
@@ -145,14 +147,29 @@ def gated_quantize_backward(
     return Quantized(*found[:2]), Quantized(*found[2:]), Quantized(turned, h_scale.clone())
 
 
+def _tasks(recipe: OperandRecipe) -> list[tuple[Any, Any]]:
+    """The launches, and where each has its scale from."""
+    if recipe.delayed:
+        return [(QUANTIZE, scaling) for scaling in delayed.passes(True)]
+    return [(MEASURE, delayed.CURRENT), (QUANTIZE, delayed.CURRENT)]
+
+
 def _arrange(
-    x: Tensor, m: int, f: int, tile: Tile, recipe: OperandRecipe | None, activation: str, task: Any, record: bool
+    x: Tensor,
+    m: int,
+    f: int,
+    tile: Tile,
+    recipe: OperandRecipe | None,
+    activation: str,
+    task: Any,
+    record: bool,
+    scaling: Any = delayed.CURRENT,
 ) -> tuple[tuple[int], dict[str, Any]]:
     """The grid, and everything constant. Without a recipe: no FP8."""
     tile_m, tile_f, warps, stages, programs, registers = tile
     constants = {
         "TASK": task.value,
-        "DELAYED": recipe is not None and recipe.delayed,
+        "SCALING": scaling.value,
         "RECORD": record and task.value == QUANTIZE.value,
         "SILU": activation == "silu",
         "MAXIMUM": 448.0 if recipe is None else recipe.format.max,

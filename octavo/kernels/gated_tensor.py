@@ -3,11 +3,11 @@
 import triton
 import triton.language as tl
 
-from octavo.kernels import finite, tiles
+from octavo.kernels import delayed, finite, tiles
 from octavo.kernels.gated_tiles import activate, gradients, keep, load_gate_up
 from octavo.kernels.quantize_tensor import offsets, store_tile
 
-MEASURE = tl.constexpr(0)  # only find the amax, and only if there is no scale yet
+MEASURE = tl.constexpr(0)  # only find the amax, for a current scale
 QUANTIZE = tl.constexpr(1)
 PLAIN = tl.constexpr(2)  # no FP8
 
@@ -27,7 +27,7 @@ def gated_kernel(
     seed,
     KEEP: tl.constexpr,
     TASK: tl.constexpr,
-    DELAYED: tl.constexpr,
+    SCALING: tl.constexpr,
     RECORD: tl.constexpr,
     SILU: tl.constexpr,
     MAXIMUM: tl.constexpr,
@@ -39,13 +39,12 @@ def gated_kernel(
     STAGES: tl.constexpr,
 ):
     """`KEEP`: gate and up go into FP8, for backward."""
-    if TASK == MEASURE and DELAYED:
-        if tl.load(row_ptr + tiles.SCALE) > 0:
+    if SCALING == delayed.AGAIN:
+        if delayed.is_held(row_ptr, MAXIMUM, MARGIN):
             return
-    amax_ptr += tiles.AMAX if DELAYED else 0
     if TASK == QUANTIZE:
-        scale = tiles.tensor_scale(row_ptr, amax_ptr, DELAYED, MAXIMUM, MARGIN)
-        inverse = tiles.reciprocal(scale)
+        scale, before = delayed.find_scale(row_ptr, amax_ptr, SCALING, MAXIMUM, MARGIN)
+        inverse, inverse_before = tiles.reciprocal(scale), tiles.reciprocal(before)
     across = tl.cdiv(F, TILE_F)
     count = tl.cdiv(M, TILE_M) * across
     inner = offsets(2 * F, TILE_M, TILE_F)
@@ -59,7 +58,7 @@ def gated_kernel(
         value, _ = activate(gate.to(tl.float32), SILU)
         narrow = tiles.narrow(value * up.to(tl.float32), gate.dtype)
         h = narrow.to(tl.float32)
-        if KEEP and TASK == QUANTIZE:
+        if KEEP and TASK == QUANTIZE and SCALING != delayed.AGAIN:
             for half in tl.static_range(2):
                 x = (gate if half == 0 else up).to(tl.float32)
                 keep(x, kept_ptr, kept_scale_ptr, i, j, inner, M, F, half, gate.dtype, EVEN, TILE_M, TILE_F)
@@ -74,7 +73,7 @@ def gated_kernel(
             store_tile(out_ptr, q, i, j, inner_out, M, F, F, EVEN, TILE_M, TILE_F)
             if RECORD:
                 if tiles.is_sampled(tile, step):
-                    lost += tiles.count_of_eight(tiles.is_lost(h, v, MAXIMUM))
+                    lost += delayed.lost_of_eight(h, v, inverse_before, seed, where, MAXIMUM, STOCHASTIC, SCALING)
     if TASK == MEASURE or RECORD:
         top_bits = tiles.largest(top)
         finite_top = top_bits.to(tl.float32, bitcast=True)
@@ -82,7 +81,7 @@ def gated_kernel(
         clipped = top_bits * 0
         beyond = non_finite
         if TASK == QUANTIZE:
-            beyond = tiles.needs_care(top_bits, scale, MAXIMUM)
+            beyond = tiles.needs_care(top_bits, delayed.largest_counted(scale, before, MAXIMUM, MARGIN, SCALING))
         if beyond:
             finite_top = 0.0
             for tile in range(tl.program_id(0), count, tl.num_programs(0)):
@@ -92,7 +91,7 @@ def gated_kernel(
                 h = tiles.narrow(value * up.to(tl.float32), gate.dtype).to(tl.float32)
                 finite_top = tl.maximum(finite_top, tiles.largest(finite.magnitude(h)))
                 if TASK == QUANTIZE:
-                    clipped += tiles.count(tiles.is_clipped(h, scale, MAXIMUM))
+                    clipped += delayed.clipped(h, scale, before, MAXIMUM, SCALING)
                     if not STOCHASTIC:
                         v = tiles.saturate(h * inverse, 0, 0, MAXIMUM, False)
                         q = tiles.cast(v, out_ptr.dtype.element_ty, gate.dtype)
@@ -107,8 +106,7 @@ def gated_kernel(
         if tl.program_id(0) == 0:
             tl.store(scale_ptr, scale)
             if RECORD:
-                tiles.record_scale(row_ptr, scale, tl.load(amax_ptr))
-                tiles.record_use(row_ptr)
+                delayed.note_use(row_ptr, amax_ptr, scale, SCALING, MAXIMUM, MARGIN)
 
 
 @triton.jit(do_not_specialize=["seed"])
@@ -129,7 +127,7 @@ def gated_backward_kernel(
     per_element,
     seed,
     TASK: tl.constexpr,
-    DELAYED: tl.constexpr,
+    SCALING: tl.constexpr,
     RECORD: tl.constexpr,
     SILU: tl.constexpr,
     MAXIMUM: tl.constexpr,
@@ -142,17 +140,16 @@ def gated_backward_kernel(
     TILE_F: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    if TASK == MEASURE and DELAYED:
-        if tl.load(row_ptr + tiles.SCALE) > 0:
+    if SCALING == delayed.AGAIN:
+        if delayed.is_held(row_ptr, MAXIMUM, MARGIN):
             return
-    amax_ptr += tiles.AMAX if DELAYED else 0
     if TASK == QUANTIZE:
-        scale = tiles.tensor_scale(row_ptr, amax_ptr, DELAYED, MAXIMUM, MARGIN)
-        inverse = tiles.reciprocal(scale)
+        scale, before = delayed.find_scale(row_ptr, amax_ptr, SCALING, MAXIMUM, MARGIN)
+        inverse, inverse_before = tiles.reciprocal(scale), tiles.reciprocal(before)
         h_inverse = tiles.reciprocal(tl.load(h_scale_ptr))
     down, across = tl.cdiv(M, TILE_M), tl.cdiv(F, TILE_F)
     count = down * across
-    BACKWARDS: tl.constexpr = TASK == QUANTIZE and not DELAYED
+    BACKWARDS: tl.constexpr = TASK == QUANTIZE and SCALING == delayed.CURRENT
     inner = offsets(2 * F, TILE_M, TILE_F)
     inner_h = offsets(F, TILE_M, TILE_F)
     inner_t = offsets(M, TILE_F, TILE_M)
@@ -183,7 +180,9 @@ def gated_backward_kernel(
                 store_tile(rows_ptr + half * F, q, i, j, inner, M, F, 2 * F, EVEN, TILE_M, TILE_F)
                 if RECORD:
                     if tiles.is_sampled(tile, step):
-                        lost += tiles.count_of_eight(tiles.is_lost(wide, v, MAXIMUM))
+                        lost += delayed.lost_of_eight(
+                            wide, v, inverse_before, seed, where, MAXIMUM, STOCHASTIC, SCALING
+                        )
                 if STOCHASTIC:
                     q_t = tiles.cast(tl.trans(v), columns_ptr.dtype.element_ty, tl.float32)
                 else:
@@ -191,7 +190,7 @@ def gated_backward_kernel(
                     q_t = tiles.cast(v_t, columns_ptr.dtype.element_ty, d.dtype)
                 half_t = columns_ptr + half * tl.cast(F, tl.int64) * M
                 store_tile(half_t, q_t, j, i, inner_t, F, M, M, EVEN, TILE_F, TILE_M)
-        if TASK == QUANTIZE:
+        if TASK == QUANTIZE and SCALING != delayed.AGAIN:  # h has its own scale, from forward
             where = j.to(tl.int64) * TILE_F * M + i * TILE_M + inner_t if H_STOCHASTIC else 0
             h_v = tl.trans(h).to(tl.float32) * h_inverse
             h_v = tiles.saturate(h_v, seed + 1, where, H_MAXIMUM, H_STOCHASTIC)
@@ -204,7 +203,7 @@ def gated_backward_kernel(
         clipped = top_bits * 0
         beyond = non_finite
         if TASK == QUANTIZE:
-            beyond = tiles.needs_care(top_bits, scale, MAXIMUM)
+            beyond = tiles.needs_care(top_bits, delayed.largest_counted(scale, before, MAXIMUM, MARGIN, SCALING))
         if beyond:
             finite_top = 0.0
             for tile in range(tl.program_id(0), count, tl.num_programs(0)):
@@ -219,7 +218,7 @@ def gated_backward_kernel(
                         d = dup.to(tl.float32)
                     finite_top = tl.maximum(finite_top, tiles.largest(finite.magnitude(d)))
                     if TASK == QUANTIZE:
-                        clipped += tiles.count(tiles.is_clipped(d, scale, MAXIMUM))
+                        clipped += delayed.clipped(d, scale, before, MAXIMUM, SCALING)
                         if not STOCHASTIC:
                             v = tiles.saturate(d * inverse, 0, 0, MAXIMUM, False)
                             q = tiles.cast(v, rows_ptr.dtype.element_ty, dgate.dtype)
@@ -238,5 +237,4 @@ def gated_backward_kernel(
             tl.store(scale_ptr, scale)
             tl.store(scale_t_ptr, scale)
             if RECORD:
-                tiles.record_scale(row_ptr, scale, tl.load(amax_ptr))
-                tiles.record_use(row_ptr)
+                delayed.note_use(row_ptr, amax_ptr, scale, SCALING, MAXIMUM, MARGIN)

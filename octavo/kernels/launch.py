@@ -20,7 +20,7 @@ from torch import Tensor
 
 from octavo.numerics.config import OperandRecipe
 
-SEED = object()  # stands last among a launch's numbers: drawn anew for every run
+SEED = object()  # stands last among a launch's numbers: drawn anew for every run, one for all launches of it
 
 
 @dataclass
@@ -35,22 +35,22 @@ class _Launch:
     function: tuple[Any, ...] = ()
     rest: tuple[Any, ...] = ()
 
-    def first(self, tensors: Sequence[Tensor]) -> None:
+    def first(self, tensors: Sequence[Tensor], seed: int) -> None:
         """By Triton's own launch, which compiles."""
-        numbers = (*self.numbers, _seed()) if self.seeded else self.numbers
+        numbers = (*self.numbers, seed) if self.seeded else self.numbers
         compiled = self.kernel[self.grid](*[tensors[i] for i in self.tensors], *numbers, **self.constants)
         if tensors[0].is_cuda:
             self.rest = tuple(self.constants[name] for name in self.kernel.arg_names if name in self.constants)
             self.start, self.function = _start_of(compiled)
 
-    def again(self, addresses: Sequence[int], stream: int) -> None:
+    def again(self, addresses: Sequence[int], stream: int, seed: int) -> None:
         """The compiled kernel, told nothing but what it reads."""
         assert self.start is not None
         grid = self.grid
         across = grid[1] if len(grid) == 2 else 1
         given = [addresses[i] for i in self.tensors]
         if self.seeded:
-            self.start(grid[0], across, 1, stream, *self.function, *given, *self.numbers, _seed(), *self.rest)
+            self.start(grid[0], across, 1, stream, *self.function, *given, *self.numbers, seed, *self.rest)
         else:
             self.start(grid[0], across, 1, stream, *self.function, *given, *self.numbers, *self.rest)
 
@@ -114,16 +114,17 @@ class Plan:
         return [tensors[i] for i in self.results]
 
     def _launch(self, tensors: Sequence[Tensor], index: int | None) -> None:
+        seed = _seed() if any(launch.seeded for launch in self._launches) else 0
         runtime = triton.knobs.runtime
         watched = any(getattr(hook, "calls", hook) for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook))
         if index is None or watched or self._launches[-1].start is None:
             for launch in self._launches:
-                launch.first(tensors)
+                launch.first(tensors, seed)
             return
         addresses = [tensor.data_ptr() for tensor in tensors]
         stream = torch._C._cuda_getCurrentRawStream(index)
         for launch in self._launches:
-            launch.again(addresses, stream)
+            launch.again(addresses, stream, seed)
 
 
 class Plans(dict[tuple[Any, ...], Plan]):

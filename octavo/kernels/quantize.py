@@ -2,7 +2,7 @@
 
 `x[R, C]` is read once and written as `rows[R, C]`, as `columns[C, R]`, or as both. Where the scale comes from:
 
-    tensor         one scale: delayed, from the row; else from an amax pass (which ends at once where a scale is known)
+    tensor         one scale: given; or delayed, from the row (`delayed.py`); or from an amax pass
     channel        one per row, of rows that a program holds whole; else per row or column from an amax pass, or found
                    by the pass over the other layout (columns, on the way over whole rows)
     128×128        of a block, over whose tiles a program walks twice
@@ -14,12 +14,13 @@ A group of matrices that lie side by side (q, k and v, say) is written into slic
 
 from collections.abc import Sequence
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from octavo.kernels import delayed
 from octavo.kernels.launch import Plan, Plans, kind, may_overlap, seed_of
 from octavo.kernels.quantize_block import block_kernel
 from octavo.kernels.quantize_columns import columns_kernel
@@ -96,7 +97,7 @@ def _has_kernel(recipe: OperandRecipe) -> bool:
 def quantize_operand(
     x: Tensor, row: Tensor, recipe: OperandRecipe, *, record: bool = True, layout: str = "rows"
 ) -> list[Quantized]:
-    """As `numerics.operand.quantize_operand`."""
+    """The kernel of `numerics.operand.quantize_operand`."""
     return quantize_group([x], row, recipe, record=record, layout=layout)
 
 
@@ -107,17 +108,20 @@ def quantize_group(
     *,
     record: bool = True,
     layout: str = "rows",
-    known: bool = False,
+    scale: Tensor | None = None,
 ) -> list[Quantized]:
-    """As quantising `torch.cat(xs)`, without making it. `known`: a delayed scale was in use before, no need to look."""
+    """Quantise `torch.cat(xs)`, without making it; see `numerics.operand.quantize_group`."""
     batch = xs[0].shape[:-2]
     xs = [x if x.is_contiguous() else _in_even_steps(x) for x in xs]
-    if not record and recipe.delayed and not known:
-        row = row.clone()  # a first use looks for its scale, and forgets it
-    key = (recipe, record, layout, known, batch, kind(row, *xs))
+    given = scale is not None
+    if scale is not None:
+        row, record = scale, False
+    elif recipe.delayed:
+        row, record = delayed.writable(row, record), True
+    key = (recipe, record, layout, given, batch, kind(row, *xs))
     plan = _PLANS.get(key)
     if plan is None:
-        plan = _PLANS[key] = _Planner(xs, recipe, batch, known).plan(record, layout)
+        plan = _PLANS[key] = _Planner(xs, recipe, batch, given).plan(record, layout)
     made = plan.run(*xs, row)
     return [Quantized(made[i], made[i + 1]) for i in range(0, len(made), 2)]
 
@@ -133,7 +137,7 @@ def quantize_folded(x: Tensor, factor: Tensor, row: Tensor, recipe: OperandRecip
     key = ("folded", recipe, kind(row, x, factor))
     plan = _PLANS.get(key)
     if plan is None:
-        planner = _Planner([x], recipe, torch.Size(), known=False)
+        planner = _Planner([x], recipe, torch.Size())
         plan = Plan(given=3)
         output = plan.make(x.shape, recipe.format.dtype), plan.make((x.shape[0], 1), torch.float32)
         planner.write_rows(plan, output, record=True, factor=2)
@@ -152,8 +156,9 @@ def _in_even_steps(x: Tensor) -> Tensor:
 class _Planner:
     """Works out the launches for a group of matrices `[b, rᵢ, c]`: r rows together."""
 
-    def __init__(self, xs: Sequence[Tensor], recipe: OperandRecipe, batch: torch.Size, known: bool):
-        self.xs, self.recipe, self.batch, self.known = xs, recipe, batch, known
+    def __init__(self, xs: Sequence[Tensor], recipe: OperandRecipe, batch: torch.Size, given: bool = False):
+        self.xs, self.recipe, self.batch = xs, recipe, batch
+        self.scalings = (delayed.GIVEN,) if given else delayed.passes(recipe.delayed)  # of one for the whole tensor
         self.b, self.c = batch.numel(), xs[0].shape[-1]
         self.heights = [x.shape[-2] for x in xs]
         self.r = sum(self.heights)
@@ -209,8 +214,8 @@ class _Planner:
         if not column_amax:
             return self.row
         grid, constants = self._arrange(programs, 1, _CHANNEL_AMAX_TILE, strips=True)
-        constants |= {"DELAYED": False, "ROWS": False, "COLUMNS": True, "WHOLE": False}
-        measured = (maxima, self.row, self.row, self.row, amax)
+        constants |= {"ROWS": False, "COLUMNS": True, "WHOLE": False}
+        measured = (maxima, self.row, self.row, amax)
         plan.launch(amax_kernel, (*grid, 1), measured, (0, programs, programs, c, 0, c), constants)
         return amax
 
@@ -249,24 +254,24 @@ class _Planner:
 
         `on_the_way`: the columns have a pass of their own, before which the other pass will have found their amax.
         """
-        b, r, c, delayed = self.b, self.r, self.c, self.recipe.delayed
-        whole = TENSOR.value in (mode_r, mode_c)
+        b, r, c = self.b, self.r, self.c
+        whole = TENSOR.value in (mode_r, mode_c) and self.scalings == (delayed.CURRENT,)
         by_row, by_column = mode_r == CHANNEL.value, mode_c == CHANNEL.value
         amax = row_amax = column_amax = self.row
-        if whole and not delayed:
+        if whole:
             amax = plan.make((1,), torch.float32, zeros=True)
         if by_row:
             row_amax = plan.make((b * r,), torch.float32, zeros=True)
         if by_column:
             column_amax = plan.make((b * c,), torch.float32, zeros=True)
             by_column = not on_the_way
-        if by_row or by_column or (whole and not (self.known and delayed)):
-            how = {"DELAYED": delayed, "ROWS": by_row, "COLUMNS": by_column, "WHOLE": whole}
+        if by_row or by_column or whole:
+            how = {"ROWS": by_row, "COLUMNS": by_column, "WHOLE": whole}
             for i, r0, end in self._parts():
                 tile = _CHANNEL_AMAX_TILE if by_row or by_column else _AMAX_TILE
                 grid, constants = self._arrange(self.heights[i], 1, tile, strips=by_column)
                 sizes = (r0, end, r, c, *self._strides(self.xs[i]))
-                plan.launch(amax_kernel, (*grid, b), (i, self.row, amax, row_amax, column_amax), sizes, constants | how)
+                plan.launch(amax_kernel, (*grid, b), (i, amax, row_amax, column_amax), sizes, constants | how)
         return amax, row_amax, column_amax
 
     def _write(
@@ -288,7 +293,8 @@ class _Planner:
             tile = (*tile[:5], None)  # counting in a transposed tile takes registers; hardly anybody asks for it
         amax, *amaxes = measured
         (first, first_scale), (second, second_scale) = outputs
-        for i, r0, end in self._parts():
+        scalings = self.scalings if whole else (delayed.CURRENT,)
+        for scaling, (i, r0, end) in product(scalings, self._parts()):
             alone = not mode_r and not record
             if alone and self._write_whole_columns(plan, i, r0, end, mode_c, measured[2], outputs[1]):
                 continue
@@ -299,7 +305,7 @@ class _Planner:
             tensors: tuple[int, ...]
             if whole:
                 kernel, tensors = tensor_kernel, (amax, first, second, first_scale, second_scale)
-                constants |= {"ROWS": mode_r > 0, "COLUMNS": mode_c > 0, "DELAYED": recipe.delayed}
+                constants |= {"ROWS": mode_r > 0, "COLUMNS": mode_c > 0, "SCALING": scaling.value}
                 constants["BAND"] = _BAND if mode_c else 1
             elif blocks:
                 kernel, tensors = block_kernel, (first, first_scale, second, second_scale)

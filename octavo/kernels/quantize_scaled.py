@@ -223,7 +223,6 @@ def _spread(per_group, TILE_R: tl.constexpr, GROUPS: tl.constexpr):
 @triton.jit
 def amax_kernel(
     x_ptr,
-    row_ptr,
     amax_ptr,
     row_amax_ptr,
     column_amax_ptr,
@@ -233,7 +232,6 @@ def amax_kernel(
     C,
     stride_b,
     stride_r,
-    DELAYED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     WHOLE: tl.constexpr,
@@ -248,10 +246,6 @@ def amax_kernel(
     With `COLUMNS` there must be as many programs as columns of tiles, or a multiple.
     """
     tiles.follow(OVERLAPS)
-    if DELAYED:
-        if tl.load(row_ptr + tiles.SCALE) > 0:
-            return
-        amax_ptr += tiles.AMAX
     batch = tl.program_id(1).to(tl.int64)
     x_ptr += batch * stride_b
     across = tl.cdiv(C, TILE_C)

@@ -5,14 +5,14 @@ A program walks over tiles of `x[R, C]`, with the next ones on their way, and wr
 second time, in BF16, and rounded again (asked to turn FP8 bytes instead, Triton 3.6 makes the same code).
 
 Instructions count here as much as bytes (docs/LOG.md), so the loop does no more than it must: the largest magnitude
-is kept per thread, underflow is counted on every eighth tile, and a program that met a value beyond the range of the
-format, or NaN or infinity, walks over its tiles a second time.
+is kept per thread, underflow is counted on every eighth tile, and a program that met NaN or infinity, or saturated
+elements to be counted, walks over its tiles a second time.
 """
 
 import triton
 import triton.language as tl
 
-from octavo.kernels import finite, tiles
+from octavo.kernels import delayed, finite, tiles
 
 
 @triton.jit
@@ -59,7 +59,7 @@ def offsets(stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 def tensor_kernel(
     x_ptr,
     row_ptr,
-    amax_ptr,  # of a delayed scale: the row again
+    amax_ptr,  # of a current scale
     rows_ptr,
     columns_ptr,
     scale_ptr,
@@ -75,7 +75,7 @@ def tensor_kernel(
     seed,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    DELAYED: tl.constexpr,
+    SCALING: tl.constexpr,
     RECORD: tl.constexpr,
     FIRST: tl.constexpr,
     MAXIMUM: tl.constexpr,
@@ -87,15 +87,18 @@ def tensor_kernel(
     STAGES: tl.constexpr,
     BAND: tl.constexpr,
 ):
-    """`x` is rows r0 to end of R."""
+    """`x` is rows r0 to end of R. `SCALING`: see `delayed.py`."""
+    if SCALING == delayed.AGAIN:
+        if delayed.is_held(row_ptr, MAXIMUM, MARGIN):
+            return
     down, across = tl.cdiv(end - r0, TILE_R), tl.cdiv(C, TILE_C)
     per_matrix = down * across
     count = batches * per_matrix
     rows_ptr += r0.to(tl.int64) * C
     columns_ptr += r0
-    amax_ptr += tiles.AMAX if DELAYED else 0
-    scale = tiles.tensor_scale(row_ptr, amax_ptr, DELAYED, MAXIMUM, MARGIN)
-    inverse = tiles.reciprocal(scale)
+    BACKWARDS: tl.constexpr = SCALING == delayed.CURRENT
+    scale, before = delayed.find_scale(row_ptr, amax_ptr, SCALING, MAXIMUM, MARGIN)
+    inverse, inverse_before = tiles.reciprocal(scale), tiles.reciprocal(before)
     inner = offsets(stride_r, TILE_R, TILE_C)
     inner_out = offsets(C, TILE_R, TILE_C)
     inner_t = offsets(R, TILE_C, TILE_R)
@@ -105,7 +108,7 @@ def tensor_kernel(
     step = tiles.sample_step(count)
     for tile in tl.range(tl.program_id(0), count, tl.num_programs(0), num_stages=STAGES):
         batch = (tile // per_matrix).to(tl.int64)
-        i, j = tiles.place(tile % per_matrix, down, across, BAND, not DELAYED)
+        i, j = tiles.place(tile % per_matrix, down, across, BAND, BACKWARDS)
         narrow = load_tile(x_ptr + batch * stride_b, i, j, inner, end - r0, C, stride_r, EVEN, TILE_R, TILE_C)
         x = narrow.to(tl.float32)
         v = x * inverse
@@ -113,13 +116,13 @@ def tensor_kernel(
             top = tl.maximum(top, tiles.largest_of_eight(tiles.magnitude_bits(x)))
             if not STOCHASTIC:
                 if tiles.is_sampled(tile, step):
-                    lost += tiles.count_of_eight(tiles.is_lost(x, v, MAXIMUM))
+                    lost += delayed.lost_of_eight(x, v, inverse_before, 0, 0, MAXIMUM, False, SCALING)
         if STOCHASTIC:
             where = (batch * R + r0 + i * TILE_R) * C + j * TILE_C + inner_out
             v = tiles.saturate(v, seed, where, MAXIMUM, True)
             if RECORD:
                 if tiles.is_sampled(tile, step):
-                    lost += tiles.count_of_eight(tiles.is_lost(x, v, MAXIMUM))
+                    lost += delayed.lost_of_eight(x, v, inverse_before, seed, where, MAXIMUM, True, SCALING)
         else:
             v = tiles.saturate(v, 0, 0, MAXIMUM, False, not RECORD)
         if ROWS:
@@ -138,15 +141,15 @@ def tensor_kernel(
         top_bits = tiles.largest(top)
         clipped = top_bits * 0
         finite_top = top_bits.to(tl.float32, bitcast=True)
-        if tiles.needs_care(top_bits, scale, MAXIMUM):
+        if tiles.needs_care(top_bits, delayed.largest_counted(scale, before, MAXIMUM, MARGIN, SCALING)):
             finite_top = 0.0
             for tile in range(tl.program_id(0), count, tl.num_programs(0)):
                 batch = (tile // per_matrix).to(tl.int64)
-                i, j = tiles.place(tile % per_matrix, down, across, BAND, not DELAYED)
+                i, j = tiles.place(tile % per_matrix, down, across, BAND, BACKWARDS)
                 narrow = load_tile(x_ptr + batch * stride_b, i, j, inner, end - r0, C, stride_r, EVEN, TILE_R, TILE_C)
                 x = narrow.to(tl.float32)
                 finite_top = tl.maximum(finite_top, tiles.largest(finite.magnitude(x)))
-                clipped += tiles.count(tiles.is_clipped(x, scale, MAXIMUM))
+                clipped += delayed.clipped(x, scale, before, MAXIMUM, SCALING)
                 if not STOCHASTIC:
                     v = tiles.saturate(x * inverse, 0, 0, MAXIMUM, False)
                     if ROWS:
@@ -163,5 +166,4 @@ def tensor_kernel(
             tl.store(scale_ptr, scale)
             tl.store(scale_t_ptr, scale)
             if RECORD:
-                tiles.record_use(row_ptr)
-                tiles.record_scale(row_ptr, scale, tl.load(amax_ptr))
+                delayed.note_use(row_ptr, amax_ptr, scale, SCALING, MAXIMUM, MARGIN)

@@ -22,6 +22,8 @@ NON_FINITE = tl.constexpr(3)
 SATURATED = tl.constexpr(4)
 UNDERFLOW = tl.constexpr(5)
 CALLS = tl.constexpr(6)
+RESCALED = tl.constexpr(8)
+USED = tl.constexpr(9)
 
 # How a layout's scales are found.
 NONE = tl.constexpr(0)  # this layout is not wanted
@@ -191,9 +193,9 @@ def from_sample(lost, tiles, step):
 
 
 @triton.jit
-def needs_care(top_bits, scale, maximum: tl.constexpr):
-    """Whether a program saw anything beyond the range of the format: then it has to look again, at every element."""
-    return (top_bits >= INFINITY_BITS) | (top_bits.to(tl.float32, bitcast=True) > scale * maximum)
+def needs_care(top_bits, limit):
+    """Whether a program saw anything beyond a limit, or not finite: then it has to look again, at every element."""
+    return (top_bits >= INFINITY_BITS) | (top_bits.to(tl.float32, bitcast=True) > limit)
 
 
 @triton.jit
@@ -300,9 +302,9 @@ def record(row_ptr, top, non_finite, lost, clipped, per_element):
         tl.atomic_max(row_ptr + AMAX, top, sem="relaxed")
     if non_finite:
         tl.atomic_max(row_ptr + NON_FINITE, 1.0, sem="relaxed")
-    if lost > 0:
+    if lost != 0:
         tl.atomic_add(row_ptr + UNDERFLOW, lost * per_element, sem="relaxed")
-    if clipped > 0:
+    if clipped != 0:
         tl.atomic_add(row_ptr + SATURATED, clipped * per_element, sem="relaxed")
 
 
@@ -327,16 +329,6 @@ def record_use(row_ptr):
     """By one program only: one more use."""
     tl.store(row_ptr + SEEN, tl.load(row_ptr + SEEN) + 1.0)
     tl.store(row_ptr + CALLS, tl.load(row_ptr + CALLS) + 1.0)
-
-
-@triton.jit
-def tensor_scale(row_ptr, amax_ptr, DELAYED: tl.constexpr, maximum: tl.constexpr, margin: tl.constexpr):
-    """The scale of the whole tensor: the delayed one where there is one, else from the amax that was measured."""
-    scale = scale_from_amax(tl.load(amax_ptr), maximum, margin)
-    if DELAYED:
-        known = tl.load(row_ptr + SCALE)
-        scale = tl.where(known > 0, known, scale)
-    return scale
 
 
 def programs_in_strips(strips: int, tiles: int, programs: int) -> int:

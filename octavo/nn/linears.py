@@ -88,8 +88,8 @@ class _FP8Linears(torch.autograd.Function):
     ) -> Tensor:
         weights = weights[count:] or weights
         x, inverse = normed(x, norm_weight, norm_eps)
-        y, kept = ops_linear.linear(x, weights, bias, (row_x, row_w), product, keep=keep)
-        ctx.save_for_backward(*kept, inverse, norm_weight, *weights)
+        y, kept, w_scale = ops_linear.linear(x, weights, bias, (row_x, row_w), product, keep=keep)
+        ctx.save_for_backward(*kept, w_scale, inverse, norm_weight, *weights)
         # Not saved as tensors: rows change with every use, which autograd's version check would take for a mistake.
         ctx.rows = (row_w, row_g)
         ctx.product, ctx.keep, ctx.eps = product, keep, norm_eps
@@ -99,8 +99,9 @@ class _FP8Linears(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        x_data, x_scale, inverse, norm_weight, *weights = ctx.saved_tensors
+        x_data, x_scale, w_scale, inverse, norm_weight, *weights = ctx.saved_tensors
         product, (row_w, row_g) = ctx.product, ctx.rows
+        row_w = w_scale if w_scale.numel() else row_w
         x_dtype, bias_dtype = ctx.like
         needs_x, needs_bias, needs_norm = ctx.needs_input_grad[:3]
         needs_w = ctx.needs_input_grad[10 : 10 + len(weights)]

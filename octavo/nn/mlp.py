@@ -80,10 +80,10 @@ class _FP8MLP(torch.autograd.Function):
         gate, up, down = given or (gate, up, down)
         used = (row_x, row_gate_up, row_h, row_down)
         x, inverse = normed(x, norm_weight, norm_eps)
-        y, kept, gate_up, h_scale = ops_linear.mlp(
+        y, kept, gate_up, h_scale, w_scales = ops_linear.mlp(
             x, (gate, up, down), used, mlp.product, mlp.activation, keep=keep, in_fp8=mlp.in_fp8
         )
-        ctx.save_for_backward(*kept, *gate_up, h_scale, gate, up, down, inverse, norm_weight)
+        ctx.save_for_backward(*kept, *gate_up, h_scale, *w_scales, gate, up, down, inverse, norm_weight)
         ctx.keep, ctx.eps = keep, norm_eps
         ctx.rows = rows
         ctx.mlp = mlp
@@ -93,8 +93,13 @@ class _FP8MLP(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        x_data, x_scale, gate_up, gate_up_scale, h_scale, gate, up, down, inverse, norm_weight = ctx.saved_tensors
+        x_data, x_scale, gate_up, gate_up_scale, h_scale, *w_scales, gate, up, down, inverse, norm_weight = (
+            ctx.saved_tensors
+        )
         _, row_gate_up, row_dgate_up, _, row_down, row_g = ctx.rows
+        row_gate_up, row_down = (
+            scale if scale.numel() else row for scale, row in zip(w_scales, (row_gate_up, row_down), strict=True)
+        )
         needs_x, needs_gate, needs_up, needs_down, needs_norm = ctx.needs_input_grad[:5]
         x = Quantized(x_data, x_scale)
         dx, dgate_up, ddown = ops_linear.mlp_backward(

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from octavo import ops
+from octavo.numerics.config import OperandRecipe
 from octavo.numerics.quantize import Quantized
 from octavo.ops import Product
 
@@ -59,6 +60,11 @@ def _is_own_transpose(a: Tensor, b: Tensor) -> bool:
     # As many elements as the tensor both are views of: then they start at the same one. (`torch.compile` knows no
     # storage offsets.)
     return b._base is a or (a._base is not None and b._base is a._base and a.numel() == a._base.numel())
+
+
+def _weight(w: Tensor, quantized: Quantized, recipe: OperandRecipe) -> tuple[Tensor, Tensor | None]:
+    """A weight as it is kept: itself, and if that came from its row the scale that forward used."""
+    return w, quantized.scale if recipe.delayed else None
 
 
 class _FP8Product(torch.autograd.Function):
@@ -93,8 +99,8 @@ class _FP8Product(torch.autograd.Function):
             emulate=product.emulate,
         )
 
-        saved_a = tuple(a_q[1]) if keep_a else (a, None) if b_needs_grad else (None, None)
-        saved_b = tuple(b_kn) if keep_b else (b, None) if a_needs_grad else (None, None)
+        saved_a = tuple(a_q[1]) if keep_a else _weight(a, a_q[0], product.a) if b_needs_grad else (None, None)
+        saved_b = tuple(b_kn) if keep_b else _weight(b, b_q[0], product.b) if a_needs_grad else (None, None)
         ctx.save_for_backward(*saved_a, *saved_b)
         # Not saved as tensors: rows change with every use, which autograd's version check would take for a mistake.
         ctx.rows = (row_a, row_b, row_g)
@@ -118,14 +124,16 @@ class _FP8Product(torch.autograd.Function):
             g_q = ops.quantize(g, row_g, product.g, record=True, layout=layout)
         if a_needs_grad:
             b_kn = Quantized(b_data, b_scale)
-            if b_scale is None:
-                b_kn = ops.quantize(b_data, row_b, product.b, record=False, layout=ctx.b_backward)[0]
+            if product.b_is_weight:
+                how_b: dict[str, Any] = {"record": False, "layout": ctx.b_backward, "scale": b_scale}
+                b_kn = ops.quantize(b_data, row_b, product.b, **how_b)[0]
             # da = g · bᵀ
             da = ops.gemm_nt(g_q[0], b_kn, out_dtype=a_dtype, batch=a_shape[:-2], **how)
         if b_needs_grad:
             a_km = Quantized(a_data, a_scale)
-            if a_scale is None:
-                a_km = ops.quantize(a_data, row_a, product.a, record=False, layout="columns")[0]
+            if product.a_is_weight:
+                how_a: dict[str, Any] = {"record": False, "layout": "columns", "scale": a_scale}
+                a_km = ops.quantize(a_data, row_a, product.a, **how_a)[0]
             # db = aᵀ · g, in the layout b came in
             left, right = (g_q[-1], a_km) if product.b_is_nk else (a_km, g_q[-1])
             db = ops.gemm_nt(left, right, out_dtype=b_dtype, batch=b_shape[:-2], **how)

@@ -35,6 +35,10 @@ class Format:
         return 2.0 ** (self.min_exponent - self.mantissa_bits)
 
     @property
+    def smallest_normal(self) -> float:
+        return 2.0**self.min_exponent
+
+    @property
     def saturation_threshold(self) -> float:
         """Halfway from `max` to where the next step would be: magnitudes beyond it are changed by the clamp."""
         exponent = torch.tensor(self.max, dtype=torch.float32).log2().floor().item()

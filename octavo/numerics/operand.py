@@ -10,9 +10,13 @@ gradient. `layout` names what is wanted of an operand `[..., R, C]`:
 Per tensor and per 128×128 block the two layouts hold the same FP8 values. Per row, per 1×128 and per 1×32 they do not:
 each is quantised from the high-precision values, never one from the other.
 
+A delayed scale that does not hold the tensor gives way to the tensor's own (`scaling.holds`), for this use, and while
+recording for the rest of the step.
+
 While recording, the operand's row (see `scaling.py`) learns the amax, whether everything was finite, and the share of
-elements that saturated (the clamp changed them) or underflowed (became zero without having been it). Its scale is
-that of the whole tensor, so only granularity `tensor` sets it here; for the others the next roll of the history does.
+elements that saturated (the clamp changed them) or underflowed (became zero without having been it), and whether the
+delayed scale held. Its scale is that of the whole tensor, so only granularity `tensor` sets it here; for the others the
+next roll of the history does.
 """
 
 from collections.abc import Sequence
@@ -25,24 +29,37 @@ from octavo.numerics.amax import finite_amax, percentile_or_top
 from octavo.numerics.config import OperandRecipe
 from octavo.numerics.formats import Format
 from octavo.numerics.quantize import Quantized, compute_scale, expand_scale, quantize, scale_from_amax
-from octavo.numerics.scaling import CALLS, SATURATED, SCALE, UNDERFLOW, record_use
+from octavo.numerics.scaling import AMAX, CALLS, RESCALED, SATURATED, SCALE, UNDERFLOW, holds, record_use
 
 LAYOUTS = ("rows", "columns", "both")
 
 
 def quantize_operand(
-    x: Tensor, row: Tensor, recipe: OperandRecipe, *, record: bool = True, layout: str = "rows"
+    x: Tensor,
+    row: Tensor,
+    recipe: OperandRecipe,
+    *,
+    record: bool = True,
+    layout: str = "rows",
+    scale: Tensor | None = None,
 ) -> list[Quantized]:
-    """Quantise `x[..., R, C]` by its recipe into the wanted layouts."""
+    """Quantise `x[..., R, C]` by its recipe into the wanted layouts.
+
+    `scale`: one for the whole tensor, found before and taken as it is; the row is then neither read nor written.
+    """
+    if scale is not None:
+        return _in_layout(_quantize(x, recipe, scale), layout)
     top, finite = finite_amax(x)
     amax = top if recipe.percentile is None else percentile_or_top(x, recipe.percentile, top)
-    scale = scale_from_amax(amax, recipe.format, recipe.margin)
+    in_force = row[SCALE].clone()
     if recipe.delayed:
-        scale = torch.where(row[SCALE] > 0, row[SCALE], scale)
+        most = torch.maximum(row[AMAX], amax) if record else amax
+        own = scale_from_amax(most, recipe.format, recipe.margin)
+        scale = torch.where(holds(in_force, most, recipe.format, recipe.margin), in_force, own)
+    else:
+        scale = scale_from_amax(amax, recipe.format, recipe.margin)
     if recipe.granularity == "tensor":
-        rows = _quantize(x, recipe, scale)
-        found = [rows, Quantized(_transposed(rows.data), rows.scale)] if layout != "rows" else [rows]
-        found = found[1:] if layout == "columns" else found
+        found = _in_layout(_quantize(x, recipe, scale), layout)
     else:
         turned = replace(recipe, granularity=recipe.columns or recipe.granularity)
         wanted = {"rows": [(x, recipe)], "columns": [(x.mT, turned)], "both": [(x, recipe), (x.mT, turned)]}[layout]
@@ -51,20 +68,33 @@ def quantize_operand(
         record_use(row, amax, ~finite)
         _record_losses(row, x if layout != "columns" else x.mT, found[0], recipe.format, top)
         if recipe.granularity == "tensor":
-            row[SCALE] = torch.where(amax > 0, scale, row[SCALE])
+            row[SCALE] = torch.where(amax > 0, scale, in_force)
+            if recipe.delayed:
+                row[RESCALED] += (in_force > 0) & (scale != in_force)
     return found
 
 
 def quantize_group(
-    xs: Sequence[Tensor], row: Tensor, recipe: OperandRecipe, *, record: bool = True, layout: str = "rows"
+    xs: Sequence[Tensor],
+    row: Tensor,
+    recipe: OperandRecipe,
+    *,
+    record: bool = True,
+    layout: str = "rows",
+    scale: Tensor | None = None,
 ) -> list[Quantized]:
     """Several matrices side by side as one operand: what q, k and v are to the input they share."""
-    return quantize_operand(torch.cat(list(xs)) if len(xs) > 1 else xs[0], row, recipe, record=record, layout=layout)
+    x = torch.cat(list(xs)) if len(xs) > 1 else xs[0]
+    return quantize_operand(x, row, recipe, record=record, layout=layout, scale=scale)
 
 
-def _transposed(data: Tensor) -> Tensor:
+def _in_layout(rows: Quantized, layout: str) -> list[Quantized]:
+    """The layouts of an operand that has one scale."""
+    if layout == "rows":
+        return [rows]
     # A copy even where .mT is contiguous already (one row or one column): operators may not return aliases.
-    return data.mT.clone(memory_format=torch.contiguous_format)
+    columns = Quantized(rows.data.mT.clone(memory_format=torch.contiguous_format), rows.scale)
+    return [columns] if layout == "columns" else [rows, columns]
 
 
 def _quantize(x: Tensor, recipe: OperandRecipe, scale: Tensor) -> Quantized:

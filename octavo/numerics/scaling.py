@@ -1,5 +1,7 @@
 """Delayed scaling: quantise with a scale from earlier steps, so that one pass over the tensor is enough.
 
+A scale from earlier steps is a guess. Where it turns out wrong, the tensor is quantised again with a scale of its own.
+
 Each named tensor has a *row* of FP32 numbers on its device; quantising reads the scale from it and writes what it saw:
 
     SCALE       dequantising factor in force; 0 until the first non-zero use
@@ -8,10 +10,15 @@ Each named tensor has a *row* of FP32 numbers on its device; quantising reads th
     NON_FINITE  1 if a use in this step met NaN or infinity
     SATURATED, UNDERFLOW, CALLS   sums since the last `statistics()`: fractions of elements, and uses
     LAST_AMAX   the newest entry of the history
+    RESCALED    uses since the last `statistics()` that the delayed scale could not hold
+    USED        for kernels: the scale that their first pass quantised with
 
 The rules:
 - The first non-zero use takes the tensor's own amax, and its scale stays in force for the rest of the step. So
   recomputing a forward under activation checkpointing meets the very same scale.
+- A scale *holds* a tensor if rounding saturates nothing and the largest magnitude is a normal number (`holds`). A
+  tensor that the scale in force does not hold takes its own amax, like a first use. So nothing that jumps from one
+  step to the next saturates, and nothing vanishes: inputs, loaded weights, updates by hand, evaluation.
 - A history rolls once per optimiser step, only where the tensor was used, and only if *everything* was finite in that
   step; all of it is decided on the device, without a host synchronisation. Asking twice rolls once.
 - After rolling, `scale = history amax × margin / FP8_MAX` every `interval` steps.
@@ -34,19 +41,33 @@ from octavo.numerics.config import ALGORITHMS, FP8TrainingConfig
 from octavo.numerics.formats import E4M3, Format, get_format
 from octavo.numerics.quantize import SMALLEST_SCALE, reciprocal
 
-SCALE, AMAX, SEEN, NON_FINITE, SATURATED, UNDERFLOW, CALLS, LAST_AMAX = range(8)
-ROW = 8
+SCALE, AMAX, SEEN, NON_FINITE, SATURATED, UNDERFLOW, CALLS, LAST_AMAX, RESCALED, USED = range(10)
+ROW = 12  # a multiple of four, so that rows next to each other are all aligned to 16 bytes
 EMA_DECAY = 0.9
 _PER_ROW = ("_history", "_amax", "_ema", "_steps")
 # Who follows optimisers, and for which model. One hook serves all: were there one for each, removed with its manager,
 # a manager that the garbage collector finds during a step would change torch's hooks while torch walks over them.
-_followers: "weakref.WeakKeyDictionary[FP8ScalingManager, weakref.ref[nn.Module] | None]" = weakref.WeakKeyDictionary()
+_followers: "weakref.WeakKeyDictionary[FP8ScalingManager, _Trained | None]" = weakref.WeakKeyDictionary()
 _followers_hook: list[Any] = []
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    for manager, model in list(_followers.items()):
-        manager._follow(optimizer, model() if model is not None else None)
+    for manager, trained in list(_followers.items()):
+        manager._follow(optimizer, trained)
+
+
+class _Trained:
+    """The Parameters of a model: those it has, as long as there is a model, and those it had."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = weakref.ref(model)
+        self.had = [weakref.ref(parameter) for parameter in model.parameters()]
+
+    def parameters(self) -> list[nn.Parameter]:
+        """All that are left. A part of the model may live on elsewhere, and an engine may have put others in place."""
+        model = self.model()
+        had = [parameter for reference in self.had if (parameter := reference()) is not None]
+        return had + (list(model.parameters()) if model is not None else [])
 
 
 class FP8ScalingManager:
@@ -182,12 +203,13 @@ class FP8ScalingManager:
         self._follows = True
         if not _followers_hook:
             _followers_hook.append(register_optimizer_step_post_hook(_after_step))
-        _followers[self] = weakref.ref(model) if model is not None else None
+        _followers[self] = _Trained(model) if model is not None else None
 
-    def _follow(self, optimizer: torch.optim.Optimizer, model: nn.Module | None) -> None:
-        owns = model is not None and _holds(optimizer, model)
+    def _follow(self, optimizer: torch.optim.Optimizer, trained: _Trained | None) -> None:
+        mine = trained.parameters() if trained is not None else []
+        owns = _holds(optimizer, mine)
         self._has_own_optimizer |= owns
-        if owns or not self._has_own_optimizer:
+        if owns or not self._has_own_optimizer or not mine:
             self.step()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -242,13 +264,18 @@ class FP8ScalingManager:
                 self._limits = torch.tensor(limits, dtype=torch.float32, device=self.device).reshape(-1, 2)
 
     def statistics(self, *, reset: bool = True) -> dict[str, dict[str, float]]:
-        """What was seen since the last reset: per name scale, amax, saturated and underflow. Synchronises."""
+        """Statistics since the last reset, by name. Synchronises.
+
+        `scale` and `amax` are the newest. `saturated` and `underflow` are shares of elements, `rescaled` is the share
+        of uses that the delayed scale could not hold: those were quantised with their own amax.
+        """
         if not self.rows:
             return {}
         rows = torch.stack(self.rows)
         if reset:
             for row in self.rows:
                 row[SATURATED : CALLS + 1] = 0.0
+                row[RESCALED] = 0.0
         found = {}
         for name, row in zip(self._index, rows.tolist(), strict=True):
             if row[CALLS]:
@@ -257,6 +284,7 @@ class FP8ScalingManager:
                     "amax": row[AMAX] if row[SEEN] else row[LAST_AMAX],
                     "saturated": row[SATURATED] / row[CALLS],
                     "underflow": row[UNDERFLOW] / row[CALLS],
+                    "rescaled": row[RESCALED] / row[CALLS],
                 }
         return found
 
@@ -284,7 +312,8 @@ class FP8ScalingManager:
                     "use the same fp8_format"
                 )
         for i, name in enumerate(state["names"]):
-            self.register(name).copy_(state["rows"][i])
+            saved_row = state["rows"][i]  # shorter if an earlier version wrote it
+            self.register(name).zero_()[: len(saved_row)].copy_(saved_row)
             self._maximum[self._index[name]] = state["maximum"][i]
             self._margin[self._index[name]] = state["margin"][i]
         self._limits = torch.zeros(0, 2, dtype=torch.float32)
@@ -303,8 +332,19 @@ def new_rows(*shape: int, device: torch.device | str) -> Tensor:
         return torch.zeros(*shape, ROW, dtype=torch.float32, device=device)
 
 
-def _holds(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
-    mine = {id(parameter) for parameter in model.parameters()}
+def holds(scale: Tensor, amax: Tensor, format: Format, margin: float) -> Tensor:
+    """Whether `scale` serves a tensor with this amax: nothing saturates, and the largest magnitude is a normal number.
+
+    Growth by less than half a step of the format is rounded, not saturated: 3.5 % in E4M3, 7 % in E5M2. A `margin`
+    below 1 asks for saturation, and gets as much as it asks for.
+    """
+    fits = amax * min(margin, 1.0) <= scale * format.saturation_threshold
+    counts = amax * margin >= scale * format.smallest_normal
+    return (scale > 0) & ((amax == 0) | (fits & counts))
+
+
+def _holds(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> bool:
+    mine = {id(parameter) for parameter in parameters}
     return any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"])
 
 

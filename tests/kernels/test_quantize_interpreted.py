@@ -19,7 +19,7 @@ from octavo.kernels import quantize as kernel
 from octavo.numerics import E4M3, E5M2, OperandRecipe
 from octavo.numerics import operand as spec
 from octavo.numerics.operand import LAYOUTS
-from octavo.numerics.scaling import AMAX, CALLS, SATURATED, SCALE, SEEN
+from octavo.numerics.scaling import AMAX, CALLS, RESCALED, SATURATED, SCALE, SEEN
 
 OPERANDS = operands()
 NAMES = list(OPERANDS)
@@ -62,14 +62,17 @@ def test_unusual_values(name, kind):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("format", [E4M3, E5M2])
 def test_delayed_scales(layout, format):
-    """A known scale serves, whatever the tensor's own amax: what is too large saturates, what is too small is lost."""
+    """A scale that holds the tensor serves; one that does not gives way to the tensor's own."""
     recipe = replace(DELAYED, format=format)
     x = sample(40, 70)
-    for factor in (1 / 9, 1e5):
-        before = new_row(x.abs().max().item() / format.max * factor)
+    own = x.abs().max().item() / format.max
+    for factor, holds in ((1 / 9, False), (0.9, False), (0.97, True), (1, True), (100, True), (1e10, False)):
+        before = new_row(own * factor)
         after = compare(x, recipe, layout, row=before)
-        assert after[SCALE] == before[SCALE]
-        assert (after[SATURATED] > 0) == (factor < 1)
+        assert (after[SCALE] == before[SCALE]) == holds
+        assert after[RESCALED] == (not holds)
+        assert after[SATURATED] == 0
+        compare(x, recipe, layout, row=before, record=False)
 
 
 @pytest.mark.parametrize("recipe", ["delayed x", "current x", "channel x", "block w"])
@@ -162,9 +165,9 @@ def test_stochastic_rounding_goes_to_a_neighbour(format, granularity):
 def test_stochastic_rounding_is_unbiased(value, layout):
     """The mean of n roundings to neighbours one step apart is within 5 standard deviations of step / 2√n."""
     n = 64 * 128
-    row = new_row(1.0)
-    recipe = OperandRecipe(E4M3, rounding="stochastic", delayed=True)
-    q = kernel.quantize_operand(torch.full((64, 128), value), row, recipe, layout=layout)[0].data.float()
+    recipe = OperandRecipe(E4M3, rounding="stochastic")
+    x, one = torch.full((64, 128), value), torch.ones(())
+    q = kernel.quantize_group([x], new_row(), recipe, layout=layout, scale=one)[0].data.float()
     step = q.max() - q.min()
     assert q.unique().numel() == 2 and (q.mean() - value).abs() < 5 * step / 2 / n**0.5
 

@@ -52,15 +52,15 @@ def test_scaling_state_survives_casts_and_moves_with_identity():
     assert layer(torch.randn(4, 16, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
-def test_delayed_scale_stays_in_force_within_a_step():
+def test_delayed_scale_stays_in_force_within_a_step_while_it_holds():
     layer = FP8Linear(16, 16)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    layer(torch.ones(4, 16)).sum().backward()
-    scale = layer.row_x[SCALE].clone()
-    layer(3 * torch.ones(4, 16)).sum().backward()  # a second micro-batch: saturates, and says so
-    assert layer.row_x[SCALE] == scale == 1 / 448
+    for value, in_force in ((1.0, 1.0), (1.02, 1.0), (0.5, 1.0), (3.0, 3.0), (2.0, 3.0)):  # micro-batches
+        layer(value * torch.ones(4, 16)).sum().backward()
+        assert layer.row_x[SCALE] == torch.tensor(in_force) / 448
     assert layer.row_x[AMAX] == 3
-    assert layer.scaling.statistics(reset=False)["linear.x"]["saturated"] == 0.5
+    found = layer.scaling.statistics(reset=False)["linear.x"]
+    assert found["saturated"] == 0 and found["rescaled"] == pytest.approx(1 / 5)
     optimizer.step()
     assert layer.row_x[SCALE] == torch.tensor(3.0) / 448
     optimizer.step()  # nothing new: nothing rolls

@@ -246,7 +246,7 @@ def test_statistics_average_over_uses_and_reset():
     quantize_operand(torch.tensor([[1.0, 1000.0, 0.0, 1e-30]]), row, recipe)
     found = m.statistics()["x"]
     assert found["amax"] == 1000 and found["scale"] == row[SCALE]
-    assert found["saturated"] == 1 / 8 and found["underflow"] == 1 / 8
+    assert found["saturated"] == 0 and found["underflow"] == 1 / 8 and found["rescaled"] == 1 / 2
     assert m.statistics() == {} and row[CALLS] == 0
 
 

@@ -24,7 +24,7 @@ from octavo.numerics import FP8TrainingConfig, Quantized
 from octavo.numerics.config import RECIPES, OperandRecipe, Recipe
 from octavo.numerics.operand import LAYOUTS
 from octavo.numerics.quantize import BLOCK
-from octavo.numerics.scaling import new_rows
+from octavo.numerics.scaling import SCALE, new_rows
 from octavo.tools.bench.cases import Case
 from octavo.tools.bench.result import FAILED, TIMED
 from octavo.tools.bench.timing import time_each, try_device_time
@@ -122,7 +122,8 @@ def operand_shapes(case: Case) -> dict[str, Shape]:
 
 def _quantize(recipe: OperandRecipe, layout: str, row: Tensor, x: Tensor) -> list[Quantized]:
     columns = layout == "columns"
-    return ops.quantize_group([x], row, recipe, record=not columns, layout=layout, known=columns)
+    scale = row[SCALE] if columns and recipe.delayed else None
+    return ops.quantize_group([x], row, recipe, record=not columns, layout=layout, scale=scale)
 
 
 def _gated(recipe: Recipe, row: Tensor, gate_up: Tensor) -> list[Quantized]:
