@@ -44,7 +44,9 @@ def inputs(m, f, dtype=torch.float32):
 def test_forward(name, shape, activation):
     gate_up, _ = inputs(*shape)
     mine, theirs = new_row(), new_row()
-    for record in (False, True, True):  # a first use that is forgotten, one that is not, and a later one
+    # A first use that is forgotten, one that is not, a later one, and one that its scale does not hold.
+    for record, jump in ((False, 1), (True, 1), (True, 1), (True, 3)):
+        gate_up = gate_up * jump
         found = kernel.gated_quantize(gate_up, mine, RECIPES[name].x, activation, record=record)
         assert_nearly_same(found, gated_spec(gate_up, theirs, RECIPES[name].x, activation, record=record))
         assert_row(mine, theirs, gate_up.numel() / 2)
@@ -60,7 +62,8 @@ def test_backward(name, shape, activation):
     h_scale = gated(gate_up, activation).abs().max() / recipe.x.format.max / 3
     h_scale = h_scale.clamp(min=1e-3)
     how = (recipe.g, recipe.x, activation)
-    for _ in range(2):
+    for jump in (1, 1, 5):
+        dh = dh * jump
         found = kernel.gated_quantize_backward(dh, gate_up, h_scale, mine, *how)
         expected = gated_backward_spec(dh, gate_up, h_scale, theirs, *how)
         for one, other in zip(found, expected, strict=True):

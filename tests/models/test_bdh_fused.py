@@ -184,3 +184,25 @@ def test_refusals():
         model(*batch())
     assert model.eval()(*batch())[1].isfinite()
     assert model.train().generate(batch()[0], 2).shape == (4, 66)
+
+
+@pytest.mark.parametrize("factor", [2.0, 10.0, 1000.0])
+def test_weights_that_jump_are_no_worse_off_than_with_current_scales(factor):
+    errors = {}
+    for scaling in ("delayed", "current"):
+        torch.manual_seed(0)
+        model = BDH(SMALL)
+        fused = fuse(model, FP8TrainingConfig(scaling=scaling))
+        for step in range(2):
+            loss_and_gradient(model, batch(seed=step))
+            fused.scaling.step()
+        with torch.no_grad():
+            for w in (model.encoder, model.encoder_v, model.decoder):
+                w.mul_(factor)
+        loss, gradient = loss_and_gradient(model, batch())
+        saturated = max(found["saturated"] for found in fused.scaling.statistics().values())
+        unfuse(model)
+        exact_loss, exact = loss_and_gradient(model, batch())
+        errors[scaling] = (abs(loss - exact_loss) / exact_loss, (gradient - exact).norm() / exact.norm(), saturated)
+    assert errors["delayed"][0] <= 1.5 * errors["current"][0] + 1e-3 and errors["delayed"][2] == 0, errors
+    assert errors["delayed"][1] <= 1.5 * errors["current"][1], errors
