@@ -1,7 +1,7 @@
 """Values that jump from one step to the next: what delayed scaling makes of them, beside current scaling.
 
-A kind of layer is trained for a few steps; then its inputs or its weights grow at once. `errors` are those of the output
-and of every gradient against float64. Delayed scaling may be off by 1.5 times what current scaling is.
+A kind of layer is trained for a few steps; then its inputs or its weights grow at once. `errors` are those of the
+output and of every gradient against float64. Delayed scaling may be off by 1.5 times what current scaling is.
 """
 
 import torch

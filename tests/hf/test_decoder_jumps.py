@@ -42,4 +42,6 @@ def test_weights_that_jump(how, factor, train):
     assert all(mine <= 1.5 * theirs + 1e-6 for mine, theirs in zip(delayed, current, strict=True)), (delayed, current)
     found = report.scaling.statistics()
     assert all(one["saturated"] == 0 for one in found.values())
-    assert not train or all(found[f"model.layers.0.{name}"]["rescaled"] for name in ("self_attn.qkv.w", "mlp.gate_up.w"))
+    assert not train or all(
+        found[f"model.layers.0.{name}"]["rescaled"] for name in ("self_attn.qkv.w", "mlp.gate_up.w")
+    )

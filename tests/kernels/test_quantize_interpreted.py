@@ -60,18 +60,18 @@ def test_unusual_values(name, kind):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("format", [E4M3, E5M2])
-def test_delayed_scales(layout, format):
+@pytest.mark.parametrize(("format", "margin"), [(E4M3, 1.0), (E5M2, 1.0), (E4M3, 4.0), (E4M3, 0.25)])
+def test_delayed_scales(layout, format, margin):
     """A scale that holds the tensor serves; one that does not gives way to the tensor's own."""
-    recipe = replace(DELAYED, format=format)
+    recipe = replace(DELAYED, format=format, margin=margin)
     x = sample(40, 70)
-    own = x.abs().max().item() / format.max
+    own = x.abs().max().item() / format.max * min(margin, 1)
     for factor, holds in ((1 / 9, False), (0.9, False), (0.97, True), (1, True), (100, True), (1e10, False)):
         before = new_row(own * factor)
         after = compare(x, recipe, layout, row=before)
         assert (after[SCALE] == before[SCALE]) == holds
         assert after[RESCALED] == (not holds)
-        assert after[SATURATED] == 0
+        assert (after[SATURATED] > 0) == (margin < 1 and factor != 100)
         compare(x, recipe, layout, row=before, record=False)
 
 
