@@ -24,7 +24,7 @@ from octavo.support import has_fp8_tensor_cores
 
 _LIBRARY = torch.library.Library("octavo", "DEF")
 _LIBRARY.define(
-    "quantize(Tensor x, Tensor(a!) row, str recipe, bool record, bool transpose, Tensor? scale) -> (Tensor, Tensor)"
+    "quantize(Tensor x, Tensor(a!) row, str recipe, bool record, bool transpose, Tensor? scale=None) -> (Tensor, Tensor)"
 )
 _LIBRARY.define("quantize_both(Tensor x, Tensor(a!) row, str recipe, bool record) -> (Tensor, Tensor, Tensor, Tensor)")
 _LIBRARY.define(
@@ -102,7 +102,7 @@ def quantize_group(
 
 
 def _quantize_op(
-    x: Tensor, row: Tensor, recipe: str, record: bool, transpose: bool, scale: Tensor | None
+    x: Tensor, row: Tensor, recipe: str, record: bool, transpose: bool, scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     layout = "columns" if transpose else "rows"
     found = quantize_group([x], row, OperandRecipe.decode(recipe), record, layout, scale)[0]

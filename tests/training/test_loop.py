@@ -53,7 +53,7 @@ def test_what_a_run_leaves(make_settings: Any, tmp_path: Path) -> None:
     assert [row["step"] for row in found] == list(range(1, 9))
     assert set(found[2]) == {"step", "loss", "lr", "grad_norm", "tokens", "tokens_per_s", "skipped"}
     assert [row["step"] for row in found if "scaling" in row] == [1, 2, 4, 6, 8]
-    assert set(next(iter(found[1]["scaling"].values()))) == {"scale", "amax", "saturated", "underflow"}
+    assert set(next(iter(found[1]["scaling"].values()))) == {"scale", "amax", "saturated", "underflow", "rescaled"}
     assert found[-1]["tokens"] == 8 * 2 * 24
     products = json.loads((folder / "products.json").read_text())["products"]
     assert {product["precision"] for product in products if product["name"].startswith("matmul.")} == {"fp8"}
