@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from octavo.numerics.amax import block_amax, tensor_amax
-from octavo.numerics.checks import check_choice, check_percentile
+from octavo.numerics.checks import check_choice, checked_percentile
 from octavo.numerics.formats import E4M3, E8M0_DTYPE, Format, get_format, to_float32
 from octavo.numerics.rounding import ROUNDINGS, round_nearest, round_stochastic
 
@@ -114,7 +114,7 @@ def compute_scale(
     if not 0 < margin < math.inf:
         raise ValueError(f"margin={margin!r}: a finite factor above 0")
     if percentile is not None:
-        check_percentile("percentile", percentile)
+        percentile = checked_percentile("percentile", percentile)
     _check_floating(x)
     x = x.float() if x.dtype == torch.float64 else x
     if percentile is not None and granularity != "tensor":

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from octavo.numerics.amax import tensor_amax
-from octavo.numerics.checks import check_choice, check_percentile, check_positive_int
+from octavo.numerics.checks import check_choice, check_positive_int, checked_percentile
 from octavo.numerics.config import ALGORITHMS, FP8TrainingConfig
 from octavo.numerics.formats import E4M3, Format, get_format
 from octavo.numerics.quantize import SMALLEST_SCALE, reciprocal
@@ -72,7 +72,7 @@ class FP8ScalingManager:
         check_positive_int("interval", interval)
         check_choice("algorithm", algorithm, ALGORITHMS)
         if percentile is not None:
-            check_percentile("percentile", percentile)
+            percentile = checked_percentile("percentile", percentile)
         if not 0 < margin < math.inf:
             raise ValueError(f"margin={margin!r}: a finite factor above 0 (2.0 leaves room for values to double)")
         self.history_len = history_len
@@ -131,7 +131,8 @@ class FP8ScalingManager:
         if isinstance(amax, int | float) and -math.inf < amax < 0:
             raise ValueError(f"amax of {name!r} is {amax!r}: a magnitude is not negative")
         row = self.register(name)
-        amax = torch.as_tensor(amax, dtype=torch.float32, device=row.device)
+        # Detached: rows outlive the step, and with them would the graph of `w.abs().max()`.
+        amax = torch.as_tensor(amax, dtype=torch.float32, device=row.device).detach()
         if amax.dim():
             raise ValueError(f"amax of {name!r} has shape {tuple(amax.shape)}: one number (observe() takes a tensor)")
         finite = amax.isfinite()
