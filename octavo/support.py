@@ -1,5 +1,6 @@
 """Can this device run FP8 matrix products?"""
 
+import logging
 from dataclasses import dataclass
 from functools import cache
 
@@ -12,6 +13,9 @@ INSTEAD = (
     "emulation (the same numerics, slower), "
     "or BF16 with the 4-bit optimiser (octavo train --precision bf16 --optimizer adamw4bit)"
 )
+
+logger = logging.getLogger("octavo")
+_announced: set[str] = set()
 
 
 @dataclass(frozen=True)
@@ -37,12 +41,28 @@ def has_fp8_tensor_cores(device: torch.device) -> bool:
     return bool(check_fp8_support(device))
 
 
+def emulation_on(device: torch.device | str, emulate: bool | None) -> str:
+    """One line that says FP8 is emulated on this device, and why; empty where it is not, or nothing runs (`meta`)."""
+    device = torch.device(device)
+    if device.type == "meta" or (emulate is not True and has_fp8_tensor_cores(device)):
+        return ""
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" and torch.cuda.is_available() else device.type
+    why = "emulate=True" if emulate else "no FP8 tensor cores"
+    return f"emulated on {where}: {why}; same numerics, slower"
+
+
+def announce_emulation(device: torch.device | str, emulate: bool | None) -> None:
+    """Log that line: once for each kind of device, and not where emulation was asked for."""
+    line = "" if emulate else emulation_on(device, emulate)
+    if line and line not in _announced:
+        _announced.add(line)
+        logger.warning("FP8 is %s", line)
+
+
 def require_tensor_cores(device: torch.device | str | None, config: FP8TrainingConfig) -> None:
     """Raise where `config.emulate=False` cannot be kept: no FP8 tensor cores here."""
-    if config.emulate is False:
-        support = check_fp8_support(device)
-        if not support:
-            raise RuntimeError(f"emulate=False: {support}")
+    if config.emulate is False and not has_fp8_tensor_cores(torch.device("cuda" if device is None else device)):
+        raise RuntimeError(f"emulate=False: {check_fp8_support(device)}")
 
 
 def check_fp8_support(device: torch.device | str | int | None = None) -> FP8Support:

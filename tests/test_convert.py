@@ -107,6 +107,8 @@ def test_errors():
     with pytest.raises(TypeError, match="list"):
         convert_to_fp8([build()])
     with pytest.raises(TypeError, match="FP8TrainingConfig"):
+        convert_to_fp8(build(), 8)
+    with pytest.raises(ValueError, match="config='E4M3': .* name of a recipe: delayed, current, channel, block, mx"):
         convert_to_fp8(build(), "E4M3")
     with pytest.raises(ValueError, match=r"fp8_dpa=True: .* Leave fp8_dpa out"):
         convert_to_fp8(build(), FP8TrainingConfig(fp8_dpa=True))
@@ -154,7 +156,7 @@ def test_support_by_compute_capability(monkeypatch, capability, supported):
 def test_no_amd_gpu_is_supported_as_long_as_no_kernel_runs_there(monkeypatch, architecture):
     class Properties:
         major, minor = 9, 4
-        name, gcnArchName = "AMD Instinct MI300X", architecture  # noqa: N815
+        name, gcnArchName = "AMD Instinct MI300X", architecture
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties())

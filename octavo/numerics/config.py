@@ -237,8 +237,15 @@ class FP8TrainingConfig:
         return Recipe(operand(0), operand(1), operand(2))
 
 
-def check_config(config: FP8TrainingConfig | None) -> FP8TrainingConfig:
-    """The configuration a caller gave, or the default one."""
+def check_config(config: FP8TrainingConfig | str | None) -> FP8TrainingConfig:
+    """The configuration a caller gave, itself or by the name of a recipe, or the default one."""
+    if isinstance(config, str):
+        if config.lower() not in RECIPES:
+            raise ValueError(
+                f"config={config!r}: an FP8TrainingConfig, or the name of a recipe: {', '.join(RECIPES)}; a format "
+                "goes into FP8TrainingConfig(fp8_format=...)"
+            )
+        return FP8TrainingConfig.from_recipe(config)
     if config is not None and not isinstance(config, FP8TrainingConfig):
         raise TypeError(f"config={config!r}: an FP8TrainingConfig, such as FP8TrainingConfig(fp8_format='E4M3')")
     return config or FP8TrainingConfig()
