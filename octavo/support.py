@@ -60,8 +60,9 @@ def announce_emulation(device: torch.device | str, emulate: bool | None) -> None
 
 
 def require_tensor_cores(device: torch.device | str | None, config: FP8TrainingConfig) -> None:
-    """Raise where `config.emulate=False` cannot be kept: no FP8 tensor cores here."""
-    if config.emulate is False and not has_fp8_tensor_cores(torch.device("cuda" if device is None else device)):
+    """Raise where `config.emulate=False` cannot be kept: no FP8 tensor cores here. On `meta` nothing runs yet."""
+    device = torch.device("cuda" if device is None else device)
+    if config.emulate is False and device.type != "meta" and not has_fp8_tensor_cores(device):
         raise RuntimeError(f"emulate=False: {check_fp8_support(device)}")
 
 

@@ -108,7 +108,7 @@ def test_errors():
         convert_to_fp8([build()])
     with pytest.raises(TypeError, match="FP8TrainingConfig"):
         convert_to_fp8(build(), 8)
-    with pytest.raises(ValueError, match="config='E4M3': .* name of a recipe: delayed, current, channel, block, mx"):
+    with pytest.raises(ValueError, match=r"config='E4M3': .* name of a recipe: delayed, current, channel, block, mx"):
         convert_to_fp8(build(), "E4M3")
     with pytest.raises(ValueError, match=r"fp8_dpa=True: .* Leave fp8_dpa out"):
         convert_to_fp8(build(), FP8TrainingConfig(fp8_dpa=True))

@@ -32,6 +32,7 @@ from octavo.nn.linear import FP8Linear, LinearInFP8
 from octavo.numerics import FP8ScalingManager
 from octavo.optim import offload_master, step_in_backward
 from octavo.optim.in_backward import InBackward
+from octavo.support import emulation_on
 
 MULTIPLE = 16  # tokens: FP8 products on tensor cores have operands of whole 16-byte units
 WATCHED_BATCHES = 8
@@ -296,6 +297,9 @@ def _summary(model: nn.Module) -> str:
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     how = f" ({'; '.join(recipes)})" if recipes else ""
     how += f"; of {len(by_us) - in_fp8} the weights alone" if len(by_us) > in_fp8 else ""
+    first = next((linear for linear in by_us if linear.in_fp8), None)
+    emulated = "" if first is None else emulation_on(first.scaling_device, first.config.emulate)
+    how += f"; {emulated}" if emulated else ""
     return f"{in_fp8} of {len(linears)} linears in FP8{how}; {trained:,} weights are trained"
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from octavo.models.bdh import BDH, rope_angles
 from octavo.nn.autocast import is_skipped
@@ -95,7 +95,7 @@ def fuse(model: BDH, config: FP8TrainingConfig | str | None = None) -> FusedBDH:
     """Run the model's layers in FP8 through fused kernels from now on. In place; Parameters stay what they are."""
     config = check_config(config)
     if type(model) is not BDH:
-        fused_already = isinstance(model, _FusedBDHModel)
+        fused_already = is_fused(model)
         raise TypeError(
             f"model is a {type(model).__name__}: "
             + ("fused already; unfuse(model) first" if fused_already else "fuse takes an octavo.models.BDH")
@@ -117,10 +117,15 @@ def fuse(model: BDH, config: FP8TrainingConfig | str | None = None) -> FusedBDH:
     return fused
 
 
-def unfuse(model: BDH) -> None:
+def is_fused(model: nn.Module) -> bool:
+    return isinstance(model, _FusedBDHModel)
+
+
+def unfuse(model: nn.Module) -> None:
     """Give the model its own forward back."""
-    if model.__dict__.pop(_FUSED, None) is None:
+    if not is_fused(model):
         raise TypeError(f"model is a {type(model).__name__}: not fused")
+    del model.__dict__[_FUSED]
     model.__class__ = BDH
 
 
