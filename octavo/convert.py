@@ -94,9 +94,9 @@ def convert_to_fp8(
             model.__dict__[_CONVERTED] = True
         return report
     linears = {entry.name: modules[entry.name] for entry in report.in_fp8 if type(modules[entry.name]) is nn.Linear}
+    choice.check_names()
     if not linears:
         raise ValueError(f"{type(model).__name__} {_why_nothing(modules)}\n{report}")
-    choice.check_names()
     _check_head(modules, config)
     for linear in linears.values():
         require_tensor_cores(linear.weight.device, config)

@@ -297,14 +297,18 @@ def _summary(model: nn.Module) -> str:
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     how = f" ({'; '.join(recipes)})" if recipes else ""
     how += f"; of {len(by_us) - in_fp8} the weights alone" if len(by_us) > in_fp8 else ""
-    first = next((linear for linear in by_us if linear.in_fp8), None)
-    emulated = "" if first is None else emulation_on(first.scaling_device, first.config.emulate)
-    how += f"; {emulated}" if emulated else ""
     return f"{in_fp8} of {len(linears)} linears in FP8{how}; {trained:,} weights are trained"
+
+
+def _emulation(model: nn.Module) -> str:
+    first = next((module for module in model.modules() if isinstance(module, LinearInFP8) and module.in_fp8), None)
+    return "" if first is None else emulation_on(first.scaling_device, first.config.emulate)
 
 
 def _introduce(model: nn.Module, trainer: Any, args: TrainingArguments) -> None:
     _say(_summary(model))
+    if _emulation(model):
+        _say(f"FP8 is {_emulation(model)}")
     if args.include_num_input_tokens_seen == "no":
         _say('for tokens_per_second in the logs: TrainingArguments(include_num_input_tokens_seen="non_padding")')
     if trainer is not None:

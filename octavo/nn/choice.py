@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from torch import nn
 
 from octavo.nn.autocast import is_skipped, matches
+from octavo.nn.linear import LinearInFP8
 from octavo.numerics import FP8TrainingConfig
 
 _WHOLE_COPIES = ("modules_to_save",)  # of PEFT: trained copies of whole layers, as large as those
@@ -52,8 +53,21 @@ class Choice:
             if pattern not in FP8TrainingConfig.skip and not any(matches(name, pattern) for name in self.modules):
                 raise ValueError(f"skip={pattern!r}: no module of the model has that name, or matches that pattern")
         for pattern in self.include:
-            if not any(matches(name, pattern) for name in self.adapters):
+            named = [name for name in self.adapters if matches(name, pattern)]
+            if not named:
                 raise ValueError(f"include={pattern!r}: no adapter of the model has that name, or matches that pattern")
+            for name in named:
+                parents = (self.modules[parent] for parent in _parents(name) if parent in self.modules)
+                if any(isinstance(getattr(parent, "base_layer", None), LinearInFP8) for parent in parents):
+                    raise ValueError(
+                        f"include={pattern!r}: the base of {name} is frozen in FP8 and computes its adapters with it, "
+                        "in high precision; leave it out"
+                    )
+
+
+def _parents(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:i]) for i in range(len(parts))]
 
 
 def _adapters(modules: dict[str, nn.Module]) -> set[str]:
