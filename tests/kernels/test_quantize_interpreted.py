@@ -39,6 +39,7 @@ def compare(x, recipe, layout, *, record=True, row=None):
     return mine
 
 
+@pytest.mark.usefixtures("guarded")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_recipe_and_layout(name, layout):
@@ -49,6 +50,13 @@ def test_every_recipe_and_layout(name, layout):
 @pytest.mark.parametrize("name", GROUPED[1:])
 @pytest.mark.parametrize("shape", SHAPES[1:-2], ids=str)
 def test_odd_sizes(name, shape):
+    compare(sample(*shape, dtype=torch.bfloat16), OPERANDS[name], "both")
+
+
+@pytest.mark.usefixtures("guarded")
+@pytest.mark.parametrize("name", GROUPED)
+@pytest.mark.parametrize("shape", [(128, 70), (70, 128)], ids=str)
+def test_one_side_alone_in_whole_tiles(name, shape):
     compare(sample(*shape, dtype=torch.bfloat16), OPERANDS[name], "both")
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from octavo import FP8Linear
 from octavo.numerics import E4M3, E5M2, FP8ScalingManager, FP8TrainingConfig, compute_scale
 from octavo.numerics.quantize import SMALLEST_SCALE
 from octavo.numerics.scaling import AMAX, NON_FINITE, ROW, SCALE, SEEN
@@ -223,6 +224,24 @@ def test_observe_takes_the_maximum_or_the_percentile():
     m.observe("x", torch.tensor([1.0, math.inf]))
     m.step()
     assert amax_of(m) == 64
+
+
+@pytest.mark.parametrize("margin", [0.25, 1.0, 4.0])
+def test_the_scale_that_layers_read_has_the_margin_that_get_scale_has(margin):
+    m = manager(margin=margin)
+    for amax in (2.0, 3.0, 1.0):
+        m.update_amax("x", amax)
+    assert m.rows[0][SCALE] == torch.tensor(3.0) / 448 * margin and m.get_scale("x") == 448 / (3 * margin)
+    layer = FP8Linear(16, 16, config=FP8TrainingConfig(margin=math.log2(margin)))
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+    x = torch.randn(4, 16)
+    for _ in range(2):
+        layer(x).sum().backward()
+        optimizer.step()
+    assert (
+        layer.row_x[SCALE] == x.abs().max() / 448 * margin
+        and layer.row_w[SCALE] == layer.weight.abs().max() / 448 * margin
+    )
 
 
 @pytest.mark.parametrize("learn", ["update_amax", "record", "observe"])
