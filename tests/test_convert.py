@@ -88,6 +88,9 @@ def test_skip_takes_names_parts_and_patterns():
     model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(8, 8) for _ in range(3)]), "head": nn.Linear(8, 8)})
     report = convert_to_fp8(model, FP8TrainingConfig(skip=("head", "layers.1*")))
     assert [e.name for e in report.in_fp8] == ["layers.0", "layers.2"]
+    model = nn.ModuleDict({"head": nn.Linear(8, 8), "header": nn.Linear(8, 8), "overhead": nn.Linear(8, 8)})
+    report = convert_to_fp8(model, FP8TrainingConfig(skip=("head",)))  # a whole part of a name, not some of its letters
+    assert [e.name for e in report.in_fp8] == ["header", "overhead"]
 
 
 def test_linears_share_one_scaling_manager():

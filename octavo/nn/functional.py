@@ -61,8 +61,9 @@ def fp8_matmul(
         b_is_weight=is_weight(b),
         record=False,
     )
-    rows = _rows(a.device, [_one(scale_a, a, forward, "scale_a"), _one(scale_b, b, forward, "scale_b")])
-    return fp8_product(_not_double(a), _not_double(b), None, product, rows).to(dtype)
+    factors = [_one(scale_a, a, forward, "scale_a"), _one(scale_b, b, forward, "scale_b")]
+    y = fp8_product(_not_double(a), _not_double(b), None, product, _rows(a.device, factors))
+    return _nan_if_mistaken(y, factors).to(dtype)
 
 
 def fp8_linear(
@@ -98,7 +99,7 @@ def fp8_linear(
     x, w = _not_double(x), _not_double(w)
     bias = bias if bias is None else _not_double(bias)
     if all(t.element_size() > 1 and (f is None or not f.dim()) for t, f in zip((x, w), factors, strict=True)):
-        return fp8_linears(x, (w,), bias, product, _rows(x.device, factors)).to(dtype)
+        return _nan_if_mistaken(fp8_linears(x, (w,), bias, product, _rows(x.device, factors)), factors).to(dtype)
     return _GivenLinear.apply(x, w, bias, *factors, product).to(dtype)
 
 
@@ -172,6 +173,15 @@ def _one(scale: Scale, x: Tensor, format: Format, name: str) -> Tensor | None:
     if factor is not None and factor.dim():
         raise ValueError(f"{name} has shape {tuple(factor.shape)}: fp8_matmul takes one number for a whole tensor")
     return factor
+
+
+def _nan_if_mistaken(y: Tensor, factors: list[Tensor | None]) -> Tensor:
+    """Where a factor is NaN, y too: rows take what is not above 0 for no scale. On a CPU, `checked_factor` has raised."""
+    if y.device.type == "cpu" and not torch.compiler.is_compiling():
+        return y
+    for factor in factors:
+        y = y if factor is None else y + (factor.float() * 0.0).to(y.dtype)
+    return y
 
 
 def _rows(device: torch.device, factors: list[Tensor | None]) -> tuple[Tensor, Tensor, Tensor]:

@@ -147,6 +147,17 @@ def test_it_compiles():
     assert torch.equal(found, w.grad)
 
 
+def test_a_multiplier_in_the_place_of_a_factor_gives_nan_where_looking_would_wait(monkeypatch):
+    """As on a GPU."""
+    x, w = randn(4, 16), randn(8, 16)
+    right = fp8_linear(x, w, compute_scale(x), compute_scale(w)), fp8_matmul(x, w.T, compute_scale(x))
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert torch.equal(fp8_linear(x, w, compute_scale(x), compute_scale(w)), right[0])
+    assert torch.equal(fp8_matmul(x, w.T, compute_scale(x)), right[1])
+    assert fp8_linear(x, w, None, 448 / w.abs().max()).isnan().all()
+    assert fp8_matmul(x, w.T, (448 / x.abs().max()).item()).isnan().all()
+
+
 def test_what_is_refused():
     x, w = randn(4, 16), randn(8, 16)
     with pytest.raises(ValueError, match=r"scale_w=.*x / scale_w is out of E4M3's range.*1 / multiplier"):
