@@ -176,7 +176,7 @@ def _one(scale: Scale, x: Tensor, format: Format, name: str) -> Tensor | None:
 
 
 def _nan_if_mistaken(y: Tensor, factors: list[Tensor | None]) -> Tensor:
-    """Where a factor is NaN, y too: rows take what is not above 0 for no scale. On a CPU, `checked_factor` has raised."""
+    """Where a factor is NaN, y too: rows take what is not above 0 for no scale. (A CPU has raised by now.)"""
     if y.device.type == "cpu" and not torch.compiler.is_compiling():
         return y
     for factor in factors:
