@@ -30,6 +30,7 @@ from octavo.hf.accelerate import watch_environment
 from octavo.nn.frozen import GRANULARITIES, FP8FrozenLinear
 from octavo.numerics import FP8TrainingConfig
 from octavo.numerics.checks import check_choice, check_positive_int
+from octavo.numerics.config import check_config
 
 MAX_SEQ_LENGTH = 2048  # unless the model has fewer positions
 _RECIPES = {True: "delayed", "tensor": "delayed", "channel": "channel", "block": "block"}
@@ -51,7 +52,7 @@ class FastLanguageModel:
         max_lora_rank: int = 64,
         gpu_memory_utilization: float = 0.6,
         *,
-        fp8_config: FP8TrainingConfig | None = None,
+        fp8_config: FP8TrainingConfig | str | None = None,
         skip: Sequence[str] = (),
         fp8_products: bool | None = None,
         device_map: Any = None,
@@ -69,6 +70,7 @@ class FastLanguageModel:
         `dtype`: BF16 unless given. Anything else goes to transformers' `from_pretrained`. `max_lora_rank` and
         `gpu_memory_utilization` are for `fast_inference`, which is to come.
         """
+        fp8_config = None if fp8_config is None else check_config(fp8_config)
         _check_loading(load_in_fp8, load_in_4bit, load_in_8bit, fast_inference, fp8_config)
         check_positive_int("max_seq_length", max_seq_length)
         check_positive_int("max_lora_rank", max_lora_rank)

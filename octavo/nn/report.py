@@ -4,6 +4,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from octavo.numerics import FP8ScalingManager
+from octavo.support import emulation_on
+
 FP8 = "fp8"
 
 
@@ -23,10 +26,15 @@ class Entry:
 
 @dataclass
 class Report:
-    """Prints as a table; `to_dict()` for files; iterates over its entries."""
+    """Prints as a table; `to_dict()` for files; iterates over its entries.
+
+    `scaling` holds histories and statistics of what is in FP8; `emulate` is the configuration's.
+    """
 
     title: str
     entries: list[Entry] = field(default_factory=list)
+    scaling: FP8ScalingManager | None = None
+    emulate: bool | None = None
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(self.entries)
@@ -42,11 +50,27 @@ class Report:
     def not_in_fp8(self) -> list[Entry]:
         return [entry for entry in self.entries if entry.precision != FP8]
 
+    @property
+    def scaling_manager(self) -> FP8ScalingManager | None:
+        """Another name for `scaling`."""
+        return self.scaling
+
+    @property
+    def emulation(self) -> str:
+        """Whether FP8 is emulated where the model is now, and why; empty if it runs on tensor cores."""
+        rows = self.scaling.rows if self.scaling is not None and self.in_fp8 else ()
+        return emulation_on(rows[0].device, self.emulate) if rows else ""
+
     def summary(self) -> str:
-        return f"{self.title}: {len(self.in_fp8)} of {len(self)} in FP8"
+        counts = f"{self.title}: {len(self.in_fp8)} of {len(self)} in FP8"
+        return f"{counts}; {self.emulation}" if self.emulation else counts
 
     def to_dict(self) -> dict[str, Any]:
-        return {"title": self.title, "products": [asdict(entry) for entry in self.entries]}
+        return {
+            "title": self.title,
+            "emulation": self.emulation,
+            "products": [asdict(entry) for entry in self.entries],
+        }
 
     def table(self) -> Any:
         """A `rich` table, for a console that shows colours."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from octavo.convert import can_convert, convert_to_fp8
 from octavo.nn.autocast import fp8_autocast
-from octavo.nn.linear import FP8Linear
+from octavo.nn.linear import LinearInFP8
 from octavo.nn.report import Report
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 from octavo.numerics.checks import check_choice
@@ -52,7 +52,7 @@ class FP8Trainer:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        fp8_config: FP8TrainingConfig | None = None,
+        fp8_config: FP8TrainingConfig | str | None = None,
         convert_model_to_fp8: bool = True,
         *,
         gradient_accumulation_steps: int = 1,
@@ -99,7 +99,7 @@ class FP8Trainer:
             offload_states(optimizer)
 
     def _set_up_fp8(self, convert: bool) -> None:
-        converted = [m for m in self.model.modules() if isinstance(m, FP8Linear)]
+        converted = [m for m in self.model.modules() if isinstance(m, LinearInFP8)]
         if converted:
             self.scaling = converted[0].scaling
         elif convert and can_convert(self.model, self.fp8_config):
@@ -117,6 +117,11 @@ class FP8Trainer:
             support = check_fp8_support(device)
             logger.info("FP8 training enabled with format: %s", self.fp8_config.fp8_format.lower())
             logger.info("%s", support if support else f"FP8 is emulated on {device}: {support.reason}")
+
+    @property
+    def scaling_manager(self) -> FP8ScalingManager | None:
+        """Another name for `scaling`."""
+        return self.scaling
 
     def training_step(self, batch: Mapping[str, Any] | tuple[Any, ...] | list[Any]) -> Tensor:
         """One micro-batch: forward, backward and, when due, the optimiser's step. Returns its loss.

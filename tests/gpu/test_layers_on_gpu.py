@@ -40,6 +40,48 @@ def test_linear(recipe, sizes, dtype, emulate):
     assert_product_close(layer.weight.grad, g_rows.mT, rows, backward, forward)
 
 
+@pytest.mark.parametrize("how", ["none", "get_scale"])
+@pytest.mark.parametrize("sizes", [(5, 20, 30), (1024, 1024, 512)])
+def test_fp8_linear_and_fp8_matmul_run_on_tensor_cores_and_train(sizes, how):
+    m, k, n = sizes
+    x, w = (torch.randn(*shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for shape in ((m, k), (n, k)))
+    manager = octavo.FP8ScalingManager(margin=1.0, device="cuda")
+    manager.update_amax("x", x.abs().max())
+    manager.update_amax("w", w.abs().max())
+    scales = (manager.get_scale("x"), manager.get_scale("w")) if how == "get_scale" else (None, None)
+    g = torch.randn(m, n, device="cuda", dtype=torch.bfloat16)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        y = octavo.fp8_linear(x, w, *scales)
+        y.backward(g)
+    names = " ".join(event.key for event in profile.key_averages())
+    assert "tensor_kernel" in names, names
+    dx, dw = x.grad, w.grad
+    x.grad = w.grad = None
+    octavo.fp8_matmul(x, w.mT, *scales).backward(g)
+    for found, expected in ((y, x @ w.mT), (dx, g @ w), (dw, g.mT @ x), (x.grad, g @ w), (w.grad, g.mT @ x)):
+        assert cosine(found, expected) > 0.995
+
+
+def test_a_multiplier_that_has_lost_its_type_gives_nan_without_waiting_for_the_device():
+    x, w = torch.randn(64, 64, device="cuda"), torch.randn(64, 64, device="cuda")
+    assert octavo.quantize(w, 448 / w.abs().max()).dequantize().isnan().all()
+    assert octavo.fp8_linear(x, w, None, 448 / w.abs().max()).isnan().all()
+
+
+def test_a_finite_value_saturates_however_small_the_scale_on_the_device():
+    x = torch.zeros(64, 64, device="cuda")
+    x[0, :6] = torch.tensor([1e38, -1e38, 3e38, float("inf"), float("-inf"), float("nan")])
+    for rounding in ("nearest", "stochastic"):
+        data = octavo.quantize(x, scale=2.0**-100, rounding=rounding).data.float()
+        assert data[0, :3].isfinite().all() and data[0, 3:6].isnan().all() and not data[1:].any()
+
+
+def test_nothing_is_emulated_and_the_report_says_nothing_of_it(caplog):
+    report = convert_to_fp8(nn.Sequential(nn.Linear(64, 64, device="cuda")), FP8TrainingConfig(emulate=False))
+    assert not report.emulation and "emulated" not in str(report)
+    assert not [record for record in caplog.records if record.name == "octavo"]
+
+
 def test_tensor_cores_are_used_and_agree_with_the_emulation():
     x = torch.randn(512, 1024, device="cuda", dtype=torch.bfloat16)
     w = nn.Parameter(torch.randn(1024, 768, device="cuda", dtype=torch.bfloat16))

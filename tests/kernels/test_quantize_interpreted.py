@@ -39,6 +39,7 @@ def compare(x, recipe, layout, *, record=True, row=None):
     return mine
 
 
+@pytest.mark.usefixtures("guarded")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_recipe_and_layout(name, layout):
@@ -49,6 +50,13 @@ def test_every_recipe_and_layout(name, layout):
 @pytest.mark.parametrize("name", GROUPED[1:])
 @pytest.mark.parametrize("shape", SHAPES[1:-2], ids=str)
 def test_odd_sizes(name, shape):
+    compare(sample(*shape, dtype=torch.bfloat16), OPERANDS[name], "both")
+
+
+@pytest.mark.usefixtures("guarded")
+@pytest.mark.parametrize("name", GROUPED)
+@pytest.mark.parametrize("shape", [(128, 70), (70, 128)], ids=str)
+def test_one_side_alone_in_whole_tiles(name, shape):
     compare(sample(*shape, dtype=torch.bfloat16), OPERANDS[name], "both")
 
 
@@ -73,6 +81,22 @@ def test_delayed_scales(layout, format, margin):
         assert after[RESCALED] == (not holds)
         assert (after[SATURATED] > 0) == (margin < 1 and factor != 100)
         compare(x, recipe, layout, row=before, record=False)
+
+
+@pytest.mark.parametrize("record", [True, False])
+@pytest.mark.parametrize("format", [E4M3, E5M2])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_a_finite_value_saturates_however_small_the_scale(format, record, rounding):
+    """x / scale may be beyond FP32: that is no infinity of x's, and no NaN. Infinities of x's are NaN."""
+    recipe = replace(DELAYED, format=format, rounding=rounding)
+    x = torch.zeros(9, 70)
+    x[0, :6] = torch.tensor([1e38, -1e38, 3e38, float("inf"), float("-inf"), float("nan")])
+    mine, theirs = new_row(2.0**-120), new_row(2.0**-120)
+    found = kernel.quantize_operand(x, mine, recipe, record=record, layout="both")
+    assert_same_bits(found, spec.quantize_operand(x, theirs, recipe, record=record, layout="both"))
+    assert_same_row(mine, theirs)
+    for q in (found[0].data, found[1].data.t()):
+        assert q.float()[0, :3].isfinite().all() and q.float()[0, 3:6].isnan().all()
 
 
 @pytest.mark.parametrize("recipe", ["delayed x", "current x", "channel x", "block w"])

@@ -128,6 +128,7 @@ def test_margin_is_a_factor_of_headroom_in_every_granularity():
         # A power of two is exact.
         plain = compute_scale(x, **options)
         assert torch.equal(compute_scale(x, margin=4.0, **options), plain * 4)
+        assert torch.equal(compute_scale(x, margin=0.25, **options), plain / 4)
         assert np.array_equal(
             compute_scale(x, margin=1.5, **options).numpy(), numpy_quantize(x.numpy(), "E4M3", margin=1.5, **options)[1]
         )
