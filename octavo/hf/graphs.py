@@ -11,6 +11,7 @@ What is recorded is what ran at the time: shapes, adapters that were active, add
 without, and recorded in its turn if it comes again. A recording holds the memory of its activations for good.
 """
 
+import threading
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
@@ -110,6 +111,7 @@ class _Graphs:
         self._forget()
 
     def _forget(self) -> None:
+        self._lock = threading.Lock()
         self.recorded: dict[Any, _Recorded] = {}
         self._seen: dict[Any, int] = {}
         self._replays: dict[Any, int] = {}  # since it was recorded
@@ -129,16 +131,17 @@ class _Graphs:
             return None
         adapters = ((getattr(m, "merged", False), m.disable_adapters, *m.active_adapters) for m in self.adapted)
         key = (tokens.shape, autocast_of(tokens.device), *adapters)
-        recorded = self.recorded.get(key)
-        if recorded is None:
-            recorded = self._record(key, tokens)
-        elif not recorded.still_holds(self.decoder):
-            self._drop(key, tokens)
-            recorded = None
-        if recorded is None or recorded.is_waiting():
-            return None
-        self._replays[key] += 1
-        return _Replay.apply(recorded, tokens, *recorded.parameters)
+        with self._lock:  # a recording has one place for its tokens: two threads must not both find it free
+            recorded = self.recorded.get(key)
+            if recorded is None:
+                recorded = self._record(key, tokens)
+            elif not recorded.still_holds(self.decoder):
+                self._drop(key, tokens)
+                recorded = None
+            if recorded is None or recorded.is_waiting():
+                return None
+            self._replays[key] += 1
+            return _Replay.apply(recorded, tokens, *recorded.parameters)
 
     def _drop(self, key: Any, tokens: Tensor) -> None:
         """Its turn comes again; but what changes all the time would be recorded all the time."""

@@ -62,7 +62,6 @@ class FP8FrozenLinear(LinearInFP8):
     """y = x · wᵀ + b with w in FP8. Gradients flow to x (and b), never to w."""
 
     granularity: str
-    ready: Tensor | None = None  # its part of a group's product, computed before
     is_planned: bool = False  # whether its products are in FP8: that was not asked for, but is what pays
     input_is_kept: bool = False  # by what comes before, for its own backward: then adapters keep it, too, as it is
 
@@ -186,8 +185,6 @@ class FP8FrozenLinear(LinearInFP8):
         return self.quantized.dequantize(dtype)
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.ready is not None:
-            return self.ready
         if getattr(self.__dict__.get("_hf_hook"), "offload", False):
             raise ValueError(
                 "Accelerate has moved this FP8 weight off its device, and casts what it brings back: keep the model on "
