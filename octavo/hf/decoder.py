@@ -21,7 +21,7 @@ from octavo.hf import attention, frozen, graphs
 from octavo.hf.hooks import is_hooked
 from octavo.nn.frozen import FP8FrozenLinear
 from octavo.nn.frozen_group import put_together, why_no_group
-from octavo.nn.linear import FP8Linear
+from octavo.nn.linear import FP8Linear, change_class
 from octavo.nn.linears import fp8_linears, given_weights
 from octavo.nn.loss import FP8Head, linear_cross_entropy
 from octavo.nn.mlp import MLP, fp8_mlp
@@ -33,6 +33,11 @@ QKV = ("q_proj", "k_proj", "v_proj")
 GATE_UP = ("gate_proj", "up_proj")
 ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUTanh": "gelu_tanh"}
 _PLAIN_NORMS = {f"{family}RMSNorm" for family in ("Llama", "Mistral", "Qwen2", "Qwen3")}  # weight · normed
+# Children of fused modules that those do not call, but take the place of.
+_PARTS = (
+    *QKV, "o_proj", *GATE_UP, "down_proj", "act_fn", "lm_head", "self_attn", "mlp", "input_layernorm",
+    "post_attention_layernorm",
+)  # fmt: skip
 _ORIGINAL = "_octavo_original"
 
 
@@ -54,12 +59,12 @@ class _Computed:
 
 
 def is_attention(module: nn.Module) -> bool:
-    return is_of(module, "Attention") and all(isinstance(getattr(module, name, None), nn.Linear) for name in QKV)
+    return is_own(module, "Attention") and all(isinstance(getattr(module, name, None), nn.Linear) for name in QKV)
 
 
 def is_mlp(module: nn.Module) -> bool:
     names = (*GATE_UP, "down_proj")
-    return is_of(module, "MLP") and all(isinstance(getattr(module, name, None), nn.Linear) for name in names)
+    return is_own(module, "MLP") and all(isinstance(getattr(module, name, None), nn.Linear) for name in names)
 
 
 def is_causal_lm(module: nn.Module) -> bool:
@@ -75,6 +80,11 @@ def is_of(module: nn.Module, kind: str) -> bool:
     """By name and origin: a class of that name elsewhere may compute something else."""
     cls = type(module)
     return cls.__module__.startswith("transformers.models.") and cls.__name__ in {f + kind for f in FAMILIES}
+
+
+def is_own(module: nn.Module, kind: str) -> bool:
+    """The same, without another forward in the place of its own, as Accelerate puts it: that calls the old class's."""
+    return is_of(module, kind) and "forward" not in module.__dict__
 
 
 def is_fused(module: nn.Module) -> bool:
@@ -133,6 +143,10 @@ def fuse_loss(model: nn.Module, config: FP8TrainingConfig | None, scaling: FP8Sc
         )
     model.__dict__["_octavo_head"] = (head, rows)
     take_class(model, _causal_lm_forward)
+
+
+def fuse_last_norm(model: nn.Module) -> None:
+    """Compute the norm before the head in one kernel, whoever computes the head."""
     last = getattr(model.get_submodule("model"), "norm", None)
     if is_plain_norm(last) and last is not None and not is_fused(last):
         take_class(last, _norm_forward)
@@ -149,6 +163,8 @@ def why_no_loss(model: Any) -> str:
         return "final_logit_softcapping bends its logits"
     if model.lm_head.bias is not None:
         return "its head has a bias"
+    if "forward" in model.__dict__:
+        return f"the forward of this {type(model).__name__} was replaced by another (TRL's trainers do that)"
     return ""
 
 
@@ -161,11 +177,25 @@ def use_fused_attention(model: Any) -> bool:
     return True
 
 
+def called_alone(model: nn.Module) -> list[str]:
+    """Modules whose hooks keep a fused piece from being used."""
+    found = []
+    for name, module in model.named_modules():
+        for part in _PARTS if is_fused(module) else ():
+            child = module._modules.get(part)
+            inner = child.named_modules(prefix=f"{name}.{part}".lstrip(".")) if child is not None else ()
+            # Of a layer with adapters, what it is made of counts, too; attention and MLP answer for their own parts.
+            found += [
+                own for own, each in inner if is_hooked(each) and (each is child or part not in ("self_attn", "mlp"))
+            ]
+    return found
+
+
 def restore(module: nn.Module) -> None:
     """Give a module its class back."""
     original = module.__dict__.pop(_ORIGINAL, None)
     if original is not None:
-        module.__class__ = original
+        change_class(module, original)
         module.__dict__.pop("_octavo_head", None)
         graphs.forget(module)
     config: Any = getattr(module, "config", None)

@@ -18,7 +18,7 @@ from octavo.numerics.norm import Norm
 
 def can_fuse(module: Any) -> bool:
     """A layer of h + attention(norm(h)), then h + mlp(norm(h)), with plain norms; what follows one of them is fused."""
-    if not decoder.is_of(module, "DecoderLayer"):
+    if not decoder.is_own(module, "DecoderLayer"):
         return False
     norms = (getattr(module, name, None) for name in ("input_layernorm", "post_attention_layernorm"))
     return all(map(decoder.is_plain_norm, norms)) and any(map(decoder.is_fused, (module.self_attn, module.mlp)))

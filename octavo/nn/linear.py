@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from octavo.nn.held import HeldWeight
 from octavo.nn.linears import fp8_linears
@@ -17,6 +18,17 @@ from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 from octavo.numerics.config import Recipe
 from octavo.ops import Product
 from octavo.support import require_tensor_cores
+
+
+def change_class(module: Any, cls: type[nn.Module]) -> None:
+    """Let a module be of another class, under what `torch.nn.utils.parametrize` may have made of it since.
+
+    That puts a class of the module's own, with the computed tensors as properties, between the module and its class.
+    """
+    if parametrize.is_parametrized(module):
+        type(module).__bases__ = (cls,)
+    else:
+        module.__class__ = cls
 
 
 class LinearInFP8(nn.Linear):
@@ -117,7 +129,7 @@ class FP8Linear(LinearInFP8):
         """Undo `take_over`."""
         for name in ("config", "scaling", "recipe", "row_x", "row_w", "row_g"):
             del self.__dict__[name]
-        self.__class__ = nn.Linear  # type: ignore[assignment]
+        change_class(self, nn.Linear)
 
     @property
     def weight_master(self) -> Tensor:
