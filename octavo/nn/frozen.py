@@ -185,7 +185,8 @@ class FP8FrozenLinear(LinearInFP8):
         return self.quantized.dequantize(dtype)
 
     def forward(self, input: Tensor) -> Tensor:
-        if getattr(self.__dict__.get("_hf_hook"), "offload", False):
+        hook = self.__dict__.get("_hf_hook")  # Accelerate's, or several as one
+        if any(getattr(each, "offload", False) for each in getattr(hook, "hooks", (hook,))):
             raise ValueError(
                 "Accelerate has moved this FP8 weight off its device, and casts what it brings back: keep the model on "
                 "one device (device_map={'': 0}); in FP8 it takes a byte a parameter"

@@ -139,6 +139,8 @@ class FP8Linear(LinearInFP8):
     def forward(self, input: Tensor) -> Tensor:
         if input.shape[-1] != self.in_features:
             raise ValueError(f"input has {input.shape[-1]} features; this FP8Linear takes {self.in_features}")
+        if input.device != self.row_x.device and not input.is_meta:
+            self.scaling.to(input.device)  # as with weights that Accelerate brings to a GPU for each call
         if input.numel() == 0:
             # Nothing to quantise; keeps the graph.
             weight = self.weight if self.held is None else self.weight_master.to(input)
