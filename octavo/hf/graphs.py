@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from octavo.hf import attention
 from octavo.hf.graph_state import autocast_of, state_of, who_watches
 from octavo.nn.linear import LinearInFP8
+from octavo.nn.versions import check_versions, versions_of
 
 _MARK = "_octavo_graphs"
 AFTER = 2  # times that a shape is computed before it is recorded: what is compiled is compiled then
@@ -254,6 +255,7 @@ class _Recorded:
 
     def __init__(self, decoder: Any, tokens: Tensor) -> None:
         self.parameters = [p for p in decoder.parameters() if p.requires_grad]
+        self.read = list(decoder.parameters())
         self._inputs = [nn.Parameter(p.detach()) for p in self.parameters]
         self._state = state_of(decoder)
         self.tokens = tokens.clone()
@@ -342,12 +344,14 @@ class _Replay(torch.autograd.Function):
         recorded.tokens.copy_(tokens)
         recorded.forward.replay()
         ctx.recorded, ctx.turn = recorded, recorded.begin()
+        ctx.versions = versions_of(recorded.read)
         return recorded.hidden.detach()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         recorded: _Recorded = ctx.recorded
+        check_versions(recorded.read, ctx.versions)
         recorded.gradient.copy_(gradient)
         recorded.backward.replay()
         ctx.turn = None

@@ -187,6 +187,7 @@ def test_two_threads_at_once():
     model = build().eval()
     convert_to_fp8(model, FP8TrainingConfig.from_recipe("current"))
     inputs = [batch(2, 64)["input_ids"].roll(shift, 1) for shift in range(4)]
+    torch.cuda.synchronize()  # other streams do not wait for this one
 
     def logits(ids):
         with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
