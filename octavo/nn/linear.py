@@ -45,6 +45,11 @@ class LinearInFP8(nn.Linear):
 
     def product(self, input: Tensor) -> Product:
         """How to multiply this input."""
+        if "_is_replica" in self.__dict__:
+            raise ValueError(
+                "nn.DataParallel copies a model to several GPUs for each step, and they would share one scaling state: "
+                "use one process per GPU (torch.nn.parallel.DistributedDataParallel, accelerate launch)"
+            )
         autocast = torch.is_autocast_enabled(input.device.type)
         return Product(
             a=self.recipe.x,

@@ -1,5 +1,6 @@
 """Calls that have nothing to do with one another: from several threads at once, or after one that broke off."""
 
+import copy
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -86,3 +87,35 @@ def test_after_a_call_that_broke_off(kind, tmp_path, checkpointing):
     again, gradients_again = run(model, **batch(rows=2))
     assert torch.equal(again, loss)
     assert all(torch.equal(gradient, gradients_again[name]) for name, gradient in gradients.items())
+
+
+def replica_of(module):
+    """As `torch.nn.parallel.replicate` makes one for each GPU."""
+    replica = module._replicate_for_data_parallel()
+    for name, child in module._modules.items():
+        replica._modules[name] = replica_of(child) if child is not None else None
+    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        setattr(replica, name, tensor)
+    return replica
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_replicas_of_data_parallel_are_refused(kind, tmp_path):
+    model = converted(kind, tmp_path)
+    with pytest.raises(ValueError, match=r"nn\.DataParallel copies a model to several GPUs"):
+        replica_of(model)(input_ids=batch()["input_ids"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_copy_computes_by_itself(kind, tmp_path):
+    """Its own weights and hooks, in the same fused pieces."""
+    model = converted(kind, tmp_path).eval()
+    ids = batch(rows=2)["input_ids"]
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+        twin = copy.deepcopy(model)
+        assert torch.equal(twin(input_ids=ids).logits, expected)
+        linear = next(module for name, module in twin.named_modules() if name.endswith("1.self_attn.v_proj"))
+        linear.register_forward_hook(lambda _module, _inputs, output: -output)
+        assert not torch.allclose(twin(input_ids=ids).logits, expected, atol=0.1)
+        assert torch.equal(model(input_ids=ids).logits, expected)
