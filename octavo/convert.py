@@ -7,6 +7,7 @@ model as it was.
 """
 
 import sys
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,16 +41,39 @@ _CONVERTED = "_octavo_converted"
 class ConversionReport(Report):
     """Every layer that multiplies: in FP8 or not, and why. `scaling` holds histories and statistics of the FP8 ones.
 
-    `fused` names the fused pieces in use, and those that are not with the reason.
+    `fused` names the fused pieces in use, and those that are not with the reason. `hooked` is looked up when it is
+    asked for: modules that have hooks by then, for which fused pieces are not used.
     """
 
     fused: list[str] = field(default_factory=list)
+    model: weakref.ref[nn.Module] | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def hooked(self) -> list[str]:
+        model = None if self.model is None else self.model()
+        if model is None or not any(map(_is_transformers, model.modules())):
+            return []
+        from octavo.hf import decoder
+
+        return decoder.called_alone(model)
+
+    def _lines(self) -> list[str]:
+        names = self.hooked
+        if not names:
+            return self.fused
+        shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+        head = ", and the head is in high precision" if any(name.endswith("lm_head") for name in names) else ""
+        return [*self.fused, f"but {len(names)} with hooks called one by one, not fused: {shown}{head}"]
 
     def summary(self) -> str:
-        return "; ".join([super().summary(), *self.fused])
+        return "; ".join([super().summary(), *self._lines()])
 
     def to_dict(self) -> dict[str, Any]:
-        return {**super().to_dict(), "fused": self.fused}
+        return {**super().to_dict(), "fused": self._lines()}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, or one that is saved, is of no model that lives."""
+        return {**self.__dict__, "model": None}
 
 
 def convert_to_fp8(
@@ -86,7 +110,10 @@ def convert_to_fp8(
         raise ValueError(f"{type(model).__name__} is already converted; call octavo.restore(model) first")
     choice = Choice(modules, config, filter, include)
     report = ConversionReport(
-        f"layers of {type(model).__name__}", _entries(modules, choice, precision, tokens), emulate=config.emulate
+        f"layers of {type(model).__name__}",
+        _entries(modules, choice, precision, tokens),
+        emulate=config.emulate,
+        model=weakref.ref(model),
     )
     if precision == "bf16":
         with all_or_nothing(model):
@@ -190,6 +217,7 @@ def _fuse(
     for name, module in known.items():
         if not decoder.is_causal_lm(module):
             continue
+        decoder.fuse_last_norm(module)
         reason = decoder.why_no_loss(module)
         if reason:
             report.fused.append(f"loss not fused: {reason}")

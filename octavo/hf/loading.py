@@ -67,6 +67,7 @@ def fuse(model: Any, config: FP8TrainingConfig | None) -> list[str]:
     if not decoder.is_causal_lm(model):
         return [f"nothing fused: {type(model).__name__} is not one of {', '.join(decoder.FAMILIES)}"]
     done: list[str] = list(getattr(model, "octavo_fused", ())) or fuse_groups(model)
+    decoder.fuse_last_norm(model)
     reason = decoder.why_no_loss(model)
     if reason:
         done.append(f"loss not fused: {reason}")

@@ -240,3 +240,15 @@ def test_two_adapters_at_once(tmp_path):
     mine = step(model)
     for found, expected in zip(mine, step(apart(model)), strict=True):
         assert cosine(found, expected) > 0.995
+
+
+@pytest.mark.parametrize("name", ["self_attn.k_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"])
+def test_merged_between_forward_and_backward(tmp_path, name):
+    """Gradients would be by other weights than the loss; autograd refuses that for any weight."""
+    model = load(checkpoint(tmp_path), "channel")
+    loss = model(input_ids=tokens(), labels=tokens()).loss
+    layers_of(model)[1].get_submodule(name).merge()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    layers_of(model)[1].get_submodule(name).unmerge()
+    step(model)
