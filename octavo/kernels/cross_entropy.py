@@ -37,7 +37,10 @@ def _loss_kernel(logits_ptr, labels_ptr, loss_ptr, lse_ptr, V, stride, WIDTH: tl
     lse = peak + tl.log(tl.sum(total * tl.exp(top - peak), axis=0))
     label = tl.load(labels_ptr + t)
     kept = label != _IGNORED
-    picked = tl.load(logits_ptr + tl.where(kept, label, 0)).to(tl.float32)
+    known = (label >= 0) & (label < V)
+    # NaN for a label that is no token: in the loss, and by way of lse in the gradient.
+    lse = tl.where(kept & (known == 0), float("nan"), lse)
+    picked = tl.load(logits_ptr + tl.where(known, label, 0)).to(tl.float32)
     tl.store(loss_ptr + t, tl.where(kept, lse - picked, 0.0))
     tl.store(lse_ptr + t, lse)
 
@@ -106,7 +109,7 @@ def _scale_kernel(x_ptr, factor_ptr, numel, WIDTH: tl.constexpr):
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """As `numerics.cross_entropy.cross_entropy`."""
+    """As `numerics.cross_entropy.cross_entropy`; a label that is no token makes its loss and its gradient NaN."""
     loss, lse = logits.new_empty(2, len(labels), dtype=torch.float32)
     _loss_kernel[(len(labels),)](
         logits, labels, loss, lse, logits.shape[1], logits.stride(0), WIDTH=_WIDTH, num_warps=4

@@ -48,10 +48,13 @@ def linear_cross_entropy(
 ) -> Tensor:
     """The mean cross entropy of `hidden[..., K] · weight[V, K]ᵀ` against `labels[...]`; −100 is ignored.
 
+    A label that is neither −100 nor a token is an error, on a GPU one that the device asserts, as with torch's losses.
     `count`: divide the sum by this instead of the number of labels. `head` and `rows`: an FP8 head and its scaling
     state for h and w.
     """
-    hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).contiguous()
+    hidden, labels = hidden.reshape(-1, hidden.shape[-1]), _checked(labels.reshape(-1), weight.shape[0])
+    if len(labels) != len(hidden):
+        raise ValueError(f"labels: {len(labels)} of them, for {len(hidden)} tokens; every token needs one, or −100")
     if count is None:
         count = (labels != IGNORED).sum()
     if not isinstance(count, Tensor):
@@ -61,6 +64,17 @@ def linear_cross_entropy(
     # Inside an autograd function nothing tells whether gradients are enabled.
     enabled = torch.is_grad_enabled()
     return _LinearCrossEntropy.apply(hidden, weight, labels, count, head, enabled, row_x, row_w)
+
+
+def _checked(labels: Tensor, vocabulary: int) -> Tensor:
+    """Labels as the kernels read them: integers of 64 bits, one after the other, all of them tokens or ignored."""
+    if labels.is_floating_point() or labels.is_complex():
+        raise TypeError(f"labels: {labels.dtype}; the loss takes the numbers of tokens, as integers")
+    labels = labels.to(torch.int64).contiguous()
+    if labels.device.type != "cpu":  # there, the specification raises, and names the label
+        known = (labels == IGNORED) | ((labels >= 0) & (labels < vocabulary))
+        torch._assert_async(known.all(), f"labels: one is neither {IGNORED} nor a token, 0 to {vocabulary - 1}")
+    return labels
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

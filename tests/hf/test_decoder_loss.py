@@ -112,3 +112,25 @@ def test_arguments_that_the_loss_may_know_are_for_the_loss_to_take():
     loss = model(**batch(), token_weights=weights).loss
     assert seen["weights"] is weights
     torch.testing.assert_close(loss, build()(**batch()).loss / 2)
+
+
+@pytest.mark.parametrize("wrong", [-1, 160])
+@pytest.mark.parametrize("config", [FP8TrainingConfig(), FP8TrainingConfig(fp8_head=True)], ids=["BF16", "FP8"])
+def test_labels_that_are_no_tokens_are_refused(wrong, config):
+    inputs = batch()
+    inputs["labels"][-1, -1] = wrong
+    with pytest.raises(IndexError, match="out of bounds"):
+        build()(**inputs)
+    model = build()
+    convert_to_fp8(model, config)
+    with pytest.raises(IndexError, match=f"labels: {wrong} .* vocabulary of 160"):
+        model(**inputs)
+
+
+@pytest.mark.parametrize("name", ["labels", "shift_labels"])
+@pytest.mark.parametrize("length", [20, 22])
+def test_labels_of_another_length_are_refused(name, length):
+    inputs = {**batch(), name: torch.ones(3, length, dtype=torch.int64)}
+    for model in (build(), fused()):
+        with pytest.raises(ValueError, match=f"{3 * length}"):
+            model(**inputs)
