@@ -37,7 +37,8 @@ def cross_entropy_backward(logits: Tensor, labels: Tensor, lse: Tensor, factor: 
 def cross_entropy_quantize(
     logits: Tensor, labels: Tensor, lse: Tensor, factor: Tensor, format: Format
 ) -> tuple[Quantized, Quantized]:
-    """The gradient in FP8, as rows `[T, V]` and as columns `[V, T]`."""
+    """The gradient in FP8, as rows `[T, V]` and as columns `[V, T]`; not by way of FP16, which has less range."""
+    logits = logits.float() if logits.dtype == torch.float16 else logits
     unit = reciprocal(torch.full((), format.max, dtype=torch.float32, device=logits.device))
     rows = quantize(cross_entropy_backward(logits, labels, lse), format=format, scale=unit)
     scale = unit * factor

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from bounds import cosine
 from decoder_cases import batch, build, run
 from torch import nn
 
@@ -134,3 +135,17 @@ def test_labels_of_another_length_are_refused(name, length):
     for model in (build(), fused()):
         with pytest.raises(ValueError, match=f"{3 * length}"):
             model(**inputs)
+
+
+def test_fp16_with_a_loss_scale():
+    """The gradient of the head is far below FP16 until it is multiplied by the scale; the head's own sum is not."""
+    count, scale = 2.0**17, 2.0**16
+    reference, model = build(), build()
+    convert_to_fp8(model, precision="bf16")
+    with torch.autocast("cpu", dtype=torch.float16):
+        (scale * model(**batch(), num_items_in_batch=count).loss).backward()
+    (scale * reference(**batch(), num_items_in_batch=count).loss).backward()
+    for name, weight in (("lm_head", reference.lm_head.weight), ("embed", reference.model.embed_tokens.weight)):
+        found = (model.lm_head if name == "lm_head" else model.model.embed_tokens).weight.grad
+        assert ((found == 0) & (weight.grad != 0)).double().mean() < 0.001
+        assert cosine(found, weight.grad) > (0.9999 if name == "lm_head" else 0.99)

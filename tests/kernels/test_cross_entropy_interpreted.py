@@ -21,7 +21,7 @@ def logits_and_labels(t, v, dtype=torch.float32):
     return logits, labels
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_loss_and_gradient(shape, dtype):
     logits, labels = logits_and_labels(*shape, dtype)
@@ -38,7 +38,7 @@ def test_loss_and_gradient(shape, dtype):
 
 @pytest.mark.parametrize("format", [E4M3, E5M2])
 @pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_gradient_in_fp8(shape, format, dtype):
     logits, labels = logits_and_labels(*shape, dtype)
     _, lse = spec.cross_entropy(logits, labels)
@@ -53,6 +53,16 @@ def test_gradient_in_fp8(shape, format, dtype):
         assert_nearly_same(one, other, share=1e-3 if dtype == torch.float32 else 5e-3)
     assert torch.equal(found[1].data.view(torch.uint8), found[0].data.view(torch.uint8).mT)
     assert torch.equal(logits, before)
+
+
+def test_gradient_in_fp8_of_fp16_logits():
+    """What is below FP16 is not below E5M2 under the scale of the gradient."""
+    logits, labels = torch.zeros(4, 40, dtype=torch.float16), torch.zeros(4, dtype=torch.int64)
+    logits[:, 20:] = -19.0
+    _, lse = spec.cross_entropy(logits, labels)
+    rows = kernel.cross_entropy_quantize(logits, labels, lse, FACTOR, E5M2, None)
+    assert (rows.data.float()[:, 20:] > 0).all()
+    assert_nearly_same(rows, spec.cross_entropy_quantize(logits, labels, lse, FACTOR, E5M2)[0])
 
 
 def test_columns_as_part_of_more():
