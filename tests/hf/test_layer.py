@@ -25,6 +25,7 @@ def checkpoint(folder, family="llama"):
         config, cls = FAMILIES[family]
         kept = {k: getattr(llama.config, k) for k in (*SIZES, "vocab_size", "num_hidden_layers", "num_attention_heads")}
         kept |= {"num_key_value_heads": 2, "tie_word_embeddings": False, "pad_token_id": 0}
+        kept["rms_norm_eps"] = llama.config.rms_norm_eps
         model = cls(config(**kept)).to(torch.bfloat16)
         model.load_state_dict(llama.state_dict(), strict=False)
         llama = model
