@@ -3,10 +3,11 @@
 import pytest
 import torch
 from bounds import cosine
-from decoder_cases import batch, build, run
+from decoder_cases import assert_close_to, batch, build, run
 from torch import nn
 
 from octavo import FP8TrainingConfig, convert_to_fp8
+from octavo.nn import loss
 
 transformers = pytest.importorskip("transformers")
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss  # noqa: E402
@@ -149,3 +150,23 @@ def test_fp16_with_a_loss_scale():
         found = (model.lm_head if name == "lm_head" else model.model.embed_tokens).weight.grad
         assert ((found == 0) & (weight.grad != 0)).double().mean() < 0.001
         assert cosine(found, weight.grad) > (0.9999 if name == "lm_head" else 0.99)
+
+
+@pytest.mark.parametrize("tokens", [127, 128, 129, 257])
+@pytest.mark.parametrize("head", ["BF16", "frozen", "FP8"])
+def test_chunks_have_every_token(head, tokens, monkeypatch):
+    """Also a last one that is alone in its chunk. Labels come shifted: else the last token has none."""
+    inputs = batch(1, tokens)
+    inputs |= {"shift_labels": inputs["input_ids"].clone(), "labels": inputs["input_ids"]}
+    results = []
+    for chunk_bytes in (2**30, 1):
+        for name in ("CHUNK_BYTES", "FROZEN_CHUNK_BYTES"):
+            monkeypatch.setattr(loss, name, chunk_bytes)
+        model = build(max_position_embeddings=512)
+        convert_to_fp8(model, FP8TrainingConfig(fp8_head=head == "FP8"))
+        model.lm_head.weight.requires_grad_(head != "frozen")
+        results.append(run(model, **inputs))
+    assert_same(results[1], results[0])
+    if head == "BF16":
+        reference = build(max_position_embeddings=512)
+        assert_close_to(results[0], run(reference, **inputs))
