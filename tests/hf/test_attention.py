@@ -1,4 +1,4 @@
-"""Which calls of attention go to cuDNN, with a stand-in for it that runs on a CPU: those that it computes, no others."""
+"""Which calls of attention go to cuDNN, with a stand-in that runs on a CPU: those that it computes, no others."""
 
 from types import SimpleNamespace
 
@@ -127,3 +127,12 @@ def test_both_ways_run_elsewhere(calls):
             layer.self_attn.is_causal = False
     assert_same(run(model, **batch()), run(reference, **batch()))
     assert not calls
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(5, 9), (1, 9), (1, 1)])
+def test_queries_that_are_not_as_many_as_keys_run_elsewhere(queries, keys, calls):
+    """Where causal begins is a matter of taste then, and cuDNN's is not torch's."""
+    layer = build().model.layers[0].self_attn
+    q, k, v = (torch.randn(2, heads, n, 16) for heads, n in ((4, queries), (2, keys), (2, keys)))
+    out, _ = attention.attention(layer, q, k, v, None, scaling=0.3)
+    assert not calls and out.shape == (2, queries, 4, 16)
