@@ -16,7 +16,6 @@ SIZES = {
     "bos_token_id": 0,
     "eos_token_id": 0,
     "pad_token_id": 0,
-    "rms_norm_eps": 1e-4,  # no default, and large enough beside embeddings of 0.02 to be missed
 }
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 

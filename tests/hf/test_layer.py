@@ -13,6 +13,7 @@ from octavo.hf import decoder
 from octavo.nn.frozen import FP8FrozenLinear
 
 SIZES = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64}  # whole blocks
+SIZES["rms_norm_eps"] = 1e-5  # Llama 3's; transformers has 1e-6 where nothing is said
 FAMILIES = {"mistral": (MistralConfig, MistralForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
 
 
@@ -25,7 +26,6 @@ def checkpoint(folder, family="llama"):
         config, cls = FAMILIES[family]
         kept = {k: getattr(llama.config, k) for k in (*SIZES, "vocab_size", "num_hidden_layers", "num_attention_heads")}
         kept |= {"num_key_value_heads": 2, "tie_word_embeddings": False, "pad_token_id": 0}
-        kept["rms_norm_eps"] = llama.config.rms_norm_eps
         model = cls(config(**kept)).to(torch.bfloat16)
         model.load_state_dict(llama.state_dict(), strict=False)
         llama = model
