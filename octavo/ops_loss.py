@@ -17,6 +17,7 @@ _LIBRARY.define(
     "-> (Tensor, Tensor)"
 )
 _LIBRARY.define("scale_(Tensor(a!) x, Tensor factor) -> ()")
+_LIBRARY.define("product_(Tensor(a!) out, Tensor a, Tensor b, bool add) -> ()")
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -41,6 +42,12 @@ def scale_(x: Tensor, factor: Tensor) -> Tensor:
     """`x *= factor`; on a GPU it costs nothing where the factor is 1."""
     torch.ops.octavo.scale_(x, factor)
     return x
+
+
+def product_(out: Tensor, a: Tensor, b: Tensor, *, add: bool) -> Tensor:
+    """`out = a · b`, or `out += a · b`; out in the dtype of a and b, or in FP32, where nothing is rounded before."""
+    torch.ops.octavo.product_(out, a, b, add)
+    return out
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,6 +90,17 @@ def _scale_(x: Tensor, factor: Tensor) -> None:
         x.mul_(factor)
 
 
+def _product_(out: Tensor, a: Tensor, b: Tensor, add: bool) -> None:
+    if out.dtype != a.dtype and out.is_cuda:
+        torch.ops.aten.addmm.dtype_out(out, a, b, out.dtype, beta=int(add), out=out)
+        return
+    a, b = a.to(out.dtype), b.to(out.dtype)
+    if add:
+        out.addmm_(a, b)
+    else:
+        torch.mm(a, b, out=out)
+
+
 def _cross_entropy_fake(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     loss = torch.empty(labels.shape, dtype=torch.float32, device=logits.device)
     return loss, torch.empty_like(loss)
@@ -99,5 +117,6 @@ for _name, _implementation, _fake in (
     ("cross_entropy_backward_", _cross_entropy_backward_, lambda *_: None),
     ("cross_entropy_quantize", _cross_entropy_quantize, _cross_entropy_quantize_fake),
     ("scale_", _scale_, lambda *_: None),
+    ("product_", _product_, lambda *_: None),
 ):
     install(_LIBRARY, _name, _implementation, _fake)

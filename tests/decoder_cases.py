@@ -34,6 +34,7 @@ SIZES = {
     "vocab_size": 160,
     "max_position_embeddings": 64,
     "pad_token_id": 0,
+    "rms_norm_eps": 1e-3,  # no default, and large enough beside embeddings of 0.06 to be missed
 }
 every_family = pytest.mark.parametrize("family", FAMILIES)
 

@@ -26,6 +26,7 @@ from octavo.nn.linears import fp8_linears, given_weights
 from octavo.nn.loss import FP8Head, linear_cross_entropy
 from octavo.nn.mlp import MLP, fp8_mlp
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
+from octavo.numerics.cross_entropy import IGNORED
 from octavo.numerics.norm import Norm
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3")
@@ -39,6 +40,13 @@ _PARTS = (
     "post_attention_layernorm",
 )  # fmt: skip
 _ORIGINAL = "_octavo_original"
+# Arguments of causal models that transformers' default loss takes as we do, or has no use for.
+_INPUTS = {
+    "input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "labels", "use_cache",
+    "logits_to_keep", "return_dict", "output_hidden_states", "output_attentions", "output_router_logits",
+    "num_items_in_batch", "shift_labels", "ignore_index", "is_causal", "seq_idx",
+    "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
+}  # fmt: skip
 
 
 class _Computed:
@@ -165,7 +173,16 @@ def why_no_loss(model: Any) -> str:
         return "its head has a bias"
     if "forward" in model.__dict__:
         return f"the forward of this {type(model).__name__} was replaced by another (TRL's trainers do that)"
+    if not has_default_loss(model):
+        return "its loss function is not transformers' default"
     return ""
+
+
+def has_default_loss(model: Any) -> bool:
+    """Whether the model's loss is the one that transformers gives causal models: users may assign or derive another."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    return model.loss_function is ForCausalLMLoss
 
 
 def use_fused_attention(model: Any) -> bool:
@@ -337,17 +354,24 @@ def _is_plainly_causal(config: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     return not given and len(args) <= 1 and everywhere and causal and config._attn_implementation == attention.NAME
 
 
+def _is_default_loss(model: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether what is asked for is transformers' default loss, with no argument that it might take another way."""
+    return kwargs.keys() <= _INPUTS and kwargs.get("ignore_index", IGNORED) == IGNORED and has_default_loss(model)
+
+
 def _causal_lm_forward(self: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     labels = kwargs.get("labels")
     keep = kwargs.get("logits_to_keep", 0)
     plain = type(self.lm_head) is nn.Linear and not is_hooked(self.lm_head)
     plain = plain and not kwargs.get("past_key_values") and len(args) <= 5
     whole = isinstance(keep, int) and keep == 0 and kwargs.get("return_dict") is not False
-    if labels is None or not self.training or not torch.is_grad_enabled() or not plain or not whole:
+    usual = plain and whole and _is_default_loss(self, kwargs)
+    if labels is None or not self.training or not torch.is_grad_enabled() or not usual:
         return original(self, *args, **kwargs)
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
-    kwargs = {k: v for k, v in kwargs.items() if k not in ("labels", "logits_to_keep", "return_dict")}
+    left_out = ("labels", "logits_to_keep", "return_dict", "ignore_index")
+    kwargs = {k: v for k, v in kwargs.items() if k not in left_out}
     count, shifted = kwargs.get("num_items_in_batch"), kwargs.get("shift_labels")
     kwargs = graphs.without_full_mask(self, kwargs)
     if _is_plainly_causal(self.config, args, kwargs):
@@ -358,7 +382,7 @@ def _causal_lm_forward(self: Any, original: Callable[..., Any], *args: Any, **kw
         outputs = self.model(*args, **kwargs)
         hidden = outputs.last_hidden_state
     if shifted is None:
-        shifted = nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
+        shifted = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
     head, rows = self._octavo_head
     if not hidden.requires_grad and not self.lm_head.weight.requires_grad:
         raise ValueError(

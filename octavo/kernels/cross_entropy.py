@@ -37,7 +37,10 @@ def _loss_kernel(logits_ptr, labels_ptr, loss_ptr, lse_ptr, V, stride, WIDTH: tl
     lse = peak + tl.log(tl.sum(total * tl.exp(top - peak), axis=0))
     label = tl.load(labels_ptr + t)
     kept = label != _IGNORED
-    picked = tl.load(logits_ptr + tl.where(kept, label, 0)).to(tl.float32)
+    known = (label >= 0) & (label < V)
+    # NaN for a label that is no token: in the loss, and by way of lse in the gradient.
+    lse = tl.where(kept & (known == 0), float("nan"), lse)
+    picked = tl.load(logits_ptr + tl.where(known, label, 0)).to(tl.float32)
     tl.store(loss_ptr + t, tl.where(kept, lse - picked, 0.0))
     tl.store(lse_ptr + t, lse)
 
@@ -74,7 +77,10 @@ def _gradient_kernel(
     gradient = tl.exp(logits.to(tl.float32) - lse[:, None]) - tl.where(label[:, None] == v[None, :], 1.0, 0.0)
     gradient = tl.where(label[:, None] != _IGNORED, gradient, 0.0)
     if FP8:
-        narrow = tiles.narrow(gradient, logits.dtype)
+        if logits.dtype == tl.float16:  # has less range than E5M2 under this scale
+            narrow = gradient
+        else:
+            narrow = tiles.narrow(gradient, logits.dtype)
         dtype = rows_ptr.dtype.element_ty
         unit = tl.div_rn(1.0, MAXIMUM)
         multiplier = tl.div_rn(1.0, unit)
@@ -106,7 +112,7 @@ def _scale_kernel(x_ptr, factor_ptr, numel, WIDTH: tl.constexpr):
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """As `numerics.cross_entropy.cross_entropy`."""
+    """As `numerics.cross_entropy.cross_entropy`; a label that is no token makes its loss and its gradient NaN."""
     loss, lse = logits.new_empty(2, len(labels), dtype=torch.float32)
     _loss_kernel[(len(labels),)](
         logits, labels, loss, lse, logits.shape[1], logits.stride(0), WIDTH=_WIDTH, num_warps=4

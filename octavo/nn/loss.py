@@ -8,6 +8,11 @@ Both gradients are computed with the loss, while a chunk's logits are there; bac
 gradient of the loss, in place, which is 1 as a rule and then costs nothing. With `head`, the three products are in FP8:
 h and w with one scale per tensor, dl in E5M2 with a constant one, since it lies in [−1, 1]. Then dw is one product for
 several chunks, whose dlᵀ in FP8 take the room that the logits of one took: adding up dw costs a pass over it each time.
+
+A sum of several products for dw is in FP32 and rounded once. In BF16 its error would grow with the number of chunks,
+from 0.18 % with one to 0.58 % with 32. In FP16 small values vanish, and the loss scale that guards against it comes
+with the gradient of the loss. There dl is formed times 2¹⁵, its products are in FP32, and backward multiplies them by
+all that is missing before it rounds them to FP16.
 """
 
 from dataclasses import dataclass
@@ -23,6 +28,7 @@ from octavo.numerics.cross_entropy import IGNORED
 from octavo.numerics.quantize import Quantized, reciprocal
 
 CHUNK_BYTES = 2**30  # of logits, or of their gradient in FP8
+LIFT = 2.0**15  # times which values in [−1, 1] have the most room in FP16
 FROZEN_CHUNK_BYTES = 2**27  # where no gradient of the head adds up over chunks, small ones cost nothing
 
 
@@ -48,10 +54,13 @@ def linear_cross_entropy(
 ) -> Tensor:
     """The mean cross entropy of `hidden[..., K] · weight[V, K]ᵀ` against `labels[...]`; −100 is ignored.
 
+    A label that is neither −100 nor a token is an error, on a GPU one that the device asserts, as with torch's losses.
     `count`: divide the sum by this instead of the number of labels. `head` and `rows`: an FP8 head and its scaling
     state for h and w.
     """
-    hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).contiguous()
+    hidden, labels = hidden.reshape(-1, hidden.shape[-1]), _checked(labels.reshape(-1), weight.shape[0])
+    if len(labels) != len(hidden):
+        raise ValueError(f"labels: {len(labels)} of them, for {len(hidden)} tokens; every token needs one, or −100")
     if count is None:
         count = (labels != IGNORED).sum()
     if not isinstance(count, Tensor):
@@ -62,6 +71,17 @@ def linear_cross_entropy(
     # Inside an autograd function nothing tells whether gradients are enabled.
     enabled = torch.is_grad_enabled()
     return _LinearCrossEntropy.apply(hidden, weight, labels, count, head, enabled, row_x, row_w)
+
+
+def _checked(labels: Tensor, vocabulary: int) -> Tensor:
+    """Labels as the kernels read them: integers of 64 bits, one after the other, all of them tokens or ignored."""
+    if labels.is_floating_point() or labels.is_complex():
+        raise TypeError(f"labels: {labels.dtype}; the loss takes the numbers of tokens, as integers")
+    labels = labels.to(torch.int64).contiguous()
+    if labels.device.type != "cpu":  # there, the specification raises, and names the label
+        known = (labels == IGNORED) | ((labels >= 0) & (labels < vocabulary))
+        torch._assert_async(known.all(), f"labels: one is neither {IGNORED} nor a token, 0 to {vocabulary - 1}")
+    return labels
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -78,16 +98,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
         row_w: Tensor | None,
     ) -> Tensor:
         factor = torch.where(count > 0, reciprocal(count), 0.0)  # without labels there is no gradient
-        needs_h, needs_w = (enabled and needed for needed in ctx.needs_input_grad[:2])
+        needs = tuple(enabled and needed for needed in ctx.needs_input_grad[:2])
         compute = torch.get_autocast_dtype(hidden.device.type) if _autocast(hidden) else hidden.dtype
+        later = None
+        if compute == torch.float16:
+            factor, later = torch.full_like(factor, LIFT), factor / LIFT
         with torch.autocast(hidden.device.type, enabled=False):
             if head is None:
-                parts = _chunks(hidden, weight, labels, factor, compute, needs_h, needs_w)
+                loss, dh, dw = _chunks(hidden, weight, labels, factor, compute, needs)
             else:
                 assert row_x is not None and row_w is not None
-                parts = _chunks_fp8(hidden, weight, labels, factor, compute, needs_h, needs_w, head, row_x, row_w)
-        loss, dh, dw = parts
-        ctx.save_for_backward(dh, dw)
+                loss, dh, dw = _chunks_fp8(hidden, weight, labels, factor, compute, needs, head, row_x, row_w)
+        ctx.dtypes = hidden.dtype, weight.dtype
+        if later is None:
+            dh, dw = _to_dtypes((dh, dw), ctx.dtypes)
+        ctx.save_for_backward(dh, dw, later)
         ctx.used = False
         return loss / count  # NaN without labels, as torch has it
 
@@ -97,33 +122,38 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if ctx.used:
             raise RuntimeError("linear_cross_entropy: backward a second time; its gradients were handed out already")
         ctx.used = True
-        dh, dw = ctx.saved_tensors
+        dh, dw, later = ctx.saved_tensors
         for gradient in (dh, dw):
             if gradient is not None:
-                ops_loss.scale_(gradient, g)
-        return dh, dw, None, None, None, None, None, None
+                ops_loss.scale_(gradient, g if later is None else g * later)
+        return *_to_dtypes((dh, dw), ctx.dtypes), None, None, None, None, None, None
 
 
 def _chunks(
-    hidden: Tensor, weight: Tensor, labels: Tensor, factor: Tensor, compute: torch.dtype, needs_h: bool, needs_w: bool
+    hidden: Tensor, weight: Tensor, labels: Tensor, factor: Tensor, compute: torch.dtype, needs: tuple[bool, ...]
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     w = weight.to(compute)
-    dh = torch.empty_like(hidden) if needs_h else None
+    needs_h, needs_w = needs
+    chunk = CHUNK_BYTES if needs_w else FROZEN_CHUNK_BYTES
+    bounds = chunk_bounds(0, len(labels), weight.shape[0] * compute.itemsize, chunk)
+    dh = torch.empty_like(hidden, dtype=_dtype_of_sums(hidden, compute, 1)) if needs_h else None
     dw = None
     losses = []
-    chunk = CHUNK_BYTES if needs_w else FROZEN_CHUNK_BYTES
-    for start, stop in chunk_bounds(0, len(labels), weight.shape[0] * compute.itemsize, chunk):
+    for start, stop in bounds:
         h, label = hidden[start:stop].to(compute), labels[start:stop]
         logits = h @ w.t()
         loss, lse = ops_loss.cross_entropy(logits, label)
         losses.append(loss.sum())
-        if not needs_h and not needs_w:
-            continue
-        gradient = ops_loss.cross_entropy_backward_(logits, label, lse, factor)
-        if dh is not None:
-            dh[start:stop] = gradient @ w
-        if needs_w:
-            dw = _added(dw, gradient.t(), h, weight.dtype)
+        if needs_h or needs_w:
+            gradient = ops_loss.cross_entropy_backward_(logits, label, lse, factor)
+            if dh is not None:
+                ops_loss.product_(dh[start:stop], gradient, w, add=False)
+            if needs_w:
+                if dw is None:
+                    dw = torch.empty_like(weight, dtype=_dtype_of_sums(weight, compute, len(bounds)))
+                ops_loss.product_(dw, gradient.t(), h, add=start > 0)
+            del gradient
+        del logits  # before there are others: the room of one chunk's is what dw takes in FP32
     return torch.stack(losses).sum(), dh, dw
 
 
@@ -133,21 +163,22 @@ def _chunks_fp8(
     labels: Tensor,
     factor: Tensor,
     compute: torch.dtype,
-    needs_h: bool,
-    needs_w: bool,
+    needs: tuple[bool, ...],
     head: FP8Head,
     row_x: Tensor,
     row_w: Tensor,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    needs_h, needs_w = needs
     record = needs_h or needs_w
     w_q = ops.quantize(weight, row_w, head.w, record=record, layout="both" if needs_h else "rows")
     h_q = ops.quantize(hidden, row_x, head.x, record=record, layout="rows")[0]
-    dh = torch.empty_like(hidden) if needs_h else None
+    dh = torch.empty_like(hidden, dtype=_dtype_of_sums(hidden, compute, 1)) if needs_h else None
     dw = None
     how: dict[str, Any] = {"batch": (), "fast": head.fast_backward, "emulate": head.emulate}
     losses = []
     vocabulary = weight.shape[0]
-    for first, last in chunk_bounds(0, len(labels), vocabulary * E5M2.dtype.itemsize, CHUNK_BYTES):
+    groups = chunk_bounds(0, len(labels), vocabulary * E5M2.dtype.itemsize, CHUNK_BYTES)
+    for first, last in groups:
         columns = hidden.new_empty(vocabulary, last - first, dtype=E5M2.dtype) if needs_w else None
         logit_bytes = CHUNK_BYTES // 2 if needs_w else FROZEN_CHUNK_BYTES
         for start, stop in chunk_bounds(first, last, vocabulary * compute.itemsize, logit_bytes):
@@ -162,20 +193,24 @@ def _chunks_fp8(
             rows = ops_loss.cross_entropy_quantize(logits, label, lse, factor, part, E5M2)
             del logits
             if dh is not None:
-                dh[start:stop] = ops.gemm_nt(rows, w_q[1], out_dtype=hidden.dtype, **how)
+                dh[start:stop] = ops.gemm_nt(rows, w_q[1], out_dtype=dh.dtype, **how)
         if columns is not None:
             h_t = ops.quantize(hidden[first:last], row_x, head.x, record=False, layout="columns")[0]
-            product = ops.gemm_nt(Quantized(columns, rows.scale), h_t, out_dtype=weight.dtype, **how)
-            dw = product if dw is None else dw.add_(product)
+            scaled = Quantized(columns, rows.scale)
+            product = ops.gemm_nt(scaled, h_t, out_dtype=_dtype_of_sums(weight, compute, 1), **how)
+            dw = product.to(_dtype_of_sums(weight, compute, len(groups))) if dw is None else dw.add_(product)
+            del columns, scaled, product
     return torch.stack(losses).sum(), dh, dw
 
 
-def _added(dw: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """dw + a · b; the first chunk is the product itself."""
-    if dtype != a.dtype:
-        product = (a @ b).to(dtype)
-        return product if dw is None else dw.add_(product)
-    return a @ b if dw is None else dw.addmm_(a, b)
+def _dtype_of_sums(x: Tensor, compute: torch.dtype, products: int) -> torch.dtype:
+    """In which the gradient of x is added up from so many products of `compute`."""
+    direct = products == 1 and x.dtype == compute != torch.float16
+    return compute if direct else torch.promote_types(compute, torch.float32)
+
+
+def _to_dtypes(gradients: tuple[Tensor | None, ...], dtypes: tuple[torch.dtype, ...]) -> list[Tensor | None]:
+    return [None if x is None else x.to(dtype) for x, dtype in zip(gradients, dtypes, strict=True)]
 
 
 def chunk_bounds(first: int, last: int, bytes_per_token: int, chunk_bytes: int) -> list[tuple[int, int]]:

@@ -18,8 +18,10 @@ IGNORED = -100
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """The loss of every token, and the logarithm of its sum of exponentials."""
-    lse = torch.logsumexp(logits.float(), dim=-1)
     kept = labels != IGNORED
+    if labels.device.type == "cpu":  # elsewhere to look would be to wait, and the device asserts it when it gathers
+        _refuse_unknown(labels[kept & ((labels < 0) | (labels >= logits.shape[-1]))], logits.shape[-1])
+    lse = torch.logsumexp(logits.float(), dim=-1)
     picked = logits.gather(-1, torch.where(kept, labels, 0)[:, None]).squeeze(-1)
     return torch.where(kept, lse - picked.float(), 0.0), lse
 
@@ -35,8 +37,18 @@ def cross_entropy_backward(logits: Tensor, labels: Tensor, lse: Tensor, factor: 
 def cross_entropy_quantize(
     logits: Tensor, labels: Tensor, lse: Tensor, factor: Tensor, format: Format
 ) -> tuple[Quantized, Quantized]:
-    """The gradient in FP8, as rows `[T, V]` and as columns `[V, T]`."""
+    """The gradient in FP8, as rows `[T, V]` and as columns `[V, T]`; not by way of FP16, which has less range."""
+    logits = logits.float() if logits.dtype == torch.float16 else logits
     unit = reciprocal(torch.full((), format.max, dtype=torch.float32, device=logits.device))
     rows = quantize_by(cross_entropy_backward(logits, labels, lse), unit, format)
     scale = unit * factor
     return Quantized(rows.data, scale), Quantized(rows.data.mT.clone(memory_format=torch.contiguous_format), scale)
+
+
+def _refuse_unknown(labels: Tensor, vocabulary: int) -> None:
+    if labels.numel():
+        raise IndexError(
+            f"labels: {labels[0]} is not a token of a vocabulary of {vocabulary}, whose tokens are 0 to "
+            f"{vocabulary - 1}; give {IGNORED} to positions that have no label, and resize the model's embeddings to "
+            "the tokenizer's length if it has more tokens"
+        )

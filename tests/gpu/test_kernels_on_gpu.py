@@ -300,7 +300,14 @@ def test_gated_without_quantising(activation):
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype"), [((1024, 768), BF16), ((257, 300), BF16), ((257, 300), torch.float32), ((3, 128256), BF16)]
+    ("shape", "dtype"),
+    [
+        ((1024, 768), BF16),
+        ((257, 300), BF16),
+        ((257, 300), torch.float16),
+        ((257, 300), torch.float32),
+        ((3, 128256), BF16),
+    ],
 )
 def test_cross_entropy(shape, dtype):
     logits = (3 * torch.randn(shape, device="cuda")).to(dtype)
@@ -329,7 +336,7 @@ def test_cross_entropy(shape, dtype):
         assert (wider[:, :16].float() == 7).all() and (wider[:, 16 + shape[0] :].float() == 7).all()
     expected = loss_spec.cross_entropy_backward(logits, labels, lse, factor)
     loss_kernel.cross_entropy_backward_(logits, labels, lse, factor)
-    torch.testing.assert_close(logits, expected, rtol=2.0**-7 if dtype == BF16 else 1e-4, atol=1e-6)
+    torch.testing.assert_close(logits, expected, rtol=max(torch.finfo(dtype).eps, 1e-4), atol=1e-6)
 
 
 def test_cross_entropy_of_no_labels():

@@ -13,6 +13,7 @@ from octavo.hf import decoder
 from octavo.nn.frozen import FP8FrozenLinear
 
 SIZES = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64}  # whole blocks
+SIZES["rms_norm_eps"] = 1e-5  # Llama 3's; transformers has 1e-6 where nothing is said
 FAMILIES = {"mistral": (MistralConfig, MistralForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
 
 

@@ -21,7 +21,7 @@ def logits_and_labels(t, v, dtype=torch.float32):
     return logits, labels
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_loss_and_gradient(shape, dtype):
     logits, labels = logits_and_labels(*shape, dtype)
@@ -38,7 +38,7 @@ def test_loss_and_gradient(shape, dtype):
 
 @pytest.mark.parametrize("format", [E4M3, E5M2])
 @pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_gradient_in_fp8(shape, format, dtype):
     logits, labels = logits_and_labels(*shape, dtype)
     _, lse = spec.cross_entropy(logits, labels)
@@ -53,6 +53,16 @@ def test_gradient_in_fp8(shape, format, dtype):
         assert_nearly_same(one, other, share=1e-3 if dtype == torch.float32 else 5e-3)
     assert torch.equal(found[1].data.view(torch.uint8), found[0].data.view(torch.uint8).mT)
     assert torch.equal(logits, before)
+
+
+def test_gradient_in_fp8_of_fp16_logits():
+    """What is below FP16 is not below E5M2 under the scale of the gradient."""
+    logits, labels = torch.zeros(4, 40, dtype=torch.float16), torch.zeros(4, dtype=torch.int64)
+    logits[:, 20:] = -19.0
+    _, lse = spec.cross_entropy(logits, labels)
+    rows = kernel.cross_entropy_quantize(logits, labels, lse, FACTOR, E5M2, None)
+    assert (rows.data.float()[:, 20:] > 0).all()
+    assert_nearly_same(rows, spec.cross_entropy_quantize(logits, labels, lse, FACTOR, E5M2)[0])
 
 
 def test_columns_as_part_of_more():
@@ -104,6 +114,45 @@ def test_no_label_at_all():
     assert not spec.cross_entropy_backward(logits, labels, lse, torch.tensor(math.inf)).any()
     kernel.cross_entropy_backward_(logits, labels, lse, torch.tensor(math.inf))
     assert not logits.any()
+
+
+@pytest.fixture
+def loads(monkeypatch):
+    """Addresses that kernels read from."""
+    from triton.runtime import interpreter
+
+    seen = []
+    honest = interpreter.InterpreterBuilder.create_masked_load
+
+    def load(self, ptrs, mask, *rest):
+        seen.extend(ptrs.data[mask.data.astype(bool)].flatten().tolist())
+        return honest(self, ptrs, mask, *rest)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_masked_load", load)
+    return seen
+
+
+@pytest.mark.parametrize("wrong", [-1, 40, 41, -99])
+def test_a_label_that_is_no_token_is_not_looked_up(wrong, loads):
+    """Its loss and gradient are NaN; torch's own kernels assert, and so does `linear_cross_entropy` before them."""
+    logits, labels = torch.randn(4, 40), torch.tensor([3, wrong, -100, wrong])
+    loss, lse = kernel.cross_entropy(logits, labels)
+    places = [(x.data_ptr(), x.data_ptr() + x.nbytes) for x in (logits, labels)]
+    assert len(loads) > logits.numel()
+    assert all(any(start <= address < stop for start, stop in places) for address in loads)
+    assert loss.isnan().tolist() == [False, True, False, True]
+    kernel.cross_entropy_backward_(logits, labels, lse, FACTOR)
+    assert logits.isnan().all(1).tolist() == [False, True, False, True] and not logits[::2].isnan().any()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_nothing_is_read_beside_the_logits(shape, loads):
+    logits, labels = logits_and_labels(*shape)
+    labels[-1] = shape[1] - 1
+    _, lse = kernel.cross_entropy(logits, labels)
+    kernel.cross_entropy_backward_(logits, labels, lse, FACTOR)
+    places = [(x.data_ptr(), x.data_ptr() + x.nbytes) for x in (logits, labels, lse, FACTOR)]
+    assert all(any(start <= address < stop for start, stop in places) for address in set(loads))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

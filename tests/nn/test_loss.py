@@ -113,6 +113,40 @@ def test_no_label_at_all(fp8):
     assert all((g == 0).all() for g in torch.autograd.grad(loss, (hidden, weight)))
 
 
+@pytest.mark.usefixtures("chunk_bytes")
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("wrong", [-1, V, -99, 2**40])
+def test_a_label_that_is_no_token_is_refused(fp8, wrong):
+    """As torch does: a plausible loss would hide that a tokenizer and a model do not fit."""
+    hidden, weight, labels = build()
+    labels[-1, -1] = wrong
+    with pytest.raises(IndexError, match="out of bounds"):
+        exact(hidden, weight, labels)
+    how = {"head": head_of(), "rows": head_rows()} if fp8 else {}
+    for context in (torch.no_grad(), torch.enable_grad()):
+        with context, pytest.raises(IndexError, match=f"labels: {wrong} .* vocabulary of {V}"):
+            linear_cross_entropy(hidden, weight, labels, **how)
+
+
+@pytest.mark.parametrize("shape", [(2, T // 2 - 1), (2, T // 2 + 1), (1,)])
+def test_as_many_labels_as_tokens(shape):
+    hidden, weight, _ = build()
+    labels = torch.zeros(shape, dtype=torch.int64)
+    with pytest.raises(ValueError, match="batch_size"):
+        exact(hidden, weight, labels)
+    with pytest.raises(ValueError, match=rf"labels: {labels.numel()} of them, for {T} tokens"):
+        linear_cross_entropy(hidden, weight, labels)
+
+
+def test_labels_are_integers():
+    hidden, weight, labels = build()
+    torch.testing.assert_close(
+        linear_cross_entropy(hidden, weight, labels.int()), linear_cross_entropy(hidden, weight, labels)
+    )
+    with pytest.raises(TypeError, match=r"labels: torch.float32"):
+        linear_cross_entropy(hidden, weight, labels.float())
+
+
 def test_a_second_backward_is_refused():
     loss = linear_cross_entropy(*build())
     loss.backward(retain_graph=True)

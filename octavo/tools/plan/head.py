@@ -3,8 +3,8 @@
 Letters: M tokens, K width, V vocabulary. Bytes at the largest moment, by kind.
 
     Hugging Face   backward of the loss has three FP32 tensors [M, V]: log-probabilities and two gradients
-    Octavo         chunks of tokens (`nn/loss.py`): the logits of one are made while those of the one before are there,
-                   beside the gradient of the head so far
+    Octavo         chunks of tokens (`nn/loss.py`): the logits of one, beside the gradient of the head so far, in FP32
+                   if there are several
     FP8 head       the head twice in FP8; logits of a chunk, their gradient in FP8 as rows and, for dw, as columns
 """
 
@@ -33,12 +33,14 @@ def _bf16_chunks(case: Case, option: Option) -> tuple[int, int]:
     bounds = chunk_bounds(0, m, v * BF16, FROZEN_CHUNK_BYTES if case.frozen else CHUNK_BYTES)
     longest = max(stop - start for start, stop in bounds)
     logits = longest * v * BF16
-    several = len(bounds) > 1
-    buffers = logits * (1 + several) + longest * k * BF16
-    if option.weight_bytes == FP32:
-        # The head in BF16 beside it; and dw of a chunk is made in BF16, then in FP32, before it is added.
-        buffers = max(buffers, logits + v * k * (BF16 + FP32 * several)) + v * k * BF16
-    return 0 if case.frozen else v * k * option.weight_bytes, buffers
+    if case.frozen:
+        return 0, logits
+    dw = v * k * option.weight_bytes
+    if option.weight_bytes == FP32:  # dw is the sum itself; the head and a chunk's tokens in BF16 beside it
+        return dw, logits + (v + longest) * k * BF16
+    sums = v * k * FP32 if len(bounds) > 1 else 0
+    # With each chunk's logits; then rounded, when there are none.
+    return dw, max(sums + logits, dw + sums) - dw if sums else logits
 
 
 def _fp8_chunks(case: Case, option: Option) -> tuple[int, int]:
@@ -51,10 +53,8 @@ def _fp8_chunks(case: Case, option: Option) -> tuple[int, int]:
     group, chunk = (max(stop - start for start, stop in bounds) for bounds in (groups, chunks))
     rows, columns = chunk * v, group * v * trained
     dw = v * k * option.weight_bytes * trained
-    several = len(groups) > 1
+    sums = v * k * FP32 * trained if len(groups) > 1 else 0
     # The gradient so far, and buffers, at each of these; a variable lives until it is given something new.
-    in_chunk = dw * several, columns + chunk * v * BF16 + rows * min(len(chunks), 2)
-    at_product = dw, columns + rows + group * k * trained + dw * several
-    next_group = dw, (2 * columns + rows) * several
-    gradient, buffers = max(in_chunk, at_product, next_group, key=sum)
-    return gradient, buffers + 2 * v * k + m * k
+    in_chunk = sums + columns + chunk * v * BF16 + rows * min(len(chunks), 2)
+    at_product = sums + columns + rows + group * k * trained + dw
+    return dw, max(in_chunk, at_product, sums + dw + rows) - dw + 2 * v * k + m * k

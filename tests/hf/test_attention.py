@@ -1,0 +1,138 @@
+"""Which calls of attention go to cuDNN, with a stand-in that runs on a CPU: those that it computes, no others."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from decoder_cases import batch, build, run
+from test_decoder_loss import assert_same
+from test_decoder_masks import differ, packed, prefix_of
+
+from octavo import convert_to_fp8
+from octavo.hf import attention
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How often cuDNN would have run. As it does: causal from the upper left, groups of heads, no mask, no dropout."""
+    seen = []
+
+    def causal(query, key, value, bias, log_sum_exp, dropout, is_causal, *, scale):
+        assert bias is None and log_sum_exp == torch.is_grad_enabled() and dropout == 0.0 and is_causal
+        seen.append(query.shape)
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scale, enable_gqa=True
+        )
+        return (out,)
+
+    honest = attention._cudnn_takes
+
+    class Elsewhere:
+        """A tensor as if it were on a GPU, in BF16."""
+
+        device, dtype = torch.device("cuda"), torch.bfloat16
+
+        def __init__(self, x):
+            self.shape = x.shape
+
+    monkeypatch.setattr(attention, "_cudnn_takes", lambda q, k: honest(Elsewhere(q), Elsewhere(k)))
+    aten = SimpleNamespace(_scaled_dot_product_cudnn_attention=causal)
+    names = {"ops": SimpleNamespace(aten=aten), "version": SimpleNamespace(hip=None)}
+    kept = {name: getattr(torch, name) for name in ("is_grad_enabled", "bfloat16", "float16")}
+    monkeypatch.setattr(attention, "torch", SimpleNamespace(**names, **kept))  # for this module alone
+    return seen
+
+
+def both(family="Llama", **changes):
+    models = build(family, **changes), build(family, **changes)
+    convert_to_fp8(models[1], precision="bf16")
+    return models
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("Llama", {}),
+        ("Llama", {"num_key_value_heads": 1}),
+        ("Llama", {"num_key_value_heads": 4}),
+        ("Qwen3", {}),
+        ("Gemma3", {"query_pre_attn_scalar": 2, "layer_types": ["full_attention", "full_attention"]}),
+    ],
+)
+def test_plain_training_runs_on_cudnn(family, changes, calls):
+    reference, model = both(family, **changes)
+    found = run(model, **batch())
+    assert len(calls) == 2  # one a layer
+    assert_same(found, run(reference, **batch()))
+
+
+@pytest.mark.parametrize("changes", [{"attention_dropout": 0.5}, {"head_dim": 136}, {"head_dim": 20}], ids=str)
+def test_what_cudnn_cannot_do_runs_elsewhere(changes, calls):
+    reference, model = both(**changes)
+    results = []
+    for each in (reference, model):
+        torch.manual_seed(5)
+        results.append(run(each, **batch()))
+    assert not calls
+    assert_same(results[1], results[0])
+
+
+def test_masks_run_elsewhere(calls):
+    reference, model = both()
+    mask = torch.ones(3, 21, dtype=torch.int64)
+    mask[1, 15:] = 0
+    for inputs in ({**batch(), "attention_mask": mask}, packed()):
+        assert_same(run(model, **inputs), run(reference, **inputs))
+    windows = both("Mistral", sliding_window=4)
+    assert_same(run(windows[1], **batch()), run(windows[0], **batch()))
+    assert not calls
+
+
+def test_a_window_of_some_layers(calls):
+    """The others have a mask of transformers' making, which says no more than causal."""
+    kinds = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+    reference, model = both("Gemma3", **kinds)
+    expected = run(reference, **batch())
+    differ(expected, run(build("Gemma3", **kinds | {"sliding_window": 64}), **batch()))
+    assert_same(run(model, **batch()), expected)
+    assert len(calls) <= 1
+
+
+def test_a_filled_cache_runs_elsewhere(calls):
+    reference, model = both()
+    ids, labels = batch()["input_ids"], batch()["labels"]
+    results = []
+    for each in (reference, model):
+        cache = prefix_of(each, ids[:, :8])
+        calls.clear()
+        each.train()
+        results.append(run(each, input_ids=ids[:, 8:], labels=labels[:, 8:], past_key_values=cache))
+    assert_same(results[1], results[0])
+    assert not calls
+
+
+def test_one_token_at_a_time(calls):
+    reference, model = both()
+    prompt = batch()["input_ids"][:, :7]
+    found = [each.eval().generate(prompt, max_new_tokens=5, do_sample=False) for each in (reference, model)]
+    assert torch.equal(*found)
+    assert {shape[2] for shape in calls} <= {7}
+
+
+def test_both_ways_run_elsewhere(calls):
+    reference, model = both()
+    for each in (reference, model):
+        each.config.is_causal = False
+        for layer in each.model.layers:
+            layer.self_attn.is_causal = False
+    assert_same(run(model, **batch()), run(reference, **batch()))
+    assert not calls
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(5, 9), (1, 9), (1, 1)])
+def test_queries_that_are_not_as_many_as_keys_run_elsewhere(queries, keys, calls):
+    """Where causal begins is a matter of taste then, and cuDNN's is not torch's."""
+    layer = build().model.layers[0].self_attn
+    q, k, v = (torch.randn(2, heads, n, 16) for heads, n in ((4, queries), (2, keys), (2, keys)))
+    out, _ = attention.attention(layer, q, k, v, None, scaling=0.3)
+    assert not calls and out.shape == (2, queries, 4, 16)
