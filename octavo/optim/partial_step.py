@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 
-
 Step = Callable[[Any], Any]
 
 

@@ -37,23 +37,23 @@ _AT_A_TIME = 2**26  # elements whose masters and FP32 gradients are there at onc
 _hook: list[Any] = []
 
 
-def keep_masters(parameters: Iterable[Tensor], keep: bool = True) -> None:
-    """Have optimisers step these parameters, those in BF16, through FP32 masters. `keep=False`: no longer.
+def keep_masters(parameters: Iterable[Tensor], keep: bool | None = True) -> None:
+    """Have optimisers step these parameters, those in BF16, through FP32 masters.
 
-    Not where the optimiser rounds BF16 weights stochastically (`bf16_stochastic_round`): that was a choice. Sharded
-    parameters (DTensor) are left alone.
+    `keep=False`: no longer. `None`: yes, but for those of which it has been said already. Optimisers that round BF16
+    weights stochastically (`bf16_stochastic_round`) go on with that: it was a choice. Sharded parameters (DTensor) are
+    left alone. A copy of a model (`copy.deepcopy`) has other parameters, of which it has to be said again.
     """
     for parameter in parameters:
-        if keep:
-            setattr(parameter, _MARK, True)
-        elif hasattr(parameter, _MARK):
-            delattr(parameter, _MARK)
-    if keep and not _hook:
+        if keep is not None or not hasattr(parameter, _MARK):
+            setattr(parameter, _MARK, keep is not False)
+    if keep is not False and not _hook:
         _hook.append(register_optimizer_step_pre_hook(_before_step))
 
 
 def has_master(optimizer: Any, parameter: Tensor) -> bool:
     """Whether `optimizer` steps this parameter through an FP32 master."""
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # without what Accelerate puts around it
     wanted = getattr(parameter, _MARK, False) and parameter.dtype == torch.bfloat16
     return wanted and type(parameter.data) is Tensor and not getattr(optimizer, "bf16_stochastic_round", False)
 

@@ -49,7 +49,8 @@ class FP8Trainer:
     or `fp8`, one byte, both rounded stochastically, so that the mean is right and single sums are off by up to a 128th
     or an 8th at each addition. Without accumulation gradients are what the parameters are, and nothing else can be had.
     `master_weights`: weights in BF16 are stepped as FP32 ones, of which the optimiser keeps the lower halves, 2 bytes a
-    parameter, and FP32 means (`octavo.optim.keep_masters`); False leaves them to round to BF16 after each step.
+    parameter, and FP32 means (`octavo.optim.keep_masters`); the default, unless the model was loaded without. False
+    leaves weights to round to BF16 after each step.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class FP8Trainer:
         release_gradients: bool = False,
         offload: str | None = None,
         gradients: str | None = None,
-        master_weights: bool = True,
+        master_weights: bool | None = None,
     ) -> None:
         if gradient_accumulation_steps < 1:
             raise ValueError(f"gradient_accumulation_steps={gradient_accumulation_steps!r}: at least 1")

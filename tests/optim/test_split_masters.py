@@ -266,7 +266,7 @@ def test_two_bytes_and_fp32_means_beside_a_bf16_weight():
 
 
 def test_a_plain_optimizer_reads_the_checkpoint_and_the_other_way_round():
-    parameters, optimizer = trained("AdamW")
+    _, optimizer = trained("AdamW")
     plain = weights()
     other = MAKERS["AdamW"](groups_of(plain))
     other.load_state_dict(optimizer.state_dict())
