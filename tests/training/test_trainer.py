@@ -110,14 +110,16 @@ def test_micro_batches_equal_one_batch():
     assert norms[0] == pytest.approx(norms[1], rel=0.02)
 
 
-def test_clipping():
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_clipping(accumulation):
     seen = []
-    trainer = make(max_grad_norm=1e-3)
+    trainer = make(max_grad_norm=1e-3, gradient_accumulation_steps=accumulation)
     trainer.optimizer.register_step_pre_hook(
         lambda *_: seen.append(torch.stack([p.grad.norm() for p in trainer.model.parameters()]).norm().item())
     )
-    trainer.training_step(batches(1)[0])
-    assert trainer.grad_norm > 1e-3 and seen[0] == pytest.approx(1e-3, rel=1e-3)
+    for batch in batches(accumulation):
+        trainer.training_step(batch)
+    assert trainer.grad_norm > 1e-3 and len(seen) == 1 and seen[0] == pytest.approx(1e-3, rel=1e-3)
 
 
 def test_a_non_finite_gradient_skips_the_step_and_is_said(caplog):
