@@ -87,3 +87,16 @@ def test_a_step_that_broke_off_in_the_trainer_can_be_tried_again():
     handle.remove()
     trainer.training_step(batch)
     assert trainer.step == 1
+
+
+def test_of_weights_that_are_one_product_each_counts():
+    """q, k and v are stepped together when all have a gradient; a second one of q alone would wait for the others."""
+    from decoder_cases import batch, build
+
+    model = build()
+    convert_to_fp8(model, FP8TrainingConfig.from_recipe("current"))
+    offload_master(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model(**batch()).loss.backward()
+    weight = model.model.layers[0].self_attn.q_proj.weight
+    with pytest.raises(RuntimeError, match="a second gradient"):
+        weight.backward(torch.ones_like(weight))
