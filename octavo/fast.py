@@ -11,8 +11,8 @@ What is trained, and what is in FP8:
 | -------------------------------------------- | --------------------------------- | ----------------- |
 | `load_in_fp8=True`                           | frozen in FP8, the only copy      | FP8; for adapters |
 | `load_in_fp8=True, fp8_products=False`       | frozen in FP8, the only copy      | `dtype`; as above |
-| `load_in_fp8=True, full_finetuning=True`     | in `dtype`, trained               | FP8               |
-| `full_finetuning=True`                       | in `dtype`, trained               | `dtype`           |
+| `load_in_fp8=True, full_finetuning=True`     | in `dtype`, FP32 ones trained     | FP8               |
+| `full_finetuning=True`                       | in `dtype`, FP32 ones trained     | `dtype`           |
 | neither                                      | in `dtype`, frozen; for adapters  | `dtype`           |
 """
 
@@ -31,6 +31,7 @@ from octavo.nn.frozen import GRANULARITIES, FP8FrozenLinear
 from octavo.numerics import FP8TrainingConfig
 from octavo.numerics.checks import check_choice, check_positive_int
 from octavo.numerics.config import check_config
+from octavo.optim import keep_masters
 
 MAX_SEQ_LENGTH = 2048  # unless the model has fewer positions
 _RECIPES = {True: "delayed", "tensor": "delayed", "channel": "channel", "block": "block"}
@@ -57,6 +58,7 @@ class FastLanguageModel:
         fp8_products: bool | None = None,
         device_map: Any = None,
         tokenizer: bool = True,
+        master_weights: bool = True,
         **kwargs: Any,
     ) -> tuple[Any, Any]:
         """The model and its tokenizer (None with `tokenizer=False`).
@@ -67,6 +69,8 @@ class FastLanguageModel:
         are dequantised for each product, which is then in `dtype`: closer to it, slower for all but small models, and
         with more activations. Not given: on a GPU, what is faster; elsewhere, and with an `fp8_config` that has them
         quantised in another way than by default, FP8.
+        `master_weights`: with `full_finetuning`, whatever optimiser steps the BF16 weights steps FP32 ones, of which it
+        keeps the lower halves (2 bytes a weight) and FP32 means; False lets each step round to BF16.
         `dtype`: BF16 unless given. Anything else goes to transformers' `from_pretrained`. `max_lora_rank` and
         `gpu_memory_utilization` are for `fast_inference`, which is to come.
         """
@@ -108,6 +112,8 @@ class FastLanguageModel:
         else:
             model.octavo_fused = loading.fuse(model, fp8_config)
         model.requires_grad_(full_finetuning)
+        if full_finetuning:
+            keep_masters(model.parameters(), master_weights)
         model.max_seq_length = max_seq_length
         return model, words
 

@@ -27,12 +27,12 @@ def new_means(name, p):
     return tuple(spec.with_levels(optimizer._new_buffer(p, signed)) for signed in (True, False))
 
 
-def check_steps(name, shape, *, device="cpu", dtype=torch.float32, stochastic=False):
+def check_steps(name, shape, *, device="cpu", dtype=torch.float32, stochastic=False, rates=RATES):
     def by_kernel(q, g, means, count):
         assert kernel.can_step(q, *means)
-        kernel.apply(spec.Step(count, **RATES, stochastic=stochastic), q, g, *means)
+        kernel.apply(spec.Step(count, **rates, stochastic=stochastic), q, g, *means)
 
-    compare_steps(name, shape, by_kernel, device=device, dtype=dtype, stochastic=stochastic)
+    compare_steps(name, shape, by_kernel, device=device, dtype=dtype, stochastic=stochastic, rates=rates)
 
 
 def compare_steps(

@@ -25,13 +25,14 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from octavo.hf import decoder
-from octavo.hf.moved import MovementCheck
+from octavo.hf.moved import MovementCheck, SampledWeights
 from octavo.hf.out_of_memory import explain_in
 from octavo.hf.running import put_first, resumed_from, running_trainer
 from octavo.nn.linear import FP8Linear, LinearInFP8
 from octavo.numerics import FP8ScalingManager
-from octavo.optim import offload_master, step_in_backward
+from octavo.optim import keep_masters, offload_master, step_in_backward
 from octavo.optim.in_backward import InBackward
+from octavo.optim.split_masters import has_master
 from octavo.support import emulation_on
 
 MULTIPLE = 16  # tokens: FP8 products on tensor cores have operands of whole 16-byte units
@@ -47,10 +48,13 @@ class OctavoCallback(TrainerCallback):
     Every training log gets, over all FP8 tensors since the log before it and on this process:
     `fp8/underflow_mean`, `fp8/underflow_max`, `fp8/saturated_mean`, `fp8/saturated_max` (fractions of elements),
     `fp8/scale_min` and `fp8/scale_max`; and `tokens_per_second` over all processes, without the time of evaluations and
-    saves, if the Trainer counts tokens: `TrainingArguments(include_num_input_tokens_seen="non_padding")`.
+    saves, if the Trainer counts tokens: `TrainingArguments(include_num_input_tokens_seen="non_padding")`. And
+    `weights_moved`: of 64 elements in each of up to 32 trained weights, the share that changed since the log before.
 
     `scaling`: statistics of this manager, for a model that runs under `octavo.fp8_autocast` (its `scaling`); by default
-    those of the model's layers. `check_weights=False` leaves out the proof that weights move. `release_gradients`: each
+    those of the model's layers. `check_weights=False` leaves out the proof that weights move, and that share.
+    `master_weights`: weights in BF16 are trained through FP32 ones (`octavo.optim.keep_masters`): the default, unless
+    the model was loaded without; False lets each step round to BF16. `release_gradients`: each
     gradient is applied within backward, and its memory given back (`octavo.optim.step_in_backward`).
     `offload="master"`: that, too, and while it trains the model has FP8 weights only, and FP32 masters in host memory
     (`octavo.optim.offload_master`), which checkpoints then have.
@@ -61,6 +65,7 @@ class OctavoCallback(TrainerCallback):
         scaling: FP8ScalingManager | None = None,
         *,
         check_weights: bool = True,
+        master_weights: bool | None = None,
         release_gradients: bool = False,
         offload: str | None = None,
     ) -> None:
@@ -68,12 +73,14 @@ class OctavoCallback(TrainerCallback):
             raise ValueError(f"offload={offload!r}: 'master', for FP32 weights in host memory, or None")
         self.scaling = scaling
         self.check_weights = check_weights
+        self.master_weights = master_weights
         self.release_gradients = release_gradients
         self.offload = offload
         self._released: InBackward | None = None
         self._stop_explaining: Callable[[], None] | None = None
         self._managers: list[FP8ScalingManager] = []
         self._check: MovementCheck | None = None
+        self._sample: SampledWeights | None = None
         self._speed = _Speed()
         self._head_checked = False
         self._introduced = False
@@ -96,15 +103,17 @@ class OctavoCallback(TrainerCallback):
             self._stop_explaining = explain_in(trainer)
         if state.global_step:
             self._load(resumed_from(), args, state)
+        keep_masters((p for p in model.parameters() if p.requires_grad), self.master_weights)
         if state.is_world_process_zero and not self._introduced:
             self._introduced = True
-            _introduce(model, trainer, args)
+            _introduce(model, trainer, args, kwargs["optimizer"])
         self._take_back()
         self._check = MovementCheck(model) if self.check_weights else None
         if self.release_gradients or self.offload is not None:
             self._released = self._release(args, model, kwargs["optimizer"])
             if self.offload is not None and state.global_step:
                 _read_again(model, self._released.optimizer, _resumed(resumed_from(), args, state))
+        self._sample = SampledWeights(model, kwargs["optimizer"]) if self.check_weights else None
         self._head_checked = False
         self._speed = _Speed(state.num_input_tokens_seen)
 
@@ -155,6 +164,8 @@ class OctavoCallback(TrainerCallback):
         if "loss" not in logs:
             return
         added = _statistics(self._managers)
+        if self._sample is not None:
+            added["weights_moved"] = self._sample.share_moved(kwargs["optimizer"])
         if args.include_num_input_tokens_seen != "no":
             added["tokens_per_second"] = self._speed.since_last_log(state.num_input_tokens_seen)
         logs.update(added)  # for the reporters, which come after this callback
@@ -184,6 +195,7 @@ class OctavoCallback(TrainerCallback):
         if self._check is not None:
             self._check.close()
             self._check = None
+        self._sample = None
         if self._released is not None:
             self._released.remove()
             self._released = None
@@ -305,8 +317,16 @@ def _emulation(model: nn.Module) -> str:
     return "" if first is None else emulation_on(first.scaling_device, first.config.emulate)
 
 
-def _introduce(model: nn.Module, trainer: Any, args: TrainingArguments) -> None:
-    _say(_summary(model))
+def _masters(model: nn.Module, optimizer: Any) -> str:
+    in_bf16 = [p for p in model.parameters() if p.requires_grad and p.dtype == torch.bfloat16]
+    kept = sum(p.numel() for p in in_bf16 if has_master(getattr(optimizer, "optimizer", optimizer), p))
+    rest = sum(p.numel() for p in in_bf16) - kept
+    words = f", {kept:,} in BF16 with FP32 masters" if kept else ""
+    return words + (f", {rest:,} in BF16 without" if rest else "")
+
+
+def _introduce(model: nn.Module, trainer: Any, args: TrainingArguments, optimizer: Any) -> None:
+    _say(_summary(model) + _masters(model, optimizer))
     if _emulation(model):
         _say(f"FP8 is {_emulation(model)}")
     if args.include_num_input_tokens_seen == "no":

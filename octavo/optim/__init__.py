@@ -28,11 +28,13 @@ from octavo.optim.in_backward import offload_states, step_in_backward, steps_in_
 from octavo.optim.masters import offload_master
 from octavo.optim.memory import StepMemory, measure_memory
 from octavo.optim.one_pass import in_one_pass
+from octavo.optim.split_masters import keep_masters
 
 __all__ = [
     "OPTIMIZERS",
     "StepMemory",
     "build_optimizer",
+    "keep_masters",
     "measure_memory",
     "offload_master",
     "offload_states",

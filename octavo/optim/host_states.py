@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo.optim.split_masters import LOW, has_master, joined
 from octavo.optim.transfers import State, Transfers, Trip, is_moved, mapped
 
 AHEAD = 2  # parameters whose states are on their way
@@ -39,7 +40,7 @@ class HostStates:
             optimizer.register_load_state_dict_post_hook(self._settle_loaded),
         ]
         for parameter, state in list(optimizer.state.items()):
-            self._settle(parameter, state, torch.float32 if parameter in self._rooms else None)
+            self._settle(parameter, state, torch.float32 if self._is_stepped_in_fp32(parameter) else None)
 
     def bring(self, parameter: Tensor) -> Tensor | None:
         """The states of `parameter` to its device, and those of the next ones on their way. Returns its master."""
@@ -126,8 +127,14 @@ class HostStates:
         """Take in states that are somewhere else."""
         room = self._rooms.setdefault(parameter, {})
         housed = partial(_housed, parameter.device)
-        room |= mapped({name: _in_dtype(value, dtype) for name, value in state.items()}, housed)
+        if has_master(self.optimizer, parameter):
+            state = joined(state)
+        in_dtype = {name: value if name == LOW else _in_dtype(value, dtype) for name, value in state.items()}
+        room |= mapped(in_dtype, housed)
         self._show(parameter)
+
+    def _is_stepped_in_fp32(self, parameter: Tensor) -> bool:
+        return parameter in self._rooms or has_master(self.optimizer, parameter)
 
     def _take_loaded(self, _optimizer: Any, loaded: dict[str, Any]) -> dict[str, Any]:
         """torch would put states on the devices of their parameters, all of them, and in their dtype."""
@@ -151,7 +158,8 @@ class HostStates:
             state = optimizer.state.get(parameter, {}) | self._loaded.pop(i, {})
             if state:
                 # torch's rule: in the dtype of what is stepped.
-                self._settle(parameter, state, torch.float32 if parameter in self._rooms else parameter.dtype)
+                in_fp32 = self._is_stepped_in_fp32(parameter)
+                self._settle(parameter, state, torch.float32 if in_fp32 else parameter.dtype)
 
 
 def _in_dtype(value: Any, dtype: torch.dtype | None) -> Any:

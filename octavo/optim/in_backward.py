@@ -11,14 +11,20 @@ Gradients of a model are then never all there at once. An 8B has 15 GiB of them 
 It is the same optimiser with the same state, so learning rates, checkpoints and `octavo`'s scaling histories go on as
 before. What needs all gradients at once cannot be had: a limit on their norm, their sum over several micro-batches, or
 their mean over several processes (DDP would average what has been applied already).
+
+A weight gets one step for each `optimizer.step()`. A second gradient for it before that, from a second backward or
+from reentrant checkpointing, whose graphs end within backward, would be a second step with a part of the gradient: an
+error.
 """
 
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from octavo.optim.host_states import HostStates
 from octavo.optim.one_by_one import OneByOne
+from octavo.optim.split_masters import is_left_to_others
 
 _MARK = "_octavo_in_backward"
 
@@ -28,12 +34,33 @@ class InBackward(OneByOne):
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, states: HostStates | None) -> None:
         super().__init__(optimizer, states=states)
-        self._handles = [parameter.register_post_accumulate_grad_hook(self.apply) for parameter in self.parameters]
+        self._applied: set[Tensor] = set()
+        self._handles: list[Any] = [
+            parameter.register_post_accumulate_grad_hook(self._apply_once) for parameter in self.parameters
+        ]
+        self._handles.append(optimizer.register_step_post_hook(lambda *_: self.begin_anew()))
         setattr(optimizer, _MARK, self)
+
+    def _apply_once(self, parameter: Tensor) -> None:
+        if parameter in self._applied:
+            raise RuntimeError(
+                f"a second gradient of a parameter of shape {tuple(parameter.shape)} before optimizer.step(): its "
+                "first one has been applied within backward already. Call optimizer.step() after each backward(), sum "
+                "losses instead of calling backward() for each, and where a checkpointed module is used twice, "
+                "checkpoint with use_reentrant=False; or train without step_in_backward (release_gradients, offload)"
+            )
+        self.apply(parameter)
+        if parameter.grad is None:  # else it waits for others of its product
+            self._applied.add(parameter)
+
+    def begin_anew(self) -> None:
+        """A step ends, or broke off: what comes next is the gradient of another one."""
+        self._applied.clear()
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
+        is_left_to_others(self.optimizer, False)
         if self.states is not None:
             self.states.give_back()
         delattr(self.optimizer, _MARK)

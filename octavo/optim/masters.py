@@ -53,6 +53,7 @@ class OffloadedMasters(InBackward):
         for parameter, master in zip(group.parameters, masters, strict=True):
             if parameter.grad is not None:
                 self._step_master(parameter, master)
+                self._applied.add(parameter)
         group.write(masters)
         for parameter, master in zip(group.parameters, masters, strict=True):
             self.states.send(parameter, master)

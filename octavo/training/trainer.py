@@ -21,11 +21,13 @@ from octavo.nn.report import Report
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 from octavo.numerics.checks import check_choice
 from octavo.numerics.config import check_config
-from octavo.optim import offload_master, offload_states, step_in_backward
+from octavo.optim import keep_masters, offload_master, offload_states, step_in_backward
+from octavo.optim.in_backward import InBackward
 from octavo.optim.out_of_memory import explained
 from octavo.support import check_fp8_support
 from octavo.training.files import disk_errors
 from octavo.training.gradients import GRADIENTS, GradientSums, default_for
+from octavo.training.random_states import get_rng_states, set_rng_states
 
 OFFLOADS = ("optimizer", "master")
 
@@ -46,6 +48,9 @@ class FP8Trainer:
     `gradients`: what they are summed in over micro-batches: `fp32` (the default), 4 bytes a parameter; `bf16`, 2 bytes,
     or `fp8`, one byte, both rounded stochastically, so that the mean is right and single sums are off by up to a 128th
     or an 8th at each addition. Without accumulation gradients are what the parameters are, and nothing else can be had.
+    `master_weights`: weights in BF16 are stepped as FP32 ones, of which the optimiser keeps the lower halves, 2 bytes a
+    parameter, and FP32 means (`octavo.optim.keep_masters`); the default, unless the model was loaded without. False
+    leaves weights to round to BF16 after each step.
     """
 
     def __init__(
@@ -61,6 +66,7 @@ class FP8Trainer:
         release_gradients: bool = False,
         offload: str | None = None,
         gradients: str | None = None,
+        master_weights: bool | None = None,
     ) -> None:
         if gradient_accumulation_steps < 1:
             raise ValueError(f"gradient_accumulation_steps={gradient_accumulation_steps!r}: at least 1")
@@ -91,10 +97,12 @@ class FP8Trainer:
         self.report: Report | None = None
         self._set_up_fp8(convert_model_to_fp8)
         self._sums = GradientSums(model, self.gradients) if gradient_accumulation_steps > 1 else None
+        keep_masters(model.parameters(), master_weights)
+        self._released: InBackward | None = None
         if offload == "master":
-            offload_master(model, optimizer)
+            self._released = offload_master(model, optimizer)
         elif release_gradients:
-            step_in_backward(optimizer, offload=offload is not None)
+            self._released = step_in_backward(optimizer, offload=offload is not None)
         elif offload is not None:
             offload_states(optimizer)
 
@@ -157,6 +165,8 @@ class FP8Trainer:
         """Of a backward that broke off some gradients are there, and some sums have theirs: tried again, they would
         count twice. The step begins anew with the next micro-batch."""
         self.optimizer.zero_grad(set_to_none=True)
+        if self._released is not None:
+            self._released.begin_anew()
         before = self.micro_step % self.gradient_accumulation_steps
         self.micro_step -= before
         if self._sums is not None:
@@ -248,13 +258,14 @@ class FP8Trainer:
         logger.info("loaded %s", path)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that training depends on, also in the middle of an accumulation."""
+        """Everything that training depends on, also in the middle of an accumulation; torch's random numbers, too."""
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scaling": self.scaling.state_dict() if self.scaling is not None else None,
             "accumulated": self._sums.state_dict() if self._sums is not None else {},
             "counters": {"micro_step": self.micro_step, "step": self.step, "skipped_steps": self.skipped_steps},
+            "rng": get_rng_states(p.device for p in self.model.parameters()),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -273,6 +284,10 @@ class FP8Trainer:
             )
         for name, value in state["counters"].items():
             setattr(self, name, value)
+        if "rng" in state:
+            set_rng_states(state["rng"])
+        else:
+            logger.warning("the saved state is of a version without random number states: dropout will differ")
 
 
 def _what_gradients_are(asked: str | None, model: nn.Module, accumulation: int) -> str:

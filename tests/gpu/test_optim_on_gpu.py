@@ -8,7 +8,16 @@ from torch import nn
 
 from octavo import FP8TrainingConfig, convert_to_fp8
 from octavo.nn.held import full_precision
-from octavo.optim import OPTIMIZERS, build_optimizer, offload_master, offload_states, step_in_backward
+from octavo.numerics.split import join
+from octavo.optim import (
+    OPTIMIZERS,
+    build_optimizer,
+    keep_masters,
+    offload_master,
+    offload_states,
+    step_in_backward,
+)
+from octavo.optim.split_masters import LOW
 
 
 def build(count=6, dtype=torch.bfloat16):
@@ -223,3 +232,63 @@ def test_weights_take_a_byte_each():
     held = torch.cuda.memory_allocated() - before
     assert full >= 24 * 2 * 1024 * 1024 and held < 0.52 * full
     handle.remove()
+
+
+@pytest.mark.parametrize("shape", [(4096,), (333, 129), (1024, 1024)], ids=str)
+def test_halves_of_fp32_are_those_of_the_spec(shape):
+    from octavo.kernels import split as kernel
+    from octavo.numerics import split as spec
+
+    x = torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32, device="cuda").view(torch.float32)
+    x.view(-1)[:2] = torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32, device="cuda").view(torch.float32)
+    wanted, found = ([torch.empty(shape, dtype=torch.bfloat16, device="cuda") for _ in range(2)] for _ in range(2))
+    spec.split(x, *wanted)
+    kernel.split(x, *found)
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.equal(one.view(torch.int16), other.view(torch.int16))
+    assert torch.equal(kernel.join(*found).view(torch.int32), spec.join(*wanted).view(torch.int32))
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_bf16_weights_with_masters_move_as_fp32_ones(name, how):
+    """The same gradients for both: what is left is the order of sums in the optimiser's kernel."""
+    if name != "adamw":
+        pytest.importorskip("torchao")
+    results = []
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.manual_seed(0)
+        weights = [nn.Parameter(torch.randn(1024, 512).bfloat16().to("cuda", dtype)) for _ in range(3)]
+        keep_masters(weights)
+        optimizer = build_optimizer(name, weights, 1e-5)
+        HOW[how](optimizer)
+        for seed in range(4):
+            generator = torch.Generator("cuda").manual_seed(seed)
+            given = [torch.randn(1024, 512, device="cuda", generator=generator).bfloat16() for _ in weights]
+            sum((w * g.to(dtype)).sum(dtype=torch.float32) for w, g in zip(weights, given, strict=True)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.cuda.synchronize()
+        lows = [optimizer.state[w].get(LOW) for w in weights]  # some ways keep them in host memory
+        results.append(
+            [w.detach() if low is None else join(w.detach(), low.cuda()) for w, low in zip(weights, lows, strict=True)]
+        )
+    for exact, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, exact, rtol=1e-6, atol=1e-8)
+        assert not torch.equal(found, found.bfloat16().float())
+
+
+def test_memory_of_a_step_with_masters():
+    """Masters and FP32 gradients are there for a portion of the weights only, and two bytes stay."""
+    count, before = 24 * 2048 * 2048, torch.cuda.memory_allocated()
+    weights = [nn.Parameter(torch.zeros(2048, 2048, dtype=torch.bfloat16, device="cuda")) for _ in range(24)]
+    keep_masters(weights)
+    optimizer = torch.optim.AdamW(weights, lr=1e-5, fused=True)
+    for _ in range(2):
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        gc.collect()
+        torch.cuda.reset_peak_memory_stats()
+        optimizer.step()
+    held, peak = torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
+    assert held < 14.5 * count and peak - held < 9 * 2**26

@@ -236,8 +236,23 @@ def test_updates_below_the_rounding_are_no_fault(sgd):
     x = torch.randn(4, 64, dtype=torch.bfloat16)
     check = checked(model, optimizer, lambda: model(x).square().mean(), MOST_STEPS)
     assert check.done
-    (line,) = check.findings()
+    line, share = check.findings()
     assert "its updates at lr=1e-05 are below the rounding of bfloat16: weight" in line
+    assert share.startswith("0% of 66 elements with a gradient moved in their first step")
+
+
+def test_small_gradients_of_sgd_move_less_than_those_of_adam():
+    """By lr × gradient, which at this rate is below the rounding; Adam's would be the rate itself."""
+    model = nn.RMSNorm(64).bfloat16()
+    x = torch.randn(4, 64, dtype=torch.bfloat16)
+
+    def loss():
+        return 1e-4 * model(x).square().mean()
+
+    line, _ = checked(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, MOST_STEPS).findings()
+    assert "its updates at lr=0.1 are below the rounding of bfloat16: weight" in line
+    with pytest.raises(RuntimeError, match="1 of 1 weights"):
+        checked(model, Frozen(model.parameters(), lr=0.1), loss)
 
 
 def test_updates_below_the_rounding_excuse_no_weight_that_the_optimiser_lacks():

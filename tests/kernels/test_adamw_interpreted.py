@@ -18,6 +18,11 @@ def test_as_in_torch(name, shape):
     check_steps(name, shape)
 
 
+@pytest.mark.parametrize("changed", [{"eps": 0.1}, {"betas": (0.5, 0.9)}, {"weight_decay": 5.0}, {"lr": 0.1}], ids=str)
+def test_every_setting_counts(changed):
+    check_steps("adamw8bit", (40, 384), rates=RATES | changed)
+
+
 @pytest.mark.parametrize("stochastic", [False, True])
 @pytest.mark.parametrize("name", CLASSES)
 def test_weights_in_bf16(name, stochastic):

@@ -69,6 +69,32 @@ def test_what_rounding_to_the_nearest_would_lose(kind):
         trainer.training_step((start if i == 0 else start * small,))
     grown = seen["matrix"] * 64 / start - 1
     assert grown.mean() == pytest.approx(63 * small, rel=0.05)
+    # One in eight times or more, whatever the element: with the same random numbers in every micro-batch, some never.
+    assert (grown > small / 2).float().mean() > 0.99
+
+
+class Pair(nn.Module):
+    """Two parameters with the same gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = (nn.Parameter(torch.zeros(ROWS, COLUMNS)) for _ in range(2))
+
+    def forward(self, gradient):
+        return (self.one * gradient + self.other * gradient).sum()
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+def test_parameters_have_random_numbers_of_their_own(kind):
+    model = Pair()
+    trainer = FP8Trainer(
+        model, torch.optim.SGD(model.parameters(), lr=0.0), convert_model_to_fp8=False, gradient_accumulation_steps=3,
+        gradients=kind,
+    )  # fmt: skip
+    for gradient in gradients(2):
+        trainer.training_step((gradient.float() * 1.01,))
+    one, other = (x if kind == "bf16" else x[0].float() for x in trainer.state_dict()["accumulated"].values())
+    assert (one != other).float().mean() > 0.2
 
 
 @pytest.mark.parametrize("kind", GRADIENTS)

@@ -2,6 +2,7 @@
 
 import io
 import logging
+import random
 from types import SimpleNamespace
 
 import pytest
@@ -109,14 +110,16 @@ def test_micro_batches_equal_one_batch():
     assert norms[0] == pytest.approx(norms[1], rel=0.02)
 
 
-def test_clipping():
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_clipping(accumulation):
     seen = []
-    trainer = make(max_grad_norm=1e-3)
+    trainer = make(max_grad_norm=1e-3, gradient_accumulation_steps=accumulation)
     trainer.optimizer.register_step_pre_hook(
         lambda *_: seen.append(torch.stack([p.grad.norm() for p in trainer.model.parameters()]).norm().item())
     )
-    trainer.training_step(batches(1)[0])
-    assert trainer.grad_norm > 1e-3 and seen[0] == pytest.approx(1e-3, rel=1e-3)
+    for batch in batches(accumulation):
+        trainer.training_step(batch)
+    assert trainer.grad_norm > 1e-3 and len(seen) == 1 and seen[0] == pytest.approx(1e-3, rel=1e-3)
 
 
 def test_a_non_finite_gradient_skips_the_step_and_is_said(caplog):
@@ -173,6 +176,40 @@ def test_state_resumes_exactly(kind, at):
     resumed.load_state_dict(torch.load(buffer, weights_only=True))
     assert [resumed.training_step(batch).item() for batch in data[at:]] == expected
     assert resumed.step == trainer.step == 5
+
+
+class Random(WithLoss):
+    """Dropout, and layers left out by Python's random numbers."""
+
+    def forward(self, x, labels=None):
+        x = nn.functional.dropout(x, 0.5)
+        return super().forward(x * random.random(), labels)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_random_numbers_resume_as_well(accumulation):
+    config = FP8TrainingConfig.from_recipe("current", rounding={"g": "stochastic"})
+    trainer = make(Random(), config, gradient_accumulation_steps=accumulation)
+    data = batches(6)
+    for batch in data[:3]:
+        trainer.training_step(batch)
+    torch.save(trainer.state_dict(), buffer := io.BytesIO())
+    expected = [trainer.training_step(batch).item() for batch in data[3:]]
+    buffer.seek(0)
+    resumed = make(Random(), config, gradient_accumulation_steps=accumulation)
+    resumed.load_state_dict(torch.load(buffer, weights_only=True))
+    assert [resumed.training_step(batch).item() for batch in data[3:]] == expected
+    for mine, theirs in zip(resumed.model.parameters(), trainer.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_a_state_of_before_loads_and_says_what_it_lacks(caplog):
+    trainer = make()
+    state = trainer.state_dict()
+    del state["rng"]
+    with caplog.at_level(logging.WARNING, "octavo"):
+        trainer.load_state_dict(state)
+    assert "without random number states" in caplog.text
 
 
 def test_info_logging_says_what_happens(caplog):

@@ -1,0 +1,270 @@
+"""FP32 master weights of BF16 parameters in two bytes more: the parameter is the upper half of its master.
+
+A BF16 weight has eight bits: at a learning rate of 1e-5 most updates are below half of its last one, and round to
+nothing. So the optimiser keeps the lower half of an FP32 number for every weight (`numerics/split.py`), as one of its
+states, and steps the two together:
+
+    master = join(weight, low)      FP32, as are the gradient and the optimiser's means
+    master moves                    by whatever optimiser it is: it finds a Parameter in FP32
+    weight, low = split(master)     the weight is what the master rounds to
+
+Training is that of FP32 weights, bit for bit, but for the forward, which sees them in BF16. `keep_masters(parameters)`
+says which parameters are trained so; from then on every optimiser that steps them does it, whoever built it, through a
+hook that torch calls before each optimiser's step. Masters exist for some parameters at a time.
+
+Checkpoints. `state_dict()` of the optimiser has the low halves, and FP32 means are cut in two BF16 halves there
+("exp_avg" and "exp_avg_low"): torch casts states to the dtype of their parameter when it loads them, and these come
+through unchanged. So a run resumes exactly, also where the checkpoint is loaded before the first step; and a plain
+optimiser that reads it finds the means it knows, in BF16.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from octavo.numerics import split as spec
+from octavo.optim.partial_step import plain_step, step_groups
+
+LOW = "weight_low"
+_SUFFIX = "_low"
+_MARK, _ATTACHED, _OTHERS = "_octavo_master", "_octavo_masters", "_octavo_one_by_one"
+_AT_A_TIME = 2**26  # elements whose masters and FP32 gradients are there at once: half a GiB
+_hook: list[Any] = []
+
+
+def keep_masters(parameters: Iterable[Tensor], keep: bool | None = True) -> None:
+    """Have optimisers step these parameters, those in BF16, through FP32 masters.
+
+    `keep=False`: no longer. `None`: yes, but for those of which it has been said already. Optimisers that round BF16
+    weights stochastically (`bf16_stochastic_round`) go on with that: it was a choice. Sharded parameters (DTensor) are
+    left alone. A copy of a model (`copy.deepcopy`) has other parameters, of which it has to be said again.
+    """
+    for parameter in parameters:
+        if keep is not None or not hasattr(parameter, _MARK):
+            setattr(parameter, _MARK, keep is not False)
+    if keep is not False and not _hook:
+        _hook.append(register_optimizer_step_pre_hook(_before_step))
+
+
+def has_master(optimizer: Any, parameter: Tensor) -> bool:
+    """Whether `optimizer` steps this parameter through an FP32 master."""
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # without what Accelerate puts around it
+    wanted = getattr(parameter, _MARK, False) and parameter.dtype == torch.bfloat16
+    return wanted and type(parameter.data) is Tensor and not getattr(optimizer, "bf16_stochastic_round", False)
+
+
+def master_at(optimizer: Any, parameter: Tensor, places: Tensor) -> Tensor:
+    """Elements of the master, by their numbers; of the parameter itself, if it has none or none yet."""
+    values = parameter.detach().reshape(-1)[places]
+    if not has_master(optimizer, parameter):
+        return values
+    low = optimizer.state.get(parameter, {}).get(LOW)
+    return values.float() if low is None else spec.join(values, low.reshape(-1)[places])
+
+
+def joined(state: dict[str, Any]) -> dict[str, Any]:
+    """The states of a parameter with a master, as they were before `state_dict` cut them: in FP32."""
+    found: dict[str, Any] = {}
+    for name, value in state.items():
+        if name == LOW or not _is_half(value):
+            found[name] = value
+        elif not name.endswith(_SUFFIX) or name.removesuffix(_SUFFIX) not in state:
+            low = state.get(name + _SUFFIX)
+            found[name] = value.float() if low is None else spec.join_views(value, low)
+    return found
+
+
+def is_left_to_others(optimizer: torch.optim.Optimizer, left: bool) -> None:
+    """Say that something else has this optimiser step parameters one by one, by `in_fp32`, and not before its step."""
+    if left:
+        _attach(optimizer)
+    setattr(optimizer, _OTHERS, left)
+
+
+@contextmanager
+def in_fp32(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Let those of `parameters` that have masters be these, with FP32 gradients; then split them again."""
+    raised: list[_Raised] = []
+    changed = False
+    try:
+        for parameter in parameters:
+            if has_master(optimizer, parameter):
+                raised.append(_Raised(optimizer, parameter))
+        yield
+        changed = True
+    finally:
+        for one in raised:
+            one.lower(changed=changed)
+
+
+class _Raised:
+    """A parameter that is its own master at the moment."""
+
+    @torch.no_grad()
+    def __init__(self, optimizer: torch.optim.Optimizer, parameter: Any) -> None:
+        self.optimizer, self.parameter = optimizer, parameter
+        self.high, self.grad = parameter.data, parameter.grad
+        state = optimizer.state.get(parameter)
+        self.low = None
+        if state:
+            self.low = state.pop(LOW, None)  # optimisers make their states where they find none at all
+            if any(map(_is_half, state.values())):
+                optimizer.state[parameter] = joined(state)
+        if self.low is None:
+            self.low = spec.new_low(self.high)
+        parameter.data = _way_for(self.high, self.low).join(self.high, self.low)
+        if self.grad is not None:
+            sparse = self.grad.layout != torch.strided
+            parameter.grad = self.grad.float() if sparse else torch.empty_like(parameter).copy_(self.grad)
+        self.raised_grad = parameter.grad
+
+    @torch.no_grad()
+    def lower(self, *, changed: bool) -> None:
+        if changed:
+            _way_for(self.high, self.low).split(self.parameter.data, self.high, self.low)
+        grad = self.parameter.grad
+        self.parameter.data = self.high  # the memory it had, which CUDA graphs know
+        self.parameter.grad = self.grad if grad is self.raised_grad else None if grad is None else grad.bfloat16()
+        self.optimizer.state[self.parameter][LOW] = self.low
+
+
+def _way_for(high: Tensor, low: Any) -> Any:
+    if high.is_cuda and find_spec("triton"):
+        from octavo.kernels import split as kernel
+
+        if kernel.can_split(high, low):
+            return kernel
+    return spec
+
+
+def _is_half(value: Any) -> bool:
+    """A plain state in BF16. States of few bits have formats of their own."""
+    return type(value) is Tensor and value.dtype == torch.bfloat16
+
+
+class _Masters:
+    """What an optimiser does around its step, and to its `state_dict`."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._pre = optimizer.register_step_pre_hook(self._step)
+        self._post = optimizer.register_step_post_hook(lambda *_: self._end())
+        optimizer.register_state_dict_post_hook(_cut)
+        self._hidden: list[tuple[Any, Tensor]] = []
+        self._whole = ExitStack()
+
+    def come_last(self, optimizer: Any) -> None:
+        """Hooks of others may change gradients before the step, and look at them after it."""
+        optimizer._optimizer_step_pre_hooks.move_to_end(self._pre.id)
+        optimizer._optimizer_step_post_hooks.move_to_end(self._post.id, last=False)
+
+    def _step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if getattr(optimizer, _OTHERS, False):
+            return None
+        self._hidden.clear()  # of a step that broke off
+        self._whole.close()
+        new = _with_closure_called(args, kwargs)
+        mine = [p for group in optimizer.param_groups for p in group["params"] if _steps(optimizer, p)]
+        mine = [p for p in mine if p.grad is not None]
+        if _is_by_element(optimizer):
+            self._step_some_at_a_time(optimizer, mine)
+        else:
+            self._whole.enter_context(in_fp32(optimizer, mine))
+        return new
+
+    def _step_some_at_a_time(self, optimizer: Any, mine: list[Any]) -> None:
+        for some in _portions(mine):
+            chosen = set(some)
+            groups = [
+                {**group, "params": [p for p in group["params"] if p in chosen]} for group in optimizer.param_groups
+            ]
+            with in_fp32(optimizer, some):
+                step_groups(optimizer, [group for group in groups if group["params"]], plain_step(optimizer))
+        for p in mine:  # the step that follows is for the others; then gradients are there again
+            self._hidden.append((p, p.grad))
+            p.grad = None
+
+    def _end(self) -> None:
+        self._whole.close()
+        for p, grad in self._hidden:
+            if p.grad is None:
+                p.grad = grad
+        self._hidden.clear()
+
+
+def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    """Of every optimiser, before the hooks of its own."""
+    masters = getattr(optimizer, _ATTACHED, None)
+    if masters is None:
+        if not any(_steps(optimizer, p) for group in optimizer.param_groups for p in group["params"]):
+            return
+        _refuse_lbfgs(optimizer)
+        masters = _attach(optimizer)
+    masters.come_last(optimizer)
+
+
+def _attach(optimizer: torch.optim.Optimizer) -> _Masters:
+    found: _Masters | None = getattr(optimizer, _ATTACHED, None)
+    if found is None:
+        found = _Masters(optimizer)
+        setattr(optimizer, _ATTACHED, found)
+    return found
+
+
+def _refuse_lbfgs(optimizer: torch.optim.Optimizer) -> None:
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            "LBFGS evaluates the model within its step, where BF16 weights with FP32 masters are in FP32: train with "
+            "another optimiser, or say master_weights=False where the model is loaded or the trainer is built"
+        )
+
+
+def _steps(optimizer: Any, p: Tensor) -> bool:
+    return p.requires_grad and has_master(optimizer, p)
+
+
+def _with_closure_called(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`step(closure)` computes gradients itself: now, while weights are in BF16."""
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        loss = closure()
+    return args[:1], {**kwargs, "closure": lambda: loss}
+
+
+def _is_by_element(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step of one parameter does not depend on the others: so it is in torch, torchao and here."""
+    module = type(optimizer).__module__
+    return module.startswith(("torch.optim.", "torchao.", "octavo.", "transformers."))
+
+
+def _portions(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
+    some: list[Tensor] = []
+    for parameter in parameters:
+        if some and sum(p.numel() for p in some) + parameter.numel() > _AT_A_TIME:
+            yield some
+            some = []
+        some.append(parameter)
+    if some:
+        yield some
+
+
+def _cut(_optimizer: Any, saved: dict[str, Any]) -> dict[str, Any]:
+    """FP32 states of parameters with masters, in halves that `load_state_dict` leaves as they are."""
+    states = {i: _cut_state(state) if LOW in state else state for i, state in saved["state"].items()}
+    return {**saved, "state": states}
+
+
+def _cut_state(state: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in state.items():
+        if name != "step" and type(value) is Tensor and value.dtype == torch.float32:
+            found[name], found[name + _SUFFIX] = spec.views(value)
+        else:
+            found[name] = value
+    return found
