@@ -16,7 +16,8 @@ one that is a Parameter or a view of one. Under `no_grad` nothing is learned: ev
 import fnmatch
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 from weakref import WeakValueDictionary
@@ -28,9 +29,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from octavo.nn import checkpointing
 from octavo.nn.attention import refuse_on_gpu
 from octavo.nn.autocast_functions import FUNCTIONS
-from octavo.nn.checkpointing import attach_to_recomputation
 from octavo.nn.product import fp8_product
 from octavo.nn.report import FP8, Entry, Report
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
@@ -70,6 +71,7 @@ class FP8Autocast(TorchFunctionMode):
         self._rows: Tensor | None = None  # [3 · max_products, ROW]: a, b and g of each product
         self._ordinal = 0  # of the next product since entering
         self._outer: list[int] = []
+        self._autocasts: list[int] = []  # how many regions of torch.autocast were around when entered
         self._traced = 0  # products found while compiling; they take slots from the end
         self._entries: dict[int, Entry] = {}
         self._weights: dict[int, tuple[bool, bool]] = {}  # which of a and b is a weight
@@ -82,14 +84,20 @@ class FP8Autocast(TorchFunctionMode):
 
     def __enter__(self) -> Self:
         self._outer.append(self._ordinal)
+        self._autocasts.append(_autocast_depth())
         if len(self._outer) == 1:
             self._ordinal = 0
+        if not torch.compiler.is_compiling():
+            checkpointing.enter(self)
         return super().__enter__()
 
     def __exit__(self, *exc: Any) -> None:
         outer = self._outer.pop()
+        self._autocasts.pop()
         if self._outer:
             self._ordinal = max(outer, self._ordinal)
+        if not torch.compiler.is_compiling():
+            checkpointing.leave(self)
         super().__exit__(*exc)
 
     def __torch_function__(
@@ -107,6 +115,8 @@ class FP8Autocast(TorchFunctionMode):
             return func(*args, **kwargs)
         # Without this, a context further out would take over what an inner, disabled one leaves alone.
         with torch._C.DisableTorchFunction():
+            if not torch.compiler.is_compiling():
+                checkpointing.attach_to_recomputation()
             if not self.enabled:
                 return func(*args, **kwargs)
             if func is F.scaled_dot_product_attention and not self.config.fp8_dpa:
@@ -159,6 +169,8 @@ class FP8Autocast(TorchFunctionMode):
 
     def _why_not(self, a: Tensor, b: Tensor, b_is_nk: bool) -> str:
         """The reason why a product cannot run in FP8; empty if it can."""
+        if self._autocasts and _autocast_depth() > self._autocasts[-1] and not torch.is_autocast_enabled(a.device.type):
+            return "inside torch.autocast(enabled=False)"
         for x in (a, b):
             if type(x) not in _PLAIN:
                 return f"operand of type {type(x).__name__}"
@@ -183,7 +195,6 @@ class FP8Autocast(TorchFunctionMode):
         if self.scaling.step_count != self._steps_seen:  # a step inside the context: products start over
             self._steps_seen, self._ordinal = self.scaling.step_count, 0
         start = self._ordinal
-        attach_to_recomputation(self, lambda function: self._recompute(function, start))
         self._prepare(a.device)
         self._ordinal += 1
         if start not in self._entries and len(self._entries) >= self.max_products and not torch.is_grad_enabled():
@@ -196,19 +207,20 @@ class FP8Autocast(TorchFunctionMode):
         self._entries[start].calls += 1
         return start
 
-    def _recompute(self, function: Callable[..., Any], start: int) -> Callable[..., Any]:
-        """`function`, run in this context as if `start` products had gone before it."""
+    def position(self) -> int:
+        """Number of products since entering."""
+        return self._ordinal
 
-        def recompute(*args: Any, **kwargs: Any) -> Any:
-            before = self._ordinal
-            with self:
-                self._ordinal, self._steps_seen = start, self.scaling.step_count
-                try:
-                    return function(*args, **kwargs)
-                finally:
-                    self._ordinal = before
-
-        return recompute
+    @contextmanager
+    def at(self, position: int) -> Iterator[None]:
+        """This context as if `position` products had gone before: for a recomputation."""
+        before = self._ordinal
+        with self:
+            self._ordinal, self._steps_seen = position, self.scaling.step_count
+            try:
+                yield
+            finally:
+                self._ordinal = before
 
     def _prepare(self, device: torch.device) -> None:
         """Have rows for all products on `device`."""
@@ -267,6 +279,13 @@ def _constant_when_traced(function: Callable[..., Any]) -> Callable[..., Any]:
 @_constant_when_traced
 def _note_traced(key: int, op: str, reason: str) -> None:
     _CONTEXTS[key]._note(op, reason, "", "", "compiled")
+
+
+@_constant_when_traced
+def _autocast_depth() -> int:
+    """How many regions of `torch.autocast`, enabled or not, are around."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
 
 
 @_constant_when_traced
