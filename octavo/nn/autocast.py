@@ -291,6 +291,7 @@ def _autocast_depth() -> int:
 @_constant_when_traced
 def _trace_slot(key: int, op: str, device: str, a_is_weight: bool, b_is_weight: bool) -> int:
     """While compiling: a slot of its own for every product traced, counted from the end."""
+    checkpointing.refuse_compiled_inside()
     context = _CONTEXTS[key]
     context._prepare(torch.device(device))
     entry = Entry(f"{op}.compiled{context._traced}", op, FP8, where="compiled", calls=1)

@@ -64,11 +64,30 @@ def leave(context: Context) -> None:
 
 def attach_to_recomputation() -> None:
     """Have every checkpointed region around the caller recomputed under the contexts around it."""
-    for depth, (holder, attribute) in enumerate(_regions()):
-        function = getattr(holder, attribute)
+    for holder, attribute, around in _to_attach(_regions()):
+        setattr(holder, attribute, _within(around, getattr(holder, attribute)))
+
+
+def refuse_compiled_inside() -> None:
+    """Raise if products are compiled inside a region that nothing is attached to.
+
+    They would never attach: compiled code runs without asking any context.
+    """
+    if _to_attach(_regions()):
+        raise RuntimeError(
+            "fp8_autocast: torch.compile inside torch.utils.checkpoint would be recomputed in high precision. Compile "
+            "the function that calls checkpoint (or the whole model), or enter the context inside the compiled function"
+        )
+
+
+def _to_attach(regions: list[tuple[Any, str]]) -> list[tuple[Any, str, list[Context]]]:
+    """The regions that nothing is attached to, each with the contexts around it."""
+    found = []
+    for depth, (holder, attribute) in enumerate(regions):
         around = [place.context for place in _THREAD.places if place.regions <= depth]
-        if around and not hasattr(function, _ATTACHED):
-            setattr(holder, attribute, _within(around, function))
+        if around and not hasattr(getattr(holder, attribute), _ATTACHED):
+            found.append((holder, attribute, around))
+    return found
 
 
 def _within(contexts: list[Context], function: Callable[..., Any]) -> Callable[..., Any]:

@@ -209,3 +209,27 @@ def test_a_sequence_in_segments(use_reentrant):
 
     for mine, theirs in zip(run_layers(2), run_layers(0), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_compiled_inside_a_region(use_reentrant):
+    """Refused, because compiled code cannot attach itself; the way out that the error names gives the same numbers."""
+    torch._dynamo.reset()
+    layer, x = nn.Linear(32, 32), torch.randn(8, 32, requires_grad=True)
+    context = fp8_autocast(model=layer)
+    compiled = torch.compile(layer, backend="aot_eager")
+    with context, pytest.raises(RuntimeError, match="enter the context inside the compiled function"):
+        checkpoint(compiled, x, use_reentrant=use_reentrant)
+
+    def inside(x):
+        with context:
+            return layer(x)
+
+    def gradient_of(function):
+        layer.zero_grad()
+        function(x).square().sum().backward()
+        return layer.weight.grad
+
+    compiled_inside = torch.compile(inside, backend="aot_eager", fullgraph=True)
+    found = gradient_of(lambda x: checkpoint(compiled_inside, x, use_reentrant=use_reentrant))
+    torch.testing.assert_close(found, gradient_of(inside))
