@@ -32,6 +32,7 @@ from torch.utils.checkpoint import checkpoint
 from octavo.nn import checkpointing
 from octavo.nn.attention import refuse_on_gpu
 from octavo.nn.autocast_functions import FUNCTIONS
+from octavo.nn.einsum import VECTOR
 from octavo.nn.product import fp8_product
 from octavo.nn.report import FP8, Entry, Report
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
@@ -41,6 +42,10 @@ from octavo.ops import Product
 from octavo.support import require_tensor_cores
 
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)  # fake: of `octavo plan`, which computes shapes alone
+# FP8 GEMMs contract multiples of 16 elements, one BF16 instruction of the tensor core contracts 16: a product with fewer
+# would be padded and take as long in FP8, plus the quantising. And the fewer the terms of a sum, the less their rounding
+# errors cancel: a rotary embedding multiplies frequencies by positions as an outer product, and would be 6 % off.
+SHORTEST_CONTRACTION = 16
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LIBRARY_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 
@@ -138,10 +143,20 @@ class FP8Autocast(TorchFunctionMode):
         return inner
 
     def multiply(
-        self, op: str, a: Tensor, b: Tensor, *, bias: Tensor | None = None, b_is_nk: bool = False
+        self,
+        op: str,
+        a: Tensor,
+        b: Tensor,
+        *,
+        bias: Tensor | None = None,
+        b_is_nk: bool = False,
+        or_high: bool = False,
     ) -> Tensor | str:
-        """`a @ b + bias` in FP8 (`a @ bᵀ` if `b_is_nk`), or the reason why not."""
+        """`a @ b + bias` in FP8 (`a @ bᵀ` if `b_is_nk`), or the reason why not; with `or_high`, then `a @ b` itself."""
         reason = self._why_not(a, b, b_is_nk)
+        if reason and or_high:
+            self._count_high_precision(op, reason, (a, b))
+            return a @ b
         if reason:
             return reason
         a_is_weight, b_is_weight = is_weight(a), is_weight(b)
@@ -169,8 +184,6 @@ class FP8Autocast(TorchFunctionMode):
 
     def _why_not(self, a: Tensor, b: Tensor, b_is_nk: bool) -> str:
         """The reason why a product cannot run in FP8; empty if it can."""
-        if self._autocasts and _autocast_depth() > self._autocasts[-1] and not torch.is_autocast_enabled(a.device.type):
-            return "inside torch.autocast(enabled=False)"
         for x in (a, b):
             if type(x) not in _PLAIN:
                 return f"operand of type {type(x).__name__}"
@@ -179,12 +192,19 @@ class FP8Autocast(TorchFunctionMode):
             if x.layout != torch.strided:
                 return f"operand with layout {x.layout}"
             if x.dim() < 2:
-                return "a matrix-vector product gains nothing from FP8"
-        k = b.shape[-1] if b_is_nk else b.shape[-2]
-        if a.shape[-1] != k or a.device != b.device or a.numel() == 0 or b.numel() == 0:
+                return VECTOR
+        k, n = b.mT.shape[-2:] if b_is_nk else b.shape[-2:]
+        if a.shape[-1] != k or not _broadcast(a, b) or a.device != b.device or a.numel() == 0 or b.numel() == 0:
             return "shapes or devices do not fit, or an operand is empty"
-        if a.dtype != b.dtype and not torch.is_autocast_enabled(a.device.type):
+        autocast = torch.is_autocast_enabled(a.device.type)
+        if a.dtype != b.dtype and not autocast:
             return f"operands of {a.dtype} and {b.dtype}"
+        if not autocast and self._autocasts and _autocast_depth() > self._autocasts[-1]:
+            return "inside torch.autocast(enabled=False)"
+        if n == 1 or (a.shape[-2] == 1 and is_weight(a)):
+            return VECTOR
+        if k < SHORTEST_CONTRACTION:
+            return f"short: it contracts fewer than {SHORTEST_CONTRACTION} elements, where FP8 gains nothing"
         for parameter in self._skipped:
             if is_same(a, parameter) or is_same(b, parameter):
                 return "left alone: config.skip names its weight"
@@ -299,6 +319,12 @@ def _trace_slot(key: int, op: str, device: str, a_is_weight: bool, b_is_weight: 
     slot = context.max_products - context._traced
     context._enter_product(slot, entry, (a_is_weight, b_is_weight))
     return slot
+
+
+def _broadcast(a: Tensor, b: Tensor) -> bool:
+    """Whether the leading dimensions of two batches of matrices go together."""
+    leading = zip(reversed(a.shape[:-2]), reversed(b.shape[:-2]), strict=False)
+    return all(n == m or n == 1 or m == 1 for n, m in leading)
 
 
 def is_weight(x: Tensor) -> bool:
