@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from octavo.nn import planner
 from octavo.nn.attention import NOT_ON_A_GPU
-from octavo.nn.autocast import is_skipped
 from octavo.nn.linear import FP8Linear
+from octavo.nn.names import is_skipped
 from octavo.nn.report import FP8, Entry, Report
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 from octavo.numerics.checks import check_choice, check_positive_int

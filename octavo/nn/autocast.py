@@ -13,7 +13,6 @@ Products are told apart by their order: the n-th product after entering is the n
 one that is a Parameter or a view of one. Under `no_grad` nothing is learned: evaluation leaves the histories alone.
 """
 
-import fnmatch
 import itertools
 import sys
 from collections.abc import Callable, Iterator
@@ -33,6 +32,7 @@ from octavo.nn import checkpointing
 from octavo.nn.attention import refuse_on_gpu
 from octavo.nn.autocast_functions import FUNCTIONS
 from octavo.nn.einsum import VECTOR
+from octavo.nn.names import WeightNames, is_weight
 from octavo.nn.product import fp8_product
 from octavo.nn.report import FP8, Entry, Report
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
@@ -42,9 +42,9 @@ from octavo.ops import Product
 from octavo.support import require_tensor_cores
 
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)  # fake: of `octavo plan`, which computes shapes alone
-# FP8 GEMMs contract multiples of 16 elements, one BF16 instruction of the tensor core contracts 16: a product with fewer
-# would be padded and take as long in FP8, plus the quantising. And the fewer the terms of a sum, the less their rounding
-# errors cancel: a rotary embedding multiplies frequencies by positions as an outer product, and would be 6 % off.
+# FP8 GEMMs contract multiples of 16 elements, and one BF16 instruction of the tensor cores contracts 16: a shorter
+# product is padded and takes as long in FP8, plus the quantising. And the fewer the terms of a sum, the less their
+# rounding errors cancel: rotary positions are an outer product, of which neighbours would become equal.
 SHORTEST_CONTRACTION = 16
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LIBRARY_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
@@ -71,8 +71,7 @@ class FP8Autocast(TorchFunctionMode):
         self.scaling = FP8ScalingManager.from_config(self.config)
         self.report = Report("products under fp8_autocast")
         self._recipe = self.config.recipe
-        self._parameters = list(model.named_parameters()) if model is not None else []
-        self._skipped = [p for name, p in self._parameters if is_skipped(name, self.config)]
+        self._names = WeightNames(self.config, model)
         self._rows: Tensor | None = None  # [3 · max_products, ROW]: a, b and g of each product
         self._ordinal = 0  # of the next product since entering
         self._outer: list[int] = []
@@ -104,6 +103,8 @@ class FP8Autocast(TorchFunctionMode):
         if not torch.compiler.is_compiling():
             checkpointing.leave(self)
         super().__exit__(*exc)
+        if exc[0] is None and self._entries and not torch.compiler.is_compiling():
+            self._names.check()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -205,10 +206,7 @@ class FP8Autocast(TorchFunctionMode):
             return VECTOR
         if k < SHORTEST_CONTRACTION:
             return f"short: it contracts fewer than {SHORTEST_CONTRACTION} elements, where FP8 gains nothing"
-        for parameter in self._skipped:
-            if is_same(a, parameter) or is_same(b, parameter):
-                return "left alone: config.skip names its weight"
-        return ""
+        return "left alone: config.skip names its weight" if self._names.is_skipped(a, b) else ""
 
     def _next_slot(self, op: str, a: Tensor, b: Tensor) -> int:
         """The slot of the next product in order."""
@@ -220,9 +218,11 @@ class FP8Autocast(TorchFunctionMode):
         if start not in self._entries and len(self._entries) >= self.max_products and not torch.is_grad_enabled():
             return self.max_products  # the spare slot: nothing is learned from it
         if start not in self._entries:
-            weight = next((f"[{name}]" for name, p in self._parameters if is_same(a, p) or is_same(b, p)), "")
+            weight = self._names.name_of(a, b)
             shapes = f"{list(a.shape)} @ {list(b.shape)}"
-            entry = Entry(f"{op}.{start}{weight}", op, FP8, shapes=shapes, where=_caller())
+            entry = Entry(
+                f"{op}.{start}[{weight}]" if weight else f"{op}.{start}", op, FP8, shapes=shapes, where=_caller()
+            )
             self._enter_product(start, entry, (is_weight(a), is_weight(b)))
         self._entries[start].calls += 1
         return start
@@ -327,25 +327,6 @@ def _broadcast(a: Tensor, b: Tensor) -> bool:
     return all(n == m or n == 1 or m == 1 for n, m in leading)
 
 
-def is_weight(x: Tensor) -> bool:
-    """A Parameter or a view of one."""
-    return isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter)
-
-
-def is_same(x: Tensor, parameter: Tensor) -> bool:
-    """Whether `x` is this Parameter or a view of it."""
-    return x is parameter or x._base is parameter
-
-
-def is_skipped(name: str, config: FP8TrainingConfig) -> bool:
-    """Whether `config.skip` names this layer or parameter: its name, a part of its dotted name, or by a pattern."""
-    return any(matches(name, pattern) for pattern in config.skip)
-
-
-def matches(name: str, pattern: str) -> bool:
-    return pattern in name.split(".") or fnmatch.fnmatch(name, pattern)
-
-
 def _caller() -> str:
     """File and line of the first frame outside torch and this package."""
     frame: Any = sys._getframe(1)
@@ -364,7 +345,8 @@ def fp8_autocast(
     """A context in which matrix products run in FP8.
 
     Make it once and enter it for every forward, in one thread: it holds the scaling histories. With `model`, the report
-    names the weights, `config.skip` applies to them, and only optimisers of that model roll the histories.
+    names the weights, and only optimisers of that model roll the histories. Without it, `config.skip` applies to the
+    weights of the modules that call the products; `torch.compile` needs `model`, or an empty `skip`.
     `enabled=False` makes a region of high precision inside another context.
     """
     config = check_config(config)

@@ -66,7 +66,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("call", REFUSED)
 def test_what_torch_refuses_raises_what_torch_raises(call):
-    with pytest.raises(Exception) as expected:  # noqa: PT011: whatever torch raises
+    with pytest.raises(Exception) as expected:  # whatever torch raises
         REFUSED[call]()
     context = fp8_autocast(FP8TrainingConfig(fp8_dpa=True))
     with context, pytest.raises(type(expected.value)) as found:
@@ -171,3 +171,104 @@ def test_regions_in_which_torch_autocast_is_off_when_compiled():
     assert len(context.report.in_fp8) == 1 and "enabled=False" in context.report.not_in_fp8[0].reason
     with fp8_autocast():
         assert torch.equal(y, forward(x))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+        self.lm_head = nn.Linear(32, 24)
+        self.mixing = nn.Parameter(torch.randn(32, 32))
+
+    def body(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x @ self.mixing.mT
+
+    def forward(self, x):
+        return self.lm_head(self.body(x))
+
+
+def call_model(model, x):
+    return model(x)
+
+
+def call_parts(model, x):
+    return model.lm_head(model.body(x))
+
+
+def call_wrapped(model, x):
+    return nn.Sequential(model)(x)
+
+
+@pytest.mark.parametrize("call", [call_model, call_parts, call_wrapped])
+@pytest.mark.parametrize(
+    ("skip", "left_alone"),
+    [
+        (None, ["lm_head.weight"]),
+        ((), []),
+        (("mixing",), ["mixing"]),
+        (("*layers.0", "lm_head"), ["layers.0.weight", "lm_head.weight"]),
+        (("*layers.*",), ["layers.0.weight", "layers.1.weight"]),
+        (("layers",), ["layers.0.weight", "layers.1.weight"]),
+    ],
+)
+def test_skip_without_the_model(skip, left_alone, call):
+    torch.manual_seed(0)
+    model, x = Net(), torch.randn(17, 32)
+    config = FP8TrainingConfig() if skip is None else FP8TrainingConfig(skip=skip)
+    context, named = fp8_autocast(config), fp8_autocast(config, model=model)
+    for each in (context, named):
+        with each:
+            y = call(model, x)
+        assert len(each.report.in_fp8) == 4 - len(left_alone)
+        assert all("config.skip" in entry.reason for entry in each.report.not_in_fp8)
+    with named:
+        assert torch.equal(call_model(model, x), y)
+    y.sum().backward()
+    assert set(left_alone) == {name for name, _ in model.named_parameters() if name.rpartition(".")[2] != "bias"} - {
+        entry.name.partition("[")[2].rstrip("]") for entry in named.report.in_fp8
+    }
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_skip_names_a_tied_weight_by_either_name(given):
+    model = Net()
+    model.lm_head = nn.Linear(32, 32)
+    model.lm_head.weight = model.layers[0].weight
+    context = fp8_autocast(model=model if given else None)
+    with context:
+        model(torch.randn(17, 32))
+    assert len(context.report.in_fp8) == 2 and sum(entry.calls for entry in context.report.not_in_fp8) == 2
+
+
+def test_skip_without_the_model_follows_new_models():
+    context = fp8_autocast()
+    for _ in range(3):
+        model = Net()
+        with context:
+            model(torch.randn(17, 32))
+        del model
+    assert len(context.report.in_fp8) == 3 and [entry.calls for entry in context.report.not_in_fp8] == [3]
+
+
+def test_skip_that_names_nothing_is_refused():
+    config = FP8TrainingConfig(skip=("lm_head", "laters.0"))
+    with pytest.raises(ValueError, match=r"skip='laters.0': no weight of Net"):
+        fp8_autocast(config, model=Net())
+    model = Net()
+    with pytest.raises(ValueError, match=r"skip='laters.0'.*model="), fp8_autocast(config):
+        model(torch.randn(17, 32))
+
+
+def test_skip_without_the_model_is_refused_when_compiled():
+    torch._dynamo.reset()
+    model = Net()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with fp8_autocast(), pytest.raises(RuntimeError, match=r"pass fp8_autocast the model"):
+        compiled(torch.randn(17, 32))
+    torch._dynamo.reset()
+    context = fp8_autocast(FP8TrainingConfig(skip=()))
+    with context:
+        compiled(torch.randn(17, 32))
+    assert len(context.report.in_fp8) == 4
