@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from decoder_cases import SIZES, assert_close_to, build, every_family, run
+from decoder_cases import SIZES, assert_close_to, build, every_family, run, transformers
 
 from octavo import FP8TrainingConfig, convert_to_fp8, fp8_autocast, get_fp8_autocast_context
 
@@ -45,11 +45,13 @@ def test_positions_are_exact(family, torch_autocast):
         model(**inputs())
     assert alone and len(seen) == len(alone)
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(seen, alone, strict=True))
-    # Seven linears a layer are in FP8; the head, attention and the positions are not, and each says why.
+    # Seven linears a layer are in FP8; the head is not, nor are the positions, which newer versions do not multiply.
     assert [entry.op for entry in context.report.in_fp8 if entry.op == "linear"] == ["linear"] * 14
     reasons = {entry.reason for entry in context.report.not_in_fp8}
     assert any("config.skip" in reason for reason in reasons)
-    assert any("fewer than 16" in reason or "enabled=False" in reason for reason in reasons)
+    if transformers.__version__.startswith("5.17."):
+        off = "enabled=False" if torch_autocast else "fewer than 16"
+        assert any(off in reason for reason in reasons)
 
 
 @every_family
