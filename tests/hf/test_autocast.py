@@ -33,7 +33,7 @@ def test_positions_are_exact(family, torch_autocast):
     model = build(family, max_position_embeddings=POSITIONS)
     rotary = next(module for name, module in model.named_modules() if name.endswith("rotary_emb"))
     seen = []
-    rotary.register_forward_hook(lambda module, args, output: seen.append(torch.stack(output)))
+    rotary.register_forward_hook(lambda *call: seen.append(torch.stack(call[-1])))
     context = get_fp8_autocast_context(FP8TrainingConfig())
     bfloat16 = torch.autocast("cpu", torch.bfloat16) if torch_autocast else nullcontext()
     with bfloat16:
