@@ -13,8 +13,8 @@ Products are told apart by their order: the n-th product after entering is the n
 one that is a Parameter or a view of one. Under `no_grad` nothing is learned: evaluation leaves the histories alone.
 
 In high precision stay, with the reason in the report: weights that `config.skip` names, products that contract fewer
-than 16 elements, products by a vector, and what is inside a region of `torch.autocast(enabled=False)` entered inside the
-context. (`transformers` enters such a region only where torch's autocast is enabled; otherwise it cannot be seen.)
+than 16 elements, products by a vector, and regions of `torch.autocast(enabled=False)` entered inside the context.
+(`transformers` enters such a region only where torch's autocast is enabled; otherwise it cannot be seen.)
 """
 
 import itertools
