@@ -25,7 +25,8 @@ from octavo.support import has_fp8_tensor_cores
 
 _LIBRARY = torch.library.Library("octavo", "DEF")
 _LIBRARY.define(
-    "quantize(Tensor x, Tensor(a!) row, str recipe, bool record, bool transpose, Tensor? scale=None) -> (Tensor, Tensor)"
+    "quantize(Tensor x, Tensor(a!) row, str recipe, bool record, bool transpose, Tensor? scale=None) "
+    "-> (Tensor, Tensor)"
 )
 _LIBRARY.define("quantize_both(Tensor x, Tensor(a!) row, str recipe, bool record) -> (Tensor, Tensor, Tensor, Tensor)")
 _LIBRARY.define(

@@ -1,4 +1,4 @@
-"""The planted bugs of tests/mutants still fit the code; whether tests catch them, `python tests/mutants/run.py` says."""
+"""The planted bugs of tests/mutants still fit the code. `python tests/mutants/run.py` says whether tests catch them."""
 
 import shutil
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import nn
 
-from octavo.nn.autocast import is_skipped
+from octavo.nn.names import is_skipped
 from octavo.numerics import FP8TrainingConfig
 from octavo.support import check_fp8_support
 

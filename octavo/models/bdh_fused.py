@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.models.bdh import BDH, rope_angles
-from octavo.nn.autocast import is_skipped
 from octavo.nn.bdh import OPERANDS, WEIGHTS, Layer, fp8_bdh_layer, quantize_weights
+from octavo.nn.names import is_skipped
 from octavo.nn.product import fp8_product
 from octavo.nn.report import FP8, Entry, Report
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig

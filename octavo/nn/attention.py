@@ -29,7 +29,7 @@ def refuse_on_gpu(query: Tensor) -> None:
 
 
 def fp8_attention(
-    multiply: Callable[[Tensor, Tensor], "Tensor | str"],
+    multiply: Callable[..., "Tensor | str"],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -40,7 +40,12 @@ def fp8_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor | str:
-    """`scaled_dot_product_attention` with its signature; `multiply(a, b)` is `a @ b`. Or the reason why not."""
+    """`scaled_dot_product_attention` with its signature; `multiply(a, b)` is `a @ b`. Or the reason why not.
+
+    A reason against the second product alone does not discard the first: that one is then in high precision.
+    """
+    if not _fits(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa):
+        return "arguments that do not fit, or that torch alone takes"
     if enable_gqa:
         groups = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
@@ -58,4 +63,36 @@ def fp8_attention(
     if attn_mask is not None:
         weights = weights.nan_to_num(0.0)  # a row with everything masked attends to nothing, as in torch
     weights = torch.nn.functional.dropout(weights, dropout_p).to(value.dtype)
-    return multiply(weights, value)
+    return multiply(weights, value, or_high=True)
+
+
+def _fits(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    enable_gqa: bool,
+) -> bool:
+    """Whether these are shapes and dtypes that torch takes, too, and without broadcasting one to another."""
+    if not query.dim() == key.dim() == value.dim() >= (3 if enable_gqa else 2):
+        return False
+    batch = -3 if enable_gqa else -2
+    heads_fit = not enable_gqa or (key.shape[-3] == value.shape[-3] != 0 and query.shape[-3] % key.shape[-3] == 0)
+    if not (query.shape[:batch] == key.shape[:batch] == value.shape[:batch] and heads_fit):
+        return False
+    if query.shape[-1] != key.shape[-1] or key.shape[-2] != value.shape[-2] or not 0 <= dropout_p < 1:
+        return False
+    if not (query.dtype == key.dtype == value.dtype and query.device == key.device == value.device):
+        return False
+    if attn_mask is None:
+        return True
+    shape = (*query.shape[:-1], key.shape[-2])
+    return (
+        not is_causal
+        and attn_mask.dtype in (torch.bool, query.dtype)
+        and attn_mask.device == query.device
+        and 2 <= attn_mask.dim() <= len(shape)
+        and all(n in (1, wanted) for n, wanted in zip(reversed(attn_mask.shape), reversed(shape), strict=False))
+    )

@@ -11,12 +11,16 @@
 Products are told apart by their order: the n-th product after entering is the n-th of every step. Under
 `torch.compile` they are told apart when traced. Which operand is the weight does not depend on its place: it is the
 one that is a Parameter or a view of one. Under `no_grad` nothing is learned: evaluation leaves the histories alone.
+
+In high precision stay, with the reason in the report: weights that `config.skip` names, products that contract fewer
+than 16 elements, products by a vector, and regions of `torch.autocast(enabled=False)` entered inside the context.
+(`transformers` enters such a region only where torch's autocast is enabled; otherwise it cannot be seen.)
 """
 
-import fnmatch
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 from weakref import WeakValueDictionary
@@ -28,9 +32,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from octavo.nn import checkpointing
 from octavo.nn.attention import refuse_on_gpu
 from octavo.nn.autocast_functions import FUNCTIONS
-from octavo.nn.checkpointing import attach_to_recomputation
+from octavo.nn.einsum import VECTOR
+from octavo.nn.names import WeightNames, is_weight
 from octavo.nn.product import fp8_product
 from octavo.nn.report import FP8, Entry, Report
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
@@ -40,6 +46,10 @@ from octavo.ops import Product
 from octavo.support import announce_emulation, require_tensor_cores
 
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)  # fake: of `octavo plan`, which computes shapes alone
+# FP8 GEMMs contract multiples of 16 elements, and one BF16 instruction of the tensor cores contracts 16: a shorter
+# product is padded and takes as long in FP8, plus the quantising. And the fewer the terms of a sum, the less their
+# rounding errors cancel: rotary positions are an outer product, of which neighbours would become equal.
+SHORTEST_CONTRACTION = 16
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LIBRARY_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 
@@ -65,11 +75,11 @@ class FP8Autocast(TorchFunctionMode):
         self.scaling = FP8ScalingManager.from_config(self.config)
         self.report = Report("products under fp8_autocast", scaling=self.scaling, emulate=self.config.emulate)
         self._recipe = self.config.recipe
-        self._parameters = list(model.named_parameters()) if model is not None else []
-        self._skipped = [p for name, p in self._parameters if is_skipped(name, self.config)]
+        self._names = WeightNames(self.config, model)
         self._rows: Tensor | None = None  # [3 · max_products, ROW]: a, b and g of each product
         self._ordinal = 0  # of the next product since entering
         self._outer: list[int] = []
+        self._autocasts: list[int] = []  # how many regions of torch.autocast were around when entered
         self._traced = 0  # products found while compiling; they take slots from the end
         self._entries: dict[int, Entry] = {}
         self._weights: dict[int, tuple[bool, bool]] = {}  # which of a and b is a weight
@@ -87,15 +97,23 @@ class FP8Autocast(TorchFunctionMode):
 
     def __enter__(self) -> Self:
         self._outer.append(self._ordinal)
+        self._autocasts.append(_autocast_depth())
         if len(self._outer) == 1:
             self._ordinal = 0
+        if not torch.compiler.is_compiling():
+            checkpointing.enter(self)
         return super().__enter__()
 
     def __exit__(self, *exc: Any) -> None:
         outer = self._outer.pop()
+        self._autocasts.pop()
         if self._outer:
             self._ordinal = max(outer, self._ordinal)
+        if not torch.compiler.is_compiling():
+            checkpointing.leave(self)
         super().__exit__(*exc)
+        if exc[0] is None and self._entries and not torch.compiler.is_compiling():
+            self._names.check()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -112,6 +130,8 @@ class FP8Autocast(TorchFunctionMode):
             return func(*args, **kwargs)
         # Without this, a context further out would take over what an inner, disabled one leaves alone.
         with torch._C.DisableTorchFunction():
+            if not torch.compiler.is_compiling():
+                checkpointing.attach_to_recomputation()
             if not self.enabled:
                 return func(*args, **kwargs)
             if func is F.scaled_dot_product_attention and not self.config.fp8_dpa:
@@ -133,10 +153,20 @@ class FP8Autocast(TorchFunctionMode):
         return inner
 
     def multiply(
-        self, op: str, a: Tensor, b: Tensor, *, bias: Tensor | None = None, b_is_nk: bool = False
+        self,
+        op: str,
+        a: Tensor,
+        b: Tensor,
+        *,
+        bias: Tensor | None = None,
+        b_is_nk: bool = False,
+        or_high: bool = False,
     ) -> Tensor | str:
-        """`a @ b + bias` in FP8 (`a @ bᵀ` if `b_is_nk`), or the reason why not."""
+        """`a @ b + bias` in FP8 (`a @ bᵀ` if `b_is_nk`), or the reason why not; with `or_high`, then `a @ b` itself."""
         reason = self._why_not(a, b, b_is_nk)
+        if reason and or_high:
+            self._count_high_precision(op, reason, (a, b))
+            return a @ b
         if reason:
             return reason
         a_is_weight, b_is_weight = is_weight(a), is_weight(b)
@@ -172,48 +202,54 @@ class FP8Autocast(TorchFunctionMode):
             if x.layout != torch.strided:
                 return f"operand with layout {x.layout}"
             if x.dim() < 2:
-                return "a matrix-vector product gains nothing from FP8"
-        k = b.shape[-1] if b_is_nk else b.shape[-2]
-        if a.shape[-1] != k or a.device != b.device or a.numel() == 0 or b.numel() == 0:
+                return VECTOR
+        k, n = b.mT.shape[-2:] if b_is_nk else b.shape[-2:]
+        if a.shape[-1] != k or not _broadcast(a, b) or a.device != b.device or a.numel() == 0 or b.numel() == 0:
             return "shapes or devices do not fit, or an operand is empty"
-        if a.dtype != b.dtype and not torch.is_autocast_enabled(a.device.type):
+        autocast = torch.is_autocast_enabled(a.device.type)
+        if a.dtype != b.dtype and not autocast:
             return f"operands of {a.dtype} and {b.dtype}"
-        for parameter in self._skipped:
-            if is_same(a, parameter) or is_same(b, parameter):
-                return "left alone: config.skip names its weight"
-        return ""
+        if not autocast and self._autocasts and _autocast_depth() > self._autocasts[-1]:
+            return "inside torch.autocast(enabled=False)"
+        if n == 1 or (a.shape[-2] == 1 and is_weight(a)):
+            return VECTOR
+        if k < SHORTEST_CONTRACTION:
+            return f"short: it contracts fewer than {SHORTEST_CONTRACTION} elements, where FP8 gains nothing"
+        return "left alone: config.skip names its weight" if self._names.is_skipped(a, b) else ""
 
     def _next_slot(self, op: str, a: Tensor, b: Tensor) -> int:
         """The slot of the next product in order."""
         if self.scaling.step_count != self._steps_seen:  # a step inside the context: products start over
             self._steps_seen, self._ordinal = self.scaling.step_count, 0
         start = self._ordinal
-        attach_to_recomputation(self, lambda function: self._recompute(function, start))
         self._prepare(a.device)
         self._ordinal += 1
         if start not in self._entries and len(self._entries) >= self.max_products and not torch.is_grad_enabled():
             return self.max_products  # the spare slot: nothing is learned from it
         if start not in self._entries:
-            weight = next((f"[{name}]" for name, p in self._parameters if is_same(a, p) or is_same(b, p)), "")
+            weight = self._names.name_of(a, b)
             shapes = f"{list(a.shape)} @ {list(b.shape)}"
-            entry = Entry(f"{op}.{start}{weight}", op, FP8, shapes=shapes, where=_caller())
+            entry = Entry(
+                f"{op}.{start}[{weight}]" if weight else f"{op}.{start}", op, FP8, shapes=shapes, where=_caller()
+            )
             self._enter_product(start, entry, (is_weight(a), is_weight(b)))
         self._entries[start].calls += 1
         return start
 
-    def _recompute(self, function: Callable[..., Any], start: int) -> Callable[..., Any]:
-        """`function`, run in this context as if `start` products had gone before it."""
+    def position(self) -> int:
+        """Number of products since entering."""
+        return self._ordinal
 
-        def recompute(*args: Any, **kwargs: Any) -> Any:
-            before = self._ordinal
-            with self:
-                self._ordinal, self._steps_seen = start, self.scaling.step_count
-                try:
-                    return function(*args, **kwargs)
-                finally:
-                    self._ordinal = before
-
-        return recompute
+    @contextmanager
+    def at(self, position: int) -> Iterator[None]:
+        """This context as if `position` products had gone before: for a recomputation."""
+        before = self._ordinal
+        with self:
+            self._ordinal, self._steps_seen = position, self.scaling.step_count
+            try:
+                yield
+            finally:
+                self._ordinal = before
 
     def _prepare(self, device: torch.device) -> None:
         """Have rows for all products on `device`."""
@@ -277,8 +313,16 @@ def _note_traced(key: int, op: str, reason: str) -> None:
 
 
 @_constant_when_traced
+def _autocast_depth() -> int:
+    """How many regions of `torch.autocast`, enabled or not, are around."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
+@_constant_when_traced
 def _trace_slot(key: int, op: str, device: str, a_is_weight: bool, b_is_weight: bool) -> int:
     """While compiling: a slot of its own for every product traced, counted from the end."""
+    checkpointing.refuse_compiled_inside()
     context = _CONTEXTS[key]
     context._prepare(torch.device(device))
     entry = Entry(f"{op}.compiled{context._traced}", op, FP8, where="compiled", calls=1)
@@ -288,23 +332,10 @@ def _trace_slot(key: int, op: str, device: str, a_is_weight: bool, b_is_weight: 
     return slot
 
 
-def is_weight(x: Tensor) -> bool:
-    """A Parameter or a view of one."""
-    return isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter)
-
-
-def is_same(x: Tensor, parameter: Tensor) -> bool:
-    """Whether `x` is this Parameter or a view of it."""
-    return x is parameter or x._base is parameter
-
-
-def is_skipped(name: str, config: FP8TrainingConfig) -> bool:
-    """Whether `config.skip` names this layer or parameter: its name, a part of its dotted name, or by a pattern."""
-    return any(matches(name, pattern) for pattern in config.skip)
-
-
-def matches(name: str, pattern: str) -> bool:
-    return pattern in name.split(".") or fnmatch.fnmatch(name, pattern)
+def _broadcast(a: Tensor, b: Tensor) -> bool:
+    """Whether the leading dimensions of two batches of matrices go together."""
+    leading = zip(reversed(a.shape[:-2]), reversed(b.shape[:-2]), strict=False)
+    return all(n == m or n == 1 or m == 1 for n, m in leading)
 
 
 def _caller() -> str:
@@ -325,7 +356,8 @@ def fp8_autocast(
     """A context in which matrix products run in FP8.
 
     Make it once and enter it for every forward, in one thread: it holds the scaling histories. With `model`, the report
-    names the weights, `config.skip` applies to them, and only optimisers of that model roll the histories.
+    names the weights, and only optimisers of that model roll the histories. Without it, `config.skip` applies to the
+    weights of the modules that call the products; `torch.compile` needs `model`, or an empty `skip`.
     `enabled=False` makes a region of high precision inside another context.
     """
     config = check_config(config)

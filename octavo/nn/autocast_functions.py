@@ -2,7 +2,8 @@
 
 `multiply(op, a, b, bias=..., b_is_nk=...)` is `a @ b + bias` (`a @ bᵀ`) in FP8, or a string: the reason why not. Every
 function here has the signature of the torch function it stands for, after `multiply`, and returns a tensor or such a
-reason. `FUNCTIONS` maps each spelling to it.
+reason; torch then computes it, or raises its own error. So arguments that torch refuses are a reason as well: `mm` of
+three dimensions could be multiplied, but is a mistake. `FUNCTIONS` maps each spelling to it.
 """
 
 from collections.abc import Callable
@@ -14,26 +15,33 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.nn.attention import fp8_attention
-from octavo.nn.einsum import einsum
+from octavo.nn.einsum import VECTOR, einsum
 
 Multiply = Callable[..., "Tensor | str"]
 OUT = "out= names the result's memory"
+MISFIT = "arguments that do not fit, or that torch alone takes"
 
 
-def _matmul(multiply: Multiply, input: Tensor, other: Tensor, *, out: Tensor | None = None) -> Tensor | str:
-    return OUT if out is not None else multiply("matmul", input, other)
+def _matmul(
+    multiply: Multiply, input: Tensor, other: Tensor, *extra: Any, out: Tensor | None = None, **more: Any
+) -> Tensor | str:
+    return _refused(out, extra, more) or multiply("matmul", input, other)
 
 
 def _rmatmul(multiply: Multiply, input: Tensor, other: Tensor) -> Tensor | str:
     return multiply("matmul", other, input)
 
 
-def _mm(multiply: Multiply, input: Tensor, mat2: Tensor, *, out: Tensor | None = None) -> Tensor | str:
-    return OUT if out is not None else multiply("mm", input, mat2)
+def _mm(
+    multiply: Multiply, input: Tensor, mat2: Tensor, *extra: Any, out: Tensor | None = None, **more: Any
+) -> Tensor | str:
+    return _refused(out, extra, more) or _misfits(2, input, mat2) or multiply("mm", input, mat2)
 
 
-def _bmm(multiply: Multiply, input: Tensor, mat2: Tensor, *, out: Tensor | None = None) -> Tensor | str:
-    return OUT if out is not None else multiply("bmm", input, mat2)
+def _bmm(
+    multiply: Multiply, input: Tensor, mat2: Tensor, *extra: Any, out: Tensor | None = None, **more: Any
+) -> Tensor | str:
+    return _refused(out, extra, more) or _misfits(3, input, mat2) or multiply("bmm", input, mat2)
 
 
 def _addmm(
@@ -41,12 +49,14 @@ def _addmm(
     input: Tensor,
     mat1: Tensor,
     mat2: Tensor,
-    *,
+    *extra: Any,
     beta: float = 1,
     alpha: float = 1,
     out: Tensor | None = None,
+    **more: Any,
 ) -> Tensor | str:
-    return OUT if out is not None else _add(input, multiply("addmm", mat1, mat2), beta, alpha)
+    reason = _refused(out, extra, more) or _misfits(2, mat1, mat2) or _cannot_add(input, mat1, mat2, beta, alpha)
+    return reason or _add(input, multiply("addmm", mat1, mat2), beta, alpha)
 
 
 def _baddbmm(
@@ -54,26 +64,21 @@ def _baddbmm(
     input: Tensor,
     batch1: Tensor,
     batch2: Tensor,
-    *,
+    *extra: Any,
     beta: float = 1,
     alpha: float = 1,
     out: Tensor | None = None,
+    **more: Any,
 ) -> Tensor | str:
-    return OUT if out is not None else _add(input, multiply("baddbmm", batch1, batch2), beta, alpha)
-
-
-def _add(input: Tensor, product: Tensor | str, beta: float, alpha: float) -> Tensor | str:
-    if isinstance(product, str):
-        return product
-    product = product if alpha == 1 else product * alpha
-    # With beta = 0 the input is not read at all: not even a NaN in it counts.
-    return product if beta == 0 else product + (beta * input).to(product.dtype)
+    reason = (
+        _refused(out, extra, more) or _misfits(3, batch1, batch2) or _cannot_add(input, batch1, batch2, beta, alpha)
+    )
+    return reason or _add(input, multiply("baddbmm", batch1, batch2), beta, alpha)
 
 
 def _linear(multiply: Multiply, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | str:
-    if input.dim() == 1:
-        row = multiply("linear", input.unsqueeze(0), weight, bias=bias, b_is_nk=True)
-        return row if isinstance(row, str) else row.squeeze(0)
+    if not isinstance(weight, Tensor) or weight.dim() != 2 or (bias is not None and not _is_bias(bias, input, weight)):
+        return MISFIT
     return multiply("linear", input, weight, bias=bias, b_is_nk=True)
 
 
@@ -88,11 +93,54 @@ def _attention(multiply: Multiply, *args: Any, **kwargs: Any) -> Tensor | str:
     return fp8_attention(partial(multiply, "attention"), *args, **kwargs)
 
 
+def _refused(out: Tensor | None, extra: tuple[Any, ...], more: dict[str, Any]) -> str:
+    """Why arguments beyond the operands leave it to torch: the result's memory, or its dtype, or an old signature."""
+    return OUT if out is not None else MISFIT if extra or more else ""
+
+
+def _misfits(dim: int, a: Tensor, b: Tensor) -> str:
+    """Unless both are matrices (2), or batches (3) of equally many: matmul alone broadcasts."""
+    fits = (
+        isinstance(a, Tensor) and isinstance(b, Tensor) and a.dim() == b.dim() == dim and a.shape[:-2] == b.shape[:-2]
+    )
+    return "" if fits else MISFIT
+
+
+def _cannot_add(input: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) -> str:
+    """Unless `beta * input` can be expanded to the shape of `alpha * a @ b`, and is of its kind."""
+    shape = (*a.shape[:-1], b.shape[-1])
+    fits = (
+        all(isinstance(factor, int | float) for factor in (beta, alpha))
+        and _is_like(input, a)
+        and input.dim() <= len(shape)
+        and all(n in (1, wanted) for n, wanted in zip(reversed(input.shape), reversed(shape), strict=False))
+    )
+    return "" if fits else MISFIT
+
+
+def _is_bias(bias: Tensor, input: Tensor, weight: Tensor) -> bool:
+    return _is_like(bias, input) and bias.shape == weight.shape[:1]
+
+
+def _is_like(x: Tensor, other: Tensor) -> bool:
+    """Whether the two can be added: on one device, of one dtype, unless torch's autocast casts them."""
+    if not isinstance(x, Tensor) or not isinstance(other, Tensor) or x.device != other.device:
+        return False
+    return x.dtype == other.dtype or (x.is_floating_point() and torch.is_autocast_enabled(x.device.type))
+
+
+def _add(input: Tensor, product: Tensor | str, beta: float, alpha: float) -> Tensor | str:
+    if isinstance(product, str):
+        return product
+    product = product if alpha == 1 else product * alpha
+    # With beta = 0 the input is not read at all: not even a NaN in it counts.
+    return product if beta == 0 else product + (beta * input).to(product.dtype)
+
+
 def _not_taken(reason: str) -> Callable[..., str]:
     return lambda *_, **__: reason
 
 
-_VECTOR = "a matrix-vector product gains nothing from FP8"
 _IN_PLACE = "in place: write it as addmm or baddbmm"
 _UNWRITTEN = "not covered: write it as matmul or einsum"
 _RECURRENT = "recurrent layers compute inside one call"
@@ -115,7 +163,7 @@ FUNCTIONS: dict[Callable[..., Any], Callable[..., "Tensor | str"]] = {
     torch.einsum: _einsum,
     F.linear: _linear,
     F.scaled_dot_product_attention: _attention,
-    **dict.fromkeys((torch.mv, Tensor.mv, torch.addmv, Tensor.addmv), _not_taken(_VECTOR)),
+    **dict.fromkeys((torch.mv, Tensor.mv, torch.addmv, Tensor.addmv), _not_taken(VECTOR)),
     **dict.fromkeys((Tensor.addmm_, Tensor.baddbmm_, Tensor.addbmm_), _not_taken(_IN_PLACE)),
     **dict.fromkeys(
         (

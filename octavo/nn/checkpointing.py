@@ -1,40 +1,120 @@
 """Recomputing under `torch.utils.checkpoint` as the forward ran.
 
-Activation checkpointing runs a region again during backward, when the autocast is no longer active: the products would
-come back in high precision. So the first product of a region, in forward, attaches itself to the region's
-recomputation. torch offers no hook for that, but both kinds of region keep the function where the Python stack leads:
+Activation checkpointing runs a region again during backward. The recomputation must run under the contexts that were
+active around the region in forward, no more and no fewer:
 
-- not reentrant: `checkpoint` holds a suspended generator `gen`, and that a frame with `recompute_fn`;
+- A context entered around the region is not active in backward: torch leaves all modes before it runs a backward. So
+  the first product of a region attaches those contexts to the region's function.
+- A context entered inside the region is entered again by the region's own code. It is not attached: the rest of the
+  region would be recomputed in FP8.
+
+torch offers no hook for that, but both kinds of region keep their function where the Python stack leads:
+
+- not reentrant: `checkpoint` holds a suspended generator `gen`, that a frame with `recompute_fn`, and that a cell `fn`;
 - reentrant: `CheckpointFunction.forward` holds a `ctx` with `run_function`.
 """
 
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, NamedTuple, Protocol
 
-from torch.utils import checkpoint
+from torch.utils.checkpoint import CheckpointFunction
 
-_FILE = checkpoint.CheckpointFunction.forward.__code__.co_filename
+_REENTRANT = CheckpointFunction.forward.__code__
 _ATTACHED = "octavo_attached"
 
-Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+class Context(Protocol):
+    """What can be entered again in a recomputation, where it was in forward when the region began."""
+
+    def position(self) -> int: ...
+
+    def at(self, position: int) -> AbstractContextManager[Any]: ...
 
 
-def attach_to_recomputation(owner: object, wrap: Wrap) -> None:
-    """Have every checkpointed region around the caller recompute as `wrap(function)`; once per region and owner."""
-    for holder, attribute in _regions():
-        if getattr(holder, _ATTACHED, None) is not owner:
-            setattr(holder, attribute, wrap(getattr(holder, attribute)))
-            setattr(holder, _ATTACHED, owner)
+class Place(NamedTuple):
+    """Where a context was entered: inside how many regions."""
+
+    context: Context
+    regions: int
 
 
-def _regions() -> Iterator[tuple[Any, str]]:
-    """What holds the function of each region in forward, and under which name; innermost first."""
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.places: list[Place] = []  # of the contexts active in this thread, outermost first
+
+
+_THREAD = _Thread()
+
+
+def enter(context: Context) -> None:
+    """Note where `context` is entered."""
+    _THREAD.places.append(Place(context, len(_regions())))
+
+
+def leave(context: Context) -> None:
+    """Forget where `context` was entered last. Nothing to forget where it was entered while compiling."""
+    for i in reversed(range(len(_THREAD.places))):
+        if _THREAD.places[i].context is context:
+            del _THREAD.places[i]
+            return
+
+
+def attach_to_recomputation() -> None:
+    """Have every checkpointed region around the caller recomputed under the contexts around it."""
+    for holder, attribute, around in _to_attach(_regions()):
+        setattr(holder, attribute, _within(around, getattr(holder, attribute)))
+
+
+def refuse_compiled_inside() -> None:
+    """Raise if products are compiled inside a region that nothing is attached to.
+
+    They would never attach: compiled code runs without asking any context.
+    """
+    if _to_attach(_regions()):
+        raise RuntimeError(
+            "fp8_autocast: torch.compile inside torch.utils.checkpoint would be recomputed in high precision. Compile "
+            "the function that calls checkpoint (or the whole model), or enter the context inside the compiled function"
+        )
+
+
+def _to_attach(regions: list[tuple[Any, str]]) -> list[tuple[Any, str, list[Context]]]:
+    """The regions that nothing is attached to, each with the contexts around it."""
+    found = []
+    for depth, (holder, attribute) in enumerate(regions):
+        around = [place.context for place in _THREAD.places if place.regions <= depth]
+        if around and not hasattr(getattr(holder, attribute), _ATTACHED):
+            found.append((holder, attribute, around))
+    return found
+
+
+def _within(contexts: list[Context], function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, run in these contexts as they are now."""
+    positions = [context.position() for context in contexts]
+
+    def recompute(*args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as stack:
+            for context, position in zip(contexts, positions, strict=True):
+                stack.enter_context(context.at(position))
+            return function(*args, **kwargs)
+
+    setattr(recompute, _ATTACHED, True)
+    return recompute
+
+
+def _regions() -> list[tuple[Any, str]]:
+    """What holds the function of each region in forward, and under which name; outermost first."""
+    found: list[tuple[Any, str]] = []
     frame: Any = sys._getframe(2)
     while frame is not None:
-        if frame.f_code.co_filename == _FILE:
-            if frame.f_code.co_name == "checkpoint" and "gen" in frame.f_locals:
-                yield frame.f_locals["gen"].gi_frame.f_locals["new_frame"], "recompute_fn"
-            elif frame.f_code.co_name == "forward":
-                yield frame.f_locals["ctx"], "run_function"
+        code = frame.f_code
+        if code is _REENTRANT:
+            found.append((frame.f_locals["ctx"], "run_function"))
+        elif code.co_name == "checkpoint" and code.co_filename == _REENTRANT.co_filename and "gen" in frame.f_locals:
+            recompute = frame.f_locals["gen"].gi_frame.f_locals["new_frame"].recompute_fn
+            cell = recompute.__closure__[recompute.__code__.co_freevars.index("fn")]
+            found.append((cell, "cell_contents"))
         frame = frame.f_back
+    return found[::-1]

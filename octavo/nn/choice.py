@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
-from octavo.nn.autocast import is_skipped, matches
 from octavo.nn.linear import LinearInFP8
+from octavo.nn.names import is_skipped, matches
 from octavo.numerics import FP8TrainingConfig
 
 _WHOLE_COPIES = ("modules_to_save",)  # of PEFT: trained copies of whole layers, as large as those

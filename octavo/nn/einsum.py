@@ -7,15 +7,22 @@ summed first. More operands contract from left to right, as `torch.einsum` does 
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 from torch import Tensor
 
-Multiply = Callable[[Tensor, Tensor], "Tensor | str"]
+Multiply = Callable[..., "Tensor | str"]
 _ELLIPSIS_INDICES = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+VECTOR = "a matrix-vector product gains nothing from FP8"
+_MISFIT = "einsum whose equation does not fit its operands"
 
 
 def einsum(multiply: Multiply, equation: str, operands: list[Tensor]) -> Tensor | str:
-    """The result, or the reason why it is not a chain of matrix products. `multiply(a, b)` is `a @ b`."""
+    """The result, or the reason why it is not a chain of matrix products.
+
+    `multiply(a, b)` is `a @ b`. A reason against a later product of a chain does not discard those before it: that one
+    is then in high precision.
+    """
     if len(operands) < 2:
         return "einsum of one operand"
     parsed = _parse(equation, operands)
@@ -23,40 +30,74 @@ def einsum(multiply: Multiply, equation: str, operands: list[Tensor]) -> Tensor 
         return parsed
     inputs, output = parsed
     left, left_indices = operands[0], inputs[0]
-    for position in range(1, len(operands)):
-        later = set(output).union(*inputs[position + 1 :])
-        keep = "".join(i for i in dict.fromkeys(left_indices + inputs[position]) if i in later)
-        contracted = _contract(multiply, left, left_indices, operands[position], inputs[position], keep)
+    for position, keep in enumerate(_kept(inputs, output), start=1):
+        contracted = _contract(
+            partial(multiply, or_high=position > 1), left, left_indices, operands[position], inputs[position], keep
+        )
         if isinstance(contracted, str):
             return contracted
         left, left_indices = contracted, keep
     return left.permute([left_indices.index(i) for i in output])
 
 
+def _kept(inputs: list[str], output: str) -> list[str]:
+    """Indices of the intermediate result after each operand but the first."""
+    kept, left = [], inputs[0]
+    for position in range(1, len(inputs)):
+        later = set(output).union(*inputs[position + 1 :])
+        left = "".join(i for i in dict.fromkeys(left + inputs[position]) if i in later)
+        kept.append(left)
+    return kept
+
+
 def _parse(equation: str, operands: list[Tensor]) -> tuple[list[str], str] | str:
     """Indices of each operand and of the result, with the ellipsis written out; or why this cannot be done."""
     left, arrow, right = equation.replace(" ", "").partition("->")
     inputs = left.split(",")
-    if len(inputs) != len(operands):
-        return "einsum whose equation does not fit its operands"
     if any(i in _ELLIPSIS_INDICES for i in equation):
         return "einsum with upper-case indices, or in sublist form"
+    if len(inputs) != len(operands) or not all(_is_term(term) for term in [*inputs, right]):
+        return _MISFIT
     rest = [x.dim() - len(indices.replace("...", "")) for x, indices in zip(operands, inputs, strict=True)]
     longest = max([0] + [n for n, indices in zip(rest, inputs, strict=True) if "..." in indices])
     spelled = []
     for indices, n in zip(inputs, rest, strict=True):
-        if n < 0 or (n > 0 and "..." not in indices):
-            return "einsum whose equation does not fit its operands"
+        if n < 0 or (n > 0 and "..." not in indices) or longest > len(_ELLIPSIS_INDICES):
+            return _MISFIT
         spelled.append(indices.replace("...", _ELLIPSIS_INDICES[longest - n : longest]))
     if any(len(set(indices)) < len(indices) for indices in spelled):
         return "einsum with a repeated index (a diagonal)"
+    joined = "".join(spelled)
     if arrow:
         output = right.replace("...", _ELLIPSIS_INDICES[:longest])
     else:
-        joined = "".join(spelled)
         once = sorted(i for i in set(joined) if joined.count(i) == 1 and i not in _ELLIPSIS_INDICES)
         output = _ELLIPSIS_INDICES[:longest] + "".join(once)
-    return spelled, output
+    if len(set(output)) < len(output) or not set(output) <= set(joined):
+        return _MISFIT
+    return _why_no_products(spelled, output, operands) or (spelled, output)
+
+
+def _is_term(term: str) -> bool:
+    letters = term.replace("...", "", 1)
+    return letters == "" or (letters.isascii() and letters.isalpha())
+
+
+def _why_no_products(inputs: list[str], output: str, operands: list[Tensor]) -> str:
+    """The reason found before anything is computed; empty if every operand contracts with those before it."""
+    sizes: dict[str, int] = {}
+    for indices, x in zip(inputs, operands, strict=True):
+        for i, size in zip(indices, x.shape, strict=True):
+            if sizes.setdefault(i, size) != size:
+                return "einsum that broadcasts an index of size 1"
+    left = inputs[0]
+    for indices, keep in zip(inputs[1:], _kept(inputs, output), strict=True):
+        if not set(left) & set(indices) - set(keep):
+            return "einsum that contracts nothing"
+        if not set(left) & set(keep) - set(indices) or not set(indices) & set(keep) - set(left):
+            return VECTOR
+        left = keep
+    return ""
 
 
 def _contract(multiply: Multiply, a: Tensor, a_indices: str, b: Tensor, b_indices: str, keep: str) -> Tensor | str:
@@ -67,12 +108,7 @@ def _contract(multiply: Multiply, a: Tensor, a_indices: str, b: Tensor, b_indice
     contracted = [i for i in a_indices if i in b_indices and i not in keep]
     rows = [i for i in a_indices if i not in b_indices]
     columns = [i for i in b_indices if i not in a_indices]
-    if not contracted:
-        return "einsum that contracts nothing"
-    sizes = dict(zip(a_indices, a.shape, strict=True))
-    for i, size in zip(b_indices, b.shape, strict=True):
-        if sizes.setdefault(i, size) != size:
-            return "einsum that broadcasts an index of size 1"
+    sizes = dict(zip(a_indices + b_indices, [*a.shape, *b.shape], strict=True))
     a_3d = _arrange(a, a_indices, [batch, rows, contracted], sizes)
     b_3d = _arrange(b, b_indices, [batch, contracted, columns], sizes)
     y = multiply(a_3d, b_3d) if batch else multiply(a_3d[0], b_3d[0])
