@@ -183,9 +183,31 @@ def _subclass(cls: Any, forward: Callable[..., Any]) -> type[nn.Module]:
     def fused(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return forward(self, cls.forward, *args, **kwargs)
 
-    return type(
-        cls.__name__, (cls,), {"forward": fused, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    )
+    def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
+        return _unpickled, (cls, forward), *cls.__reduce_ex__(self, protocol)[2:]  # by its name there is the parent
+
+    def set_state(self: Any, state: Any) -> None:
+        cls.__setstate__(self, state)
+        if getattr(getattr(self, "config", None), "_attn_implementation", None) == attention.NAME:
+            attention.register()  # it may have been saved by another process
+        _put_group_together(self)
+
+    body = {"forward": fused, "__reduce_ex__": reduce, "__setstate__": set_state}
+    return type(cls.__name__, (cls,), body | {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+
+
+def _unpickled(cls: Any, forward: Callable[..., Any]) -> Any:
+    """An empty module of the subclass, for `pickle` and `copy`."""
+    fused = _subclass(cls, forward)
+    return fused.__new__(fused)
+
+
+def _put_group_together(module: nn.Module) -> None:
+    """Copies of frozen weights that lay side by side: each has come with its own part alone."""
+    for names in (QKV, GATE_UP):
+        members = [frozen.base_of(getattr(module, name, None)) for name in names]
+        if all(isinstance(member, FP8FrozenLinear) for member in members) and not why_no_group(members):
+            put_together(members)
 
 
 def _attention_forward(

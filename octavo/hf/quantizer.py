@@ -177,6 +177,11 @@ class OctavoQuantizer(HfQuantizer):
         self.quantization_config.checkpoint = SCALE_NAME  # what it would be if it were saved
         return model
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a model that was pickled, in a process that may not have loaded one yet."""
+        self.__dict__.update(state)
+        _install_lora()
+
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         if self.quantization_config.checkpoint:
             return False

@@ -38,7 +38,7 @@ class FrozenTensor(nn.Parameter):
         return memo.setdefault(id(self), FrozenTensor(self.data.clone()))
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return FrozenTensor, (self.data,)
+        return FrozenTensor, (self.data.clone(),)  # not the whole buffer of a group, of which it may be a slice
 
     @property
     def requires_grad(self) -> bool:
