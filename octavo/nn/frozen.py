@@ -64,6 +64,7 @@ class FP8FrozenLinear(LinearInFP8):
     granularity: str
     ready: Tensor | None = None  # its part of a group's product, computed before
     is_planned: bool = False  # whether its products are in FP8: that was not asked for, but is what pays
+    high_dtype: torch.dtype  # of the weight before it was quantised, and so of what PEFT puts beside it
     input_is_kept: bool = False  # by what comes before, for its own backward: then adapters keep it, too, as it is
 
     def __init__(
@@ -114,6 +115,7 @@ class FP8FrozenLinear(LinearInFP8):
             scaling.follow_optimizers(self)
         self.granularity, self.config, self.scaling = granularity, config, scaling
         self.recipe = config.recipe
+        self.high_dtype = self.weight.dtype
         self.row_x, self.row_g = (
             scaling.register(f"{name}.{operand}", recipe.format, recipe.margin)
             for operand, recipe in (("x", self.recipe.x), ("g", self.recipe.g))
@@ -202,6 +204,10 @@ class FP8FrozenLinear(LinearInFP8):
         x = input.reshape(-1, self.in_features)
         y = _FrozenLinear.apply(x, self.bias, self.product(input), self.row_x, self.row_g, *self.quantized)
         return y.reshape(*input.shape[:-1], self.out_features)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        self.high_dtype = fn(torch.empty(0, dtype=self.high_dtype, device=self.weight.device)).dtype
+        return super()._apply(fn, recurse)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
