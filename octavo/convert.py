@@ -6,8 +6,6 @@ its fused pieces; every other model gets plain FP8 linears.
 """
 
 import sys
-from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -15,7 +13,7 @@ from octavo.nn import planner
 from octavo.nn.attention import NOT_ON_A_GPU
 from octavo.nn.autocast import is_skipped
 from octavo.nn.linear import FP8Linear
-from octavo.nn.report import FP8, Entry, Report
+from octavo.nn.report import FP8, ConversionReport, Entry
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 from octavo.numerics.checks import check_choice, check_positive_int
 from octavo.numerics.config import check_config
@@ -30,23 +28,6 @@ _OTHER_PRODUCTS = (
     nn.Bilinear,
 )
 _FUSED = "_octavo_fused"
-
-
-@dataclass
-class ConversionReport(Report):
-    """Every layer that multiplies: in FP8 or not, and why. `scaling` holds histories and statistics of the FP8 ones.
-
-    `fused` names the fused pieces in use, and those that are not with the reason.
-    """
-
-    scaling: FP8ScalingManager | None = None
-    fused: list[str] = field(default_factory=list)
-
-    def summary(self) -> str:
-        return "; ".join([super().summary(), *self.fused])
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**super().to_dict(), "fused": self.fused}
 
 
 def convert_to_fp8(
@@ -75,6 +56,7 @@ def convert_to_fp8(
     if is_converted(model):
         raise ValueError(f"{type(model).__name__} is already converted; call octavo.restore(model) first")
     report = ConversionReport(f"layers of {type(model).__name__}", _entries(modules, config, precision, tokens))
+    report.note_weights(modules)
     if precision == "bf16":
         _fuse(modules, config, report, None)
         model.__dict__[_FUSED] = True

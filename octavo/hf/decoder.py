@@ -308,6 +308,14 @@ def trained_mlp(module: Any, x: Tensor, norm: Norm | None = None) -> Tensor | No
     return fp8_mlp(x, gate.weight, up.weight, down.weight, mlp, gate.group_rows, down.rows, norm=norm, given=given)
 
 
+def nothing_is_trained(name: str) -> str:
+    return (
+        f"{name} is to be trained, with labels, but none of its weights is trained: load it with full_finetuning=True, "
+        "or add adapters (FastLanguageModel.get_peft_model, peft.get_peft_model). Adapters that are disabled or merged "
+        "do not train: call unmerge_adapter, or leave disable_adapter"
+    )
+
+
 def _is_plainly_causal(config: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whole sequences of one length, each in its row, and layers that look at all of what came before."""
     given = any(kwargs.get(name) is not None for name in ("attention_mask", "position_ids", "inputs_embeds"))
@@ -341,11 +349,7 @@ def _causal_lm_forward(self: Any, original: Callable[..., Any], *args: Any, **kw
         shifted = nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
     head, rows = self._octavo_head
     if not hidden.requires_grad and not self.lm_head.weight.requires_grad:
-        raise ValueError(
-            f"{type(self).__name__} is in training, with labels, but none of its weights is trained: load it with "
-            "full_finetuning=True, or add adapters (FastLanguageModel.get_peft_model, peft.get_peft_model). Adapters "
-            "that are disabled or merged do not train: call unmerge_adapter, or leave disable_adapter"
-        )
+        raise ValueError(nothing_is_trained(type(self).__name__))
     loss = linear_cross_entropy(
         hidden, self.lm_head.weight, shifted.to(hidden.device), count=count, head=head, rows=rows
     )

@@ -274,9 +274,15 @@ def insist_on_fp8(model: nn.Module) -> None:
     for linear in changed:
         linear.in_fp8 = True
     for module in model.modules():
-        said = module.__dict__.get("octavo_fused")
+        said, report = module.__dict__.get("octavo_fused"), module.__dict__.get("octavo_report")
         if changed and said is not None:
             said.append(f"since then, products in FP8, as asked for ({len(changed)})")
+        if changed and report is not None:
+            now = {name.removesuffix(".base_layer"): linear for name, linear in module.named_modules()}  # under PEFT
+            for entry in report.entries:
+                linear = now.get(entry.name)
+                if isinstance(linear, FP8FrozenLinear) and linear in changed:
+                    entry.precision, entry.reason, entry.formats = "fp8", "", str(linear.recipe)
 
 
 class _FrozenLinear(torch.autograd.Function):

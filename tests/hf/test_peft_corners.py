@@ -25,7 +25,7 @@ def folder(tmp_path_factory):
 
 
 def load(folder, **options):
-    return FastLanguageModel.from_pretrained(folder, load_in_fp8=True, tokenizer=False, **options)[0]
+    return FastLanguageModel.from_pretrained(folder, load_in_fp8="block", tokenizer=False, **options)[0]
 
 
 def adapt(model, **options):

@@ -20,9 +20,7 @@ def folder(tmp_path_factory):
 
 
 def adapted(folder, granularity="block", products=None, **options):
-    base, _ = FastLanguageModel.from_pretrained(
-        folder, load_in_fp8=granularity, fp8_products=products, tokenizer=False
-    )
+    base, _ = FastLanguageModel.from_pretrained(folder, load_in_fp8=granularity, fp8_products=products, tokenizer=False)
     model = FastLanguageModel.get_peft_model(base, r=4, **{"use_gradient_checkpointing": False} | options)
     torch.manual_seed(3)
     for name, parameter in model.named_parameters():

@@ -52,7 +52,7 @@ def adapted(folder, **options):
     return model
 
 
-def converted(folder):
+def converted(_folder):
     model = small_llama(**WHOLE_BLOCKS)
     model.report = octavo.convert_to_fp8(model, FP8TrainingConfig(activations="fp8"))  # delayed; every fused piece
     return model
