@@ -67,12 +67,14 @@ def check_name(name: str, options: dict[str, Any]) -> None:
     from transformers.utils.hub import cached_file
 
     found = {key: options[key] for key in ("revision", "token", "cache_dir", "local_files_only") if key in options}
+    files: Any = ("config.json", "adapter_config.json")
     try:
-        cached_file(name, "config.json", _raise_exceptions_for_missing_entries=False, **found)
+        there = any(cached_file(name, file, _raise_exceptions_for_missing_entries=False, **found) for file in files)
+        why = "it has no config.json, or there is no connection and no copy in the cache"
     except OSError as error:
-        raise ValueError(
-            f"model_name={name!r}: no folder here, and no model on the Hub that can be had: {error}"
-        ) from error
+        there, why = False, str(error)
+    if not there:
+        raise ValueError(f"model_name={name!r}: no folder here, and no model on the Hub that can be had: {why}")
 
 
 def read_tokenizer(name: str, options: dict[str, Any]) -> Any:
@@ -180,14 +182,14 @@ def fuse(model: Any) -> list[str]:
         done.append(f"loss not fused: {reason}")
     else:
         frozen = next((m for m in model.modules() if isinstance(m, FP8FrozenLinear)), None)
-        in_fp8 = frozen is not None and frozen.config.fp8_head
-        decoder.fuse_loss(model, frozen.config if in_fp8 and frozen else None, frozen.scaling if frozen else None)
+        config = frozen.config if frozen is not None and frozen.config.fp8_head else None
+        decoder.fuse_loss(model, config, None if frozen is None else frozen.scaling)
         high = str(model.lm_head.weight.dtype).removeprefix("torch.")
-        done.append(f"head and loss in chunks, head in {'FP8' if in_fp8 else 'BF16' if high == 'bfloat16' else high}")
-        for entry in report.entries if in_fp8 and frozen and report is not None else ():
+        done.append(f"head and loss in chunks, head in {'FP8' if config else 'BF16' if high == 'bfloat16' else high}")
+        for entry in () if report is None or config is None else report.entries:
             if entry.name == "lm_head":
                 entry.precision, entry.reason, entry.op = FP8, "", "head"
-                entry.formats = str(decoder.head_recipe(frozen.config))
+                entry.formats = str(decoder.head_recipe(config))
     if decoder.use_fused_attention(model):
         done.append("attention on cuDNN where it applies")
     return done

@@ -280,9 +280,9 @@ def insist_on_fp8(model: nn.Module) -> None:
         if changed and report is not None:
             now = {name.removesuffix(".base_layer"): linear for name, linear in module.named_modules()}  # under PEFT
             for entry in report.entries:
-                linear = now.get(entry.name)
-                if isinstance(linear, FP8FrozenLinear) and linear in changed:
-                    entry.precision, entry.reason, entry.formats = "fp8", "", str(linear.recipe)
+                found = now.get(entry.name)
+                if isinstance(found, FP8FrozenLinear) and found in changed:
+                    entry.precision, entry.reason, entry.formats = "fp8", "", str(found.recipe)
 
 
 class _FrozenLinear(torch.autograd.Function):
