@@ -173,10 +173,11 @@ def fuse(model: Any) -> list[str]:
 
     Of a base frozen in FP8 the head is in FP8 if the configuration of its linears says so.
     """
-    if not decoder.is_causal_lm(model):
-        return [f"nothing fused: {type(model).__name__} is not one of {', '.join(decoder.FAMILIES)}"]
     report = model.__dict__.get("octavo_report")
     done: list[str] = fuse_groups(model) if report is None else report.fused
+    if not decoder.is_causal_lm(model):
+        done.append(f"nothing fused: {type(model).__name__} is not one of {', '.join(decoder.FAMILIES)}")
+        return done
     reason = decoder.why_no_loss(model)
     if reason:
         done.append(f"loss not fused: {reason}")
