@@ -19,7 +19,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps, WeightRenaming
 from transformers.quantizers import HfQuantizer
@@ -29,15 +28,13 @@ from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from octavo.hf import loading
+from octavo.hf.fp8_files import METHOD, fp8_dtype_in, names_in, read_layout
 from octavo.nn.autocast import matches
 from octavo.nn.frozen import GRANULARITIES, SCALE_NAME, FP8FrozenLinear, activation_config, quantize_weight
 from octavo.nn.frozen_report import report_of
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 from octavo.numerics.checks import check_choice
-from octavo.numerics.quantize import BLOCK
 from octavo.support import has_fp8_tensor_cores
-
-METHOD = "octavo"
 
 logger = logging.get_logger(__name__)
 
@@ -109,35 +106,6 @@ class OctavoConfig(QuantizationConfigMixin):
         return OctavoConfig(granularity, fp8, (*self.skip, *left), products, checkpoint=scales)
 
 
-def read_layout(found: Mapping[str, Any]) -> tuple[str, str, list[str]]:
-    """Granularity, name of the scales and linears left alone, of a checkpoint in FP8."""
-    method = getattr(found.get("quant_method"), "value", found.get("quant_method"))
-    if method == METHOD:
-        return found["granularity"], SCALE_NAME, list(found.get("skip", ()))
-    if method == "fp8":
-        block = found.get("weight_block_size")
-        if block is not None and list(block) != [BLOCK, BLOCK]:
-            raise ValueError(f"weight_block_size={block}: Octavo reads blocks of {[BLOCK, BLOCK]}")
-        left = list(found.get("modules_to_not_convert") or ())
-        return "tensor" if block is None else "block", SCALE_NAME, left
-    if method == "compressed-tensors":
-        return _read_compressed(found)
-    raise ValueError(f"quant_method={method!r}: Octavo reads fp8, compressed-tensors in FP8, and its own checkpoints")
-
-
-def _read_compressed(found: Mapping[str, Any]) -> tuple[str, str, list[str]]:
-    groups = list((found.get("config_groups") or {}).values())
-    weights = [group.get("weights") or {} for group in groups]
-    if len(groups) != 1 or weights[0].get("num_bits") != 8 or weights[0].get("type") != "float":
-        raise ValueError(f"config_groups={found.get('config_groups')!r}: Octavo reads one group of weights in FP8")
-    strategy, block = weights[0].get("strategy"), weights[0].get("block_structure")
-    if strategy not in GRANULARITIES or (strategy == "block" and list(block or ()) != [BLOCK, BLOCK]):
-        raise ValueError(
-            f"strategy={strategy!r}, block_structure={block!r}: Octavo reads channel, tensor, and blocks of 128×128"
-        )
-    return strategy, "weight_scale", list(found.get("ignore") or ())
-
-
 @register_quantizer(METHOD)
 class OctavoQuantizer(HfQuantizer):
     """Replaces linears before loading, quantises on the way, freezes afterwards."""
@@ -163,7 +131,8 @@ class OctavoQuantizer(HfQuantizer):
                 raise ValueError(f"skip={pattern!r}: {type(model).__name__} has no module of that name or pattern")
         if not linears:
             raise ValueError(f"skip={list(config.skip)}: it leaves {type(model).__name__} no linear to load into FP8")
-        dtypes = (torch.float8_e4m3fn, torch.float32) if config.checkpoint else (None, None)
+        files = kwargs.get("checkpoint_files") or ()
+        dtypes = (fp8_dtype_in(files), torch.float32) if config.checkpoint else (None, None)
         for name, linear in linears.items():
             parent, attribute = get_module_from_name(model, name)
             setattr(parent, attribute, _empty(linear, config, scaling, name, *dtypes))
@@ -174,7 +143,7 @@ class OctavoQuantizer(HfQuantizer):
         if name.startswith(body) or not hasattr(model, model.base_model_prefix):
             return False
         scale = self.quantization_config.checkpoint
-        return scale is None or f"{name}.{scale}" not in _names_in(files)
+        return scale is None or f"{name}.{scale}" not in names_in(files)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         new = {name for name, parameter in model.named_parameters() if not _was_read(parameter)}
@@ -271,16 +240,6 @@ def _install_lora() -> None:
         from octavo.hf import lora
 
         lora.install()
-
-
-def _names_in(files: Sequence[str]) -> set[str]:
-    """The names of all tensors in the files of a checkpoint, as far as they can be had without reading it all."""
-    found: set[str] = set()
-    for file in files:
-        if str(file).endswith(".safetensors"):
-            with safe_open(file, "pt") as content:
-                found.update(content.keys())
-    return found
 
 
 def _was_read(parameter: Tensor) -> bool:

@@ -233,7 +233,8 @@ class FP8FrozenLinear(LinearInFP8):
         elif weight is not None:
             device = self.weight.device
             if weight.element_size() == 1:
-                data = weight.view(torch.float8_e4m3fn) if weight.dtype == torch.uint8 else weight
+                known = torch.float8_e4m3fn if self.format is None else self.format.dtype
+                data = weight.view(known) if weight.dtype == torch.uint8 else weight  # bytes do not say what they are
                 self.fill(Quantized(data.to(device), scale.to(device)))
             else:
                 self.fill(quantize_weight(weight.to(device), self.granularity))
