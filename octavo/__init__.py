@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.convert import ConversionReport, convert_to_fp8, restore
 from octavo.nn.autocast import FP8Autocast, fp8_autocast, get_fp8_autocast_context
+from octavo.nn.functional import fp8_linear, fp8_matmul
 from octavo.nn.linear import FP8Linear
 from octavo.numerics import (
     E4M3,
@@ -26,8 +27,6 @@ from octavo.numerics import (
     Quantized,
     compute_scale,
     dequantize,
-    fp8_linear,
-    fp8_matmul,
     quantize,
     quantize_stochastic,
 )
@@ -83,6 +82,10 @@ _LATER = {
     "use_cuda_graphs": "octavo.hf.graphs",
     "watch_environment": "octavo.hf.accelerate",
 }
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})
 
 
 def __getattr__(name: str) -> Any:

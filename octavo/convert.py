@@ -2,22 +2,27 @@
 
 A linear keeps its identity, its Parameters, its hooks and its state-dict keys: only its class changes. So an optimiser
 built before the conversion trains the same weights as one built after it. The decoders that `octavo/hf` knows also get
-its fused pieces; every other model gets plain FP8 linears.
+its fused pieces; every other model gets plain FP8 linears. A conversion that is refused, or breaks off, leaves the
+model as it was.
 """
 
 import sys
+from collections.abc import Sequence
 
 from torch import Tensor, nn
 
+from octavo.models.bdh_fused import is_fused, unfuse
 from octavo.nn import planner
 from octavo.nn.attention import NOT_ON_A_GPU
-from octavo.nn.autocast import is_skipped
-from octavo.nn.linear import FP8Linear
+from octavo.nn.choice import Choice, Filter
+from octavo.nn.frozen_report import entry_of
+from octavo.nn.linear import FP8Linear, LinearInFP8
 from octavo.nn.report import FP8, ConversionReport, Entry
+from octavo.nn.undo import all_or_nothing
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 from octavo.numerics.checks import check_choice, check_positive_int
 from octavo.numerics.config import check_config
-from octavo.support import has_fp8_tensor_cores
+from octavo.support import has_fp8_tensor_cores, require_tensor_cores
 
 PRECISIONS = ("fp8", "bf16")
 _OTHER_PRODUCTS = (
@@ -27,20 +32,27 @@ _OTHER_PRODUCTS = (
     nn.MultiheadAttention,
     nn.Bilinear,
 )
-_FUSED = "_octavo_fused"
+_CONVERTED = "_octavo_converted"
 
 
 def convert_to_fp8(
     model: nn.Module,
-    config: FP8TrainingConfig | None = None,
+    config: FP8TrainingConfig | str | None = None,
     *,
     precision: str = "fp8",
     tokens: int | None = None,
+    filter: Filter | None = None,
+    include: Sequence[str] = (),
 ) -> ConversionReport:
     """Run the linears of `model` in FP8 from now on. Returns what was done, layer by layer; print it.
 
-    `precision="bf16"` uses the same fused pieces without FP8: the baseline that FP8 itself has to beat. `tokens`: the
-    number of tokens in a step; layers that FP8 would make slower at that size then stay in high precision.
+    `config`: an `FP8TrainingConfig`, or the name of a recipe, such as "block". `precision="bf16"` uses the same fused
+    pieces without FP8: the baseline that FP8 itself has to beat. `tokens`: the number of tokens in a step; layers that
+    FP8 would make slower at that size then stay in high precision.
+
+    `filter(name, linear)`: False leaves that linear alone, beside those that `config.skip` names. Adapters (LoRA's A
+    and B, and those of PEFT's other methods) are left alone, because products of their rank never pay; `include` names
+    those to convert nevertheless, as `skip` does: names, parts of dotted names, or patterns.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}: convert_to_fp8 takes a torch.nn.Module")
@@ -55,37 +67,46 @@ def convert_to_fp8(
     modules = dict(model.named_modules())
     if is_converted(model):
         raise ValueError(f"{type(model).__name__} is already converted; call octavo.restore(model) first")
-    report = ConversionReport(f"layers of {type(model).__name__}", _entries(modules, config, precision, tokens))
+    choice = Choice(modules, config, filter, include)
+    report = ConversionReport(
+        f"layers of {type(model).__name__}", _entries(modules, choice, precision, tokens), emulate=config.emulate
+    )
     report.note_weights(modules)
     if precision == "bf16":
-        _fuse(modules, config, report, None)
-        model.__dict__[_FUSED] = True
+        with all_or_nothing(model):
+            _fuse(modules, config, report, None)
+            model.__dict__[_CONVERTED] = True
         return report
-    if not report.in_fp8:
-        some = any(isinstance(module, nn.Linear) for module in modules.values())
-        why = "has no nn.Linear to convert, as it is" if some else "has no nn.Linear to convert"
-        raise ValueError(
-            f"{type(model).__name__} {why}; if it multiplies raw parameters, "
-            f"run its forward under octavo.fp8_autocast(config)\n{report}"
-        )
-    _check_skip(modules, config)
+    linears = {entry.name: modules[entry.name] for entry in report.in_fp8 if type(modules[entry.name]) is nn.Linear}
+    choice.check_names()
+    if not linears:
+        raise ValueError(f"{type(model).__name__} {_why_nothing(modules)}\n{report}")
     _check_head(modules, config)
+    for linear in linears.values():
+        require_tensor_cores(linear.weight.device, config)
 
     report.scaling = FP8ScalingManager.from_config(config)
-    linears = [modules[entry.name] for entry in report.in_fp8]
-    _fuse(modules, config, report, report.scaling)
-    for entry in report.in_fp8:
-        if type(modules[entry.name]) is nn.Linear and entry.op == "linear":
-            FP8Linear.take_over(modules[entry.name], config, report.scaling, entry.name or "linear")
-    model.__dict__[_FUSED] = True
-    first = next(linear for linear in linears if isinstance(linear, FP8Linear))
-    report.scaling.to(first.scaling_device)
-    report.scaling.follow_optimizers(model)
+    with all_or_nothing(model):
+        _fuse(modules, config, report, report.scaling)
+        for name, linear in linears.items():
+            if type(linear) is nn.Linear:  # not part of something fused
+                FP8Linear.take_over(linear, config, report.scaling, name or "linear")
+        model.__dict__[_CONVERTED] = True
+        report.scaling.to(next(linear.scaling_device for linear in linears.values() if isinstance(linear, FP8Linear)))
+        report.scaling.follow_optimizers(model)
     return report
 
 
+def _why_nothing(modules: dict[str, nn.Module]) -> str:
+    linears = [module for module in modules.values() if isinstance(module, nn.Linear)]
+    if any(isinstance(linear, LinearInFP8) for linear in linears):
+        return "is in FP8 already: its weights are frozen in it, and nothing else is there to convert"
+    why = "has no nn.Linear to convert, as it is" if linears else "has no nn.Linear to convert"
+    return f"{why}; if it multiplies raw parameters, run its forward under octavo.fp8_autocast(config)"
+
+
 def restore(model: nn.Module) -> None:
-    """Undo `convert_to_fp8`: the same modules, Parameters and hooks, of the classes they had."""
+    """Undo `convert_to_fp8`, or `fuse` of a BDH: the same modules, Parameters and hooks, of the classes they had."""
     if any(isinstance(module, FP8Linear) and module.held is not None for module in model.modules()):
         raise ValueError(
             f"{type(model).__name__} has weights in FP8 only: call remove() on what offload_master returned first"
@@ -93,7 +114,9 @@ def restore(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FP8Linear):
             module.give_back()
-        module.__dict__.pop(_FUSED, None)
+        if is_fused(module):
+            unfuse(module)
+        module.__dict__.pop(_CONVERTED, None)
         if _is_transformers(module):
             from octavo.hf import decoder
 
@@ -101,14 +124,17 @@ def restore(model: nn.Module) -> None:
 
 
 def is_converted(model: nn.Module) -> bool:
-    """Whether `convert_to_fp8` has been here: on the model, or on a part of it."""
-    return any(isinstance(module, FP8Linear) or _FUSED in module.__dict__ for module in model.modules())
+    """Whether `convert_to_fp8` has been here, or BDH was fused: on the model, or on a part of it."""
+    return any(
+        isinstance(module, FP8Linear) or _CONVERTED in module.__dict__ or is_fused(module) for module in model.modules()
+    )
 
 
 def can_convert(model: nn.Module, config: FP8TrainingConfig) -> bool:
     """Whether the model has a linear that `convert_to_fp8` would run in FP8."""
-    linears = ((name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear))
-    return any(not _why_not(name, linear, config) for name, linear in linears)
+    modules = dict(model.named_modules())
+    choice = Choice(modules, config)
+    return any(not choice.why_not(name, m) for name, m in modules.items() if isinstance(m, nn.Linear))
 
 
 def _fuse(
@@ -123,7 +149,7 @@ def _fuse(
         return
     from octavo.hf import decoder
 
-    in_fp8 = {entry.name for entry in report.in_fp8}
+    in_fp8 = {entry.name for entry in report.in_fp8 if type(modules[entry.name]) is nn.Linear}
     groups = mlps = 0
     for name, module in known.items():
         if scaling is None:
@@ -205,15 +231,16 @@ def _is_transformers(module: nn.Module) -> bool:
     return "transformers" in sys.modules and type(module).__module__.startswith("transformers.models.")
 
 
-def _entries(
-    modules: dict[str, nn.Module], config: FP8TrainingConfig, precision: str, tokens: int | None
-) -> list[Entry]:
+def _entries(modules: dict[str, nn.Module], choice: Choice, precision: str, tokens: int | None) -> list[Entry]:
     """One for every module that multiplies, and for every raw matrix that a model's own code may multiply."""
     entries = []
+    config = choice.config
     shared = _shared_outputs(modules)
     for name, module in modules.items():
-        if isinstance(module, nn.Linear):
-            reason = "precision='bf16'" if precision == "bf16" else _why_not(name, module, config)
+        if isinstance(module, LinearInFP8):
+            entries.append(entry_of(name, module))
+        elif isinstance(module, nn.Linear):
+            reason = "precision='bf16'" if precision == "bf16" else choice.why_not(name, module)
             reason = reason or _why_not_worth_it(module, config, tokens, shared.get(name, module.out_features))
             shapes = f"{module.in_features} → {module.out_features}"
             found = _dtype(module.weight) if reason else FP8
@@ -231,16 +258,6 @@ def _entries(
     return entries
 
 
-def _why_not(name: str, linear: nn.Linear, config: FP8TrainingConfig) -> str:
-    if is_skipped(name, config):
-        return "left alone: config.skip names it"
-    if type(linear) is not nn.Linear:
-        return f"not nn.Linear itself but a subclass, {type(linear).__name__}"
-    if not linear.weight.is_floating_point() or linear.weight.element_size() not in (2, 4):
-        return f"weight of {linear.weight.dtype}"
-    return ""
-
-
 def _why_not_worth_it(linear: nn.Linear, config: FP8TrainingConfig, tokens: int | None, outputs: int) -> str:
     """The planner's word, where FP8 is for speed: in emulation nothing pays, it is there for its numerics."""
     if tokens is None or config.emulate is True or not has_fp8_tensor_cores(linear.weight.device):
@@ -255,13 +272,6 @@ def _shared_outputs(modules: dict[str, nn.Module]) -> dict[str, int]:
     from octavo.hf import decoder
 
     return decoder.outputs_with_group(known)
-
-
-def _check_skip(modules: dict[str, nn.Module], config: FP8TrainingConfig) -> None:
-    for pattern in config.skip:
-        found = any(is_skipped(name, config.replace(skip=(pattern,))) for name in modules)
-        if not found and pattern not in FP8TrainingConfig.skip:
-            raise ValueError(f"skip={pattern!r}: no module of the model has that name, or matches that pattern")
 
 
 def _dtype(parameter: Tensor) -> str:

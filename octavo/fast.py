@@ -33,6 +33,7 @@ from octavo.hf.accelerate import watch_environment
 from octavo.nn.frozen import GRANULARITIES, FP8FrozenLinear
 from octavo.numerics import FP8TrainingConfig
 from octavo.numerics.checks import check_choice, check_positive_int
+from octavo.numerics.config import check_config
 
 MAX_SEQ_LENGTH = 2048  # unless the model has fewer positions
 # By `load_in_fp8`: the granularity of frozen weights, and the recipe of trained ones. For True, what is fastest: on an
@@ -57,7 +58,7 @@ class FastLanguageModel:
         max_lora_rank: int = 64,
         gpu_memory_utilization: float = 0.6,
         *,
-        fp8_config: FP8TrainingConfig | None = None,
+        fp8_config: FP8TrainingConfig | str | None = None,
         skip: Sequence[str] = (),
         fp8_products: bool | None = None,
         device_map: Any = None,
@@ -77,6 +78,7 @@ class FastLanguageModel:
         `dtype`: BF16 unless given. Anything else goes to transformers' `from_pretrained`. `max_lora_rank` and
         `gpu_memory_utilization` are for `fast_inference`, which is to come.
         """
+        fp8_config = None if fp8_config is None else check_config(fp8_config)
         _check_loading(load_in_fp8, load_in_4bit, load_in_8bit, fast_inference, fp8_config)
         if max_seq_length is not None:
             check_positive_int("max_seq_length", max_seq_length)

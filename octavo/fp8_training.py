@@ -2,14 +2,13 @@
 
 from octavo.convert import convert_to_fp8
 from octavo.nn.autocast import fp8_autocast, get_fp8_autocast_context
+from octavo.nn.functional import fp8_linear, fp8_matmul
 from octavo.nn.linear import FP8Linear
 from octavo.numerics import (
     FP8ScalingManager,
     FP8TrainingConfig,
     compute_scale,
     dequantize,
-    fp8_linear,
-    fp8_matmul,
     quantize,
     quantize_stochastic,
 )

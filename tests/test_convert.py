@@ -107,6 +107,8 @@ def test_errors():
     with pytest.raises(TypeError, match="list"):
         convert_to_fp8([build()])
     with pytest.raises(TypeError, match="FP8TrainingConfig"):
+        convert_to_fp8(build(), 8)
+    with pytest.raises(ValueError, match=r"config='E4M3': .* name of a recipe: delayed, current, channel, block, mx"):
         convert_to_fp8(build(), "E4M3")
     with pytest.raises(ValueError, match=r"fp8_dpa=True: .* Leave fp8_dpa out"):
         convert_to_fp8(build(), FP8TrainingConfig(fp8_dpa=True))
@@ -148,3 +150,16 @@ def test_support_by_compute_capability(monkeypatch, capability, supported):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties())
     found = octavo.check_fp8_support()
     assert bool(found) is supported and f"{capability[0]}.{capability[1]}" in str(found)
+
+
+@pytest.mark.parametrize("architecture", ["gfx942:sramecc+:xnack-", "gfx90a", "gfx950"])
+def test_no_amd_gpu_is_supported_as_long_as_no_kernel_runs_there(monkeypatch, architecture):
+    class Properties:
+        major, minor = 9, 4
+        name, gcnArchName = "AMD Instinct MI300X", architecture
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties())
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    found = octavo.check_fp8_support()
+    assert not found and architecture in found.reason and "NVIDIA" in found.reason

@@ -52,6 +52,7 @@ from octavo.hf import accelerate_backends as backends
 from octavo.nn.frozen import insist_on_fp8
 from octavo.nn.frozen_report import report_of
 from octavo.nn.linear import LinearInFP8
+from octavo.nn.undo import all_or_nothing
 from octavo.numerics import FP8TrainingConfig
 from octavo.numerics.checks import check_choice
 from octavo.numerics.config import check_config
@@ -59,7 +60,6 @@ from octavo.support import check_fp8_support
 
 VARIABLE = "ACCELERATE_MIXED_PRECISION"
 BACKENDS = ("octavo", "te", "ao")
-_ADAPTERS = ("lora_A", "lora_B")
 _RECIPE_HANDLERS = (AORecipeKwargs, TERecipeKwargs, MSAMPRecipeKwargs, FP8RecipeKwargs)
 
 
@@ -121,7 +121,7 @@ _originals: dict[str, Callable[..., Any]] = {}
 
 
 def setup_fp8_mixed_precision_training(
-    backend: str = "octavo", config: FP8TrainingConfig | None = None, *, tokens: int | None = None
+    backend: str = "octavo", config: FP8TrainingConfig | str | None = None, *, tokens: int | None = None
 ) -> FP8MixedPrecision:
     """Train in FP8 with every `Accelerator` built from now on, also by the Trainer or a trainer of TRL's.
 
@@ -129,7 +129,7 @@ def setup_fp8_mixed_precision_training(
     recipe; `tokens` is passed to `convert_to_fp8`. Calling it again replaces what was set up before.
     """
     check_choice("backend", backend, BACKENDS)
-    check_config(config)
+    config = None if config is None else check_config(config)
     if backend != "octavo":
         if tokens is not None:
             raise ValueError(f"tokens={tokens!r} with backend={backend!r}: only Octavo plans by it; leave it out")
@@ -140,9 +140,9 @@ def setup_fp8_mixed_precision_training(
     return _turn_on("chosen", FP8MixedPrecision(backend, config, tokens=tokens))
 
 
-def watch_environment(config: FP8TrainingConfig | None = None) -> FP8MixedPrecision:
+def watch_environment(config: FP8TrainingConfig | str | None = None) -> FP8MixedPrecision:
     """Let ACCELERATE_MIXED_PRECISION=fp8 mean Octavo, whenever it is set. Without the variable nothing changes."""
-    check_config(config)
+    config = None if config is None else check_config(config)
     watching = _on.get("watched")
     if watching is not None:
         watching.config = config or watching.config
@@ -274,17 +274,20 @@ class _PreparesInFP8(_Before):
     def _bring_to_fp8(self, objects: Iterable[Any]) -> None:
         """Before anything else: autocast replaces `forward`, wrappers hide the model, and both take it as it is now."""
         backends.check_backend_variable(self.fp8_mode.backend)
-        for model in objects:
-            if not isinstance(model, nn.Module) or model in self._fp8_models:
-                continue
-            if self.fp8_mode.backend == "octavo":
-                report = _converted(model, self.fp8_mode)
-                _check_head(model)
-                self.print(f"Octavo FP8: {report.summary()}")
-                self.fp8_reports.append(report)
-                _save_with_state(self, model, f"fp8_scaling_{len(self.fp8_reports) - 1}.pt")
-            elif self.fp8_mode.backend == "te":
-                backends.check_transformer_engine_reaches(model)
+        models = [obj for obj in objects if isinstance(obj, nn.Module) and obj not in self._fp8_models]
+        reports: list[ConversionReport] = []
+        with all_or_nothing(*models):  # one that is refused leaves the others as they were, too
+            for model in models:
+                if self.fp8_mode.backend == "octavo":
+                    reports.append(_converted(model, self.fp8_mode))
+                    _check_head(model)
+                elif self.fp8_mode.backend == "te":
+                    backends.check_transformer_engine_reaches(model)
+        for model, report in zip(models, reports, strict=False):
+            self.print(f"Octavo FP8: {report.summary()}")
+            self.fp8_reports.append(report)
+            _save_with_state(self, model, f"fp8_scaling_{len(self.fp8_reports) - 1}.pt")
+        for model in models:
             self._fp8_models.add(model)
 
 
@@ -307,7 +310,7 @@ def _save_with_state(accelerator: Any, model: nn.Module, file: str) -> None:
 
 
 def _converted(model: nn.Module, mode: FP8MixedPrecision) -> ConversionReport:
-    """Convert a model that is not converted yet. LoRA's small matrices stay in BF16: FP8 gains nothing on them."""
+    """Convert a model that is not converted yet."""
     if _is_in_fp8(model):
         insist_on_fp8(model)
         return _report_of(model)
@@ -315,10 +318,7 @@ def _converted(model: nn.Module, mode: FP8MixedPrecision) -> ConversionReport:
         raise ValueError(
             f"{type(model).__name__} was prepared by an Accelerator without FP8: turn FP8 on before it is prepared"
         )
-    config = check_config(mode.config)
-    parts = {part for name, _ in model.named_modules() for part in name.split(".")}
-    adapters = tuple(name for name in _ADAPTERS if name in parts and name not in config.skip)
-    return convert_to_fp8(model, config.replace(skip=(*config.skip, *adapters)), tokens=mode.tokens)
+    return convert_to_fp8(model, mode.config, tokens=mode.tokens)
 
 
 def _is_in_fp8(model: nn.Module) -> bool:

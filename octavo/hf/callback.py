@@ -32,6 +32,7 @@ from octavo.nn.linear import FP8Linear, LinearInFP8
 from octavo.numerics import FP8ScalingManager
 from octavo.optim import offload_master, step_in_backward
 from octavo.optim.in_backward import InBackward
+from octavo.support import emulation_on
 
 MULTIPLE = 16  # tokens: FP8 products on tensor cores have operands of whole 16-byte units
 WATCHED_BATCHES = 8
@@ -299,8 +300,15 @@ def _summary(model: nn.Module) -> str:
     return f"{in_fp8} of {len(linears)} linears in FP8{how}; {trained:,} weights are trained"
 
 
+def _emulation(model: nn.Module) -> str:
+    first = next((module for module in model.modules() if isinstance(module, LinearInFP8) and module.in_fp8), None)
+    return "" if first is None else emulation_on(first.scaling_device, first.config.emulate)
+
+
 def _introduce(model: nn.Module, trainer: Any, args: TrainingArguments) -> None:
     _say(_summary(model))
+    if _emulation(model):
+        _say(f"FP8 is {_emulation(model)}")
     if args.include_num_input_tokens_seen == "no":
         _say('for tokens_per_second in the logs: TrainingArguments(include_num_input_tokens_seen="non_padding")')
     if trainer is not None:

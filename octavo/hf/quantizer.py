@@ -34,7 +34,8 @@ from octavo.nn.frozen import GRANULARITIES, SCALE_NAME, FP8FrozenLinear, activat
 from octavo.nn.frozen_report import report_of
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 from octavo.numerics.checks import check_choice
-from octavo.support import has_fp8_tensor_cores
+from octavo.numerics.config import check_config
+from octavo.support import announce_emulation, emulation_on, has_fp8_tensor_cores, require_tensor_cores
 
 logger = logging.get_logger(__name__)
 
@@ -56,7 +57,7 @@ class OctavoConfig(QuantizationConfigMixin):
     def __init__(
         self,
         granularity: str = "channel",
-        fp8: FP8TrainingConfig | Mapping[str, Any] | None = None,
+        fp8: FP8TrainingConfig | Mapping[str, Any] | str | None = None,
         skip: Sequence[str] = (),
         fp8_products: bool | None = None,
         **kwargs: Any,
@@ -69,8 +70,9 @@ class OctavoConfig(QuantizationConfigMixin):
         unknown = sorted(set(kwargs) - {"quant_method", "checkpoint"})
         if unknown:
             raise ValueError(f"{unknown[0]}={kwargs[unknown[0]]!r}: no such field of OctavoConfig")
-        if fp8 is not None and not isinstance(fp8, FP8TrainingConfig):
+        if isinstance(fp8, Mapping):
             fp8 = FP8TrainingConfig.from_dict(fp8)
+        fp8 = None if fp8 is None else check_config(fp8)
         self.quant_method: Any = METHOD
         self.granularity = granularity
         self.fp8 = fp8 or activation_config(granularity)
@@ -170,6 +172,11 @@ class OctavoQuantizer(HfQuantizer):
         scaling.follow_optimizers(model)
         loading.explain_untrained(model)
         model.octavo_fused = loading.fuse_groups(model)
+        if any(module.in_fp8 for module in frozen):
+            device, emulate = frozen[0].scaling_device, config.fp8.emulate
+            require_tensor_cores(device, config.fp8)
+            announce_emulation(device, emulate)
+            model.octavo_fused += filter(None, [emulation_on(device, emulate)])
         if reason:
             model.octavo_fused.append(f"{reason}; fp8_products=True insists")
         model.octavo_report = report_of(model, reasons=self._reasons(model, new), fused=())

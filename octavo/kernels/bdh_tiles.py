@@ -80,7 +80,7 @@ def to_fp8(
     x, inverse, seed, where, dtype: tl.constexpr, source: tl.constexpr, MAXIMUM: tl.constexpr, STOCHASTIC: tl.constexpr
 ):
     """A tile made of `source` in FP8, and what went into the cast."""
-    v = tiles.saturate(x * inverse, seed, where, MAXIMUM, STOCHASTIC)
+    v = tiles.saturate(tiles.scaled(x, inverse), seed, where, MAXIMUM, STOCHASTIC, False)
     return tiles.cast(v, dtype, tl.float32 if STOCHASTIC else source), v
 
 

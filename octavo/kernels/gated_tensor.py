@@ -69,7 +69,8 @@ def gated_kernel(
             store_tile(out_ptr, narrow, i, j, inner_out, M, F, F, EVEN, TILE_M, TILE_F)
         elif TASK == QUANTIZE:
             where = i.to(tl.int64) * TILE_M * F + j * TILE_F + inner_out if STOCHASTIC else 0
-            v = tiles.saturate(h * inverse, seed, where, MAXIMUM, STOCHASTIC, not RECORD)
+            v = tiles.scaled(h, inverse, STOCHASTIC or not RECORD)
+            v = tiles.saturate(v, seed, where, MAXIMUM, STOCHASTIC, False)
             q = tiles.cast(v, out_ptr.dtype.element_ty, tl.float32 if STOCHASTIC else gate.dtype)
             store_tile(out_ptr, q, i, j, inner_out, M, F, F, EVEN, TILE_M, TILE_F)
             if RECORD:
@@ -94,7 +95,7 @@ def gated_kernel(
                 if TASK == QUANTIZE:
                     clipped += tiles.count(tiles.is_clipped(h, scale, MAXIMUM))
                     if not STOCHASTIC:
-                        v = tiles.saturate(h * inverse, 0, 0, MAXIMUM, False)
+                        v = tiles.saturate(tiles.scaled(h, inverse), 0, 0, MAXIMUM, False, False)
                         q = tiles.cast(v, out_ptr.dtype.element_ty, gate.dtype)
                         store_tile(out_ptr, q, i, j, inner_out, M, F, F, EVEN, TILE_M, TILE_F)
         if TASK == MEASURE:
@@ -178,7 +179,8 @@ def gated_backward_kernel(
                 store_tile(rows_ptr + half * F, d, i, j, inner, M, F, 2 * F, EVEN, TILE_M, TILE_F)
             elif TASK == QUANTIZE:
                 where = i.to(tl.int64) * TILE_M * 2 * F + j * TILE_F + half * F + inner if STOCHASTIC else 0
-                v = tiles.saturate(wide * inverse, seed, where, MAXIMUM, STOCHASTIC, False)
+                v = tiles.scaled(wide, inverse, STOCHASTIC or not RECORD)
+                v = tiles.saturate(v, seed, where, MAXIMUM, STOCHASTIC, False)
                 q = tiles.cast(v, rows_ptr.dtype.element_ty, tl.float32 if STOCHASTIC else d.dtype)
                 store_tile(rows_ptr + half * F, q, i, j, inner, M, F, 2 * F, EVEN, TILE_M, TILE_F)
                 if RECORD:
@@ -187,14 +189,15 @@ def gated_backward_kernel(
                 if STOCHASTIC:
                     q_t = tiles.cast(tl.trans(v), columns_ptr.dtype.element_ty, tl.float32)
                 else:
-                    v_t = tiles.saturate(tl.trans(d).to(tl.float32) * inverse, 0, 0, MAXIMUM, False, False)
+                    v_t = tiles.scaled(tl.trans(d).to(tl.float32), inverse, not RECORD)
+                    v_t = tiles.saturate(v_t, 0, 0, MAXIMUM, False, False)
                     q_t = tiles.cast(v_t, columns_ptr.dtype.element_ty, d.dtype)
                 half_t = columns_ptr + half * tl.cast(F, tl.int64) * M
                 store_tile(half_t, q_t, j, i, inner_t, F, M, M, EVEN, TILE_F, TILE_M)
         if TASK == QUANTIZE:
             where = j.to(tl.int64) * TILE_F * M + i * TILE_M + inner_t if H_STOCHASTIC else 0
-            h_v = tl.trans(h).to(tl.float32) * h_inverse
-            h_v = tiles.saturate(h_v, seed + 1, where, H_MAXIMUM, H_STOCHASTIC)
+            h_v = tiles.scaled(tl.trans(h).to(tl.float32), h_inverse)
+            h_v = tiles.saturate(h_v, seed + 1, where, H_MAXIMUM, H_STOCHASTIC, False)
             h_q = tiles.cast(h_v, h_ptr.dtype.element_ty, tl.float32 if H_STOCHASTIC else h.dtype)
             store_tile(h_ptr, h_q, j, i, inner_t, F, M, M, EVEN, TILE_F, TILE_M)
     if TASK == MEASURE or RECORD:
@@ -221,7 +224,7 @@ def gated_backward_kernel(
                     if TASK == QUANTIZE:
                         clipped += tiles.count(tiles.is_clipped(d, scale, MAXIMUM))
                         if not STOCHASTIC:
-                            v = tiles.saturate(d * inverse, 0, 0, MAXIMUM, False)
+                            v = tiles.saturate(tiles.scaled(d, inverse), 0, 0, MAXIMUM, False, False)
                             q = tiles.cast(v, rows_ptr.dtype.element_ty, dgate.dtype)
                             store_tile(rows_ptr + half * F, q, i, j, inner, M, F, 2 * F, EVEN, TILE_M, TILE_F)
                             q_t = tiles.cast(tl.trans(v), columns_ptr.dtype.element_ty, dgate.dtype)

@@ -108,7 +108,7 @@ def tensor_kernel(
         i, j = tiles.place(tile % per_matrix, down, across, BAND, not DELAYED)
         narrow = load_tile(x_ptr + batch * stride_b, i, j, inner, end - r0, C, stride_r, EVEN, TILE_R, TILE_C)
         x = narrow.to(tl.float32)
-        v = x * inverse
+        v = tiles.scaled(x, inverse, STOCHASTIC or not RECORD)
         if RECORD:
             top = tl.maximum(top, tiles.largest_of_eight(tiles.magnitude_bits(x)))
             if not STOCHASTIC:
@@ -116,12 +116,12 @@ def tensor_kernel(
                     lost += tiles.count_of_eight(tiles.is_lost(x, v, MAXIMUM))
         if STOCHASTIC:
             where = (batch * R + r0 + i * TILE_R) * C + j * TILE_C + inner_out
-            v = tiles.saturate(v, seed, where, MAXIMUM, True)
+            v = tiles.saturate(v, seed, where, MAXIMUM, True, False)
             if RECORD:
                 if tiles.is_sampled(tile, step):
                     lost += tiles.count_of_eight(tiles.is_lost(x, v, MAXIMUM))
         else:
-            v = tiles.saturate(v, 0, 0, MAXIMUM, False, not RECORD)
+            v = tiles.saturate(v, 0, 0, MAXIMUM, False, False)
         if ROWS:
             q = tiles.cast(v, rows_ptr.dtype.element_ty, tl.float32 if STOCHASTIC else narrow.dtype)
             store_tile(rows_ptr + batch * R * C, q, i, j, inner_out, end - r0, C, C, EVEN, TILE_R, TILE_C)
@@ -129,8 +129,8 @@ def tensor_kernel(
             if STOCHASTIC:
                 q_t = tiles.cast(tl.trans(v), columns_ptr.dtype.element_ty, tl.float32)  # the very same values
             else:
-                v_t = tl.trans(narrow).to(tl.float32) * inverse
-                v_t = tiles.saturate(v_t, 0, 0, MAXIMUM, False, not RECORD)
+                v_t = tiles.scaled(tl.trans(narrow).to(tl.float32), inverse, not RECORD)
+                v_t = tiles.saturate(v_t, 0, 0, MAXIMUM, False, False)
                 q_t = tiles.cast(v_t, columns_ptr.dtype.element_ty, narrow.dtype)
             store_tile(columns_ptr + batch * R * C, q_t, j, i, inner_t, C, end - r0, R, EVEN, TILE_C, TILE_R)
 
@@ -148,7 +148,7 @@ def tensor_kernel(
                 finite_top = tl.maximum(finite_top, tiles.largest(finite.magnitude(x)))
                 clipped += tiles.count(tiles.is_clipped(x, scale, MAXIMUM))
                 if not STOCHASTIC:
-                    v = tiles.saturate(x * inverse, 0, 0, MAXIMUM, False)
+                    v = tiles.saturate(tiles.scaled(x, inverse), 0, 0, MAXIMUM, False, False)
                     if ROWS:
                         q = tiles.cast(v, rows_ptr.dtype.element_ty, narrow.dtype)
                         store_tile(rows_ptr + batch * R * C, q, i, j, inner_out, end - r0, C, C, EVEN, TILE_R, TILE_C)

@@ -104,6 +104,17 @@ def mx_factor(exponent):
 
 
 @triton.jit
+def scaled(x, inverse, careful: tl.constexpr = True):
+    """x × inverse, where `inverse` may be that of a scale too small for x: what overflows saturates then.
+
+    `careful`: infinities of x become NaN before that (x + 0 · x is x if x is finite).
+    """
+    if careful:
+        x = tl.fma(x, 0.0, x)
+    return x * inverse
+
+
+@triton.jit
 def saturate(v, seed, offset, maximum: tl.constexpr, stochastic: tl.constexpr, careful: tl.constexpr = True):
     """What is left to do is a cast to FP8, which saturates.
 

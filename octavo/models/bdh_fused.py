@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from octavo.models.bdh import BDH, rope_angles
 from octavo.nn.autocast import is_skipped
@@ -25,7 +25,7 @@ from octavo.nn.report import FP8, Entry, Report
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 from octavo.numerics.config import check_config
 from octavo.ops import Product
-from octavo.support import require_tensor_cores
+from octavo.support import announce_emulation, require_tensor_cores
 
 _FUSED = "_octavo_fused"
 _AUTOCAST = "run the model under octavo.fp8_autocast(config) instead of fusing it"
@@ -42,6 +42,11 @@ class FusedBDH:
 
     def layer_rows(self, i: int) -> dict[str, Tensor]:
         return {name: self.rows[f"layers.{i}.{name}"] for name in OPERANDS}
+
+    @property
+    def scaling_manager(self) -> FP8ScalingManager:
+        """Another name for `scaling`."""
+        return self.scaling
 
     def __str__(self) -> str:
         return str(self.report)
@@ -86,11 +91,11 @@ class _FusedBDHModel(BDH):
         return fp8_product(x_BTD, self.lm_head, None, product, (x, w, g))
 
 
-def fuse(model: BDH, config: FP8TrainingConfig | None = None) -> FusedBDH:
+def fuse(model: BDH, config: FP8TrainingConfig | str | None = None) -> FusedBDH:
     """Run the model's layers in FP8 through fused kernels from now on. In place; Parameters stay what they are."""
     config = check_config(config)
     if type(model) is not BDH:
-        fused_already = isinstance(model, _FusedBDHModel)
+        fused_already = is_fused(model)
         raise TypeError(
             f"model is a {type(model).__name__}: "
             + ("fused already; unfuse(model) first" if fused_already else "fuse takes an octavo.models.BDH")
@@ -102,8 +107,9 @@ def fuse(model: BDH, config: FP8TrainingConfig | None = None) -> FusedBDH:
             raise ValueError(f"skip={config.skip!r}: names {name}, which is part of every fused layer; {_AUTOCAST}")
     device = model.encoder.device
     require_tensor_cores(device, config)
+    announce_emulation(device, config.emulate)
     scaling = FP8ScalingManager.from_config(config, device=device)
-    fused = FusedBDH(config, scaling, {}, Report("products of a fused BDH"))
+    fused = FusedBDH(config, scaling, {}, Report("products of a fused BDH", [], scaling, config.emulate))
     _register(fused, model.config.layers)
     scaling.follow_optimizers(model)
     model.__dict__[_FUSED] = fused
@@ -111,10 +117,15 @@ def fuse(model: BDH, config: FP8TrainingConfig | None = None) -> FusedBDH:
     return fused
 
 
-def unfuse(model: BDH) -> None:
+def is_fused(model: nn.Module) -> bool:
+    return isinstance(model, _FusedBDHModel)
+
+
+def unfuse(model: nn.Module) -> None:
     """Give the model its own forward back."""
-    if model.__dict__.pop(_FUSED, None) is None:
+    if not is_fused(model):
         raise TypeError(f"model is a {type(model).__name__}: not fused")
+    del model.__dict__[_FUSED]
     model.__class__ = BDH
 
 

@@ -37,7 +37,7 @@ from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 from octavo.numerics.config import check_config
 from octavo.numerics.scaling import new_rows
 from octavo.ops import Product
-from octavo.support import require_tensor_cores
+from octavo.support import announce_emulation, require_tensor_cores
 
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)  # fake: of `octavo plan`, which computes shapes alone
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -52,18 +52,18 @@ class FP8Autocast(TorchFunctionMode):
 
     def __init__(
         self,
-        config: FP8TrainingConfig | None = None,
+        config: FP8TrainingConfig | str | None = None,
         *,
         enabled: bool = True,
         model: nn.Module | None = None,
         max_products: int = 2048,
     ) -> None:
         super().__init__()
-        self.config = config or FP8TrainingConfig()
+        self.config = check_config(config)
         self.enabled = enabled
         self.max_products = max_products
         self.scaling = FP8ScalingManager.from_config(self.config)
-        self.report = Report("products under fp8_autocast")
+        self.report = Report("products under fp8_autocast", scaling=self.scaling, emulate=self.config.emulate)
         self._recipe = self.config.recipe
         self._parameters = list(model.named_parameters()) if model is not None else []
         self._skipped = [p for name, p in self._parameters if is_skipped(name, self.config)]
@@ -79,6 +79,11 @@ class FP8Autocast(TorchFunctionMode):
         self._steps_seen = 0
         if enabled:
             self.scaling.follow_optimizers(model)
+
+    @property
+    def scaling_manager(self) -> FP8ScalingManager:
+        """Another name for `scaling`."""
+        return self.scaling
 
     def __enter__(self) -> Self:
         self._outer.append(self._ordinal)
@@ -214,6 +219,8 @@ class FP8Autocast(TorchFunctionMode):
         """Have rows for all products on `device`."""
         if self._rows is not None and self._rows.device == device:
             return
+        require_tensor_cores(device, self.config)
+        announce_emulation(device, self.config.emulate)
         self._rows = new_rows(3 * (self.max_products + 1), device=device)
         for slot, entry in self._entries.items():
             self._register_rows(slot, entry.name)
@@ -309,7 +316,7 @@ def _caller() -> str:
 
 
 def fp8_autocast(
-    config: FP8TrainingConfig | None = None,
+    config: FP8TrainingConfig | str | None = None,
     *,
     enabled: bool = True,
     model: nn.Module | None = None,

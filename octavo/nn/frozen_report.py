@@ -23,9 +23,9 @@ def report_of(
     report = ConversionReport(title or f"layers of {type(model).__name__}", fused=list(fused))
     for name, module in modules.items():
         if isinstance(module, nn.Linear):
-            report.entries.append(_linear(name, module, reasons or {}))
+            report.entries.append(entry_of(name, module, reasons or {}))
             if isinstance(module, LinearInFP8):
-                report.scaling = module.scaling
+                report.scaling, report.emulate = module.scaling, module.config.emulate
         elif not type(module).__module__.startswith("torch.nn.") and not isinstance(module, nn.Embedding):
             for key, parameter in module.named_parameters(name, recurse=False):
                 if parameter.dim() >= 2 and not is_adapter(key):
@@ -35,12 +35,13 @@ def report_of(
     return report
 
 
-def _linear(name: str, linear: nn.Linear, reasons: Mapping[str, str]) -> Entry:
+def entry_of(name: str, linear: nn.Linear, reasons: Mapping[str, str] | None = None) -> Entry:
+    """A linear as it is: in FP8, with its weight frozen in it, or not."""
     shapes = f"{linear.in_features} → {linear.out_features}"
     if is_adapter(name):
         return Entry(name, "adapter", dtype_name(linear.weight), _ADAPTER, shapes)
     if not isinstance(linear, LinearInFP8):
-        return Entry(name, "linear", dtype_name(linear.weight), reasons.get(name, "not converted"), shapes)
+        return Entry(name, "linear", dtype_name(linear.weight), (reasons or {}).get(name, "not converted"), shapes)
     entry = Entry(name, "linear", FP8, "", shapes, str(linear.recipe))
     if isinstance(linear, FP8FrozenLinear) and linear.format is not None:
         entry.weight = str(linear.format.dtype).removeprefix("torch.")

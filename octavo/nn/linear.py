@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from octavo.nn.held import HeldWeight
 from octavo.nn.linears import fp8_linears
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
-from octavo.numerics.config import Recipe
+from octavo.numerics.config import Recipe, check_config
 from octavo.ops import Product
-from octavo.support import require_tensor_cores
+from octavo.support import announce_emulation, require_tensor_cores
 
 
 class LinearInFP8(nn.Linear):
@@ -28,11 +28,18 @@ class LinearInFP8(nn.Linear):
     in_fp8: bool = True  # its products; else, of a frozen weight, it is dequantised for each of them
 
     @property
+    def scaling_manager(self) -> FP8ScalingManager:
+        """Another name for `scaling`."""
+        return self.scaling
+
+    @property
     def scaling_device(self) -> torch.device:
         return torch.device("cpu") if self.weight.device.type == "meta" else self.weight.device
 
     def product(self, input: Tensor) -> Product:
         """How to multiply this input."""
+        if self.config.emulate is False and not torch.compiler.is_compiling():
+            require_tensor_cores(input.device, self.config)  # it may have been moved since
         autocast = torch.is_autocast_enabled(input.device.type)
         return Product(
             a=self.recipe.x,
@@ -63,7 +70,7 @@ class FP8Linear(LinearInFP8):
         in_features: int,
         out_features: int,
         bias: bool = True,
-        config: FP8TrainingConfig | None = None,
+        config: FP8TrainingConfig | str | None = None,
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -71,13 +78,13 @@ class FP8Linear(LinearInFP8):
         name: str = "linear",
     ) -> None:
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
-        self._enable_fp8(config or FP8TrainingConfig(), scaling, name)
+        self._enable_fp8(check_config(config), scaling, name)
 
     @classmethod
     def from_linear(
         cls,
         linear: nn.Linear,
-        config: FP8TrainingConfig | None = None,
+        config: FP8TrainingConfig | str | None = None,
         *,
         scaling: FP8ScalingManager | None = None,
         name: str = "linear",
@@ -88,12 +95,13 @@ class FP8Linear(LinearInFP8):
         new.in_features, new.out_features = linear.in_features, linear.out_features
         new.weight, new.bias = linear.weight, linear.bias
         new.train(linear.training)
-        new._enable_fp8(config or FP8TrainingConfig(), scaling, name)
+        new._enable_fp8(check_config(config), scaling, name)
         return new
 
     def _enable_fp8(self, config: FP8TrainingConfig, scaling: FP8ScalingManager | None, name: str) -> None:
         """What makes a linear an FP8 one. `scaling`: share this manager; whoever made it lets it follow optimisers."""
         require_tensor_cores(self.weight.device, config)
+        announce_emulation(self.weight.device, config.emulate)
         if scaling is None:
             scaling = FP8ScalingManager.from_config(config, self.scaling_device)
             scaling.follow_optimizers(self)

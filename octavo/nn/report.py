@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from octavo.numerics import FP8ScalingManager
+from octavo.support import emulation_on
 
 FP8 = "fp8"
 NOTEWORTHY = 0.1  # of the linear weights, not in FP8: then the summary says so
@@ -39,10 +40,15 @@ class Entry:
 
 @dataclass
 class Report:
-    """Prints as a table; `to_dict()` for files; iterates over its entries."""
+    """Prints as a table; `to_dict()` for files; iterates over its entries.
+
+    `scaling` holds histories and statistics of what is in FP8; `emulate` is the configuration's.
+    """
 
     title: str
     entries: list[Entry] = field(default_factory=list)
+    scaling: FP8ScalingManager | None = None
+    emulate: bool | None = None
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(self.entries)
@@ -58,11 +64,27 @@ class Report:
     def not_in_fp8(self) -> list[Entry]:
         return [entry for entry in self.entries if entry.precision != FP8]
 
+    @property
+    def scaling_manager(self) -> FP8ScalingManager | None:
+        """Another name for `scaling`."""
+        return self.scaling
+
+    @property
+    def emulation(self) -> str:
+        """Whether FP8 is emulated where the model is now, and why; empty if it runs on tensor cores."""
+        rows = self.scaling.rows if self.scaling is not None and self.in_fp8 else ()
+        return emulation_on(rows[0].device, self.emulate) if rows else ""
+
     def summary(self) -> str:
-        return f"{self.title}: {len(self.in_fp8)} of {len(self)} in FP8"
+        counts = f"{self.title}: {len(self.in_fp8)} of {len(self)} in FP8"
+        return f"{counts}; {self.emulation}" if self.emulation else counts
 
     def to_dict(self) -> dict[str, Any]:
-        return {"title": self.title, "products": [asdict(entry) for entry in self.entries]}
+        return {
+            "title": self.title,
+            "emulation": self.emulation,
+            "products": [asdict(entry) for entry in self.entries],
+        }
 
     def table(self) -> Any:
         """A `rich` table, for a console that shows colours."""
@@ -93,7 +115,6 @@ class ConversionReport(Report):
     those that are not with the reason.
     """
 
-    scaling: FP8ScalingManager | None = None
     fused: list[str] = field(default_factory=list)
 
     @property
@@ -130,7 +151,8 @@ class ConversionReport(Report):
         lines = [super().summary()]
         if self.bytes_in_fp8:
             lines.append(f"weights: {_size(self.bytes_in_fp8)} in FP8, {_size(self.bytes_not_in_fp8)} not")
-        return "; ".join([*lines, *filter(None, [self.left_out()]), *self.fused])
+        fused = [line for line in self.fused if line != self.emulation]  # which is said already
+        return "; ".join([*lines, *filter(None, [self.left_out()]), *fused])
 
     def to_dict(self) -> dict[str, Any]:
         sizes = {"bytes_in_fp8": self.bytes_in_fp8, "bytes_not_in_fp8": self.bytes_not_in_fp8}

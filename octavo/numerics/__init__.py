@@ -2,7 +2,7 @@
 
 from octavo.numerics.config import FP8TrainingConfig, OperandRecipe, Recipe
 from octavo.numerics.formats import E4M3, E4M3_FNUZ, E5M2, E5M2_FNUZ, Format, get_format
-from octavo.numerics.gemm import fp8_linear, fp8_matmul, gemm_nt, padded_gemm_nt
+from octavo.numerics.gemm import gemm_nt, padded_gemm_nt
 from octavo.numerics.quantize import Quantized, compute_scale, dequantize, quantize, quantize_stochastic
 from octavo.numerics.scaling import FP8ScalingManager
 
@@ -19,8 +19,6 @@ __all__ = [
     "Recipe",
     "compute_scale",
     "dequantize",
-    "fp8_linear",
-    "fp8_matmul",
     "gemm_nt",
     "get_format",
     "padded_gemm_nt",

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from octavo.numerics.amax import block_amax
 from octavo.numerics.formats import E4M3, E8M0_DTYPE
-from octavo.numerics.quantize import BLOCK, Quantized, mx_scale, quantize
+from octavo.numerics.quantize import BLOCK, Quantized, mx_scale, quantize_by
 
 ACTIVATIONS = ("silu", "gelu_tanh")
 GELU_FACTOR = math.sqrt(2 / math.pi)
@@ -40,7 +40,7 @@ def gated_backward(dh: Tensor, gate_up: Tensor, activation: str) -> Tensor:
 def keep(gate_up: Tensor) -> Quantized:
     """In E4M3 for backward, with a power of two for every 128 features of a token, as a byte: its exponent."""
     scale = mx_scale(block_amax(gate_up, (1, BLOCK)), E4M3)
-    kept = quantize(gate_up, format=E4M3, granularity="block", block=(1, BLOCK), scale=scale.float())
+    kept = quantize_by(gate_up, scale.float(), E4M3)
     return Quantized(kept.data, scale.view(torch.uint8))
 
 

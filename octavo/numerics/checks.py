@@ -9,9 +9,14 @@ def check_choice(field: str, value: Any, choices: Collection[str]) -> None:
         raise ValueError(f"{field}={value!r}: choose one of {', '.join(choices)}")
 
 
-def check_percentile(field: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 100:
-        raise ValueError(f"{field}={value!r}: a number in (0, 100], such as 99.99")
+def checked_percentile(field: str, value: Any) -> float:
+    """The percentage that a person means by 99.99 or by 0.9999. What may mean two things, such as 1, is refused."""
+    if not isinstance(value, bool) and isinstance(value, int | float):
+        if 50 <= value <= 100:
+            return float(value)
+        if 0.5 <= value < 1:
+            return float(f"{value * 100:.12g}")  # 0.9999 and 99.99 are to be equal
+    raise ValueError(f"{field}={value!r}: a percentage from 50 to 100, such as 99.99, or a share from 0.5 to below 1")
 
 
 def check_positive_int(field: str, value: Any) -> None:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from typing import Any, Self
 
-from octavo.numerics.checks import check_choice, check_percentile, check_positive_int
+from octavo.numerics.checks import check_choice, check_positive_int, checked_percentile
 from octavo.numerics.formats import Format, get_format
 from octavo.numerics.quantize import BLOCK, GRANULARITIES, MX_RULES
 from octavo.numerics.rounding import ROUNDINGS
@@ -116,7 +116,8 @@ class FP8TrainingConfig:
         scaling: `delayed` (from earlier steps; per tensor only) or `current` (from the tensor itself). Not given:
             delayed per tensor, current otherwise.
         amax_update_interval: recompute delayed scales every so many steps.
-        percentile: take this percentile of |x| for amax (per tensor), e.g. 99.99, instead of the maximum.
+        percentile: take this percentile of |x| for amax (per tensor) instead of the maximum: a percentage from 50 to
+            100, such as 99.99, or the same as a share, 0.9999.
         rounding: `nearest` or `stochastic`; one, or one for each of x, w, g.
         skip: layers left in high precision: names, parts of dotted names, or patterns (`model.layers.0.*`).
         fp8_head: also run the LM head of a Hugging Face decoder in FP8 (its loss is computed in chunks either way).
@@ -174,7 +175,7 @@ class FP8TrainingConfig:
         set_field("margin", _per_operand("margin", self.margin, _check_margin))
         set_field("rounding", _per_operand("rounding", self.rounding, _check_rounding))
         if self.percentile is not None:
-            check_percentile("percentile", self.percentile)
+            set_field("percentile", checked_percentile("percentile", self.percentile))
             if self.granularity != "tensor":
                 raise ValueError(f"percentile={self.percentile!r}: only with granularity='tensor'")
         names = isinstance(self.skip, Sequence) and not isinstance(self.skip, str)
@@ -236,8 +237,15 @@ class FP8TrainingConfig:
         return Recipe(operand(0), operand(1), operand(2))
 
 
-def check_config(config: FP8TrainingConfig | None) -> FP8TrainingConfig:
-    """The configuration a caller gave, or the default one."""
+def check_config(config: FP8TrainingConfig | str | None) -> FP8TrainingConfig:
+    """The configuration a caller gave, itself or by the name of a recipe, or the default one."""
+    if isinstance(config, str):
+        if config.lower() not in RECIPES:
+            raise ValueError(
+                f"config={config!r}: an FP8TrainingConfig, or the name of a recipe: {', '.join(RECIPES)}; a format "
+                "goes into FP8TrainingConfig(fp8_format=...)"
+            )
+        return FP8TrainingConfig.from_recipe(config)
     if config is not None and not isinstance(config, FP8TrainingConfig):
         raise TypeError(f"config={config!r}: an FP8TrainingConfig, such as FP8TrainingConfig(fp8_format='E4M3')")
     return config or FP8TrainingConfig()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from octavo.numerics.formats import Format
-from octavo.numerics.quantize import Quantized, quantize, reciprocal
+from octavo.numerics.quantize import Quantized, quantize_by, reciprocal
 
 IGNORED = -100
 
@@ -37,6 +37,6 @@ def cross_entropy_quantize(
 ) -> tuple[Quantized, Quantized]:
     """The gradient in FP8, as rows `[T, V]` and as columns `[V, T]`."""
     unit = reciprocal(torch.full((), format.max, dtype=torch.float32, device=logits.device))
-    rows = quantize(cross_entropy_backward(logits, labels, lse), format=format, scale=unit)
+    rows = quantize_by(cross_entropy_backward(logits, labels, lse), unit, format)
     scale = unit * factor
     return Quantized(rows.data, scale), Quantized(rows.data.mT.clone(memory_format=torch.contiguous_format), scale)

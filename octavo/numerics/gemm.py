@@ -20,8 +20,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from octavo.numerics.formats import E4M3, Format, format_of, to_float32
-from octavo.numerics.quantize import Quantized, expand_scale, quantize
+from octavo.numerics.formats import to_float32
+from octavo.numerics.quantize import Quantized, expand_scale
 
 ALIGNMENT = 16
 
@@ -108,53 +108,6 @@ def check_gemm_rules(a: Tensor, b: Tensor) -> None:
         raise ValueError(f"gemm_nt needs K and N in multiples of {ALIGNMENT}; got K={k}, N={n} (padded_gemm_nt pads)")
     if not a.is_contiguous() or not b.is_contiguous():
         raise ValueError("gemm_nt needs operands contiguous along K; call .contiguous() on the transposed one")
-
-
-def fp8_matmul(
-    a: Tensor,
-    b: Tensor,
-    *,
-    format: Format | str = E4M3,
-    granularity: str = "tensor",
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    """`a[..., M, K] @ b[..., K, N]` with both operands quantised to `format`; returns `a`'s dtype."""
-    if a.dim() < 2 or b.dim() < 2 or a.shape[-1] != b.shape[-2]:
-        raise ValueError(f"fp8_matmul takes [..., M, K] and [..., K, N]; got {tuple(a.shape)} and {tuple(b.shape)}")
-    a_q = quantize(a, format=format, granularity=granularity)
-    b_q = quantize(b.mT, format=format, granularity=granularity)
-    return padded_gemm_nt(a_q, b_q, out_dtype=out_dtype or a.dtype)
-
-
-def fp8_linear(
-    x: Tensor,
-    w: Tensor,
-    scale_x: Tensor | float,
-    scale_w: Tensor | float,
-    bias: Tensor | None = None,
-    *,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    """`(x · wᵀ) × scale_x × scale_w + bias` for `x[..., K]`, `w[N, K]` and *dequantising* scales.
-
-    FP8 tensors are taken as they are; others are first quantised to E4M3 with their scale.
-    """
-    x_q, w_q = _as_quantized(x, scale_x), _as_quantized(w, scale_w)
-    rows = Quantized(x_q.data.reshape(-1, x.shape[-1]), _flatten_rows(x_q.scale, x.shape))
-    default = torch.float32 if x.element_size() == 1 else x.dtype
-    y = padded_gemm_nt(rows, w_q, bias=bias, out_dtype=out_dtype or default)
-    return y.reshape(*x.shape[:-1], w.shape[0])
-
-
-def _as_quantized(x: Tensor, scale: Tensor | float) -> Quantized:
-    if x.element_size() == 1:
-        format_of(x.dtype)
-        return Quantized(x.contiguous(), torch.as_tensor(scale, dtype=torch.float32, device=x.device))
-    return quantize(x, scale=scale)
-
-
-def _flatten_rows(scale: Tensor, shape: torch.Size) -> Tensor:
-    return scale if scale.dim() < 2 else scale.float().expand(*shape[:-1], scale.shape[-1]).reshape(-1, scale.shape[-1])
 
 
 def constant_along_k(q: Quantized) -> bool:

@@ -24,7 +24,7 @@ from torch import Tensor
 from octavo.numerics.amax import finite_amax, percentile_or_top
 from octavo.numerics.config import OperandRecipe
 from octavo.numerics.formats import Format
-from octavo.numerics.quantize import Quantized, compute_scale, expand_scale, quantize, scale_from_amax
+from octavo.numerics.quantize import Quantized, compute_scale, expand_scale, quantize_by, scale_from_amax
 from octavo.numerics.scaling import CALLS, SATURATED, SCALE, UNDERFLOW, record_use
 
 LAYOUTS = ("rows", "columns", "both")
@@ -68,14 +68,7 @@ def _transposed(data: Tensor) -> Tensor:
 
 
 def _quantize(x: Tensor, recipe: OperandRecipe, scale: Tensor) -> Quantized:
-    return quantize(
-        x,
-        format=recipe.format,
-        granularity=recipe.granularity,
-        rounding=recipe.rounding,
-        scale=scale,
-        block=recipe.block,
-    )
+    return quantize_by(x, scale, recipe.format, recipe.rounding)
 
 
 def _current_scale(x: Tensor, recipe: OperandRecipe) -> Tensor:

@@ -19,7 +19,11 @@ What happens to unusual input:
 - all zero: scale 1, data 0;
 - tiny: the scale never falls below 2^-126, so its reciprocal is finite; what is too small for that rounds to 0;
 - huge: the largest finite magnitude maps to the format's largest value; nothing overflows;
-- NaN and infinities: NaN in `data` at their place, in every format; the scale comes from the finite elements.
+- NaN and infinities: NaN in `data` at their place, in every format; the scale comes from the finite elements;
+- finite, but beyond FP32 once divided by the scale: the format's largest value, as everything else that is too large.
+
+A scale that is given instead is the same factor, as `compute_scale` returns it, or what `FP8ScalingManager.get_scale`
+returns, which multiplies and is known by its type (`multiplier.py`).
 """
 
 import math
@@ -29,8 +33,9 @@ import torch
 from torch import Tensor
 
 from octavo.numerics.amax import block_amax, tensor_amax
-from octavo.numerics.checks import check_choice, check_percentile
+from octavo.numerics.checks import check_choice, checked_percentile
 from octavo.numerics.formats import E4M3, E8M0_DTYPE, Format, get_format, to_float32
+from octavo.numerics.multiplier import as_factor, checked_factor
 from octavo.numerics.rounding import ROUNDINGS, round_nearest, round_stochastic
 
 GRANULARITIES = ("tensor", "channel", "block", "mx")
@@ -54,16 +59,20 @@ class Quantized(NamedTuple):
 
 def quantize(
     x: Tensor,
+    scale: Tensor | float | None = None,
     *,
     format: Format | str = E4M3,
     granularity: str = "tensor",
     rounding: str = "nearest",
-    scale: Tensor | float | None = None,
     generator: torch.Generator | None = None,
     block: tuple[int, int] = (1, BLOCK),
     mx_rule: str = "up",
 ) -> Quantized:
-    """Quantise a floating-point tensor. Without `scale`, it is computed from `x` (see `compute_scale`)."""
+    """Quantise a floating-point tensor.
+
+    `scale`: the dequantising factor, as `compute_scale` returns it, or what `FP8ScalingManager.get_scale` returns. Not
+    given: computed from `x`. A multiplier in the place of the factor is refused where it shows (`multiplier.py`).
+    """
     format = get_format(format)
     check_choice("rounding", rounding, ROUNDINGS)
     if scale is None:
@@ -71,28 +80,53 @@ def quantize(
     else:
         check_choice("granularity", granularity, GRANULARITIES)
         _check_floating(x)
-        if isinstance(scale, int | float) and not 0 < scale < math.inf:
-            raise ValueError(f"scale={scale!r}: a finite number above 0")
-        scale = torch.as_tensor(scale, device=x.device)
-        scale = scale if scale.dtype == E8M0_DTYPE else scale.float()
-    scaled = x.detach().float() * expand_scale(reciprocal(scale), x.shape)
+        scale = checked_factor(scale, x, format)
+    return quantize_by(x, scale, format, rounding, generator)
+
+
+def quantize_by(
+    x: Tensor, scale: Tensor, format: Format, rounding: str = "nearest", generator: torch.Generator | None = None
+) -> Quantized:
+    """`round(x / scale)`, whatever that makes of x."""
+    wide = x.detach().float()
+    scaled = wide * expand_scale(reciprocal(scale), x.shape)
     if rounding == "stochastic":
-        data = round_stochastic(scaled, format, generator)
+        data = round_stochastic(scaled, format, generator, source=wide)
     else:
-        data = round_nearest(scaled, format)
+        data = round_nearest(scaled, format, source=wide)
     return Quantized(data.contiguous(), scale)
 
 
 def quantize_stochastic(
-    x: Tensor, *, format: Format | str = E4M3, granularity: str = "tensor", generator: torch.Generator | None = None
+    x: Tensor,
+    scale: Tensor | float | None = None,
+    *,
+    format: Format | str = E4M3,
+    granularity: str = "tensor",
+    generator: torch.Generator | None = None,
 ) -> Quantized:
     """`quantize` with stochastic rounding: unbiased, on the FP8 grid, reproducible from `generator`."""
-    return quantize(x, format=format, granularity=granularity, rounding="stochastic", generator=generator)
+    return quantize(x, scale, format=format, granularity=granularity, rounding="stochastic", generator=generator)
 
 
-def dequantize(data: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """`data × scale`, computed in FP32 and rounded once to `dtype`."""
-    return (to_float32(data) * expand_scale(scale.float(), data.shape)).to(dtype)
+def dequantize(
+    data: "Tensor | Quantized", scale: Tensor | float | torch.dtype | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """`data × scale`, computed in FP32 and rounded once to `dtype` (FP32 if not given).
+
+    `dequantize(q)` and `dequantize(q, dtype)` for what `quantize` returned; `dequantize(data, scale)` for FP8 data with
+    its factor, or with the multiplier that `FP8ScalingManager.get_scale` returned.
+    """
+    if isinstance(scale, torch.dtype):
+        scale, dtype = None, scale
+    if isinstance(data, Quantized):
+        if scale is not None:
+            raise TypeError("scale beside a Quantized, which has its own: dequantize(q), or dequantize(q.data, scale)")
+        data, scale = data
+    elif scale is None:
+        raise TypeError("scale is not given: dequantize(data, scale), or dequantize(q) for what quantize returned")
+    factor = as_factor(scale, data.device).float()
+    return (to_float32(data) * expand_scale(factor, data.shape)).to(dtype or torch.float32)
 
 
 def compute_scale(
@@ -114,7 +148,7 @@ def compute_scale(
     if not 0 < margin < math.inf:
         raise ValueError(f"margin={margin!r}: a finite factor above 0")
     if percentile is not None:
-        check_percentile("percentile", percentile)
+        percentile = checked_percentile("percentile", percentile)
     _check_floating(x)
     x = x.float() if x.dtype == torch.float64 else x
     if percentile is not None and granularity != "tensor":

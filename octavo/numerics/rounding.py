@@ -2,6 +2,8 @@
 
 Both saturate: magnitudes beyond the format's largest value become it. Infinities and NaN are not values to be
 rounded: they become NaN, in every format, so that an overflow upstream stays visible instead of turning into 448.
+Where `v` comes from scaling a `source`, it is the source's infinities that count: what scaling alone has made infinite
+is too large, and saturates.
 
 Stochastic rounding picks one of the two grid neighbours of `v` with probability proportional to closeness, so that
 E[round(v)] = v for every |v| <= max. With the grid step at `v`, `s = 2^(max(⌊log2|v|⌋, min_exponent) − mantissa_bits)`,
@@ -22,15 +24,17 @@ _EXPONENT_BIAS = 127
 _MANTISSA_BITS = 23
 
 
-def round_nearest(v: Tensor, format: Format) -> Tensor:
+def round_nearest(v: Tensor, format: Format, *, source: Tensor | None = None) -> Tensor:
     """FP32 `v` to FP8, to nearest even, saturating. `v` is not kept: it may be overwritten."""
     # The clamp must not see infinities: it would turn them into the largest value.
-    return _non_finite_to_nan(v).clamp_(-format.max, format.max).to(format.dtype)
+    return _non_finite_to_nan(v, source).clamp_(-format.max, format.max).to(format.dtype)
 
 
-def round_stochastic(v: Tensor, format: Format, generator: torch.Generator | None = None) -> Tensor:
+def round_stochastic(
+    v: Tensor, format: Format, generator: torch.Generator | None = None, *, source: Tensor | None = None
+) -> Tensor:
     """FP32 `v` to FP8, stochastically and without bias, saturating; reproducible from `generator`."""
-    v = _non_finite_to_nan(v).clamp_(-format.max, format.max)
+    v = _non_finite_to_nan(v, source).clamp_(-format.max, format.max)
     exponent = (v.view(torch.int32) >> _MANTISSA_BITS & 0xFF).clamp_(min=format.min_exponent + _EXPONENT_BIAS)
     step_exponent = exponent - format.mantissa_bits
     step = (step_exponent << _MANTISSA_BITS).view(torch.float32)
@@ -49,9 +53,9 @@ def round_stochastic_bf16(v: Tensor, generator: torch.Generator | None = None) -
     return torch.where(v.isfinite(), upper.view(torch.float32), v).to(torch.bfloat16)
 
 
-def _non_finite_to_nan(v: Tensor) -> Tensor:
+def _non_finite_to_nan(v: Tensor, source: Tensor | None) -> Tensor:
     if v.device.type == "cpu" and v.numel() and not torch.compiler.is_compiling():
         low, high = torch.aminmax(v)
         if bool((high - low).isfinite()):  # one cheap pass saves two dear ones in the usual case
             return v
-    return torch.where(v.isinf(), torch.nan, v)
+    return torch.where((v if source is None else source).isinf(), torch.nan, v)

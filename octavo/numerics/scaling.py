@@ -29,9 +29,10 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from octavo.numerics.amax import tensor_amax
-from octavo.numerics.checks import check_choice, check_percentile, check_positive_int
+from octavo.numerics.checks import check_choice, check_positive_int, checked_percentile
 from octavo.numerics.config import ALGORITHMS, FP8TrainingConfig
 from octavo.numerics.formats import E4M3, Format, get_format
+from octavo.numerics.multiplier import Multiplier
 from octavo.numerics.quantize import SMALLEST_SCALE, reciprocal
 
 SCALE, AMAX, SEEN, NON_FINITE, SATURATED, UNDERFLOW, CALLS, LAST_AMAX = range(8)
@@ -72,7 +73,7 @@ class FP8ScalingManager:
         check_positive_int("interval", interval)
         check_choice("algorithm", algorithm, ALGORITHMS)
         if percentile is not None:
-            check_percentile("percentile", percentile)
+            percentile = checked_percentile("percentile", percentile)
         if not 0 < margin < math.inf:
             raise ValueError(f"margin={margin!r}: a finite factor above 0 (2.0 leaves room for values to double)")
         self.history_len = history_len
@@ -131,7 +132,8 @@ class FP8ScalingManager:
         if isinstance(amax, int | float) and -math.inf < amax < 0:
             raise ValueError(f"amax of {name!r} is {amax!r}: a magnitude is not negative")
         row = self.register(name)
-        amax = torch.as_tensor(amax, dtype=torch.float32, device=row.device)
+        # Detached: rows outlive the step, and with them would the graph of `w.abs().max()`.
+        amax = torch.as_tensor(amax, dtype=torch.float32, device=row.device).detach()
         if amax.dim():
             raise ValueError(f"amax of {name!r} has shape {tuple(amax.shape)}: one number (observe() takes a tensor)")
         finite = amax.isfinite()
@@ -147,10 +149,13 @@ class FP8ScalingManager:
         self.record(name, amax)
         self._roll(self._index[name])
 
-    def get_scale(self, name: str) -> Tensor:
-        """The quantising multiplier FP8_MAX / (amax × margin), 0-d; 1 before any update."""
+    def get_scale(self, name: str) -> Multiplier:
+        """The quantising multiplier FP8_MAX / (amax × margin), 0-d; 1 before any update.
+
+        A tensor whose type says that it multiplies, so that `quantize`, `dequantize` and `fp8_linear` take it as it is.
+        """
         if name not in self._index:
-            return torch.ones((), dtype=torch.float32, device=self.device)
+            return Multiplier.of(torch.ones((), dtype=torch.float32, device=self.device))
         self._arrange()
         i = self._index[name]
         scale, amax = self.rows[i][SCALE], self._amax[i]
@@ -158,7 +163,7 @@ class FP8ScalingManager:
         # Tensor by tensor: a number divided by a tensor is reciprocal × number, off by one unit at times.
         multiplier = (amax.new_full((), self._maximum[i]) / (amax * self._margin[i])).clamp(max=1 / SMALLEST_SCALE)
         multiplier = torch.where(amax > 0, multiplier, reciprocal(scale))
-        return torch.where(scale > 0, multiplier, 1.0)
+        return Multiplier.of(torch.where(scale > 0, multiplier, 1.0))
 
     def step(self) -> None:
         """Roll every history: call once per optimiser step. A second call without new uses changes nothing."""

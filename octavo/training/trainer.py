@@ -53,7 +53,7 @@ class FP8Trainer:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        fp8_config: FP8TrainingConfig | None = None,
+        fp8_config: FP8TrainingConfig | str | None = None,
         convert_model_to_fp8: bool = True,
         *,
         gradient_accumulation_steps: int = 1,
@@ -120,6 +120,11 @@ class FP8Trainer:
             support = check_fp8_support(device)
             logger.info("FP8 training enabled with format: %s", self.fp8_config.fp8_format.lower())
             logger.info("%s", support if support else f"FP8 is emulated on {device}: {support.reason}")
+
+    @property
+    def scaling_manager(self) -> FP8ScalingManager | None:
+        """Another name for `scaling`."""
+        return self.scaling
 
     def training_step(self, batch: Mapping[str, Any] | tuple[Any, ...] | list[Any]) -> Tensor:
         """One micro-batch: forward, backward and, when due, the optimiser's step. Returns its loss.

@@ -67,6 +67,46 @@ def weights(model):
 # A loop by hand.
 
 
+def test_emulation_is_said(capsys):
+    octavo.setup_fp8_mixed_precision_training()
+    Accelerator(cpu=True).prepare(mlp())
+    assert "emulated on cpu: no FP8 tensor cores; same numerics, slower" in capsys.readouterr().out
+
+
+def test_a_recipe_by_its_name():
+    octavo.setup_fp8_mixed_precision_training(config="block")
+    model = Accelerator(cpu=True).prepare(mlp())
+    assert model[0].config == FP8TrainingConfig.from_recipe("block")
+    with pytest.raises(ValueError, match="config='blocks'"):
+        octavo.setup_fp8_mixed_precision_training(config="blocks")
+    with pytest.raises(ValueError, match="config='blocks'"):
+        octavo.watch_environment("blocks")
+
+
+@pytest.mark.parametrize("second", ["no linear", "replaced forward", "emulate=False"])
+def test_a_model_that_is_refused_leaves_all_as_they_were(second):
+    config = {"replaced forward": {"fp8_head": True}, "emulate=False": {"emulate": False}}.get(second, {})
+    octavo.setup_fp8_mixed_precision_training(config=FP8TrainingConfig(**config))
+    first, other = build("Llama") if second == "replaced forward" else mlp(), build("Llama")
+    before = [type(module) for module in first.modules()]
+    attention = other.config._attn_implementation
+    if second == "no linear":
+        other = nn.Sequential(nn.ReLU())
+    if second == "replaced forward":
+        other.forward = lambda *_, **__: None
+    accelerator = Accelerator(cpu=True)
+    as_they_were = [type(module) for module in other.modules()], [set(vars(module)) for module in other.modules()]
+    with pytest.raises((ValueError, RuntimeError)):
+        accelerator.prepare(first, other)
+    assert [type(module) for module in first.modules()] == before and not linears_in_fp8(other)
+    found = [type(module) for module in other.modules()], [set(vars(module)) for module in other.modules()]
+    assert found == as_they_were and not accelerator.fp8_reports
+    if second != "no linear":
+        assert other.config._attn_implementation == attention
+    octavo.setup_fp8_mixed_precision_training().disable()
+    octavo.convert_to_fp8(first)
+
+
 def test_weights_alone_in_fp8_are_not_what_was_asked_for():
     octavo.setup_fp8_mixed_precision_training()
     frozen = FP8FrozenLinear(32, 32)

@@ -66,6 +66,39 @@ def test_full_finetuning_trains_every_weight_with_products_in_fp8(checkpoint):
     assert not [n for n, p in model.named_parameters() if torch.equal(p, before[n])]
 
 
+@pytest.mark.parametrize("full", [True, False])
+def test_emulation_is_said(checkpoint, full, caplog, monkeypatch):
+    monkeypatch.setattr("octavo.support._announced", set())
+    model = load(checkpoint, load_in_fp8=True, full_finetuning=full)
+    line = "emulated on cpu: no FP8 tensor cores; same numerics, slower"
+    assert [r.getMessage() for r in caplog.records if r.name == "octavo"] == [f"FP8 is {line}"]
+    assert line in (model.octavo_report.summary() if full else model.octavo_fused)
+    with pytest.raises(RuntimeError, match=r"emulate=False: .*no FP8 tensor cores"):
+        load(checkpoint, load_in_fp8=True, full_finetuning=full, fp8_config=FP8TrainingConfig(emulate=False))
+
+
+def test_a_recipe_by_its_name(checkpoint):
+    model = load(checkpoint, load_in_fp8=True, full_finetuning=True, fp8_config="current")
+    assert model.model.layers[0].mlp.up_proj.config == FP8TrainingConfig.from_recipe("current")
+    model = load(checkpoint, load_in_fp8="channel", fp8_config="channel")
+    assert model.model.layers[0].mlp.up_proj.config == FP8TrainingConfig.from_recipe("channel")
+
+
+def test_a_frozen_base_with_adapters_has_nothing_to_convert(checkpoint):
+    """And the report says what runs: the base in FP8, the adapters not."""
+    model = FastLanguageModel.get_peft_model(load(checkpoint, load_in_fp8=True), r=4, use_gradient_checkpointing=False)
+    classes = [type(module) for module in model.modules()]
+    with pytest.raises(ValueError, match=r"is in FP8 already: its weights are frozen in it.*\n.*14 of 43 in FP8"):
+        octavo.convert_to_fp8(model)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    trainer = octavo.FP8Trainer(model, torch.optim.AdamW(trained))
+    assert [type(module) for module in model.modules()] == classes
+    assert trainer.training_step({"input_ids": tokens(), "labels": tokens()}).isfinite()
+    with pytest.raises(ValueError, match=r"include='lora_A': the base of .*lora_A.* computes its adapters with it"):
+        octavo.convert_to_fp8(model, include=("lora_A", "lora_B"))
+    assert [type(module) for module in model.modules()] == classes
+
+
 def test_plain_loading(checkpoint):
     model = load(checkpoint)
     assert type(model.model.layers[0].mlp.up_proj) is nn.Linear and not any(p.requires_grad for p in model.parameters())

@@ -100,3 +100,31 @@ def shapes_and_types_made_once():
         patching.setattr(core.tensor, "__init__", tensor)
         patching.setattr(interpreter, "_get_np_dtype", dtype)
         yield
+
+
+GUARD, POISON = 16384, 0xA5  # bytes on either side: as much as a tile may reach over an edge
+
+
+@pytest.fixture
+def guarded(monkeypatch):
+    """Kernels write into memory with guards around it: what goes past an edge without a mask shows, and fails the test.
+
+    Plans remember how their memory is made, so they are made anew.
+    """
+    from octavo.kernels import launch
+
+    honest, around = torch.empty, []
+
+    def empty(shape, *, dtype, device):
+        size = torch.Size(shape).numel() * dtype.itemsize
+        memory = torch.full((size + 2 * GUARD,), POISON, dtype=torch.uint8, device=device)
+        around.append((memory, size))
+        return memory[GUARD : GUARD + size].view(dtype).view(shape) if size else honest(shape, dtype=dtype)
+
+    with monkeypatch.context() as patching:
+        patching.setattr(launch.Plans, "get", lambda *_: None)
+        patching.setattr(torch, "empty", empty)
+        yield
+    assert around, "no kernel has made any memory"
+    for memory, size in around:
+        assert (memory[:GUARD] == POISON).all() and (memory[GUARD + size :] == POISON).all(), "written past an edge"

@@ -138,6 +138,26 @@ def test_unusual_values(activation):
     assert_row(mine, theirs, 48)
 
 
+@pytest.mark.parametrize("record", [True, False])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_what_overflows_by_its_scale_saturates_and_infinities_do_not(rounding, record):
+    """h / scale may be beyond FP32: no NaN. An infinite h is NaN, however it is rounded."""
+    recipe = replace(DELAYED.x, format=E5M2.x.format, rounding=rounding)
+    gate_up = torch.full((3, 16), 30.0)
+    gate_up[:, 8], gate_up[:, 9], gate_up[1, 2] = 1e30, -1e30, float("inf")
+    found = kernel.gated_quantize(gate_up, new_row(1e-20), recipe, "silu", record=record).data.float()
+    assert found[1, 2].isnan() and found.isnan().sum() == 1
+    assert (found[:, 0] == E5M2.x.format.max).all() and (found[:, 1] == -E5M2.x.format.max).all()
+    dh = torch.ones(3, 8)
+    dh[0, 0], dh[1, 1] = 1e30, float("inf")
+    how = (recipe, recipe, "silu")
+    rows, columns, h = kernel.gated_quantize_backward(dh, gate_up, torch.tensor(1e-20), new_row(1e-20), *how)
+    expected = gated_backward_spec(dh, gate_up, torch.tensor(1e-20), new_row(1e-20), *how)
+    for one, other in zip((rows, columns, h), expected, strict=True):
+        assert torch.equal(one.data.float().isnan(), other.data.float().isnan())
+        assert one.data.float().isnan().any() and not one.data.float().isnan().all()
+
+
 def test_zeros_teach_nothing():
     row = new_row()
     q = kernel.gated_quantize(torch.zeros(5, 12), row, DELAYED.x, "silu", record=True)

@@ -72,6 +72,22 @@ def test_delayed_scales(layout, format):
         assert (after[SATURATED] > 0) == (factor < 1)
 
 
+@pytest.mark.parametrize("record", [True, False])
+@pytest.mark.parametrize("format", [E4M3, E5M2])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_a_finite_value_saturates_however_small_the_scale(format, record, rounding):
+    """x / scale may be beyond FP32: that is no infinity of x's, and no NaN. Infinities of x's are NaN."""
+    recipe = replace(DELAYED, format=format, rounding=rounding)
+    x = torch.zeros(9, 70)
+    x[0, :6] = torch.tensor([1e38, -1e38, 3e38, float("inf"), float("-inf"), float("nan")])
+    mine, theirs = new_row(2.0**-120), new_row(2.0**-120)
+    found = kernel.quantize_operand(x, mine, recipe, record=record, layout="both")
+    assert_same_bits(found, spec.quantize_operand(x, theirs, recipe, record=record, layout="both"))
+    assert_same_row(mine, theirs)
+    for q in (found[0].data, found[1].data.t()):
+        assert q.float()[0, :3].isfinite().all() and q.float()[0, 3:6].isnan().all()
+
+
 @pytest.mark.parametrize("recipe", ["delayed x", "current x", "channel x", "block w"])
 def test_uses_add_up_in_the_row(recipe):
     row = new_row()

@@ -6,7 +6,7 @@ import torch
 from numpy_fp8 import NAMES, decode, spread
 from numpy_fp8 import quantize as numpy_quantize
 
-from octavo.numerics import fp8_linear, fp8_matmul, quantize
+from octavo import fp8_linear, fp8_matmul, quantize
 
 
 def randn(*shape, seed=0):

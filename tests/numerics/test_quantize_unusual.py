@@ -8,7 +8,8 @@ import torch
 from numpy_fp8 import KINDS, NAMES, codes, decode, largest, quantize_kind, same, sample
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from octavo.numerics import E4M3, compute_scale, get_format, quantize
+from octavo.numerics import E4M3, FP8ScalingManager, OperandRecipe, compute_scale, get_format, quantize
+from octavo.numerics.operand import quantize_operand
 from octavo.numerics.quantize import GRANULARITIES, SMALLEST_SCALE, scale_from_amax
 
 by_kind = pytest.mark.parametrize("kind", KINDS)
@@ -87,6 +88,29 @@ def test_float64_is_rounded_to_float32_first_and_overflow_shows():
     found = quantize(torch.tensor([1e300, 1.0, 2.0], dtype=torch.float64))
     assert decode(found.scale) == np.float32(2) / np.float32(448)
     assert np.isnan(decode(found.data)[0]) and decode(found.data)[2] == 448
+
+
+@by_format
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_finite_value_saturates_however_small_the_scale(name, rounding, compiled, monkeypatch):
+    """x / scale may be beyond FP32: that is no infinity of x's, and no NaN."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiled)
+    x = torch.tensor([1e38, -1e38, 2.0**40, -8e25, 0.0, math.inf, -math.inf, math.nan])
+    for scale in (2.0**-100, 1e-25):
+        found = decode(quantize(x, scale=scale, format=name, rounding=rounding).data)
+        top = largest(name)
+        np.testing.assert_array_equal(found, [top, -top, top, -top, 0.0, math.nan, math.nan, math.nan])
+
+
+def test_an_outlier_beyond_a_percentile_saturates():
+    x = torch.full((1000,), 1e-30)
+    x[3] = 1e20
+    found = quantize(x, scale=compute_scale(x, percentile=99)).dequantize()
+    assert found.isfinite().all() and found[0] == pytest.approx(1e-30, rel=2.0**-6)
+    row = FP8ScalingManager().register("x")
+    found = quantize_operand(x[None], row, OperandRecipe(E4M3, percentile=99.0))[0].dequantize()
+    assert found.isfinite().all()
 
 
 def test_a_large_margin_does_not_overflow_the_scale():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.numerics import E4M3, E5M2, FP8ScalingManager, FP8TrainingConfig
+from octavo.numerics import E4M3, E5M2, FP8ScalingManager, FP8TrainingConfig, compute_scale
 from octavo.numerics.quantize import SMALLEST_SCALE
 from octavo.numerics.scaling import AMAX, NON_FINITE, ROW, SCALE, SEEN
 
@@ -223,6 +223,42 @@ def test_observe_takes_the_maximum_or_the_percentile():
     m.observe("x", torch.tensor([1.0, math.inf]))
     m.step()
     assert amax_of(m) == 64
+
+
+@pytest.mark.parametrize("learn", ["update_amax", "record", "observe"])
+def test_an_amax_with_a_graph_is_taken_without_it(learn):
+    """`update_amax(name, w.abs().max())`, as training scripts write it: three steps, each with its backward."""
+    m, w = manager(), torch.ones(4, 4, requires_grad=True)
+    for _ in range(3):
+        getattr(m, learn)("w", w if learn == "observe" else w.abs().max())
+        m.step()
+        assert not any(row.requires_grad for row in m.rows)
+        assert not any(tensor.requires_grad for tensor in (m._history, m._amax, m._ema, m.get_scale("w")))
+        (w * m.get_scale("w")).sum().backward()
+    assert w.grad is not None and amax_of(m, "w") == 1
+
+
+@pytest.mark.parametrize(("share", "percentage"), [(0.9999, 99.99), (0.5, 50), (0.999, 99.9)])
+def test_a_percentile_may_be_a_share_or_a_percentage(share, percentage):
+    x = torch.arange(1.0, 10_001.0)
+    assert FP8TrainingConfig(percentile=share) == FP8TrainingConfig(percentile=percentage)
+    assert compute_scale(x, percentile=share) == compute_scale(x, percentile=percentage)
+    by_share, by_percentage = manager(percentile=share), manager(percentile=percentage)
+    for m in (by_share, by_percentage):
+        m.observe("x", x)
+        m.step()
+    assert by_share.get_scale("x") == by_percentage.get_scale("x")
+
+
+@pytest.mark.parametrize("value", [1, 1.0, 0.01, 0.4999, 25, 49.9])
+def test_a_percentile_that_may_mean_two_things_is_refused(value):
+    for make in (
+        lambda: FP8TrainingConfig(percentile=value),
+        lambda: manager(percentile=value),
+        lambda: compute_scale(torch.ones(4), percentile=value),
+    ):
+        with pytest.raises(ValueError, match=rf"percentile={value!r}: a percentage from 50 to 100.*share"):
+            make()
 
 
 def test_amax_must_be_one_number():

@@ -1,0 +1,84 @@
+"""Which linears of a model are to run in FP8: `skip`, a filter, and adapters, which are left alone unless named."""
+
+from collections.abc import Callable, Sequence
+
+from torch import nn
+
+from octavo.nn.autocast import is_skipped, matches
+from octavo.nn.linear import LinearInFP8
+from octavo.numerics import FP8TrainingConfig
+
+_WHOLE_COPIES = ("modules_to_save",)  # of PEFT: trained copies of whole layers, as large as those
+
+Filter = Callable[[str, nn.Linear], bool]
+
+
+class Choice:
+    """Which linears are to be converted, by all that a caller may say about it."""
+
+    def __init__(
+        self,
+        modules: dict[str, nn.Module],
+        config: FP8TrainingConfig,
+        filter: Filter | None = None,
+        include: Sequence[str] = (),
+    ) -> None:
+        if filter is not None and not callable(filter):
+            raise TypeError(f"filter={filter!r}: a function of a linear's name and the linear, True to convert it")
+        if isinstance(include, str) or not all(isinstance(pattern, str) for pattern in include):
+            raise ValueError(f"include={include!r}: a sequence of names of adapters, such as ('lora_A', 'lora_B')")
+        self.modules, self.config, self.filter, self.include = modules, config, filter, tuple(include)
+        self.adapters = _adapters(modules)
+
+    def why_not(self, name: str, linear: nn.Linear) -> str:
+        """Why this linear stays as it is; empty if it does not."""
+        if is_skipped(name, self.config):
+            return "left alone: config.skip names it"
+        if type(linear) is not nn.Linear:
+            return f"not nn.Linear itself but a subclass, {type(linear).__name__}"
+        if not linear.weight.is_floating_point() or linear.weight.element_size() not in (2, 4):
+            return f"weight of {linear.weight.dtype}"
+        if name in self.adapters and not any(matches(name, pattern) for pattern in self.include):
+            return "an adapter: FP8 gains nothing at its rank (include=... converts it)"
+        if self.filter is not None:
+            chosen = self.filter(name, linear)
+            if not isinstance(chosen, bool):
+                raise TypeError(f"filter returned {chosen!r} for {name!r}: True to convert it, or False")
+            return "" if chosen else "left alone: filter says so"
+        return ""
+
+    def check_names(self) -> None:
+        """A name that names nothing is a mistake."""
+        for pattern in self.config.skip:
+            if pattern not in FP8TrainingConfig.skip and not any(matches(name, pattern) for name in self.modules):
+                raise ValueError(f"skip={pattern!r}: no module of the model has that name, or matches that pattern")
+        for pattern in self.include:
+            named = [name for name in self.adapters if matches(name, pattern)]
+            if not named:
+                raise ValueError(f"include={pattern!r}: no adapter of the model has that name, or matches that pattern")
+            for name in named:
+                parents = (self.modules[parent] for parent in _parents(name) if parent in self.modules)
+                if any(isinstance(getattr(parent, "base_layer", None), LinearInFP8) for parent in parents):
+                    raise ValueError(
+                        f"include={pattern!r}: the base of {name} is frozen in FP8 and computes its adapters with it, "
+                        "in high precision; leave it out"
+                    )
+
+
+def _parents(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:i]) for i in range(len(parts))]
+
+
+def _adapters(modules: dict[str, nn.Module]) -> set[str]:
+    """Names of what is inside adapters: by what PEFT's layers say of themselves, and by the names that LoRA has."""
+    inside: list[str] = []
+    for name, module in modules.items():
+        kinds = getattr(module, "adapter_layer_names", ())
+        inside += [f"{name}.{kind}".lstrip(".") for kind in kinds if kind not in _WHOLE_COPIES]
+    return {
+        name
+        for name in modules
+        if any(part.startswith("lora_") for part in name.split("."))
+        or any(name == prefix or name.startswith(f"{prefix}.") for prefix in inside)
+    }
