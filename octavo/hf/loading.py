@@ -187,8 +187,8 @@ def fuse(model: Any) -> list[str]:
         decoder.fuse_loss(model, config, None if frozen is None else frozen.scaling)
         high = str(model.lm_head.weight.dtype).removeprefix("torch.")
         done.append(f"head and loss in chunks, head in {'FP8' if config else 'BF16' if high == 'bfloat16' else high}")
-        for entry in () if report is None or config is None else report.entries:
-            if entry.name == "lm_head":
+        if report is not None and config is not None:
+            for entry in (entry for entry in report.entries if entry.name == "lm_head"):
                 entry.precision, entry.reason, entry.op = FP8, "", "head"
                 entry.formats = str(decoder.head_recipe(config))
     if decoder.use_fused_attention(model):
