@@ -72,6 +72,7 @@ def convert_to_fp8(
         f"layers of {type(model).__name__}", _entries(modules, choice, precision, tokens), emulate=config.emulate
     )
     report.note_weights(modules)
+    report.watch(model, _hooked)
     if precision == "bf16":
         with all_or_nothing(model):
             _fuse(modules, config, report, None)
@@ -174,6 +175,7 @@ def _fuse(
     for name, module in known.items():
         if not decoder.is_causal_lm(module):
             continue
+        decoder.fuse_last_norm(module)
         reason = decoder.why_no_loss(module)
         if reason:
             report.fused.append(f"loss not fused: {reason}")
@@ -225,6 +227,14 @@ def _note_head(report: ConversionReport, name: str, config: FP8TrainingConfig) -
         if entry.name == name:
             entry.precision, entry.reason, entry.op = FP8, "", "head"
             entry.formats = str(decoder.head_recipe(config))
+
+
+def _hooked(model: nn.Module) -> list[str]:
+    if not any(map(_is_transformers, model.modules())):
+        return []
+    from octavo.hf import decoder
+
+    return decoder.called_alone(model)
 
 
 def _is_transformers(module: nn.Module) -> bool:

@@ -10,6 +10,7 @@ what they are named after.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -201,10 +202,38 @@ def unpack_scale(scale: Tensor) -> Tensor:
     return scale.view(E8M0_DTYPE) if scale.dtype == torch.uint8 else scale
 
 
+def install(library: torch.library.Library, name: str, implementation: Any, fake: Any) -> None:
+    """Make an operator of what it computes and, for `torch.compile` and the meta device, the shapes of that."""
+    library.impl(name, ranged(f"octavo.{name}", implementation), "CompositeExplicitAutograd")
+
+    def shapes(*args: Any) -> Any:
+        arguments = getattr(torch.ops.octavo, name).default._schema.arguments
+        check_values(f"octavo::{name}", {a.name: value for a, value in zip(arguments, args, strict=False)})
+        return fake(*args)
+
+    torch.library.register_fake(f"octavo::{name}", shapes, lib=library)
+
+
+def check_values(what: str, operands: dict[str, Any]) -> None:
+    """Refuse a tensor on the meta device beside real ones: only shapes would be computed, and any numbers returned.
+
+    Scaling rows and scales are not what an operand is missing: those of a weight on the meta device are real.
+    """
+    groups = ((name, value if isinstance(value, list | tuple) else (value,)) for name, value in operands.items())
+    places = [(name, x.device.type) for name, values in groups for x in values if isinstance(x, Tensor)]
+    empty = dict.fromkeys(name for name, device in places if device == "meta")
+    real = {name: device for name, device in places if device != "meta" and "row" not in name and "scale" not in name}
+    if empty and real:
+        raise RuntimeError(
+            f"{what}: {', '.join(empty)} on the meta device, without values, and {', '.join(real)} on "
+            f"{next(iter(real.values()))}. Weights that were offloaded come back when their own module is called; else "
+            "give the model its weights (model.to_empty, then load_state_dict)"
+        )
+
+
 for _name, _implementation, _fake in (
     ("quantize", _quantize_op, _quantize_fake),
     ("quantize_both", _quantize_both_op, _quantize_both_fake),
     ("gemm_nt", _gemm_nt_op, _gemm_nt_fake),
 ):
-    _LIBRARY.impl(_name, ranged(f"octavo.{_name}", _implementation), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"octavo::{_name}", _fake, lib=_LIBRARY)
+    install(_LIBRARY, _name, _implementation, _fake)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from octavo import ops
-from octavo.kernels.ranges import ranged
 from octavo.numerics import OperandRecipe, Quantized
 from octavo.numerics import bdh as spec
 from octavo.numerics.quantize import dequantize
 from octavo.numerics.scaling import SCALE, new_rows
+from octavo.ops import install
 from octavo.support import has_fp8_tensor_cores
 
 _LIBRARY = torch.library.Library("octavo", "FRAGMENT")
@@ -313,5 +313,4 @@ for _name, _implementation, _fake in (
     ("causal_quantize", _causal_quantize, _causal_quantize_fake),
     ("symmetric_quantize", _symmetric_quantize, _symmetric_quantize_fake),
 ):
-    _LIBRARY.impl(_name, ranged(f"octavo.{_name}", _implementation), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"octavo::{_name}", _fake, lib=_LIBRARY)
+    install(_LIBRARY, _name, _implementation, _fake)

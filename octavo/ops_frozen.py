@@ -21,11 +21,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from octavo.kernels.ranges import ranged
 from octavo.numerics import OperandRecipe, Quantized
 from octavo.numerics.gemm import constant_along_k
 from octavo.numerics.quantize import BLOCK
-from octavo.ops import Product, as_dtype, is_wide, multiply, quantize_directly
+from octavo.ops import Product, as_dtype, install, is_wide, multiply, quantize_directly
 from octavo.ops_linear import padded
 from octavo.ops_weights import joined, transpose_bytes
 from octavo.support import has_fp8_tensor_cores
@@ -207,5 +206,4 @@ for _name, _implementation, _fake in (
     ("frozen_linear", _frozen_linear, _frozen_linear_fake),
     ("frozen_linear_backward", _frozen_linear_backward, _frozen_linear_backward_fake),
 ):
-    _LIBRARY.impl(_name, ranged(f"octavo.{_name}", _implementation), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"octavo::{_name}", _fake, lib=_LIBRARY)
+    install(_LIBRARY, _name, _implementation, _fake)

@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.kernels.ranges import ranged
 from octavo.numerics import OperandRecipe, Quantized
 from octavo.numerics import activation as spec
 from octavo.numerics.formats import E4M3
 from octavo.numerics.quantize import BLOCK
 from octavo.numerics.scaling import SCALE
-from octavo.ops import Product, fake_quantize, multiply, pack_scale, quantize_directly
+from octavo.ops import Product, fake_quantize, install, multiply, pack_scale, quantize_directly
 from octavo.ops_weights import gradient_dtype, transpose_bytes, weight_gemm
 from octavo.support import has_fp8_tensor_cores
 
@@ -370,5 +369,4 @@ for _name, _implementation, _fake in (
     ("mlp", _mlp, _mlp_fake),
     ("mlp_backward", _mlp_backward, _mlp_backward_fake),
 ):
-    _LIBRARY.impl(_name, ranged(f"octavo.{_name}", _implementation), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"octavo::{_name}", _fake, lib=_LIBRARY)
+    install(_LIBRARY, _name, _implementation, _fake)

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from octavo.kernels.ranges import ranged
 from octavo.numerics import OperandRecipe, Quantized
-from octavo.ops import Product, fake_quantize, pack_scale
+from octavo.ops import Product, fake_quantize, install, pack_scale
 from octavo.ops_adapters import Adapters, Gradients, add_to, add_to_input, narrowed
 from octavo.ops_frozen import as_operand, first_rows, lists, side_by_side, times, turn
 from octavo.ops_linear import empty, fake_padded, padded
@@ -137,5 +136,4 @@ for _name, _implementation, _fake in (
     ("lora_linear", _lora_linear, _lora_linear_fake),
     ("lora_linear_backward", _lora_linear_backward, _lora_linear_backward_fake),
 ):
-    _LIBRARY.impl(_name, ranged(f"octavo.{_name}", _implementation), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"octavo::{_name}", _fake, lib=_LIBRARY)
+    install(_LIBRARY, _name, _implementation, _fake)

@@ -6,10 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.kernels.ranges import ranged
 from octavo.numerics import Quantized
 from octavo.numerics import activation as spec
-from octavo.ops import Product, as_dtype, is_wide, pack_scale
+from octavo.ops import Product, as_dtype, install, is_wide, pack_scale
 from octavo.ops_adapters import Adapters, Gradients, add_to, add_to_input, narrowed
 from octavo.ops_frozen import as_operand, first_rows, lists, side_by_side, times, turn
 from octavo.ops_linear import empty, fake_padded, new_kept, padded
@@ -249,5 +248,4 @@ for _name, _implementation, _fake in (
     ("lora_mlp", _lora_mlp, _lora_mlp_fake),
     ("lora_mlp_backward", _lora_mlp_backward, _lora_mlp_backward_fake),
 ):
-    _LIBRARY.impl(_name, ranged(f"octavo.{_name}", _implementation), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"octavo::{_name}", _fake, lib=_LIBRARY)
+    install(_LIBRARY, _name, _implementation, _fake)

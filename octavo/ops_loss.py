@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from octavo.kernels.ranges import ranged
 from octavo.numerics import Quantized
 from octavo.numerics import cross_entropy as spec
 from octavo.numerics.formats import Format, get_format
+from octavo.ops import install
 from octavo.support import has_fp8_tensor_cores
 
 _LIBRARY = torch.library.Library("octavo", "FRAGMENT")
@@ -100,5 +100,4 @@ for _name, _implementation, _fake in (
     ("cross_entropy_quantize", _cross_entropy_quantize, _cross_entropy_quantize_fake),
     ("scale_", _scale_, lambda *_: None),
 ):
-    _LIBRARY.impl(_name, ranged(f"octavo.{_name}", _implementation), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"octavo::{_name}", _fake, lib=_LIBRARY)
+    install(_LIBRARY, _name, _implementation, _fake)

@@ -11,16 +11,17 @@ the original class: a projection that PEFT has wrapped, labels that are not ther
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache, wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from octavo.hf import attention, frozen, graphs
+from octavo.hf.classes import GATE_UP, ORIGINAL, QKV, take_class
+from octavo.hf.hooks import is_hooked
 from octavo.nn.frozen import FP8FrozenLinear
 from octavo.nn.frozen_group import put_together, why_no_group
-from octavo.nn.linear import FP8Linear
+from octavo.nn.linear import FP8Linear, change_class
 from octavo.nn.linears import fp8_linears, given_weights
 from octavo.nn.loss import FP8Head, linear_cross_entropy
 from octavo.nn.mlp import MLP, fp8_mlp
@@ -28,33 +29,39 @@ from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 from octavo.numerics.norm import Norm
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3")
-QKV = ("q_proj", "k_proj", "v_proj")
-GATE_UP = ("gate_proj", "up_proj")
 ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUTanh": "gelu_tanh"}
 _PLAIN_NORMS = {f"{family}RMSNorm" for family in ("Llama", "Mistral", "Qwen2", "Qwen3")}  # weight · normed
-_ORIGINAL = "_octavo_original"
+# Children of fused modules that those do not call, but take the place of.
+_PARTS = (
+    *QKV, "o_proj", *GATE_UP, "down_proj", "act_fn", "lm_head", "self_attn", "mlp", "input_layernorm",
+    "post_attention_layernorm",
+)  # fmt: skip
 
 
-class GroupMember(FP8Linear):
-    """One of several linears with one input. Alone it is an FP8 linear; in its group its part is computed before."""
+class _Computed:
+    """An attention module as its own forward sees it in one call: with q, k and v computed already.
 
-    ready: Tensor | None
+    An object of that call, so that several threads may use one model, and nothing is left of a call that breaks off.
+    """
 
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input) if self.ready is None else self.ready
+    def __init__(self, module: Any, parts: Sequence[Tensor], residual: Tensor | None) -> None:
+        q, k, v = parts
+        self.module = module
+        self.q_proj, self.k_proj, self.v_proj = (lambda _: q), (lambda _: k), (lambda _: v)
+        if residual is not None:
+            self.o_proj = lambda x: module.o_proj(x, residual=residual)
 
-    def give_back(self) -> None:
-        del self.__dict__["ready"]
-        super().give_back()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
 
 
 def is_attention(module: nn.Module) -> bool:
-    return is_of(module, "Attention") and all(isinstance(getattr(module, name, None), nn.Linear) for name in QKV)
+    return is_own(module, "Attention") and all(isinstance(getattr(module, name, None), nn.Linear) for name in QKV)
 
 
 def is_mlp(module: nn.Module) -> bool:
     names = (*GATE_UP, "down_proj")
-    return is_of(module, "MLP") and all(isinstance(getattr(module, name, None), nn.Linear) for name in names)
+    return is_own(module, "MLP") and all(isinstance(getattr(module, name, None), nn.Linear) for name in names)
 
 
 def is_causal_lm(module: nn.Module) -> bool:
@@ -72,15 +79,19 @@ def is_of(module: nn.Module, kind: str) -> bool:
     return cls.__module__.startswith("transformers.models.") and cls.__name__ in {f + kind for f in FAMILIES}
 
 
+def is_own(module: nn.Module, kind: str) -> bool:
+    """The same, without another forward in the place of its own, as Accelerate puts it: that calls the old class's."""
+    return is_of(module, kind) and "forward" not in module.__dict__
+
+
 def is_fused(module: nn.Module) -> bool:
-    return _ORIGINAL in module.__dict__
+    return ORIGINAL in module.__dict__
 
 
 def fuse_attention(module: nn.Module, name: str, config: FP8TrainingConfig, scaling: FP8ScalingManager) -> None:
     """Run q, k and v as one product; they share the scaling rows of `name.qkv`."""
     for member in QKV:
-        linear = GroupMember.take_over(getattr(module, member), config, scaling, f"{name}.qkv")
-        linear.__dict__["ready"] = None
+        FP8Linear.take_over(getattr(module, member), config, scaling, f"{name}.qkv")
     take_class(module, _attention_forward)
 
 
@@ -129,6 +140,10 @@ def fuse_loss(model: nn.Module, config: FP8TrainingConfig | None, scaling: FP8Sc
         )
     model.__dict__["_octavo_head"] = (head, rows)
     take_class(model, _causal_lm_forward)
+
+
+def fuse_last_norm(model: nn.Module) -> None:
+    """Compute the norm before the head in one kernel, whoever computes the head."""
     last = getattr(model.get_submodule("model"), "norm", None)
     if is_plain_norm(last) and last is not None and not is_fused(last):
         take_class(last, _norm_forward)
@@ -145,6 +160,8 @@ def why_no_loss(model: Any) -> str:
         return "final_logit_softcapping bends its logits"
     if model.lm_head.bias is not None:
         return "its head has a bias"
+    if "forward" in model.__dict__:
+        return f"the forward of this {type(model).__name__} was replaced by another (TRL's trainers do that)"
     return ""
 
 
@@ -157,11 +174,25 @@ def use_fused_attention(model: Any) -> bool:
     return True
 
 
+def called_alone(model: nn.Module) -> list[str]:
+    """Modules whose hooks keep a fused piece from being used."""
+    found = []
+    for name, module in model.named_modules():
+        for part in _PARTS if is_fused(module) else ():
+            child = module._modules.get(part)
+            inner = child.named_modules(prefix=f"{name}.{part}".lstrip(".")) if child is not None else ()
+            # Of a layer with adapters, what it is made of counts, too; attention and MLP answer for their own parts.
+            found += [
+                own for own, each in inner if is_hooked(each) and (each is child or part not in ("self_attn", "mlp"))
+            ]
+    return found
+
+
 def restore(module: nn.Module) -> None:
     """Give a module its class back."""
-    original = module.__dict__.pop(_ORIGINAL, None)
+    original = module.__dict__.pop(ORIGINAL, None)
     if original is not None:
-        module.__class__ = original
+        change_class(module, original)
         module.__dict__.pop("_octavo_head", None)
         graphs.forget(module)
     config: Any = getattr(module, "config", None)
@@ -169,70 +200,27 @@ def restore(module: nn.Module) -> None:
         config._attn_implementation = "sdpa"
 
 
-def take_class(module: Any, forward: Callable[..., Any]) -> None:
-    original: Any = type(module)
-    module.__dict__[_ORIGINAL] = original
-    module.__class__ = _subclass(original, forward)
-
-
-@cache
-def _subclass(cls: Any, forward: Callable[..., Any]) -> type[nn.Module]:
-    """With the name of its parent, which ends up in saved configurations, and its signature, which trainers read."""
-
-    @wraps(cls.forward)
-    def fused(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return forward(self, cls.forward, *args, **kwargs)
-
-    def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
-        return _unpickled, (cls, forward), *cls.__reduce_ex__(self, protocol)[2:]  # by its name there is the parent
-
-    def set_state(self: Any, state: Any) -> None:
-        cls.__setstate__(self, state)
-        if getattr(getattr(self, "config", None), "_attn_implementation", None) == attention.NAME:
-            attention.register()  # it may have been saved by another process
-        _put_group_together(self)
-
-    body = {"forward": fused, "__reduce_ex__": reduce, "__setstate__": set_state}
-    return type(cls.__name__, (cls,), body | {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
-
-
-def _unpickled(cls: Any, forward: Callable[..., Any]) -> Any:
-    """An empty module of the subclass, for `pickle` and `copy`."""
-    fused = _subclass(cls, forward)
-    return fused.__new__(fused)
-
-
-def _put_group_together(module: nn.Module) -> None:
-    """Copies of frozen weights that lay side by side: each has come with its own part alone."""
-    for names in (QKV, GATE_UP):
-        members = [frozen.base_of(getattr(module, name, None)) for name in names]
-        if all(isinstance(member, FP8FrozenLinear) for member in members) and not why_no_group(members):
-            put_together(members)
-
-
 def _attention_forward(
     self: Any, original: Callable[..., Any], hidden_states: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    members: list[Any] = [getattr(self, name) for name in QKV]
-    computed = all(getattr(member, "ready", None) is not None for member in members)
-    y = None if computed else product_of_group(members, hidden_states)
+    y = product_of_group([getattr(self, name) for name in QKV], hidden_states)
     if y is None:
         return original(self, hidden_states, *args, **kwargs)
-    return with_parts(members, y, lambda: original(self, hidden_states, *args, **kwargs))
+    return original(_with_parts(self, y), hidden_states, *args, **kwargs)
 
 
-def with_parts(members: Sequence[Any], y: Tensor, call: Callable[[], Any]) -> Any:
-    """`call()`, in which q, k and v find their parts of y computed."""
-    q, k, v = y.split([member.out_features for member in members], dim=-1)
+def attend(module: Any, y: Tensor, hidden_states: Tensor, *, residual: Tensor | None, **kwargs: Any) -> Any:
+    """A fused attention whose q, k and v are `y`, side by side. It looks at the shape alone of `hidden_states`.
+
+    `residual`: is added by o_proj, which must be one that can (`frozen.adds_residual`).
+    """
+    return module.__dict__[ORIGINAL].forward(_with_parts(module, y, residual), hidden_states=hidden_states, **kwargs)
+
+
+def _with_parts(module: Any, y: Tensor, residual: Tensor | None = None) -> _Computed:
+    q, k, v = y.split([getattr(module, name).out_features for name in QKV], dim=-1)
     # q and k are turned by their positions, which copies them; v alone would keep all of y in memory for backward.
-    parts = (q, k, v.clone(memory_format=torch.contiguous_format))
-    for member, part in zip(members, parts, strict=True):
-        member.ready = part
-    try:
-        return call()
-    finally:
-        for member in members:
-            member.ready = None
+    return _Computed(module, (q, k, v.clone(memory_format=torch.contiguous_format)), residual)
 
 
 def product_of_group(members: list[Any], x: Tensor, norm: Norm | None = None) -> Tensor | None:
@@ -242,13 +230,20 @@ def product_of_group(members: list[Any], x: Tensor, norm: Norm | None = None) ->
     """
     if x.numel() == 0:
         return None
-    if not all(type(member) is GroupMember for member in members):
+    if not all(type(member) is FP8Linear for member in members):
         return frozen.product_of_group(members, x, norm)
+    if not are_one_group(members):
+        return None
     biases = [member.bias for member in members]
     bias = None if biases[0] is None else torch.cat(biases)
     first = members[0]
     weights = [member.weight for member in members]
     return fp8_linears(x, weights, bias, first.product(x), first.group_rows, norm=norm, given=given_weights(members))
+
+
+def are_one_group(members: Sequence[Any]) -> bool:
+    """Whether trained linears can be one product: with one scaling state, and none to be called by itself."""
+    return not is_hooked(*members) and all(member.row_x is members[0].row_x for member in members)
 
 
 def fuse_frozen(module: nn.Module) -> str:
@@ -275,7 +270,7 @@ def why_no_frozen_mlp(module: nn.Module) -> str:
 def _frozen_mlp_forward(self: Any, original: Callable[..., Any], x: Tensor) -> Tensor:
     members = [self.gate_proj, self.up_proj]
     activation = ACTIVATIONS.get(type(self.act_fn).__name__)
-    if activation is not None and x.numel():
+    if activation is not None and x.numel() and not is_hooked(self.act_fn):
         y = frozen.mlp(self.gate_proj, self.up_proj, self.down_proj, x, activation)
         if y is not None:
             return y
@@ -301,7 +296,9 @@ def _mlp_forward(self: Any, original: Callable[..., Any], x: Tensor) -> Tensor:
 def trained_mlp(module: Any, x: Tensor, norm: Norm | None = None) -> Tensor | None:
     """A gated MLP that is trained, in one function; None if its linears have to be computed one by one."""
     gate, up, down = module.gate_proj, module.up_proj, module.down_proj
-    if not all(type(linear) is FP8Linear for linear in (gate, up, down)):
+    if not all(type(linear) is FP8Linear for linear in (gate, up, down)) or is_hooked(down, module.act_fn):
+        return None
+    if not are_one_group((gate, up)):
         return None
     mlp = MLP(gate.product(x), ACTIVATIONS[type(module.act_fn).__name__], in_fp8=gate.config.activations == "fp8")
     given = given_weights((gate, up, down))
@@ -329,7 +326,8 @@ def _is_plainly_causal(config: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 def _causal_lm_forward(self: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     labels = kwargs.get("labels")
     keep = kwargs.get("logits_to_keep", 0)
-    plain = type(self.lm_head) is nn.Linear and not kwargs.get("past_key_values") and len(args) <= 5
+    plain = type(self.lm_head) is nn.Linear and not is_hooked(self.lm_head)
+    plain = plain and not kwargs.get("past_key_values") and len(args) <= 5
     whole = isinstance(keep, int) and keep == 0 and kwargs.get("return_dict") is not False
     if labels is None or not self.training or not torch.is_grad_enabled() or not plain or not whole:
         return original(self, *args, **kwargs)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo.hf.hooks import is_hooked
 from octavo.nn.frozen import FP8FrozenLinear
 from octavo.nn.frozen_group import why_no_group
 from octavo.nn.lora import Adapter, Adapters, frozen_lora
@@ -22,13 +23,8 @@ def base_of(module: Any) -> Any:
     return module.base_layer if hasattr(module, "fusible") else module
 
 
-def is_hooked(module: Any) -> bool:
-    """Whether something watches a module, or changes what it is called with, as PEFT does for `adapter_names`."""
-    return bool(module._forward_pre_hooks or module._forward_hooks)
-
-
 def adds_residual(module: Any) -> bool:
-    """Whether it would add what it finds as its `residual` to what it gives."""
+    """Whether it adds a `residual`, where it is given one, to what it computes."""
     return hasattr(module, "fusible") and not is_hooked(module) and module.fusible() is not None
 
 
@@ -96,7 +92,7 @@ def _adapters_of(members: Sequence[Any]) -> Adapters | None:
     for member in members:
         base = base_of(member)
         last = first + base.out_features
-        if is_hooked(member) or is_hooked(base) or base.weight.is_meta:
+        if is_hooked(member, base) or base.weight.is_meta:
             return None
         if member is not base:
             names = member.fusible()

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+from octavo.hf.hooks import HOOKS
+
 _HARMLESS = "transformers.utils.output_capturing"  # stay for good where hidden states were asked for once
 # Of PEFT's layers and of dropout: which adapters, how strong. (Linears in FP8 have another `scaling`, always the same.)
 _FLAGS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling", "p", "gradient_checkpointing")
@@ -39,7 +40,9 @@ def state_of(decoder: nn.Module) -> list[Any]:
             value = own.get(name)
             if value:  # PEFT sets some of them only when they are first on
                 found.append((name, repr(value)))
-        for name in _HOOKS:
+        if "forward" in own:
+            found.append(("forward", id(own["forward"])))
+        for name in HOOKS:
             if own[name]:
                 found.append((name, len(own[name])))
         todo += [child for child in own["_modules"].values() if child is not None]
@@ -52,12 +55,11 @@ def autocast_of(device: torch.device) -> Any:
 
 
 def who_watches(decoder: nn.Module) -> str:
-    """The first module with a hook, which a replay would not call; empty if there is none."""
+    """The first module with a hook, or another forward than its class has: a replay calls neither. Empty if none."""
     if torch_module._has_any_global_hook():
         return "torch.nn.modules"
     for name, module in decoder.named_modules():
-        for kind in _HOOKS:
-            hooks = getattr(module, kind).values()
-            if any(getattr(hook, "__module__", None) != _HARMLESS for hook in hooks):
-                return name or type(module).__name__
+        hooks = [hook for kind in HOOKS for hook in getattr(module, kind).values()]
+        if "forward" in module.__dict__ or any(getattr(hook, "__module__", None) != _HARMLESS for hook in hooks):
+            return name or type(module).__name__
     return ""

@@ -11,6 +11,7 @@ What is recorded is what ran at the time: shapes, adapters that were active, add
 without, and recorded in its turn if it comes again. A recording holds the memory of its activations for good.
 """
 
+import threading
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from octavo.hf import attention
 from octavo.hf.graph_state import autocast_of, state_of, who_watches
 from octavo.nn.linear import LinearInFP8
+from octavo.nn.versions import check_versions, versions_of
 
 _MARK = "_octavo_graphs"
 AFTER = 2  # times that a shape is computed before it is recorded: what is compiled is compiled then
@@ -110,6 +112,7 @@ class _Graphs:
         self._forget()
 
     def _forget(self) -> None:
+        self._lock = threading.Lock()
         self.recorded: dict[Any, _Recorded] = {}
         self._seen: dict[Any, int] = {}
         self._replays: dict[Any, int] = {}  # since it was recorded
@@ -129,16 +132,17 @@ class _Graphs:
             return None
         adapters = ((getattr(m, "merged", False), m.disable_adapters, *m.active_adapters) for m in self.adapted)
         key = (tokens.shape, autocast_of(tokens.device), *adapters)
-        recorded = self.recorded.get(key)
-        if recorded is None:
-            recorded = self._record(key, tokens)
-        elif not recorded.still_holds(self.decoder):
-            self._drop(key, tokens)
-            recorded = None
-        if recorded is None or recorded.is_waiting():
-            return None
-        self._replays[key] += 1
-        return _Replay.apply(recorded, tokens, *recorded.parameters)
+        with self._lock:  # a recording has one place for its tokens: two threads must not both find it free
+            recorded = self.recorded.get(key)
+            if recorded is None:
+                recorded = self._record(key, tokens)
+            elif not recorded.still_holds(self.decoder):
+                self._drop(key, tokens)
+                recorded = None
+            if recorded is None or recorded.is_waiting():
+                return None
+            self._replays[key] += 1
+            return _Replay.apply(recorded, tokens, *recorded.parameters)
 
     def _drop(self, key: Any, tokens: Tensor) -> None:
         """Its turn comes again; but what changes all the time would be recorded all the time."""
@@ -251,6 +255,7 @@ class _Recorded:
 
     def __init__(self, decoder: Any, tokens: Tensor) -> None:
         self.parameters = [p for p in decoder.parameters() if p.requires_grad]
+        self.read = list(decoder.parameters())
         self._inputs = [nn.Parameter(p.detach()) for p in self.parameters]
         self._state = state_of(decoder)
         self.tokens = tokens.clone()
@@ -339,12 +344,14 @@ class _Replay(torch.autograd.Function):
         recorded.tokens.copy_(tokens)
         recorded.forward.replay()
         ctx.recorded, ctx.turn = recorded, recorded.begin()
+        ctx.versions = versions_of(recorded.read)
         return recorded.hidden.detach()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         recorded: _Recorded = ctx.recorded
+        check_versions(recorded.read, ctx.versions)
         recorded.gradient.copy_(gradient)
         recorded.backward.replay()
         ctx.turn = None

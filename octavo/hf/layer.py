@@ -9,17 +9,16 @@ from typing import Any
 from torch import Tensor, nn
 
 from octavo.hf import decoder, frozen
+from octavo.hf.hooks import is_hooked
 from octavo.nn.linear import FP8Linear, LinearInFP8
 from octavo.numerics import FP8TrainingConfig
 from octavo.numerics.config import Recipe
 from octavo.numerics.norm import Norm
 
-TRAINED = (FP8Linear, decoder.GroupMember)
-
 
 def can_fuse(module: Any) -> bool:
     """A layer of h + attention(norm(h)), then h + mlp(norm(h)), with plain norms; what follows one of them is fused."""
-    if not decoder.is_of(module, "DecoderLayer"):
+    if not decoder.is_own(module, "DecoderLayer"):
         return False
     norms = (getattr(module, name, None) for name in ("input_layernorm", "post_attention_layernorm"))
     return all(map(decoder.is_plain_norm, norms)) and any(map(decoder.is_fused, (module.self_attn, module.mlp)))
@@ -43,16 +42,8 @@ def _attend(self: Any, h: Tensor, kwargs: dict[str, Any]) -> Tensor:
     y = None if norm is None else decoder.product_of_group(members, h, norm)
     if y is None:
         return h + attention(hidden_states=self.input_layernorm(h), **kwargs)[0]
-    last = attention.o_proj
-    adds = frozen.adds_residual(last)
-    if adds:
-        last.residual = h
-    try:
-        # With q, k and v there already, attention looks at the shape alone of what it is given.
-        out = decoder.with_parts(members, y, lambda: attention(hidden_states=h, **kwargs))[0]
-    finally:
-        if adds:
-            last.residual = None
+    adds = frozen.adds_residual(attention.o_proj)
+    out = decoder.attend(attention, y, h, residual=h if adds else None, **kwargs)[0]
     return out if adds else h + out
 
 
@@ -63,7 +54,7 @@ def _feed_forward(self: Any, h: Tensor) -> Tensor:
     if norm is None:
         return h + mlp(self.post_attention_layernorm(h))
     activation = decoder.ACTIVATIONS.get(type(mlp.act_fn).__name__)
-    if activation is not None:
+    if activation is not None and not is_hooked(mlp.act_fn):
         added = frozen.mlp(mlp.gate_proj, mlp.up_proj, mlp.down_proj, h, activation, norm, residual=True)
         if added is not None:
             return added
@@ -73,13 +64,12 @@ def _feed_forward(self: Any, h: Tensor) -> Tensor:
 
 def _norm_to_join(norm: Any, follower: Any, linear: Any, h: Tensor) -> Norm | None:
     """What `norm` computes, if nobody watches it or what follows it, and `linear`, the first there, keeps x for it."""
-    watched = frozen.is_hooked(norm) or frozen.is_hooked(follower)
-    if watched or not decoder.is_fused(follower) or norm.weight.dtype != h.dtype:
+    if is_hooked(norm, follower) or not decoder.is_fused(follower) or norm.weight.dtype != h.dtype:
         return None
     base = frozen.base_of(linear)
     if not isinstance(base, LinearInFP8) or base.product(h).out_dtype != h.dtype:
         return None  # under autocast, the residual stream is wider than what is added to it
-    joins = joins_norm(linear.config, linear.recipe) if type(linear) in TRAINED else not norm.weight.requires_grad
+    joins = joins_norm(linear.config, linear.recipe) if type(linear) is FP8Linear else not norm.weight.requires_grad
     return Norm(norm.weight, norm.variance_epsilon) if joins else None
 
 

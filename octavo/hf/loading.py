@@ -178,6 +178,7 @@ def fuse(model: Any) -> list[str]:
     if not decoder.is_causal_lm(model):
         done.append(f"nothing fused: {type(model).__name__} is not one of {', '.join(decoder.FAMILIES)}")
         return done
+    decoder.fuse_last_norm(model)
     reason = decoder.why_no_loss(model)
     if reason:
         done.append(f"loss not fused: {reason}")

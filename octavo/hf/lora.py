@@ -14,7 +14,7 @@ from peft.tuners.lora import layer as peft_layer
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_adapters_to_merge
 from torch import Tensor, nn
 
-from octavo.hf.frozen import is_hooked
+from octavo.hf.hooks import is_hooked
 from octavo.nn.frozen import FP8FrozenLinear, quantize_weight
 from octavo.nn.lora import Adapter, Adapters, frozen_lora
 from octavo.numerics.quantize import Quantized
@@ -53,8 +53,6 @@ class FP8LoraLinear(peft_layer.Linear):
     """`peft.tuners.lora.Linear` over an `FP8FrozenLinear`."""
 
     base_layer: FP8FrozenLinear
-    ready: Tensor | None = None  # its part of a group's product, computed before
-    residual: Tensor | None = None  # to be added to what comes out
     _before_merging: Quantized | None
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, config: Any, **kwargs: Any) -> None:
@@ -77,24 +75,25 @@ class FP8LoraLinear(peft_layer.Linear):
             if adapter_name in matrices:
                 matrices[adapter_name].to(self.base_layer.high_dtype)
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if self.ready is not None:
-            return self.ready
+    def forward(self, x: Tensor, *args: Any, residual: Tensor | None = None, **kwargs: Any) -> Tensor:
+        """`residual`: is added to what comes out."""
         adapters = self.fusible(args, kwargs)
         if adapters is None or x.numel() == 0:
-            return super().forward(x, *args, **kwargs)
+            y = super().forward(x, *args, **kwargs)
+            return y if residual is None else residual + y
         base = self.base_layer
         downs, ups = zip(*[self.matrices(name) for name in adapters], strict=True)
         places = tuple(Adapter(0, base.out_features, float(self.scaling[name])) for name in adapters)
         return frozen_lora(
             x, [base.quantized], base.bias, base.product(x), (base.row_x, base.row_g), Adapters(places, downs, ups),
-            x_is_kept=base.input_is_kept, residual=self.residual,
+            x_is_kept=base.input_is_kept, residual=residual,
         )  # fmt: skip
 
     def fusible(self, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> list[str] | None:
         """The adapters to compute with the base in one function; None if PEFT's own way is called for."""
         names = [name for name in self.active_adapters if name in self.lora_A]
-        if is_hooked(self.base_layer) or self.base_layer.weight.is_meta:
+        parts = [group[name] for name in names for group in (self.lora_dropout, self.lora_A, self.lora_B)]
+        if is_hooked(self.base_layer, *parts) or self.base_layer.weight.is_meta:
             return None
         plain = not args and not any((kwargs or {}).values()) and not self.disable_adapters and not self.merged
         dropped = self.training and any(isinstance(self.lora_dropout[name], nn.Dropout) for name in names)

@@ -27,7 +27,7 @@ from transformers.quantizers.quantizers_utils import get_module_from_name
 from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from octavo.hf import loading
+from octavo.hf import decoder, loading
 from octavo.hf.fp8_files import METHOD, fp8_dtype_in, names_in, read_layout
 from octavo.nn.autocast import matches
 from octavo.nn.frozen import GRANULARITIES, SCALE_NAME, FP8FrozenLinear, activation_config, quantize_weight
@@ -181,6 +181,7 @@ class OctavoQuantizer(HfQuantizer):
             model.octavo_fused.append(f"{reason}; fp8_products=True insists")
         model.octavo_report = report_of(model, reasons=self._reasons(model, new), fused=())
         model.octavo_report.fused = model.octavo_fused
+        model.octavo_report.watch(model, decoder.called_alone)
         if model.octavo_report.left_out():
             logger.warning(f"octavo: {model.octavo_report.left_out()}")
         self.quantization_config.checkpoint = SCALE_NAME  # what it would be if it were saved

@@ -36,6 +36,8 @@ class Choice:
             return "left alone: config.skip names it"
         if type(linear) is not nn.Linear:
             return f"not nn.Linear itself but a subclass, {type(linear).__name__}"
+        if "forward" in linear.__dict__:
+            return "another forward is in the place of its own, as Accelerate's hooks put it: convert the model before"
         if not linear.weight.is_floating_point() or linear.weight.element_size() not in (2, 4):
             return f"weight of {linear.weight.dtype}"
         if name in self.adapters and not any(matches(name, pattern) for pattern in self.include):

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from octavo import ops_frozen
 from octavo.nn.linear import LinearInFP8
+from octavo.nn.versions import check_versions, versions_of
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 from octavo.numerics.checks import check_choice
 from octavo.numerics.config import check_config
@@ -62,7 +63,6 @@ class FP8FrozenLinear(LinearInFP8):
     """y = x · wᵀ + b with w in FP8. Gradients flow to x (and b), never to w."""
 
     granularity: str
-    ready: Tensor | None = None  # its part of a group's product, computed before
     is_planned: bool = False  # whether its products are in FP8: that was not asked for, but is what pays
     high_dtype: torch.dtype  # of the weight before it was quantised, and so of what PEFT puts beside it
     input_is_kept: bool = False  # by what comes before, for its own backward: then adapters keep it, too, as it is
@@ -139,7 +139,7 @@ class FP8FrozenLinear(LinearInFP8):
         """Into the place of what is there, which may be part of a group's buffer; else as something new."""
         old = getattr(self, name)
         if isinstance(old, FrozenTensor) and old.shape == data.shape and old.device == data.device:
-            old.data.copy_(data)
+            old.detach().copy_(data)  # not `old.data`: a backward that is still to come must notice
         else:
             setattr(self, name, FrozenTensor(data))
 
@@ -182,15 +182,14 @@ class FP8FrozenLinear(LinearInFP8):
         if self.format is None:
             raise RuntimeError("this FP8FrozenLinear has no weight yet: load one, or call fill")
         scale: Tensor = getattr(self, SCALE_NAME)
-        return Quantized(self.weight.data.view(self.format.dtype), scale.data.view(torch.float32))
+        return Quantized(self.weight.detach().view(self.format.dtype), scale.detach().view(torch.float32))
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return self.quantized.dequantize(dtype)
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.ready is not None:
-            return self.ready
-        if getattr(self.__dict__.get("_hf_hook"), "offload", False):
+        hook = self.__dict__.get("_hf_hook")  # Accelerate's, or several as one
+        if any(getattr(each, "offload", False) for each in getattr(hook, "hooks", (hook,))):
             raise ValueError(
                 "Accelerate has moved this FP8 weight off its device, and casts what it brings back: keep the model on "
                 "one device (device_map={'': 0}); in FP8 it takes a byte a parameter"
@@ -298,7 +297,7 @@ class _FrozenLinear(torch.autograd.Function):
         data: Tensor,
         scale: Tensor,
     ) -> Tensor:
-        ctx.weight = Quantized(data, scale)  # neither changes nor needs a gradient
+        ctx.weight, ctx.versions = Quantized(data, scale), versions_of((data, scale))
         ctx.row_g, ctx.product = row_g, product
         ctx.like = (x.dtype, bias.dtype if bias is not None else None)
         return ops_frozen.frozen_linear(x, [ctx.weight], bias, row_x, product)
@@ -309,6 +308,7 @@ class _FrozenLinear(torch.autograd.Function):
         x_dtype, bias_dtype = ctx.like
         dx = dbias = None
         if ctx.needs_input_grad[0]:
+            check_versions(ctx.weight, ctx.versions)
             dx = ops_frozen.frozen_linear_backward(g, [ctx.weight], ctx.row_g, ctx.product, x_dtype)
         if ctx.needs_input_grad[1]:
             dbias = _bias_gradient(g, bias_dtype)

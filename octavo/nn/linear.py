@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from octavo.nn.held import HeldWeight
 from octavo.nn.linears import fp8_linears
@@ -17,6 +18,17 @@ from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 from octavo.numerics.config import Recipe, check_config
 from octavo.ops import Product
 from octavo.support import announce_emulation, require_tensor_cores
+
+
+def change_class(module: Any, cls: type[nn.Module]) -> None:
+    """Let a module be of another class, under what `torch.nn.utils.parametrize` may have made of it since.
+
+    That puts a class of the module's own, with the computed tensors as properties, between the module and its class.
+    """
+    if parametrize.is_parametrized(module):
+        type(module).__bases__ = (cls,)
+    else:
+        module.__class__ = cls
 
 
 class LinearInFP8(nn.Linear):
@@ -125,7 +137,7 @@ class FP8Linear(LinearInFP8):
         """Undo `take_over`."""
         for name in ("config", "scaling", "recipe", "row_x", "row_w", "row_g"):
             del self.__dict__[name]
-        self.__class__ = nn.Linear  # type: ignore[assignment]
+        change_class(self, nn.Linear)
 
     @property
     def weight_master(self) -> Tensor:
@@ -135,6 +147,8 @@ class FP8Linear(LinearInFP8):
     def forward(self, input: Tensor) -> Tensor:
         if input.shape[-1] != self.in_features:
             raise ValueError(f"input has {input.shape[-1]} features; this FP8Linear takes {self.in_features}")
+        if input.device != self.row_x.device and not input.is_meta:
+            self.scaling.to(input.device)  # as with weights that Accelerate brings to a GPU for each call
         if input.numel() == 0:
             # Nothing to quantise; keeps the graph.
             weight = self.weight if self.held is None else self.weight_master.to(input)

@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from octavo import ops_lora
 from octavo.nn.norm import back_through, normed, normed_again, parts_of
+from octavo.nn.versions import check_versions, versions_of
 from octavo.numerics.norm import Norm
 from octavo.numerics.quantize import Quantized
 from octavo.ops import Product, as_dtype
@@ -91,12 +92,14 @@ class _FrozenLora(torch.autograd.Function):
         kept = (x if inverse is None else h, x_q.scale) if keep_x and as_it_is else x_q
         ctx.save_for_backward(*kept, t, inverse, norm_weight, *adapters.downs, *adapters.ups)
         ctx.weights, ctx.row_g, ctx.product, ctx.places, ctx.eps = weights, row_g, product, places, norm_eps
+        ctx.versions = versions_of(tensors[: 2 * len(weights)])
         ctx.like = (x_dtype, bias.dtype if bias is not None else None)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        check_versions([part for weight in ctx.weights for part in weight], ctx.versions)
         x_data, x_scale, t, inverse, norm_weight, *matrices = ctx.saved_tensors
         x_dtype, bias_dtype = ctx.like
         _, adapters = _sort(matrices, 0, len(ctx.places), ctx.places)

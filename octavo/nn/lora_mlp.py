@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from octavo import ops_lora_mlp
 from octavo.nn.mlp import MLP
 from octavo.nn.norm import back_through, normed, normed_again, parts_of
+from octavo.nn.versions import check_versions, versions_of
 from octavo.numerics.norm import Norm
 from octavo.numerics.quantize import Quantized
 from octavo.ops import as_dtype
@@ -88,12 +89,14 @@ class _FrozenMLP(torch.autograd.Function):
             saved[0] = x if inverse is None else h
         ctx.save_for_backward(*saved, inverse, norm_weight, *matrices)
         ctx.weights, ctx.down, ctx.rows, ctx.mlp, ctx.places = weights, down, (row_g, row_dgate_up), mlp, places
+        ctx.versions = versions_of(tensors[:6])
         ctx.x_dtype, ctx.eps, ctx.residual = h.dtype, norm_eps, residual
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        check_versions([part for weight in (*ctx.weights, ctx.down) for part in weight], ctx.versions)
         everything = ctx.saved_tensors
         saved, (inverse, norm_weight), matrices = everything[:6], everything[6:8], everything[8:]
         both = _sort(matrices, ctx.places)

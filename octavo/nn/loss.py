@@ -57,6 +57,7 @@ def linear_cross_entropy(
     if not isinstance(count, Tensor):
         count = torch.full((), float(count), dtype=torch.float32, device=hidden.device)
     count = count.to(device=hidden.device, dtype=torch.float32)
+    ops.check_values("linear_cross_entropy", {"hidden": hidden, "weight": weight, "labels": labels})
     row_x, row_w = rows or (None, None)
     # Inside an autograd function nothing tells whether gradients are enabled.
     enabled = torch.is_grad_enabled()

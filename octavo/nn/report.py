@@ -1,6 +1,7 @@
 """What runs in FP8, what does not, and why: one entry per linear layer or matrix product."""
 
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -112,10 +113,35 @@ class ConversionReport(Report):
     """Every layer that multiplies: in FP8 or not, and why. `scaling` holds histories and statistics of the FP8 ones.
 
     Of a model that was converted, or loaded with its weights frozen in FP8. `fused` names the fused pieces in use, and
-    those that are not with the reason.
+    those that are not with the reason. `hooked` is looked up when it is asked for: modules that have hooks by then, for
+    which fused pieces are not used.
     """
 
     fused: list[str] = field(default_factory=list)
+    model: weakref.ref[nn.Module] | None = field(default=None, repr=False, compare=False)
+    find_hooked: Callable[[nn.Module], list[str]] | None = field(default=None, repr=False, compare=False)
+
+    def watch(self, model: nn.Module, find_hooked: Callable[[nn.Module], list[str]]) -> None:
+        """Look for hooks in this model, by that function."""
+        self.model, self.find_hooked = weakref.ref(model), find_hooked
+
+    @property
+    def hooked(self) -> list[str]:
+        model = None if self.model is None else self.model()
+        return [] if model is None or self.find_hooked is None else self.find_hooked(model)
+
+    def _fused(self) -> list[str]:
+        names = self.hooked
+        fused = [line for line in self.fused if line != self.emulation]  # which is said already
+        if not names:
+            return fused
+        shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+        head = ", and the head is in high precision" if any(name.endswith("lm_head") for name in names) else ""
+        return [*fused, f"but {len(names)} with hooks called one by one, not fused: {shown}{head}"]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, or one that is saved, is of no model that lives."""
+        return {**self.__dict__, "model": None}
 
     @property
     def bytes_in_fp8(self) -> int:
@@ -151,12 +177,11 @@ class ConversionReport(Report):
         lines = [super().summary()]
         if self.bytes_in_fp8:
             lines.append(f"weights: {_size(self.bytes_in_fp8)} in FP8, {_size(self.bytes_not_in_fp8)} not")
-        fused = [line for line in self.fused if line != self.emulation]  # which is said already
-        return "; ".join([*lines, *filter(None, [self.left_out()]), *fused])
+        return "; ".join([*lines, *filter(None, [self.left_out()]), *self._fused()])
 
     def to_dict(self) -> dict[str, Any]:
         sizes = {"bytes_in_fp8": self.bytes_in_fp8, "bytes_not_in_fp8": self.bytes_not_in_fp8}
-        return {**super().to_dict(), "fused": self.fused, **sizes}
+        return {**super().to_dict(), "fused": self._fused(), **sizes}
 
     def note_weights(self, modules: Mapping[str, nn.Module]) -> None:
         """Add to each entry what its weight is held in. One that several share counts once."""

@@ -1,5 +1,7 @@
 """A Hugging Face decoder on the GPU: every recipe, eager, compiled, checkpointed, odd batches, no synchronisation."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from bounds import cosine
@@ -161,3 +163,39 @@ def test_the_planner_keeps_small_layers_in_bf16():
     assert {e.name.split(".")[-1] for e in report.in_fp8} >= {"gate_proj", "up_proj", "down_proj", "q_proj", "o_proj"}
     with pytest.raises(ValueError, match="does not pay at 64 tokens"):
         convert_to_fp8(build(), tokens=64)
+
+
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
+def test_offloaded_to_the_host(where):
+    """Accelerate brings each weight to the GPU when its own module is called; scaling state goes there by itself."""
+    accelerate = pytest.importorskip("accelerate")
+    model = build()
+    with torch.no_grad():
+        expected = model(**batch(2, 256)).loss
+    model.to(where)
+    report = convert_to_fp8(model, FP8TrainingConfig.from_recipe("current"))
+    accelerate.cpu_offload(model, torch.device("cuda"))
+    with torch.no_grad():
+        for _ in range(2):
+            loss = model(**batch(2, 256)).loss
+            assert abs(loss / expected - 1) < 0.01
+    assert report.hooked
+
+
+def test_two_threads_at_once():
+    """Each on a stream of its own: results are those of one after the other."""
+    model = build().eval()
+    convert_to_fp8(model, FP8TrainingConfig.from_recipe("current"))
+    inputs = [batch(2, 64)["input_ids"].roll(shift, 1) for shift in range(4)]
+    torch.cuda.synchronize()  # other streams do not wait for this one
+
+    def logits(ids):
+        with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
+            found = [model(input_ids=ids).logits for _ in range(10)]
+            torch.cuda.current_stream().synchronize()
+            return found
+
+    expected = [logits(ids)[0] for ids in inputs]
+    with ThreadPoolExecutor(4) as pool:
+        for found, alone in zip(pool.map(logits, inputs), expected, strict=True):
+            assert all(torch.equal(each, alone) for each in found)

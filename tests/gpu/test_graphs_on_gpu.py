@@ -270,3 +270,23 @@ def test_weights_that_move():
 def plain_loss(model, tokens):
     octavo.use_cuda_graphs(model, False)
     return model(input_ids=tokens, labels=tokens, use_cache=False).loss
+
+
+def test_weights_written_between_forward_and_backward():
+    """A replayed backward would read them without a word; autograd refuses that for any weight."""
+    model = make()
+    octavo.use_cuda_graphs(model)
+    data = batches(4)
+    train(model, data[:3])
+    assert graphs.recordings(model) == 1
+    frozen = next(module for module in model.modules() if isinstance(module, FP8FrozenLinear))
+    for weight in (frozen, None):
+        loss = model(input_ids=data[3], labels=data[3], use_cache=False).loss
+        if weight is None:
+            next(p for p in model.parameters() if p.requires_grad).detach().mul_(0.5)
+        else:
+            frozen.fill(frozen.quantized)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        del loss
+    train(model, data)

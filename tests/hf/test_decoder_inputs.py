@@ -193,3 +193,17 @@ def test_the_planner_has_no_say_in_emulation(monkeypatch):
 def test_precision_is_checked():
     with pytest.raises(ValueError, match="precision='fp16'"):
         convert_to_fp8(build(), precision="fp16")
+
+
+def test_a_linear_of_another_conversion_is_in_no_group():
+    """It has a recipe and a scaling state of its own."""
+    model, other = build(), build()
+    convert_to_fp8(model)
+    report = convert_to_fp8(other, FP8TrainingConfig.from_recipe("block"))
+    for name in ("self_attn.q_proj", "mlp.up_proj"):
+        parent, _, attribute = name.partition(".")
+        setattr(model.model.layers[0].get_submodule(parent), attribute, other.model.layers[0].get_submodule(name))
+    assert_close_to(run(model, **batch()), run(build(), **batch()))
+    assert {"model.layers.0.self_attn.qkv.x", "model.layers.0.mlp.gate_up.x"} == {
+        name for name in report.scaling.statistics() if name.endswith(".x")
+    }

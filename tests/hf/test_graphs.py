@@ -4,6 +4,8 @@ Recording itself is for `tests/gpu`; here a stand-in is recorded, and what is lo
 """
 
 import copy
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import peft
 import pytest
@@ -201,6 +203,18 @@ def test_hooks_are_refused():
 
 
 @pytest.mark.usefixtures("recording")
+def test_another_forward_is_refused():
+    model = adapted()
+    assert is_replayed(model)
+    mlp = layer_of(model).mlp
+    own, called = mlp.forward, []
+    mlp.forward = lambda x: called.append(1) or own(x)
+    assert not is_replayed(model) and called == [1]
+    with pytest.raises(ValueError, match=r"layers\.0\.mlp has hooks"):
+        is_replayed(model)
+
+
+@pytest.mark.usefixtures("recording")
 def test_what_transformers_leaves_behind_is_no_hindrance():
     model = adapted()
     assert not is_replayed(model, output_hidden_states=True)
@@ -280,3 +294,29 @@ def test_casts_are_not_kept_while_recording():
                 weight.zero_()
             assert not nn.functional.linear(x, weight).any()
         assert torch.is_autocast_cache_enabled()
+
+
+def test_two_threads_do_not_share_a_recording(monkeypatch):
+    """It has one place for its tokens: whoever comes second, before the first one's backward, computes without."""
+    taken, second, replayed = [], threading.Event(), []
+
+    class Shared(Recording):
+        def is_waiting(self):
+            return bool(taken)
+
+    class Slow:
+        @staticmethod
+        def apply(_recorded, tokens, *_):
+            replayed.append(tokens)
+            if len(replayed) > 1:
+                second.set()
+            second.wait(0.3)  # for one that comes in between; nobody should
+            taken.append(True)
+
+    monkeypatch.setattr(graphs, "_made", Shared)
+    monkeypatch.setattr(graphs, "_Replay", Slow)
+    model = adapted()
+    tokens = torch.randint(256, (1, 64))
+    with ThreadPoolExecutor(2) as pool:
+        losses = list(pool.map(lambda _: model(input_ids=tokens, labels=tokens, use_cache=False).loss, range(2)))
+    assert len(replayed) == 1 and all(loss.isfinite() for loss in losses)

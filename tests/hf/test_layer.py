@@ -291,3 +291,15 @@ def test_norms_trained_beside_adapters(tmp_path, granularity):
     for name, parameter in model.named_parameters():
         if "layernorm" in name:
             assert cosine(parameter.grad, expected[name].grad) > 0.97, name
+
+
+@pytest.mark.parametrize("name", ["self_attn.k_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"])
+def test_merged_between_forward_and_backward(tmp_path, name):
+    """Gradients would be by other weights than the loss; autograd refuses that for any weight."""
+    model = load(checkpoint(tmp_path), "channel")
+    loss = model(input_ids=tokens(), labels=tokens()).loss
+    layers_of(model)[1].get_submodule(name).merge()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    layers_of(model)[1].get_submodule(name).unmerge()
+    step(model)

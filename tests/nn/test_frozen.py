@@ -187,3 +187,23 @@ def test_other_recipes_beside_the_weight():
     y.backward(g)
     assert cosine(x.grad, g.float() @ frozen.dequantize(torch.float32)) > 0.9993  # closer than with E5M2
     assert isinstance(frozen.weight, FrozenTensor)
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("refill", ["fill", "load_state_dict"])
+def test_a_weight_filled_anew_before_backward_is_an_error(granularity, compiled, refill):
+    """As autograd has it for any weight: dx would be by another weight than y."""
+    linear, frozen = build(granularity)
+    # With the partitioner that Inductor uses: it keeps the weight itself, which autograd then looks after.
+    call = torch.compile(frozen, fullgraph=True, backend="aot_eager_decomp_partition") if compiled else frozen
+    x = torch.randn(4, 300, dtype=torch.bfloat16, requires_grad=True)
+    y = call(x)
+    if refill == "fill":
+        frozen.fill(quantize_weight(-linear.weight, granularity))
+    else:
+        frozen.load_state_dict({"weight": -linear.weight.detach(), "bias": linear.bias.detach()})
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    call(x).sum().backward()
+    assert cosine(x.grad, torch.ones(4, 200) @ frozen.dequantize(torch.float32)) > 0.99

@@ -1,0 +1,28 @@
+"""Weights that backward reads again must be those that forward read.
+
+Autograd compares the versions of what a function saves. Frozen weights are not saved: what moves saved tensors
+elsewhere, to host memory say, would move all of the base. So their versions are compared here.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def versions_of(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """How often each has been written to. Nothing while compiling: compiled code has autograd save the weights."""
+    if torch.compiler.is_compiling() or any(tensor.is_inference() for tensor in tensors):
+        return ()
+    return tuple(tensor._version for tensor in tensors)
+
+
+def check_versions(tensors: Sequence[Tensor], versions: tuple[int, ...]) -> None:
+    """Raise what autograd raises, if one of them has been written to since."""
+    for tensor, version in zip(tensors, versions, strict=False):
+        if tensor._version != version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"weight {list(tensor.shape)} in {tensor.dtype} is at version {tensor._version}; expected version "
+                f"{version} instead. Fill it (load_state_dict, merge_adapter) after backward"
+            )

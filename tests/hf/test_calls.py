@@ -1,0 +1,88 @@
+"""Calls that have nothing to do with one another: from several threads at once, or after one that broke off."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from decoder_cases import batch, build, run
+from torch import nn
+
+from octavo import FastLanguageModel, FP8TrainingConfig, convert_to_fp8
+
+KINDS = ("trained", "FP8 activations", "frozen", "LoRA")
+WHOLE_BLOCKS = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2}
+
+
+def converted(kind, folder):
+    """A Qwen3: its q_norm is called between q and k, and is part of no fused piece."""
+    if kind in ("trained", "FP8 activations"):
+        model = build("Qwen3")
+        activations = "fp8" if kind == "FP8 activations" else "bf16"
+        convert_to_fp8(model, FP8TrainingConfig.from_recipe("current", activations=activations))
+        return model
+    build("Qwen3", **WHOLE_BLOCKS, head_dim=64, pad_token_id=None).to(torch.bfloat16).save_pretrained(folder)
+    model, _ = FastLanguageModel.from_pretrained(str(folder), load_in_fp8="channel", tokenizer=False)
+    if kind == "LoRA":
+        model = FastLanguageModel.get_peft_model(model, r=4, use_gradient_checkpointing=False)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(parameter, std=0.05)
+    return model
+
+
+def between_q_and_k(model, call):
+    """Call something in every attention, when q has been taken and k and v have not."""
+
+    def hook(*_):
+        call()
+
+    for name, module in model.named_modules():
+        if name.endswith("q_norm"):
+            module.register_forward_hook(hook)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_threads_at_once(kind, tmp_path):
+    """Both have computed q, k and v, and taken q, before either goes on."""
+    model = converted(kind, tmp_path).eval()
+    inputs = [torch.randint(1, 160, (2, 9), generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)]
+    with torch.no_grad():
+        expected = [model(input_ids=ids).logits for ids in inputs]
+    barrier = threading.Barrier(2, timeout=60)
+    between_q_and_k(model, barrier.wait)
+
+    def logits(ids):
+        with torch.no_grad():  # of this thread alone
+            return model(input_ids=ids).logits
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(logits, inputs))
+    for mine, alone in zip(found, expected, strict=True):
+        assert torch.equal(mine, alone)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_after_a_call_that_broke_off(kind, tmp_path, checkpointing):
+    """In the middle of an attention: nothing of that batch is in the next one."""
+    model = converted(kind, tmp_path).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    if kind == "frozen":
+        model.get_input_embeddings().weight.requires_grad_(True)
+    loss, gradients = run(model, **batch(rows=2))
+    breaks = []
+
+    def call():
+        if breaks:
+            raise KeyboardInterrupt
+
+    between_q_and_k(model, call)
+    breaks.append(True)
+    with pytest.raises(KeyboardInterrupt):
+        model(input_ids=batch(rows=2)["input_ids"].flip(1), labels=batch(rows=2)["labels"])
+    breaks.clear()
+    again, gradients_again = run(model, **batch(rows=2))
+    assert torch.equal(again, loss)
+    assert all(torch.equal(gradient, gradients_again[name]) for name, gradient in gradients.items())
