@@ -132,6 +132,20 @@ def test_several_merged_and_the_very_bytes_back(folder, granularity):
     assert same(weights(model), before)
 
 
+def test_what_comes_back_is_what_was_there_before_the_last_merge(folder):
+    model = adapted(folder)
+    model.merge_adapter()
+    model.unmerge_adapter()
+    for module in model.modules():  # another base in between
+        if isinstance(module, FP8FrozenLinear):
+            module.load_state_dict({"weight": torch.randn(module.weight.shape)}, strict=False)
+    before = weights(model)
+    model.merge_adapter()
+    assert not same(weights(model), before)
+    model.unmerge_adapter()
+    assert same(weights(model), before)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_safe_merging_looks_at_what_it_merges(folder, value):
     model = adapted(folder)
