@@ -37,7 +37,7 @@ from octavo.numerics.config import check_config
 
 MAX_SEQ_LENGTH = 2048  # unless the model has fewer positions
 # By `load_in_fp8`: the granularity of frozen weights, and the recipe of trained ones. For True, what is fastest: on an
-# 8B, LoRA per channel 1.50x (block 1.36x), full fine-tuning with delayed scaling 1.57x (block 1.30x, H200, 2026-11-16).
+# 8B, LoRA per channel 1.50x (block 1.36x), full fine-tuning with delayed scaling 1.57x (block 1.28x, H200, 2026-11-16).
 _FROZEN = {True: "channel", "tensor": "tensor", "channel": "channel", "block": "block"}
 _TRAINED = {True: "delayed", "tensor": "delayed", "channel": "channel", "block": "block"}
 
