@@ -7,10 +7,7 @@ model as it was.
 """
 
 import sys
-import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -18,8 +15,9 @@ from octavo.models.bdh_fused import is_fused, unfuse
 from octavo.nn import planner
 from octavo.nn.attention import NOT_ON_A_GPU
 from octavo.nn.choice import Choice, Filter
+from octavo.nn.frozen_report import entry_of
 from octavo.nn.linear import FP8Linear, LinearInFP8
-from octavo.nn.report import FP8, Entry, Report
+from octavo.nn.report import FP8, ConversionReport, Entry
 from octavo.nn.undo import all_or_nothing
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 from octavo.numerics.checks import check_choice, check_positive_int
@@ -35,45 +33,6 @@ _OTHER_PRODUCTS = (
     nn.Bilinear,
 )
 _CONVERTED = "_octavo_converted"
-
-
-@dataclass
-class ConversionReport(Report):
-    """Every layer that multiplies: in FP8 or not, and why. `scaling` holds histories and statistics of the FP8 ones.
-
-    `fused` names the fused pieces in use, and those that are not with the reason. `hooked` is looked up when it is
-    asked for: modules that have hooks by then, for which fused pieces are not used.
-    """
-
-    fused: list[str] = field(default_factory=list)
-    model: weakref.ref[nn.Module] | None = field(default=None, repr=False, compare=False)
-
-    @property
-    def hooked(self) -> list[str]:
-        model = None if self.model is None else self.model()
-        if model is None or not any(map(_is_transformers, model.modules())):
-            return []
-        from octavo.hf import decoder
-
-        return decoder.called_alone(model)
-
-    def _lines(self) -> list[str]:
-        names = self.hooked
-        if not names:
-            return self.fused
-        shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
-        head = ", and the head is in high precision" if any(name.endswith("lm_head") for name in names) else ""
-        return [*self.fused, f"but {len(names)} with hooks called one by one, not fused: {shown}{head}"]
-
-    def summary(self) -> str:
-        return "; ".join([super().summary(), *self._lines()])
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**super().to_dict(), "fused": self._lines()}
-
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy, or one that is saved, is of no model that lives."""
-        return {**self.__dict__, "model": None}
 
 
 def convert_to_fp8(
@@ -113,8 +72,9 @@ def convert_to_fp8(
         f"layers of {type(model).__name__}",
         _entries(modules, choice, precision, tokens),
         emulate=config.emulate,
-        model=weakref.ref(model),
     )
+    report.note_weights(modules)
+    report.watch(model, _hooked)
     if precision == "bf16":
         with all_or_nothing(model):
             _fuse(modules, config, report, None)
@@ -271,6 +231,14 @@ def _note_head(report: ConversionReport, name: str, config: FP8TrainingConfig) -
             entry.formats = str(decoder.head_recipe(config))
 
 
+def _hooked(model: nn.Module) -> list[str]:
+    if not any(map(_is_transformers, model.modules())):
+        return []
+    from octavo.hf import decoder
+
+    return decoder.called_alone(model)
+
+
 def _is_transformers(module: nn.Module) -> bool:
     return "transformers" in sys.modules and type(module).__module__.startswith("transformers.models.")
 
@@ -282,7 +250,7 @@ def _entries(modules: dict[str, nn.Module], choice: Choice, precision: str, toke
     shared = _shared_outputs(modules)
     for name, module in modules.items():
         if isinstance(module, LinearInFP8):
-            entries.append(_frozen_entry(name, module))
+            entries.append(entry_of(name, module))
         elif isinstance(module, nn.Linear):
             reason = "precision='bf16'" if precision == "bf16" else choice.why_not(name, module)
             reason = reason or _why_not_worth_it(module, config, tokens, shared.get(name, module.out_features))
@@ -300,14 +268,6 @@ def _entries(modules: dict[str, nn.Module], choice: Choice, precision: str, toke
                     reason = "a raw parameter: under octavo.fp8_autocast its products run in FP8"
                     entries.append(Entry(key, "parameter", _dtype(parameter), reason, str(list(parameter.shape))))
     return entries
-
-
-def _frozen_entry(name: str, linear: LinearInFP8) -> Entry:
-    """A linear whose weight was frozen in FP8 before."""
-    shapes = f"{linear.in_features} → {linear.out_features}"
-    if linear.in_fp8:
-        return Entry(name, "linear", FP8, "", shapes, str(linear.recipe))
-    return Entry(name, "linear", "high", "its weight is frozen in FP8, its products are not in it", shapes)
 
 
 def _why_not_worth_it(linear: nn.Linear, config: FP8TrainingConfig, tokens: int | None, outputs: int) -> str:

@@ -27,6 +27,23 @@ def fresh_seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def accelerate_as_found():
+    """Loading a model lets Octavo watch Accelerate's variable from then on, in the whole process: not in the next test.
+
+    Before the test, too: what its module's fixtures have loaded comes first.
+    """
+    _stop_watching()
+    yield
+    _stop_watching()
+
+
+def _stop_watching():
+    ours = sys.modules.get("octavo.hf.accelerate")
+    for mode in list(ours._on.values()) if ours is not None else ():
+        mode.disable()
+
+
 @pytest.fixture
 def invoke(capsys, monkeypatch, tmp_path):
     """`octavo …` in this process, in a folder of its own: exit code, stdout and stderr."""

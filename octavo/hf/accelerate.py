@@ -50,8 +50,8 @@ from torch import Tensor, nn
 from octavo.convert import ConversionReport, convert_to_fp8, is_converted
 from octavo.hf import accelerate_backends as backends
 from octavo.nn.frozen import insist_on_fp8
+from octavo.nn.frozen_report import report_of
 from octavo.nn.linear import LinearInFP8
-from octavo.nn.report import FP8, Entry
 from octavo.nn.undo import all_or_nothing
 from octavo.numerics import FP8TrainingConfig
 from octavo.numerics.checks import check_choice
@@ -333,17 +333,7 @@ def _multiplies_in_fp8(model: nn.Module) -> bool:
 
 def _report_of(model: nn.Module) -> ConversionReport:
     """What an earlier conversion did, as far as the model shows it."""
-    report = ConversionReport(f"layers of {type(model).__name__}, converted before")
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear):
-            continue
-        shapes = f"{module.in_features} → {module.out_features}"
-        if isinstance(module, LinearInFP8) and module.in_fp8:
-            report.entries.append(Entry(name, "linear", FP8, "", shapes, str(module.recipe)))
-            report.scaling, report.emulate = module.scaling, module.config.emulate
-        else:
-            dtype = str(module.weight.dtype).removeprefix("torch.")
-            report.entries.append(Entry(name, "linear", dtype, "not converted", shapes))
+    report = report_of(model, title=f"layers of {type(model).__name__}, converted before")
     if not report.in_fp8 and any(isinstance(module, LinearInFP8) for module in model.modules()):
         raise ValueError(
             f"{type(model).__name__} was loaded with fp8_products=False, and FP8 is on: load it without that, or turn "

@@ -11,13 +11,13 @@ the original class: a projection that PEFT has wrapped, labels that are not ther
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache, wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from octavo.hf import attention, frozen, graphs
+from octavo.hf.classes import GATE_UP, ORIGINAL, QKV, take_class
 from octavo.hf.hooks import is_hooked
 from octavo.nn.frozen import FP8FrozenLinear
 from octavo.nn.frozen_group import put_together, why_no_group
@@ -30,8 +30,6 @@ from octavo.numerics.cross_entropy import IGNORED
 from octavo.numerics.norm import Norm
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3")
-QKV = ("q_proj", "k_proj", "v_proj")
-GATE_UP = ("gate_proj", "up_proj")
 ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUTanh": "gelu_tanh"}
 _PLAIN_NORMS = {f"{family}RMSNorm" for family in ("Llama", "Mistral", "Qwen2", "Qwen3")}  # weight · normed
 # Children of fused modules that those do not call, but take the place of.
@@ -39,7 +37,6 @@ _PARTS = (
     *QKV, "o_proj", *GATE_UP, "down_proj", "act_fn", "lm_head", "self_attn", "mlp", "input_layernorm",
     "post_attention_layernorm",
 )  # fmt: skip
-_ORIGINAL = "_octavo_original"
 # Arguments of causal models that transformers' default loss takes as we do, or has no use for.
 _INPUTS = {
     "input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "labels", "use_cache",
@@ -96,7 +93,7 @@ def is_own(module: nn.Module, kind: str) -> bool:
 
 
 def is_fused(module: nn.Module) -> bool:
-    return _ORIGINAL in module.__dict__
+    return ORIGINAL in module.__dict__
 
 
 def fuse_attention(module: nn.Module, name: str, config: FP8TrainingConfig, scaling: FP8ScalingManager) -> None:
@@ -210,7 +207,7 @@ def called_alone(model: nn.Module) -> list[str]:
 
 def restore(module: nn.Module) -> None:
     """Give a module its class back."""
-    original = module.__dict__.pop(_ORIGINAL, None)
+    original = module.__dict__.pop(ORIGINAL, None)
     if original is not None:
         change_class(module, original)
         module.__dict__.pop("_octavo_head", None)
@@ -218,25 +215,6 @@ def restore(module: nn.Module) -> None:
     config: Any = getattr(module, "config", None)
     if getattr(config, "_attn_implementation", None) == attention.NAME:
         config._attn_implementation = "sdpa"
-
-
-def take_class(module: Any, forward: Callable[..., Any]) -> None:
-    original: Any = type(module)
-    module.__dict__[_ORIGINAL] = original
-    module.__class__ = _subclass(original, forward)
-
-
-@cache
-def _subclass(cls: Any, forward: Callable[..., Any]) -> type[nn.Module]:
-    """With the name of its parent, which ends up in saved configurations, and its signature, which trainers read."""
-
-    @wraps(cls.forward)
-    def fused(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return forward(self, cls.forward, *args, **kwargs)
-
-    return type(
-        cls.__name__, (cls,), {"forward": fused, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    )
 
 
 def _attention_forward(
@@ -253,7 +231,7 @@ def attend(module: Any, y: Tensor, hidden_states: Tensor, *, residual: Tensor | 
 
     `residual`: is added by o_proj, which must be one that can (`frozen.adds_residual`).
     """
-    return module.__dict__[_ORIGINAL].forward(_with_parts(module, y, residual), hidden_states=hidden_states, **kwargs)
+    return module.__dict__[ORIGINAL].forward(_with_parts(module, y, residual), hidden_states=hidden_states, **kwargs)
 
 
 def _with_parts(module: Any, y: Tensor, residual: Tensor | None = None) -> _Computed:
@@ -344,6 +322,14 @@ def trained_mlp(module: Any, x: Tensor, norm: Norm | None = None) -> Tensor | No
     return fp8_mlp(x, gate.weight, up.weight, down.weight, mlp, gate.group_rows, down.rows, norm=norm, given=given)
 
 
+def nothing_is_trained(name: str) -> str:
+    return (
+        f"{name} is to be trained, with labels, but none of its weights is trained: load it with full_finetuning=True, "
+        "or add adapters (FastLanguageModel.get_peft_model, peft.get_peft_model). Adapters that are disabled or merged "
+        "do not train: call unmerge_adapter, or leave disable_adapter"
+    )
+
+
 def _is_plainly_causal(config: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whole sequences of one length, each in its row, and layers that look at all of what came before."""
     given = any(kwargs.get(name) is not None for name in ("attention_mask", "position_ids", "inputs_embeds"))
@@ -385,11 +371,7 @@ def _causal_lm_forward(self: Any, original: Callable[..., Any], *args: Any, **kw
         shifted = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
     head, rows = self._octavo_head
     if not hidden.requires_grad and not self.lm_head.weight.requires_grad:
-        raise ValueError(
-            f"{type(self).__name__} is in training, with labels, but none of its weights is trained: load it with "
-            "full_finetuning=True, or add adapters (FastLanguageModel.get_peft_model, peft.get_peft_model). Adapters "
-            "that are disabled or merged do not train: call unmerge_adapter, or leave disable_adapter"
-        )
+        raise ValueError(nothing_is_trained(type(self).__name__))
     loss = linear_cross_entropy(
         hidden, self.lm_head.weight, shifted.to(hidden.device), count=count, head=head, rows=rows
     )

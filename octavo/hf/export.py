@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from octavo.nn.frozen import SCALE_NAME, FP8FrozenLinear, quantize_weight
 from octavo.nn.held import full_precision
 from octavo.numerics.checks import check_choice
+from octavo.numerics.formats import E4M3
 from octavo.numerics.quantize import BLOCK, Quantized
 
 METHODS = ("merged_16bit", "merged_fp8")
@@ -55,6 +56,9 @@ def _base_model(model: Any) -> Any:
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not hasattr(model, "config") or not hasattr(model, "save_pretrained"):
         raise TypeError(f"model is a {type(model).__name__}: takes a transformers model, or a PEFT model around one")
+    for module in model.modules():
+        if hasattr(module, "get_base_layer") and module.disable_adapters and getattr(module, "merged", False):
+            module.unmerge()  # as PEFT's own forward would: what is disabled is not in the weights
     return model
 
 
@@ -133,7 +137,8 @@ def _adapted_embeddings(base: nn.Module) -> list[tuple[str, Any]]:
 
 
 def _as_blocks(inner: nn.Linear, merged: Tensor | None) -> Quantized:
-    if merged is None and isinstance(inner, FP8FrozenLinear) and inner.granularity == "block":
+    as_written = isinstance(inner, FP8FrozenLinear) and inner.granularity == "block" and inner.format is E4M3
+    if merged is None and as_written and isinstance(inner, FP8FrozenLinear):
         return inner.quantized
     return quantize_weight(_high_precision(inner) if merged is None else merged, "block")
 

@@ -1,23 +1,39 @@
 """What `FastLanguageModel` needs of transformers and PEFT: reading models and tokenizers, making adapters."""
 
+import difflib
+import importlib.util
+import re
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from octavo.hf import decoder, layer
+from octavo.hf import decoder, export, layer
 from octavo.nn import planner
 from octavo.nn.frozen import FP8FrozenLinear
+from octavo.nn.report import FP8
 from octavo.numerics import FP8TrainingConfig
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 CHECKPOINTING = (True, False, "unsloth")
 
 
-def read_model(name: str, *, dtype: torch.dtype, device_map: Any, quantization: Any, options: dict[str, Any]) -> Any:
-    """`AutoModelForCausalLM.from_pretrained`, into FP8 if `quantization` says so."""
+def read_model(
+    name: str,
+    *,
+    dtype: torch.dtype,
+    device_map: Any,
+    quantization: Any,
+    options: dict[str, Any],
+    arguments: Sequence[str] = (),
+) -> Any:
+    """`AutoModelForCausalLM.from_pretrained`, into FP8 if `quantization` says so.
+
+    `arguments`: those that would not have ended up in `options`, had they been spelt right.
+    """
     from transformers import AutoModelForCausalLM
 
     if quantization is not None:
@@ -26,22 +42,51 @@ def read_model(name: str, *, dtype: torch.dtype, device_map: Any, quantization: 
                 "quantization_config with load_in_fp8: both say what becomes of the weights; leave one out"
             )
         options = {**options, "quantization_config": quantization}
-    return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map=device_map, **options)
+    try:
+        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map=device_map, **options)
+    except TypeError as error:  # from the model's class, which gets what nobody else has taken
+        unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        if unknown is None or unknown[1] not in options:
+            raise
+        close = difflib.get_close_matches(unknown[1], arguments, n=1)
+        raise TypeError(
+            f"{unknown[1]}={options[unknown[1]]!r}: no argument of FastLanguageModel.from_pretrained, of transformers' "
+            f"from_pretrained, or of this model's configuration{f'; {close[0]} is meant?' if close else ''}"
+        ) from error
 
 
-def read_tokenizer(name: str, max_seq_length: int, options: dict[str, Any]) -> Any:
+def check_name(name: str, options: dict[str, Any]) -> None:
+    """Whether there is such a model at all, before anything else is said about it."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if not any((folder / file).exists() for file in ("config.json", "adapter_config.json")):
+            raise ValueError(f"model_name={name!r}: a folder without config.json, so none of a model")
+        return
+    if name.startswith(("/", ".", "~")) or name.count("/") > 1:
+        raise ValueError(f"model_name={name!r}: there is no such folder")
+    from transformers.utils.hub import cached_file
+
+    found = {key: options[key] for key in ("revision", "token", "cache_dir", "local_files_only") if key in options}
+    files: Any = ("config.json", "adapter_config.json")
+    try:
+        there = any(cached_file(name, file, _raise_exceptions_for_missing_entries=False, **found) for file in files)
+        why = "it has no config.json, or there is no connection and no copy in the cache"
+    except OSError as error:
+        there, why = False, str(error)
+    if not there:
+        raise ValueError(f"model_name={name!r}: no folder here, and no model on the Hub that can be had: {why}")
+
+
+def read_tokenizer(name: str, options: dict[str, Any]) -> Any:
     from transformers import AutoTokenizer
 
     kept = {key: options[key] for key in ("revision", "token", "trust_remote_code", "cache_dir") if key in options}
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **kept)
     except (OSError, ValueError) as error:
-        if name.startswith(("/", ".", "~")) and not Path(name).exists():
-            raise ValueError(f"model_name={name!r}: there is no such folder") from error
         raise ValueError(
             f"{name} has no tokenizer that loads; for the model alone, tokenizer=False ({error})"
         ) from error
-    tokenizer.model_max_length = max_seq_length
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -62,21 +107,91 @@ def install_lora() -> None:
     lora.install()
 
 
-def fuse(model: Any, config: FP8TrainingConfig | None) -> list[str]:
-    """The fused pieces that do not depend on who multiplies: loss in chunks, attention. Returns what was done."""
+def install_in_trl() -> None:
+    if importlib.util.find_spec("trl") is not None:
+        from octavo.hf import trl
+
+        trl.install()
+
+
+@cache
+def add_saving() -> None:
+    """Give transformers' models the methods that scripts for merged checkpoints call, of them or through PEFT."""
+    from transformers import PreTrainedModel
+
+    def save_pretrained_merged(
+        self: nn.Module, save_directory: str | Path, tokenizer: Any = None, save_method: str = "merged_16bit"
+    ) -> Path:
+        """Write the model with its adapters merged in: see `FastLanguageModel.save_pretrained_merged`."""
+        return export.save_merged(self, save_directory, save_method, tokenizer=tokenizer)
+
+    cls: Any = PreTrainedModel
+    cls.save_pretrained_merged = save_pretrained_merged
+    for name, fix in _NOT_WRITTEN.items():
+        setattr(cls, name, _refused(name, fix))
+
+
+_NOT_WRITTEN = {
+    "save_pretrained_gguf": "save_pretrained_merged(folder), then convert_hf_to_gguf.py of llama.cpp on that folder",
+    "push_to_hub_gguf": "save_pretrained_merged(folder), then convert_hf_to_gguf.py of llama.cpp on that folder",
+    "push_to_hub_merged": "save_pretrained_merged(folder), then huggingface_hub.upload_folder(folder_path=folder, ...)",
+}
+
+
+def _refused(name: str, fix: str) -> Any:
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError(f"{name}: Octavo writes safetensors into a folder; call {fix}")
+
+    return method
+
+
+def explain_untrained(model: nn.Module) -> None:
+    """Have the backward of a loss that nothing was trained for say so, in place of torch's `does not require grad`."""
+    if _explain not in model._forward_hooks.values():
+        model.register_forward_hook(_explain)
+
+
+def _explain(model: nn.Module, _inputs: Any, output: Any) -> None:
+    loss = getattr(output, "loss", None)
+    if isinstance(loss, Tensor) and torch.is_grad_enabled() and not loss.requires_grad:
+        output.loss = _Untrained.apply(loss, torch.zeros((), requires_grad=True), type(model).__name__)
+
+
+class _Untrained(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, _trained: Tensor, name: str) -> Tensor:
+        ctx.name = name
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, _gradient: Tensor) -> None:
+        raise ValueError(decoder.nothing_is_trained(ctx.name))
+
+
+def fuse(model: Any) -> list[str]:
+    """The fused pieces that do not depend on who multiplies: loss in chunks, attention. Returns what was done.
+
+    Of a base frozen in FP8 the head is in FP8 if the configuration of its linears says so.
+    """
+    report = model.__dict__.get("octavo_report")
+    done: list[str] = fuse_groups(model) if report is None else report.fused
     if not decoder.is_causal_lm(model):
-        return [f"nothing fused: {type(model).__name__} is not one of {', '.join(decoder.FAMILIES)}"]
-    done: list[str] = list(getattr(model, "octavo_fused", ())) or fuse_groups(model)
+        done.append(f"nothing fused: {type(model).__name__} is not one of {', '.join(decoder.FAMILIES)}")
+        return done
     decoder.fuse_last_norm(model)
     reason = decoder.why_no_loss(model)
     if reason:
         done.append(f"loss not fused: {reason}")
     else:
         frozen = next((m for m in model.modules() if isinstance(m, FP8FrozenLinear)), None)
-        in_fp8 = config is not None and config.fp8_head and frozen is not None
-        decoder.fuse_loss(model, config if in_fp8 else None, frozen.scaling if in_fp8 and frozen else None)
+        config = frozen.config if frozen is not None and frozen.config.fp8_head else None
+        decoder.fuse_loss(model, config, None if frozen is None else frozen.scaling)
         high = str(model.lm_head.weight.dtype).removeprefix("torch.")
-        done.append(f"head and loss in chunks, head in {'FP8' if in_fp8 else 'BF16' if high == 'bfloat16' else high}")
+        done.append(f"head and loss in chunks, head in {'FP8' if config else 'BF16' if high == 'bfloat16' else high}")
+        if report is not None and config is not None:
+            for entry in (entry for entry in report.entries if entry.name == "lm_head"):
+                entry.precision, entry.reason, entry.op = FP8, "", "head"
+                entry.formats = str(decoder.head_recipe(config))
     if decoder.use_fused_attention(model):
         done.append("attention on cuDNN where it applies")
     return done
@@ -138,5 +253,5 @@ def add_adapters(
         config = peft.LoraConfig(task_type="CAUSAL_LM", **options)
         adapted = peft.get_peft_model(base, config, autocast_adapter_dtype=autocast)
     if max_seq_length is not None:
-        base.max_seq_length = max_seq_length
+        base.max_seq_length = base.octavo_asked_length = max_seq_length
     return adapted

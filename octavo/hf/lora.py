@@ -68,6 +68,13 @@ class FP8LoraLinear(peft_layer.Linear):
         super().__init__(base_layer, adapter_name, config, **kwargs)
         self._before_merging = None
 
+    def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
+        """Also to its dtype, which PEFT cannot see by bytes. (It makes FP32 of it, with `autocast_adapter_dtype`.)"""
+        super()._move_adapter_to_device_of_base_layer(adapter_name, device)
+        for matrices in (self.lora_A, self.lora_B):
+            if adapter_name in matrices:
+                matrices[adapter_name].to(self.base_layer.high_dtype)
+
     def forward(self, x: Tensor, *args: Any, residual: Tensor | None = None, **kwargs: Any) -> Tensor:
         """`residual`: is added to what comes out."""
         adapters = self.fusible(args, kwargs)

@@ -24,18 +24,20 @@ from transformers.core_model_loading import ConversionOps, WeightRenaming
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import AutoHfQuantizer, register_quantization_config, register_quantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name
+from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from octavo.hf import loading
+from octavo.hf import decoder, loading
+from octavo.hf.fp8_files import METHOD, fp8_dtype_in, names_in, read_layout
 from octavo.nn.frozen import GRANULARITIES, SCALE_NAME, FP8FrozenLinear, activation_config, quantize_weight
+from octavo.nn.frozen_report import report_of
 from octavo.nn.names import matches
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 from octavo.numerics.checks import check_choice
 from octavo.numerics.config import check_config
-from octavo.numerics.quantize import BLOCK
 from octavo.support import announce_emulation, emulation_on, has_fp8_tensor_cores, require_tensor_cores
 
-METHOD = "octavo"
+logger = logging.get_logger(__name__)
 
 
 @register_quantization_config(METHOD)
@@ -43,7 +45,7 @@ class OctavoConfig(QuantizationConfigMixin):
     """How a model is loaded into FP8.
 
     Fields:
-        granularity: one scale per `block` of 128×128, per `channel` (row), or per `tensor` of each weight.
+        granularity: one scale per `channel` (row: the fastest), per `block` of 128×128, or per `tensor` of each weight.
         fp8: how inputs and gradients are quantised, an `FP8TrainingConfig` or its fields; default: as the weight.
         skip: linears left as they are: names, parts of dotted names, or patterns. The head always is.
         fp8_products: with False the weights alone are in FP8, dequantised for each product: closer to high precision,
@@ -54,7 +56,7 @@ class OctavoConfig(QuantizationConfigMixin):
 
     def __init__(
         self,
-        granularity: str = "block",
+        granularity: str = "channel",
         fp8: FP8TrainingConfig | Mapping[str, Any] | str | None = None,
         skip: Sequence[str] = (),
         fp8_products: bool | None = None,
@@ -74,6 +76,7 @@ class OctavoConfig(QuantizationConfigMixin):
         self.quant_method: Any = METHOD
         self.granularity = granularity
         self.fp8 = fp8 or activation_config(granularity)
+        self._fp8_is_given = fp8 is not None
         self.skip = (skip,) if isinstance(skip, str) else tuple(skip)
         self.fp8_products = fp8_products
         # What the weights on disk are: None in high precision, else where their scales are found.
@@ -93,42 +96,16 @@ class OctavoConfig(QuantizationConfigMixin):
         return self.to_dict()
 
     def read(self, found: Mapping[str, Any]) -> "OctavoConfig":
-        """This configuration for a checkpoint in FP8, by the `quantization_config` of its config.json."""
+        """This configuration for a checkpoint in FP8, by the `quantization_config` of its config.json.
+
+        What this one does not say is as it was saved: how inputs and gradients are quantised, and whether they are.
+        """
         granularity, scales, left = read_layout(found)
-        products = found.get("fp8_products") if self.fp8_products is None else self.fp8_products
-        fp8 = self.fp8 if granularity == self.granularity else activation_config(granularity)
-        return OctavoConfig(
-            granularity, None if products is False else fp8, (*self.skip, *left), products, checkpoint=scales
-        )
-
-
-def read_layout(found: Mapping[str, Any]) -> tuple[str, str, list[str]]:
-    """Granularity, name of the scales and linears left alone, of a checkpoint in FP8."""
-    method = getattr(found.get("quant_method"), "value", found.get("quant_method"))
-    if method == METHOD:
-        return found["granularity"], SCALE_NAME, list(found.get("skip", ()))
-    if method == "fp8":
-        block = found.get("weight_block_size")
-        if block is not None and list(block) != [BLOCK, BLOCK]:
-            raise ValueError(f"weight_block_size={block}: Octavo reads blocks of {[BLOCK, BLOCK]}")
-        left = list(found.get("modules_to_not_convert") or ())
-        return "tensor" if block is None else "block", SCALE_NAME, left
-    if method == "compressed-tensors":
-        return _read_compressed(found)
-    raise ValueError(f"quant_method={method!r}: Octavo reads fp8, compressed-tensors in FP8, and its own checkpoints")
-
-
-def _read_compressed(found: Mapping[str, Any]) -> tuple[str, str, list[str]]:
-    groups = list((found.get("config_groups") or {}).values())
-    weights = [group.get("weights") or {} for group in groups]
-    if len(groups) != 1 or weights[0].get("num_bits") != 8 or weights[0].get("type") != "float":
-        raise ValueError(f"config_groups={found.get('config_groups')!r}: Octavo reads one group of weights in FP8")
-    strategy, block = weights[0].get("strategy"), weights[0].get("block_structure")
-    if strategy not in GRANULARITIES or (strategy == "block" and list(block or ()) != [BLOCK, BLOCK]):
-        raise ValueError(
-            f"strategy={strategy!r}, block_structure={block!r}: Octavo reads channel, tensor, and blocks of 128×128"
-        )
-    return strategy, "weight_scale", list(found.get("ignore") or ())
+        products = self.fp8_products
+        if products is None and not self._fp8_is_given:  # what is asked for now comes before what it was saved with
+            products = found.get("fp8_products")
+        fp8 = self.fp8 if self._fp8_is_given else None if products is False else found.get("fp8")
+        return OctavoConfig(granularity, fp8, (*self.skip, *left), products, checkpoint=scales)
 
 
 @register_quantizer(METHOD)
@@ -140,27 +117,46 @@ class OctavoQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
         config = self.quantization_config
-        left = [*self.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules), *config.skip]
+        skip = (*config.skip, *config.fp8.skip)
+        left = [*self.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules), *skip]
         scaling = FP8ScalingManager.from_config(config.fp8)
         names = [name for name, _ in model.named_modules()]
         linears = {
             name: module
             for name, module in model.named_modules()
-            if type(module) is nn.Linear and not any(_is_left(name, pattern) for pattern in left)
+            if type(module) is nn.Linear
+            and not any(_is_left(name, pattern) for pattern in left)
+            and not self._is_head(model, name, kwargs.get("checkpoint_files") or ())
         }
-        for pattern in () if config.checkpoint else config.skip:
+        for pattern in () if config.checkpoint else skip:
             if pattern not in FP8TrainingConfig.skip and not any(_is_left(name, pattern) for name in names):
                 raise ValueError(f"skip={pattern!r}: {type(model).__name__} has no module of that name or pattern")
         if not linears:
             raise ValueError(f"skip={list(config.skip)}: it leaves {type(model).__name__} no linear to load into FP8")
-        dtypes = (torch.float8_e4m3fn, torch.float32) if config.checkpoint else (None, None)
+        files = kwargs.get("checkpoint_files") or ()
+        dtypes = (fp8_dtype_in(files), torch.float32) if config.checkpoint else (None, None)
         for name, linear in linears.items():
             parent, attribute = get_module_from_name(model, name)
             setattr(parent, attribute, _empty(linear, config, scaling, name, *dtypes))
 
+    def _is_head(self, model: Any, name: str, files: Sequence[str]) -> bool:
+        """A linear beside the body, such as a classifier: stays as it is, unless the checkpoint has it in FP8."""
+        body = f"{model.base_model_prefix}."
+        if name.startswith(body) or not hasattr(model, model.base_model_prefix):
+            return False
+        scale = self.quantization_config.checkpoint
+        return scale is None or f"{name}.{scale}" not in names_in(files)
+
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        new = {name for name, parameter in model.named_parameters() if not _was_read(parameter)}
+        _give_back_what_is_new(model, new)
         frozen = [module for module in model.modules() if isinstance(module, FP8FrozenLinear)]
         config = self.quantization_config
+        if not frozen:
+            raise ValueError(
+                f"the checkpoint has no weight for any linear of {type(model).__name__}: its names are those of "
+                "another model"
+            )
         for module in frozen:
             module.settle()
             module.in_fp8 = config.fp8_products is not False
@@ -168,11 +164,13 @@ class OctavoQuantizer(HfQuantizer):
         as_it_pays = config.fp8_products is None and usual
         on_gpu = has_fp8_tensor_cores(frozen[0].weight.device)
         reason = loading.plan_products(model) if as_it_pays and on_gpu else ""
-        model.requires_grad_(False)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name in new)  # what the checkpoint lacks has yet to be trained
         _install_lora()
         scaling = frozen[0].scaling
         scaling.to(frozen[0].scaling_device)
         scaling.follow_optimizers(model)
+        loading.explain_untrained(model)
         model.octavo_fused = loading.fuse_groups(model)
         if any(module.in_fp8 for module in frozen):
             device, emulate = frozen[0].scaling_device, config.fp8.emulate
@@ -181,8 +179,34 @@ class OctavoQuantizer(HfQuantizer):
             model.octavo_fused += filter(None, [emulation_on(device, emulate)])
         if reason:
             model.octavo_fused.append(f"{reason}; fp8_products=True insists")
+        model.octavo_report = report_of(model, reasons=self._reasons(model, new), fused=())
+        model.octavo_report.fused = model.octavo_fused
+        model.octavo_report.watch(model, decoder.called_alone)
+        if model.octavo_report.left_out():
+            logger.warning(f"octavo: {model.octavo_report.left_out()}")
         self.quantization_config.checkpoint = SCALE_NAME  # what it would be if it were saved
         return model
+
+    def _reasons(self, model: Any, new: set[str]) -> dict[str, str]:
+        """Why linears were left as they are."""
+        config = self.quantization_config
+        found: dict[str, str] = {}
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Linear):
+                named = any(_is_left(name, pattern) for pattern in (*config.skip, *config.fp8.skip))
+                kind = f"a {type(module).__name__}, which Octavo does not know"
+                found[name] = (
+                    "new: the checkpoint has no weight for it" if f"{name}.weight" in new
+                    else "left alone: skip names it" if named and module is not model.get_output_embeddings()
+                    else "the head stays in high precision" if type(module) is nn.Linear
+                    else kind
+                )  # fmt: skip
+        return found
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a model that was pickled, in a process that may not have loaded one yet."""
+        self.__dict__.update(state)
+        _install_lora()
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         if self.quantization_config.checkpoint:
@@ -224,6 +248,21 @@ def _install_lora() -> None:
         from octavo.hf import lora
 
         lora.install()
+
+
+def _was_read(parameter: Tensor) -> bool:
+    """From the checkpoint, or tied to what was: transformers' own mark, by which it initialises the rest."""
+    return getattr(parameter, "_is_hf_initialized", False)
+
+
+def _give_back_what_is_new(model: Any, new: set[str]) -> None:
+    """A linear of which the checkpoint has no weight: nothing is frozen that was never trained."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, FP8FrozenLinear) and f"{name}.weight" in new:
+            linear = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
+            linear.weight, linear.bias = module.weight, module.bias
+            parent, attribute = get_module_from_name(model, name)
+            setattr(parent, attribute, linear.train(module.training))
 
 
 def _is_left(name: str, pattern: str) -> bool:

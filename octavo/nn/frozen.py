@@ -39,7 +39,7 @@ class FrozenTensor(nn.Parameter):
         return memo.setdefault(id(self), FrozenTensor(self.data.clone()))
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return FrozenTensor, (self.data,)
+        return FrozenTensor, (self.data.clone(),)  # not the whole buffer of a group, of which it may be a slice
 
     @property
     def requires_grad(self) -> bool:
@@ -64,6 +64,7 @@ class FP8FrozenLinear(LinearInFP8):
 
     granularity: str
     is_planned: bool = False  # whether its products are in FP8: that was not asked for, but is what pays
+    high_dtype: torch.dtype  # of the weight before it was quantised, and so of what PEFT puts beside it
     input_is_kept: bool = False  # by what comes before, for its own backward: then adapters keep it, too, as it is
 
     def __init__(
@@ -114,6 +115,7 @@ class FP8FrozenLinear(LinearInFP8):
             scaling.follow_optimizers(self)
         self.granularity, self.config, self.scaling = granularity, config, scaling
         self.recipe = config.recipe
+        self.high_dtype = self.weight.dtype
         self.row_x, self.row_g = (
             scaling.register(f"{name}.{operand}", recipe.format, recipe.margin)
             for operand, recipe in (("x", self.recipe.x), ("g", self.recipe.g))
@@ -202,6 +204,10 @@ class FP8FrozenLinear(LinearInFP8):
         y = _FrozenLinear.apply(x, self.bias, self.product(input), self.row_x, self.row_g, *self.quantized)
         return y.reshape(*input.shape[:-1], self.out_features)
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        self.high_dtype = fn(torch.empty(0, dtype=self.high_dtype, device=self.weight.device)).dtype
+        return super()._apply(fn, recurse)
+
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.format is not None:
@@ -226,7 +232,8 @@ class FP8FrozenLinear(LinearInFP8):
         elif weight is not None:
             device = self.weight.device
             if weight.element_size() == 1:
-                data = weight.view(torch.float8_e4m3fn) if weight.dtype == torch.uint8 else weight
+                known = torch.float8_e4m3fn if self.format is None else self.format.dtype
+                data = weight.view(known) if weight.dtype == torch.uint8 else weight  # bytes do not say what they are
                 self.fill(Quantized(data.to(device), scale.to(device)))
             else:
                 self.fill(quantize_weight(weight.to(device), self.granularity))
@@ -267,9 +274,15 @@ def insist_on_fp8(model: nn.Module) -> None:
     for linear in changed:
         linear.in_fp8 = True
     for module in model.modules():
-        said = module.__dict__.get("octavo_fused")
+        said, report = module.__dict__.get("octavo_fused"), module.__dict__.get("octavo_report")
         if changed and said is not None:
             said.append(f"since then, products in FP8, as asked for ({len(changed)})")
+        if changed and report is not None:
+            now = {name.removesuffix(".base_layer"): linear for name, linear in module.named_modules()}  # under PEFT
+            for entry in report.entries:
+                found = now.get(entry.name)
+                if isinstance(found, FP8FrozenLinear) and found in changed:
+                    entry.precision, entry.reason, entry.formats = "fp8", "", str(found.recipe)
 
 
 class _FrozenLinear(torch.autograd.Function):

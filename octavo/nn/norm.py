@@ -21,8 +21,11 @@ def normed(h: Tensor, weight: Tensor | None, eps: float | None) -> tuple[Tensor,
 
 
 def normed_again(h: Tensor, weight: Tensor | None, inverse: Tensor | None) -> Tensor:
-    """x, from what was kept of it in high precision: what went into the norm, or x itself if there is none."""
-    return h if weight is None or inverse is None else weight * (h.float() * inverse).to(h.dtype)
+    """x, from what was kept of it in high precision: what went into the norm, or x itself if there is none.
+
+    Empty if nothing was kept, because nothing needs it.
+    """
+    return h if weight is None or inverse is None or h.numel() == 0 else weight * (h.float() * inverse).to(h.dtype)
 
 
 def back_through(
@@ -34,6 +37,8 @@ def back_through(
     """
     if weight is None or eps is None:
         return dx if needs[0] else None, None
+    if not any(needs):  # then nothing was kept for it
+        return None, None
     norm = Norm(weight, eps)
     normed = None
     if is_wide(x):

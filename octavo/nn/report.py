@@ -1,18 +1,25 @@
 """What runs in FP8, what does not, and why: one entry per linear layer or matrix product."""
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from torch import Tensor, nn
 
 from octavo.numerics import FP8ScalingManager
 from octavo.support import emulation_on
 
 FP8 = "fp8"
+NOTEWORTHY = 0.1  # of the linear weights, not in FP8: then the summary says so
 
 
 @dataclass
 class Entry:
-    """One layer or product. `reason` says why it is not in FP8; `where` is the line that calls it, if known."""
+    """One layer or product. `reason` says why it is not in FP8; `where` is the line that calls it, if known.
+
+    `weight` is what its weight is held in, `numel` and `bytes` how large that is; of a layer, not of a product.
+    """
 
     name: str
     op: str
@@ -22,6 +29,14 @@ class Entry:
     formats: str = ""
     where: str = ""
     calls: int = 0
+    weight: str = ""
+    numel: int = 0
+    bytes: int = 0
+
+    @property
+    def is_left_out(self) -> bool:
+        """Whether neither the product nor the weight is in FP8."""
+        return self.precision != FP8 and not self.weight.startswith("float8")
 
 
 @dataclass
@@ -91,3 +106,116 @@ class Report:
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         return "\n".join([self.summary(), *lines])
+
+
+@dataclass
+class ConversionReport(Report):
+    """Every layer that multiplies: in FP8 or not, and why. `scaling` holds histories and statistics of the FP8 ones.
+
+    Of a model that was converted, or loaded with its weights frozen in FP8. `fused` names the fused pieces in use, and
+    those that are not with the reason. `hooked` is looked up when it is asked for: modules that have hooks by then, for
+    which fused pieces are not used.
+    """
+
+    fused: list[str] = field(default_factory=list)
+    model: weakref.ref[nn.Module] | None = field(default=None, repr=False, compare=False)
+    find_hooked: Callable[[nn.Module], list[str]] | None = field(default=None, repr=False, compare=False)
+
+    def watch(self, model: nn.Module, find_hooked: Callable[[nn.Module], list[str]]) -> None:
+        """Look for hooks in this model, by that function."""
+        self.model, self.find_hooked = weakref.ref(model), find_hooked
+
+    @property
+    def hooked(self) -> list[str]:
+        model = None if self.model is None else self.model()
+        return [] if model is None or self.find_hooked is None else self.find_hooked(model)
+
+    def _fused(self) -> list[str]:
+        names = self.hooked
+        fused = [line for line in self.fused if line != self.emulation]  # which is said already
+        if not names:
+            return fused
+        shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+        head = ", and the head is in high precision" if any(name.endswith("lm_head") for name in names) else ""
+        return [*fused, f"but {len(names)} with hooks called one by one, not fused: {shown}{head}"]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, or one that is saved, is of no model that lives."""
+        return {**self.__dict__, "model": None}
+
+    @property
+    def bytes_in_fp8(self) -> int:
+        """Of weights that are held in FP8, without their scales. Weights that are trained are not, as a rule."""
+        return sum(entry.bytes for entry in self.entries if entry.weight.startswith("float8"))
+
+    @property
+    def bytes_not_in_fp8(self) -> int:
+        """Of the other weights of linears and products. Embeddings and norms do not multiply, and do not count."""
+        return sum(entry.bytes for entry in self.entries if not entry.weight.startswith("float8"))
+
+    @property
+    def share_left_out(self) -> float:
+        """The share of the linear weights of which neither product nor weight is in FP8. Adapters do not count."""
+        counted = [entry for entry in self.entries if not is_adapter(entry.name)]
+        return sum(e.numel for e in counted if e.is_left_out) / max(1, sum(e.numel for e in counted))
+
+    def left_out(self) -> str:
+        """Names what is not in FP8, and why, if it is more than a tenth of the linear weights; else empty."""
+        if self.share_left_out <= NOTEWORTHY:
+            return ""
+        found: dict[tuple[str, str], int] = {}
+        for entry in self.entries:
+            if entry.is_left_out and entry.numel and not is_adapter(entry.name):
+                key = (entry.name.rpartition(".")[2], entry.reason)
+                found[key] = found.get(key, 0) + entry.numel
+        largest = sorted(found, key=lambda key: -found[key])[:3]
+        names = ", ".join(f"{name} ({reason})" if reason else name for name, reason in largest)
+        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+        return f"{self.share_left_out:.0%} of the linear weights are not in FP8: {names}{more}"
+
+    def summary(self) -> str:
+        lines = [super().summary()]
+        if self.bytes_in_fp8:
+            lines.append(f"weights: {_size(self.bytes_in_fp8)} in FP8, {_size(self.bytes_not_in_fp8)} not")
+        return "; ".join([*lines, *filter(None, [self.left_out()]), *self._fused()])
+
+    def to_dict(self) -> dict[str, Any]:
+        sizes = {"bytes_in_fp8": self.bytes_in_fp8, "bytes_not_in_fp8": self.bytes_not_in_fp8}
+        return {**super().to_dict(), "fused": self._fused(), **sizes}
+
+    def note_weights(self, modules: Mapping[str, nn.Module]) -> None:
+        """Add to each entry what its weight is held in. One that several share counts once."""
+        seen: set[int] = set()
+        for entry in self.entries:
+            weight = _weight_of(modules, entry)
+            if weight is not None and id(weight) not in seen:
+                seen.add(id(weight))
+                entry.weight, entry.numel = entry.weight or dtype_name(weight), weight.numel()
+                entry.bytes = weight.nbytes
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a module of this name is one of the small matrices that PEFT puts beside a linear."""
+    return any(part.startswith("lora_") for part in name.split("."))
+
+
+def dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _weight_of(modules: Mapping[str, nn.Module], entry: Entry) -> Tensor | None:
+    """Of a linear, or the raw parameter itself; None for what has no weight, and for what is looked up in."""
+    module: Any = modules.get(entry.name)
+    if module is None:
+        owner, _, name = entry.name.rpartition(".")
+        parent = modules.get(owner)
+        return None if parent is None or isinstance(parent, nn.Embedding) else getattr(parent, name, None)
+    weight = getattr(module, "weight", None)
+    return weight if isinstance(module, nn.Linear) and isinstance(weight, Tensor) else None
+
+
+def _size(count: int) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count} bytes"

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from octavo.convert import can_convert, convert_to_fp8
 from octavo.nn.autocast import fp8_autocast
+from octavo.nn.frozen_report import report_of
 from octavo.nn.linear import LinearInFP8
 from octavo.nn.report import Report
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
@@ -108,8 +109,10 @@ class FP8Trainer:
 
     def _set_up_fp8(self, convert: bool) -> None:
         converted = [m for m in self.model.modules() if isinstance(m, LinearInFP8)]
-        if converted:
+        if converted:  # before, or loaded with its weights frozen in FP8: adapters beside them stay as they are
+            self.report = report_of(self.model)
             self.scaling = converted[0].scaling
+            logger.info("%s", self.report.summary())
         elif convert and can_convert(self.model, self.fp8_config):
             report = convert_to_fp8(self.model, self.fp8_config)
             self.report, self.scaling = report, report.scaling

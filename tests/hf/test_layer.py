@@ -243,6 +243,57 @@ def test_two_adapters_at_once(tmp_path):
         assert cosine(found, expected) > 0.995
 
 
+TRAINED_PARTS = {
+    "all but the embedding": lambda name: "embed" not in name,
+    "norms alone": lambda name: "norm" in name,
+    "linears alone": lambda name: "proj" in name,
+    "norms of the first layer, linears of the second": lambda name: (
+        ("layers.0." in name and "norm" in name) or ("layers.1." in name and "proj" in name)
+    ),
+    "norms and attention": lambda name: "norm" in name or "self_attn" in name,
+    "down alone": lambda name: "down_proj" in name,
+    "the last layer": lambda name: "layers.1." in name,
+}
+
+
+@pytest.mark.parametrize("activations", ["bf16", "fp8"])
+def test_part_of_a_model_gets_the_gradients_it_would_have_anyway(activations):
+    """Such as a trained norm behind a frozen embedding, whose input needs no gradient, but is kept for its weight."""
+    model, _, _ = trained(activations)
+    step(model)  # scales are made
+    step(model)
+    everything = {name: p.grad for name, p in model.named_parameters()}
+    for what, is_trained in TRAINED_PARTS.items():
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(is_trained(name))
+        step(model)
+        for name, parameter in model.named_parameters():
+            if not is_trained(name):
+                assert parameter.grad is None, (what, name)
+            else:
+                torch.testing.assert_close(
+                    parameter.grad, everything[name], rtol=1e-4, atol=1e-7, msg=f"{what}: {name}"
+                )
+
+
+@pytest.mark.parametrize("granularity", ["channel", "block"])
+def test_norms_trained_beside_adapters(tmp_path, granularity):
+    model = load(checkpoint(tmp_path), granularity)
+    for name, parameter in model.named_parameters():
+        if "layernorm" in name:
+            parameter.requires_grad_(True)
+    exact = in_float32(tmp_path, model, LINEARS)
+    for name, parameter in exact.named_parameters():
+        if "layernorm" in name:
+            parameter.requires_grad_(True)
+    step(exact)
+    step(model)
+    expected = dict(exact.named_parameters())
+    for name, parameter in model.named_parameters():
+        if "layernorm" in name:
+            assert cosine(parameter.grad, expected[name].grad) > 0.97, name
+
+
 @pytest.mark.parametrize("name", ["self_attn.k_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"])
 def test_merged_between_forward_and_backward(tmp_path, name):
     """Gradients would be by other weights than the loss; autograd refuses that for any weight."""

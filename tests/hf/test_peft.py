@@ -128,7 +128,7 @@ def test_saved_adapters_in_a_fresh_process(checkpoint, tmp_path):
         "from peft import PeftModel\n"
         "from transformers import AutoModelForCausalLM\n"
         f"base = AutoModelForCausalLM.from_pretrained(r'{checkpoint}', dtype=torch.bfloat16, "
-        "quantization_config=OctavoConfig())\n"
+        "quantization_config=OctavoConfig('block'))\n"
         f"model = PeftModel.from_pretrained(base, r'{tmp_path}').eval()\n"
         "assert type(base.model.layers[0].mlp.up_proj).__name__ == 'FP8LoraLinear'\n"
         f"ids = torch.tensor({tokens().tolist()})\n"

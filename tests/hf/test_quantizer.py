@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from octavo import FP8TrainingConfig
 from octavo.hf import decoder
-from octavo.hf.quantizer import OctavoConfig, read_layout
+from octavo.hf.fp8_files import read_layout
+from octavo.hf.quantizer import OctavoConfig
 from octavo.nn.frozen import (
     GRANULARITIES,
     SCALE_NAME,

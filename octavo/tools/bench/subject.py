@@ -112,7 +112,7 @@ class Subject:
                 self.model.set_submodule(name, frozen)
         self.scaling.to(self.case.device)
         loading.install_lora()
-        return loading.fuse(self.model, config)
+        return loading.fuse(self.model)
 
     def _adapt(self) -> None:
         """Adapters on the targets, in BF16, with B not zero, so that every gradient says something."""
