@@ -170,16 +170,16 @@ def test_other_shapes_masks_and_adapters():
 
 
 def after_last_norm(model, look):
-    """Not by a hook: what has hooks is not recorded."""
+    """Not by a hook, nor by a forward of the object's own: what has those is not recorded."""
     norm = graphs._fused_model(model).model.norm
-    original = norm.forward
+    cls = type(norm)
 
-    def forward(x):
-        hidden = original(x)
+    def forward(self, x):
+        hidden = cls.forward(self, x)
         look(hidden)
         return hidden
 
-    norm.forward = forward
+    norm.__class__ = type(cls.__name__, (cls,), {"forward": forward})
 
 
 def test_what_cannot_be_recorded():
