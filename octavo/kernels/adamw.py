@@ -13,6 +13,8 @@ and c are the exponent and the fraction of that number. Nearest is the middle of
 fifth of a decade's first cell: there the last level of the decade below is nearer. 4 bits are cubes of sevenths with
 a sign, and powers of two without, rounded at random.
 
+With `low`, p is the upper half of an FP32 master (`numerics/split.py`), and both halves are stepped together.
+
 What is not finite spoils its own weight, and leaves 0 in its states.
 """
 
@@ -26,6 +28,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.kernels.split import join_bits as join
+from octavo.kernels.split import split_bits as split
 from octavo.kernels.tiles import (
     INFINITY_BITS,
     INTERPRETED,
@@ -52,15 +56,19 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 @triton.jit(do_not_specialize=["turn", "turn_of_p"])
 def adamw_kernel(
-    p_ptr, g_ptr, mean_ptr, mean_scale_ptr, square_ptr, square_scale_ptr, n, rate, decay, weight_1, weight_2,
-    root_correction, eps, bound, turn, turn_of_p, KIND: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-    BOUNDED: tl.constexpr, STOCHASTIC: tl.constexpr, EVEN: tl.constexpr,
+    p_ptr, low_ptr, g_ptr, mean_ptr, mean_scale_ptr, square_ptr, square_scale_ptr, n, rate, decay, weight_1, weight_2,
+    root_correction, eps, bound, turn, turn_of_p, SPLIT: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, BOUNDED: tl.constexpr, STOCHASTIC: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """`rate`: with the mean's correction; `decay`: what is left of p; `weight_1`, `_2`: of the new in the means."""
+    """`rate`: with the mean's correction; `decay`: what is left of p; `weight_1`, `_2`: of the new in the means.
+
+    `SPLIT`: p and low are the halves of an FP32 number, as 16 bits.
+    """
     row, column = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     where = row[:, None] * BLOCK + column[None, :]
     inside = where < n
-    p, g = _load(p_ptr + where, inside, EVEN).to(tl.float32), _load(g_ptr + where, inside, EVEN).to(tl.float32)
+    p, g = _load(p_ptr + where, inside, EVEN), _load(g_ptr + where, inside, EVEN).to(tl.float32)
+    p = join(p, _load(low_ptr + where, inside, EVEN)) if SPLIT else p.to(tl.float32)
     mean = _read(mean_ptr, mean_scale_ptr, row, where, inside, n, True, KIND, BLOCK, EVEN)
     square = _read(square_ptr, square_scale_ptr, row, where, inside, n, False, KIND, BLOCK, EVEN)
     mean += (g - mean) * weight_1
@@ -72,7 +80,11 @@ def adamw_kernel(
     noise = start + turn.to(tl.uint32, bitcast=True)
     _write(mean, noise, mean_ptr, mean_scale_ptr, row, where, inside, n, True, KIND, BLOCK, EVEN)
     _write(square, noise, square_ptr, square_scale_ptr, row, where, inside, n, False, KIND, BLOCK, EVEN)
-    if STOCHASTIC:
+    if SPLIT:
+        bits = split(p)
+        _store(low_ptr + where, bits.to(tl.int16), inside, EVEN)
+        rounded = (bits >> 16).to(tl.int16)
+    elif STOCHASTIC:
         rounded = _to_bf16_at_random(p, ((start * _GOLDEN) >> 16) + turn_of_p.to(tl.uint32, bitcast=True))
     else:
         rounded = narrow(p, p_ptr.dtype.element_ty)
@@ -253,8 +265,8 @@ def _signed(highest: int) -> list[float]:
     return [-level for level in reversed(above[:-1])] + [0.0] + above
 
 
-def apply(step: spec.Step, p: Tensor, g: Tensor, mean: Any, square: Any) -> None:
-    """As `numerics.adamw.apply`."""
+def apply(step: spec.Step, p: Tensor, g: Tensor, mean: Any, square: Any, low: Tensor | None = None) -> None:
+    """Step one parameter; see `numerics.adamw.apply`. `low`: the lower half of its master."""
     kind = _KINDS.get(type(mean).__name__, PLAIN)
     block = _PLAIN_BLOCK if kind is PLAIN else mean.block_size
     rows = max(_ELEMENTS // block, 1)
@@ -262,12 +274,13 @@ def apply(step: spec.Step, p: Tensor, g: Tensor, mean: Any, square: Any) -> None
     constants = {"KIND": kind, "BLOCK": block, "ROWS": rows, "EVEN": n % (rows * block) == 0}
     weights = 1 - step.betas[0], 1 - step.betas[1]
     bounded = kind is not PLAIN and math.isfinite(step.bound)
-    constants |= {"BOUNDED": bounded, "STOCHASTIC": step.rounds_at_random(p)}
+    constants |= {"BOUNDED": bounded, "STOCHASTIC": low is None and step.rounds_at_random(p), "SPLIT": low is not None}
+    halves = (p.detach(), p.detach()) if low is None else (p.detach().view(torch.int16), low.view(torch.int16))
     bound = step.bound if bounded else 0.0
     numbers = map(float, (step.rate, step.decay, *weights, step.root_correction, step.eps, bound))
     with torch.cuda.device(p.device) if p.is_cuda else nullcontext():
         adamw_kernel[(-(-n // (rows * block)),)](
-            p.detach(), g.contiguous(), *_parts(mean), *_parts(square), n, *numbers, spec.turn_of(step.count),
+            *halves, g.contiguous(), *_parts(mean), *_parts(square), n, *numbers, spec.turn_of(step.count),
             step.count * spec.TURN_OF_P & 0xFFFF, **constants, num_warps=_WARPS,
         )  # fmt: skip
 

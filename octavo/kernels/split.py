@@ -15,12 +15,24 @@ _HALF = tl.constexpr(spec.HALF)
 
 
 @triton.jit
+def join_bits(high, low):
+    """The FP32 number of two halves."""
+    return (((high.to(tl.int32) << 16) | (low.to(tl.int32) & 0xFFFF)) - _HALF).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def split_bits(x):
+    """Both halves of an FP32 number, the upper one rounded."""
+    # NaN of all ones would carry into the sign, and become zero.
+    return tl.where(magnitude_bits(x) > INFINITY_BITS, 0x7FC00000, x.to(tl.int32, bitcast=True)) + _HALF
+
+
+@triton.jit
 def join_kernel(high_ptr, low_ptr, x_ptr, n, SIZE: tl.constexpr):
     where = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     inside = where < n
     high, low = tl.load(high_ptr + where, mask=inside, other=0), tl.load(low_ptr + where, mask=inside, other=0)
-    bits = ((high.to(tl.int32) << 16) | (low.to(tl.int32) & 0xFFFF)) - _HALF
-    tl.store(x_ptr + where, bits, mask=inside)
+    tl.store(x_ptr + where, join_bits(high, low), mask=inside)
 
 
 @triton.jit
@@ -28,8 +40,7 @@ def split_kernel(x_ptr, high_ptr, low_ptr, n, SIZE: tl.constexpr):
     where = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     inside = where < n
     x = tl.load(x_ptr + where, mask=inside, other=0.0)
-    # NaN of all ones would carry into the sign, and become zero.
-    bits = tl.where(magnitude_bits(x) > INFINITY_BITS, 0x7FC00000, x.to(tl.int32, bitcast=True)) + _HALF
+    bits = split_bits(x)
     tl.store(high_ptr + where, (bits >> 16).to(tl.int16), mask=inside)
     tl.store(low_ptr + where, bits.to(tl.int16), mask=inside)
 
@@ -43,7 +54,7 @@ def join(high: Tensor, low: Tensor) -> Tensor:
     x = torch.empty_like(high, dtype=torch.float32)
     with _on(high):
         join_kernel[_grid(x)](
-            high.view(torch.int16), low.view(torch.int16), x.view(torch.int32), x.numel(), SIZE=_ELEMENTS,
+            high.view(torch.int16), low.view(torch.int16), x, x.numel(), SIZE=_ELEMENTS,
             num_warps=_WARPS,
         )  # fmt: skip
     return x

@@ -29,6 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from octavo.numerics import split as spec
 from octavo.optim.partial_step import plain_step, step_groups
+from octavo.optim.split_adamw import OnePassAdamW
 
 LOW = "weight_low"
 _SUFFIX = "_low"
@@ -155,6 +156,7 @@ class _Masters:
         self._post = optimizer.register_step_post_hook(lambda *_: self._end())
         optimizer.register_state_dict_post_hook(_cut)
         self._hidden: list[tuple[Any, Tensor]] = []
+        self._one_pass = OnePassAdamW()
         self._whole = ExitStack()
 
     def come_last(self, optimizer: Any) -> None:
@@ -177,7 +179,7 @@ class _Masters:
         return new
 
     def _step_some_at_a_time(self, optimizer: Any, mine: list[Any]) -> None:
-        for some in _portions(mine):
+        for some in _portions(self._one_pass.step(optimizer, mine, LOW)):
             chosen = set(some)
             groups = [
                 {**group, "params": [p for p in group["params"] if p in chosen]} for group in optimizer.param_groups

@@ -278,6 +278,36 @@ def test_bf16_weights_with_masters_move_as_fp32_ones(name, how):
         assert not torch.equal(found, found.bfloat16().float())
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_run_with_masters_resumes_exactly(fused):
+    def start(weights):
+        keep_masters(weights)
+        return torch.optim.AdamW(weights, lr=1e-5, fused=fused)
+
+    def step(optimizer, seed):
+        for weight in (w for group in optimizer.param_groups for w in group["params"]):
+            generator = torch.Generator("cuda").manual_seed(seed)
+            weight.grad = torch.randn(weight.shape, device="cuda", generator=generator).bfloat16()
+        optimizer.step()
+
+    weights = [nn.Parameter(torch.randn(300, 77, device="cuda").bfloat16()) for _ in range(2)]
+    optimizer = start(weights)
+    for seed in range(3):
+        step(optimizer, seed)
+    copies = [nn.Parameter(w.detach().clone()) for w in weights]
+    again = start(copies)
+    again.load_state_dict(optimizer.state_dict())
+    for seed in range(3, 6):
+        for one in (optimizer, again):
+            step(one, seed)
+    for weight, copy in zip(weights, copies, strict=True):
+        mine, theirs = optimizer.state[weight], again.state[copy]
+        assert float(theirs["step"]) == float(mine["step"]) == 6
+        # The first step after loading is torch's own, in another order of sums.
+        exact = join(weight.detach(), mine[LOW])
+        torch.testing.assert_close(join(copy.detach(), theirs[LOW]), exact, rtol=1e-6, atol=1e-9)
+
+
 def test_memory_of_a_step_with_masters():
     """Masters and FP32 gradients are there for a portion of the weights only, and two bytes stay."""
     count, before = 24 * 2048 * 2048, torch.cuda.memory_allocated()

@@ -9,6 +9,7 @@ from optim_cases import CLASSES, RATES, SHAPES, check_steps, new_means
 
 from octavo.kernels import adamw
 from octavo.numerics import adamw as spec
+from octavo.numerics import split
 from octavo.numerics.adamw import Step, with_levels
 
 
@@ -86,3 +87,20 @@ def test_states_that_do_not_fit_are_not_stepped():
 
     odd = [OptimState4bit.zeros((32, 192), signed, 96) for signed in (True, False)]
     assert not adamw.can_step(torch.zeros(32, 192), *odd)
+
+
+@pytest.mark.parametrize("shape", [(40, 384), (33, 5)], ids=str)
+def test_a_master_in_halves_is_stepped_as_one_in_fp32(shape):
+    master = torch.randn(shape)
+    high, low = (torch.empty(shape, dtype=torch.bfloat16) for _ in range(2))
+    split.split(master, high, low)
+    mine, theirs = ([torch.zeros(shape), torch.zeros(shape)] for _ in range(2))
+    for count in range(1, 4):
+        g = torch.randn(shape).bfloat16()
+        step = Step(count, **RATES | {"lr": 1e-5}, stochastic=False)
+        assert adamw.can_step(high, *mine)
+        adamw.apply(step, high, g, *mine, low=low)
+        spec.apply(step, master, g.float(), *theirs)
+        torch.testing.assert_close(split.join(high, low), master, rtol=3e-7, atol=1e-9)
+    for one, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)  # a step of FP32 at 1, where sums cancel

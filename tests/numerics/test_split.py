@@ -50,7 +50,9 @@ def test_a_weight_that_was_written_stays_what_it_is():
     assert torch.equal(spec.join(written, spec.new_low(written)), written.float())
 
 
-@pytest.mark.parametrize("x", [values(), values().t(), torch.tensor(0.3), torch.linspace(-1, 1, 7)], ids=["rows", "columns", "0-d", "1-d"])
+@pytest.mark.parametrize(
+    "x", [values(), values().t(), torch.tensor(0.3), torch.linspace(-1, 1, 7)], ids=["rows", "columns", "0-d", "1-d"]
+)
 def test_states_on_their_way_to_a_file(x):
     high, low = spec.views(x)
     assert high.shape == low.shape == x.shape and high.dtype == torch.bfloat16
