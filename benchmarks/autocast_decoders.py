@@ -6,7 +6,8 @@ The task needs positions: 3 of 4 tokens repeat the one four places before, the r
 that is not zero, and attention must find the place. Each run starts from the same weights and sees the same batches:
 in high precision, by `octavo.convert_to_fp8`, and under `octavo.fp8_autocast` with its defaults (no `model=`). Runs on
 a CPU, where FP8 is emulated. Writes the loss on held-out data and its ratio to that of the converted model; exits with
-1 where one is off by more than 2 %. One run of a family says little about 2 %: FP8 rounding alone moves it by as much.
+1 where one is off by more than 2 %. One run of a family says little about 2 %:
+converted and high precision differ by more.
 """
 
 import argparse
