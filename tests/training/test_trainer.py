@@ -228,13 +228,13 @@ def test_raw_parameters_beside_a_skipped_head_run_under_the_autocast():
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
-            self.w, self.lm_head = nn.Parameter(torch.randn(8, 8)), nn.Linear(8, 4)
+            self.w, self.lm_head = nn.Parameter(torch.randn(16, 16)), nn.Linear(16, 4)
 
         def forward(self, x):
             return self.lm_head(x @ self.w).square().mean()
 
     trainer = make(Model())
-    trainer.training_step((torch.randn(4, 8),))
+    trainer.training_step((torch.randn(4, 16),))
     assert [entry.name for entry in trainer.report.in_fp8] == ["matmul.0[w]"]
 
 
