@@ -25,7 +25,7 @@ from octavo.tools.plan.gpus import GPUS
 from octavo.tools.plan.request import Request
 from octavo.tools.plan.run import make_plan, run_plan
 from octavo.tools.report import write_report
-from octavo.training.errors import UserError
+from octavo.training.errors import RunError, UserError
 from octavo.training.files import disk_errors
 from octavo.training.loop import train as run_training
 from octavo.training.run_folder import REPORT, find_run, read_settings
@@ -226,9 +226,17 @@ def train(
     console = Console()
     result = run_training(settings, out=out, resume=resume, overwrite=overwrite, console=console)
     show_memory(result.folder, console)
-    with disk_errors(result.folder / REPORT):
-        report = write_report(result.folder)
+    try:
+        with disk_errors(result.folder / REPORT):
+            report = write_report(result.folder)
+    except ValueError as error:
+        raise RunError(f"no report: {error}; restore the file or, if it is not config.json, delete it") from error
     console.print(Text(f"Report: {report}", style="bold"), soft_wrap=True)
+    if result.diverged:
+        raise RunError(
+            f"the run has diverged: {' and '.join(result.diverged)} ended without a finite loss; try a smaller --lr "
+            f"(it is {settings.lr:g}), a longer --warmup ({settings.warmup}) or --precision bf16"
+        )
 
 
 def _names(text: str) -> list[str]:

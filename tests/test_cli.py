@@ -82,9 +82,10 @@ def test_a_run_through_the_installed_command(text: Path, tmp_path: Path) -> None
         "config.json",
         "metrics.jsonl",
         "model.safetensors",
+        "octavo-run.json",
         "products.json",
         "report.html",
-        "sample.txt",
+        "sample.json",
         "summary.json",
     ]
 
@@ -246,3 +247,55 @@ def test_out_of_memory_is_a_message_and_exit_code_1(
     code, _, error = invoke("train", "--data", str(text), "--steps", "2", "--out", "run")
     assert code == 1 and error.startswith("octavo: out of GPU memory: 2.0 GiB more") and "Traceback" not in error
     assert "--batch 4 --micro-batches 2" in error and "what took it: weights" in error
+
+
+@pytest.mark.parametrize("name", ["summary.json", "products.json", "config.json", "sample.json"])
+@pytest.mark.parametrize("content", ["", "{", "[1]", '{"fp8": 1, "products": 2}'])
+def test_a_damaged_file_of_a_finished_run_is_one_line(invoke: Invoke, text: Path, name: str, content: str) -> None:
+    assert invoke("train", "--data", str(text), "--steps", "2", "--out", "run", *SMALL)[0] == 0
+    Path("run", name).write_text(content)
+    code, _, error = invoke("train", "--resume", "--out", "run")
+    if name == "sample.json":
+        assert code == 0, error  # it is written again
+    else:
+        assert_one_line(error, name)
+        assert code == 1
+
+
+def test_a_run_that_diverges_has_a_report_and_exit_code_1(invoke: Invoke, text: Path) -> None:
+    run = ("train", "--data", str(text), "--steps", "4", "--out", "run", *SMALL)
+    code, output, error = invoke(*run, "--lr", "1e30", "--warmup", "0", "--compare")
+    assert_one_line(error, "diverged", "fp8 and bf16 ended without a finite loss", "--lr")
+    assert code == 1 and "No sample" in output and "Report: run/report.html" in output
+    assert Path("run/report.html").exists() and "NaN" not in Path("run/summary.json").read_text()
+
+
+def test_overwrite_spares_a_folder_of_hugging_face(invoke: Invoke, text: Path) -> None:
+    Path("model").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        Path("model", name).write_text("{}")
+    run = ("train", "--data", str(text), "--steps", "1", "--out", "model", *SMALL)
+    code, _, error = invoke(*run, "--overwrite")
+    assert_one_line(error, "model is not a run of Octavo", "nothing was touched", "--out")
+    assert code == 2 and sorted(path.name for path in Path("model").iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_two_processes_in_one_folder(invoke: Invoke, text: Path) -> None:
+    """The second is told so in one line; the first goes on undisturbed."""
+    arguments = ["train", "--data", str(text), "--steps", "2000", "--out", "run", *SMALL, "--save-interval", "1000"]
+    process = subprocess.Popen(
+        [OCTAVO, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+    )
+    try:
+        while not Path("run/metrics.jsonl").exists():
+            assert process.poll() is None
+            time.sleep(0.01)
+        for mode in ("--resume", "--overwrite"):
+            code, _, error = invoke("train", "--data", str(text), "--out", "run", mode)
+            assert_one_line(error, "run is in use", "another process")
+            assert code == 2
+    finally:
+        process.terminate()
+        process.communicate()
+    done = [row["step"] for row in rows(Path("run"))]
+    assert done == list(range(1, len(done) + 1))

@@ -4,7 +4,7 @@
     config.json         the run's settings
     metrics_bf16.jsonl  optional: the same run in BF16, for comparison
     products.json       optional: every matrix product, its precision and, where it is not FP8, the reason
-    sample.txt          optional: text the trained model wrote
+    sample.json         optional: a held-out line, and how the trained model went on
     summary.json        optional: of a run that has ended; the memory of its steps
 
 The page loads nothing: style, script and numbers are in the file, and a content security policy keeps it so.
@@ -27,6 +27,7 @@ import numpy as np
 from octavo.optim.memory import in_words
 from octavo.tools.charts import COLUMNS, SATURATED, Floats, Ints, Run, line, read_run, scaling_series, smooth, spans
 from octavo.tools.memory import RunMemory, memory_rows, run_memories
+from octavo.training.run_folder import read_summary
 
 
 def write_report(folder: Path) -> Path:
@@ -50,14 +51,14 @@ def _page(folder: Path) -> str:
     config = _read_object(folder / "config.json")
     products_path = folder / "products.json"
     products = _read_products(products_path) if products_path.exists() else []
-    sample_path = folder / "sample.txt"
-    sample = sample_path.read_bytes().decode("utf-8", "replace") if sample_path.exists() else ""
+    sample_path = folder / "sample.json"
+    sample = _read_object(sample_path) if sample_path.exists() else {}
 
     label = _label(run, config)
     status, tone = _status(run, config)
     window = max(5, len(run.steps) // 25 | 1)  # odd, as a centred window is
-    summary_path = folder / "summary.json"
-    memories = run_memories(config, _read_object(summary_path)) if summary_path.exists() else []
+    summary = read_summary(folder) if (folder / "summary.json").exists() else {}
+    memories = run_memories(config, summary)
     cards = _cards(run, baseline, label, config, products) + [_memory_card(each) for each in memories]
     parts = {
         "title": html.escape(str(config.get("name") or folder.resolve().name)),
@@ -68,7 +69,8 @@ def _page(folder: Path) -> str:
         "label": html.escape(label),
         "window": str(window),
         "memory": _memory_section(memories),
-        "sample": html.escape(sample),
+        "prompt": html.escape(str(sample.get("prompt", ""))),
+        "written": html.escape(str(sample.get("written", ""))),
         "config": "\n".join(
             f"<tr><th scope=row>{html.escape(key)}</th><td>{html.escape(value)}</td></tr>"
             for key, value in _flatten(config)
