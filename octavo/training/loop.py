@@ -238,7 +238,7 @@ def _load_newest(leg: Leg, learner: Learner, display: Display) -> int:
     if settings.schedule == "cosine" and planned < settings.steps:
         rate = settings.learning_rate(step + 1)
         display.say(
-            f"Extending a run of {planned:,} steps to {settings.steps:,}: from here on the rate is that of a cosine over "
+            f"Extending a run of {planned:,} steps to {settings.steps:,}: the rate is now that of a cosine over "
             f"{settings.steps:,} steps, {rate:.2e} at step {step + 1:,}"
         )
     return step

@@ -73,7 +73,7 @@ def test_a_comparison_is_extended_in_both_precisions(make_settings: Any, tmp_pat
 def test_a_run_that_diverges_in_its_last_steps_has_a_summary_and_a_report(
     make_settings: Any, tmp_path: Path, precision: str
 ) -> None:
-    """The first update takes the weights out of reach: every later loss is not finite, and there is no text to sample."""
+    """The first update takes the weights out of reach: no later loss is finite, and there is nothing to sample from."""
     settings = make_settings(precision=precision, lr=1e30, warmup=0, steps=4)
     result = run(settings, tmp_path / "run")
     assert result.diverged == [precision]
