@@ -27,6 +27,7 @@ import numpy as np
 from octavo.optim.memory import in_words
 from octavo.tools.charts import COLUMNS, SATURATED, Floats, Ints, Run, line, read_run, scaling_series, smooth, spans
 from octavo.tools.memory import RunMemory, memory_rows, run_memories
+from octavo.training.files import sync_folder, write_durable
 from octavo.training.run_folder import read_summary
 
 
@@ -37,8 +38,9 @@ def write_report(folder: Path) -> Path:
     partial = folder / f".report.{os.getpid()}.tmp"
     try:
         # JSON may hold lone surrogates, which UTF-8 cannot: they become "?".
-        partial.write_bytes(page.encode("utf-8", "replace"))
+        write_durable(partial, page.encode("utf-8", "replace"))
         partial.replace(report)
+        sync_folder(folder)
     finally:
         partial.unlink(missing_ok=True)
     return report

@@ -98,11 +98,11 @@ def test_hostile_text_stays_text(tmp_path: Path) -> None:
     make_run(tmp_path, [row(1, 5.5, scaling=scaling([f"{HOSTILE}.a"], saturated=0.5))], name=HOSTILE, note=HOSTILE)
     product = dict.fromkeys(("name", "op", "precision", "reason", "shapes", "formats", "where", "calls"), HOSTILE)
     (tmp_path / "products.json").write_text(json.dumps({"products": [product]}))
-    (tmp_path / "sample.txt").write_bytes(HOSTILE.encode() + b"\xff\x00")
+    (tmp_path / "sample.json").write_text(json.dumps({"prompt": HOSTILE, "written": HOSTILE + "\ufffd\x00"}))
     page = report(tmp_path)
     assert "<img" not in page
     assert page.count("</script>") == 2
-    assert page.count("</pre>") == 1
+    assert page.count("</pre>") == 2
     assert "{{config}}\ufffd" in page  # the sample's own braces are no placeholder
     assert embedded(page)["scaling"]["rows"][0]["product"] == HOSTILE
 

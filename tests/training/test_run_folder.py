@@ -26,7 +26,7 @@ def hugging_face_folder(folder: Path) -> Path:
         "checkpoint-500/model.safetensors",
         "checkpoint-100000/optimizer.pt",
     ):
-        (folder / name).write_bytes(b'{}')
+        (folder / name).write_bytes(b"{}")
     return folder
 
 
