@@ -20,7 +20,9 @@ def plan(
     ],
     mode: Annotated[str, option("Training", "--mode", "full, lora or grpo (to come) (default: full).")] = "full",
     batch: Annotated[int, option("Training", "--batch", "Sequences a step (default: 4).")] = 4,
-    seq: Annotated[int, option("Training", "--seq", "Tokens a sequence (default: 2048).")] = 2048,
+    seq: Annotated[
+        int | None, option("Training", "--seq", "Tokens a sequence (default: 2048, or the model's positions).")
+    ] = None,
     layers: Annotated[int | None, option("Training", "--layers", "Layers, instead of the model's.")] = None,
     rank: Annotated[int | None, option("Training", "--rank", "Of LoRA's adapters (default: 32).")] = None,
     targets: Annotated[
@@ -37,6 +39,7 @@ def plan(
     gpu: Annotated[
         str | None, option("GPU", "--gpu", f"What fits: GiB such as 24, or one of {', '.join(GPUS)}.")
     ] = None,
+    all: Annotated[bool, option("Output", "--all", "Every option, with what takes its memory.")] = False,
     json: Annotated[Path | None, option("Output", "--json", "Write all figures to this file, too.")] = None,
 ) -> None:
     """Say how much GPU memory a training step takes, before anything runs: no weights, no GPU, nothing to download.
@@ -63,4 +66,4 @@ def plan(
         found = make_plan(request)
     except ValueError as error:
         raise UserError(str(error)) from error
-    run_plan(found, json=json, console=Console())
+    run_plan(found, json=json, console=Console(), everything=all)
