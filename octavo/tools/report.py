@@ -61,7 +61,7 @@ def _page(folder: Path) -> str:
     window = max(5, len(run.steps) // 25 | 1)  # odd, as a centred window is
     summary = read_summary(folder) if (folder / "summary.json").exists() else {}
     memories = run_memories(config, summary)
-    cards = _cards(run, baseline, label, config, products) + [_memory_card(each) for each in memories]
+    cards = _cards(run, baseline, label, config, products, summary) + [_memory_card(each) for each in memories]
     parts = {
         "title": html.escape(str(config.get("name") or folder.resolve().name)),
         "subtitle": html.escape(_subtitle(config, label, compared=baseline is not None)),
@@ -69,6 +69,7 @@ def _page(folder: Path) -> str:
         "cards": "\n".join(cards),
         "columns": str(math.ceil(len(cards) / math.ceil(len(cards) / 6))),  # as even as rows of at most six can be
         "label": html.escape(label),
+        "unit": _unit(config),
         "window": str(window),
         "memory": _memory_section(memories),
         "prompt": html.escape(str(sample.get("prompt", ""))),
@@ -79,7 +80,12 @@ def _page(folder: Path) -> str:
         ),
         "data": _embed(
             _chart_data(run, baseline, label, window)
-            | {"products": products, "emulated": bool(config.get("emulated")), "sample": bool(sample)}
+            | {
+                "unit": _unit(config),
+                "products": products,
+                "emulated": bool(config.get("emulated")),
+                "sample": bool(sample),
+            }
         ),
         "script": _asset("charts.js") + _asset("report.js"),
     }
@@ -183,11 +189,17 @@ def _difference(run: Run, baseline: Run, window: int) -> dict[str, list[Any]]:
 
 
 def _cards(
-    run: Run, baseline: Run | None, label: str, config: dict[str, Any], products: list[dict[str, str]]
+    run: Run,
+    baseline: Run | None,
+    label: str,
+    config: dict[str, Any],
+    products: list[dict[str, str]],
+    summary: dict[str, dict[str, Any]],
 ) -> list[str]:
-    losses = run.columns["loss"]
-    cards = [_card("Final loss", _significant(final_loss(losses)), "mean of the last 10 % of steps")]
-    cards.append(_card("Start loss", _significant(float(losses[0])), f"at step {run.steps[0]:,}"))
+    losses, unit = run.columns["loss"], _unit(config)
+    cards = [_card("Final loss", _significant(final_loss(losses)), f"{unit}; mean of the last 10 % of steps")]
+    cards += _held_out_cards(label, unit, summary)
+    cards.append(_card("Start loss", _significant(float(losses[0])), f"{unit}; at step {run.steps[0]:,}"))
     if baseline is not None:
         difference, expected = loss_difference(run, baseline), final_loss(baseline.columns["loss"])
         value = "no figure" if math.isnan(difference) else f"{100 * difference:+.2f} %"
@@ -215,13 +227,36 @@ def _cards(
     return cards
 
 
+def _unit(config: dict[str, Any]) -> str:
+    return "nats per byte" if config.get("model") == "bdh" else "nats per token"
+
+
+def _held_out_cards(label: str, unit: str, summary: dict[str, dict[str, Any]]) -> list[str]:
+    """Of a run that has ended: the loss on text it never trained on, and BF16's beside it."""
+    found = {name: _held_out(result) for name, result in summary.items() if "held_out_loss" in result}
+    if label.lower() not in found:
+        return []
+    ours, theirs = found[label.lower()], found.get("bf16", math.nan)
+    note = f"{unit}; on text never trained on"
+    if label != "BF16" and "bf16" in found:
+        note += f"; BF16 {_significant(theirs)}"
+        if math.isfinite(ours) and math.isfinite(theirs) and theirs:
+            note += f", {100 * (ours / theirs - 1):+.2f} %"
+    return [_card("Held-out loss", _significant(ours), note)]
+
+
+def _held_out(result: dict[str, Any]) -> float:
+    value = result["held_out_loss"]
+    return math.nan if value is None else float(value)
+
+
 def _speed_card(run: Run, baseline: Run | None) -> str:
     speed = _median(run.columns["tokens_per_s"])
     note = "median over the steps"
     if baseline is not None:
         theirs = _median(baseline.columns["tokens_per_s"])
         note = f"median; BF16 {theirs:,.0f} ({speed / theirs:.2f}x)" if theirs > 0 else note
-    return _card("Tokens per second", "–" if math.isnan(speed) else f"{speed:,.0f}", note)
+    return _card("Speed", "–" if math.isnan(speed) else f"{speed:,.0f}", f"tokens per second; {note}")
 
 
 def _saturation_card(run: Run) -> str:
