@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from run_cases import run
+from run_cases import rows, run
 from safetensors import safe_open
 from torch.nn import functional as F
 
@@ -35,12 +35,15 @@ def test_held_out_loss_is_that_of_the_end_of_the_data(make_settings: Any, text: 
     seen, unseen = b"def hatch(egg):\n    return egg.dragon\n" * 100, bytes(range(128, 208)) * 5
     content = seen[: 9 * len(unseen)] + unseen
     text.write_bytes(content)
-    settings = make_settings(precision="fp32", held_out=0.1, steps=30, lr=0.03, evaluation_batches=3)
+    options = {"held_out": 0.1, "steps": 30, "lr": 0.03, "evaluation_batches": 3}
+    settings = make_settings(precision="fp32", dropout=0.3, **options)  # dropout: of training alone
     result = run(settings, text.parent / "run").results["fp32"]
     model, size, count = load_model(text.parent / "run"), len(unseen), settings.evaluation_batches * settings.batch
     last = size - settings.seq - 1
     starts = [len(content) - size + i * last // (count - 1) for i in range(count)]
     assert result.held_out_loss == pytest.approx(loss_on(model, content, starts, settings.seq), rel=1e-5)
+    losses = [row["loss"] for row in rows(text.parent / "run")]
+    assert result.final_loss == pytest.approx(sum(losses[-3:]) / 3)  # the last tenth of 30
     assert result.held_out_loss > 5.5 > 4 > result.final_loss
     summary = json.loads((text.parent / "run" / "summary.json").read_text())
     assert summary["fp32"]["held_out_loss"] == result.held_out_loss
