@@ -33,7 +33,7 @@ def _regions() -> Iterator[tuple[Any, str]]:
     frame: Any = sys._getframe(2)
     while frame is not None:
         if frame.f_code.co_filename == _FILE:
-            if frame.f_code.co_name == "checkpoint" and "gen" in frame.f_locals:
+            if "gen" in frame.f_locals:  # in `checkpoint`; from torch 2.15 on in a function that it calls
                 yield frame.f_locals["gen"].gi_frame.f_locals["new_frame"], "recompute_fn"
             elif frame.f_code.co_name == "forward":
                 yield frame.f_locals["ctx"], "run_function"
