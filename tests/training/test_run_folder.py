@@ -178,13 +178,15 @@ def test_a_second_process_is_refused_until_the_first_has_died(make_settings: Any
     before = contents(out)
     command = [sys.executable, "-c", HOLD, str(out / run_folder.MARKER)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout is not None and other.stdout.readline() == "locked\n"
-        for options in ({"resume": True}, {"overwrite": True}):
-            with pytest.raises(UserError, match="run is in use: another process trains in it") as error:
-                run(make_settings(), out, **options)
-            assert "\n" not in str(error.value)
-        assert contents(out) == before
-        os.kill(other.pid, signal.SIGKILL)
+        try:
+            assert other.stdout is not None and other.stdout.readline() == "locked\n"
+            for options in ({"resume": True}, {"overwrite": True}):
+                with pytest.raises(UserError, match="run is in use: another process trains in it") as error:
+                    run(make_settings(), out, **options)
+                assert "\n" not in str(error.value)
+            assert contents(out) == before
+        finally:
+            os.kill(other.pid, signal.SIGKILL)
     run(make_settings(), out, resume=True)
 
 
