@@ -10,8 +10,11 @@ export OMP_WAIT_POLICY = PASSIVE
 
 # The newest transformers that Octavo is tested with; the oldest is in constraints.txt.
 NEWEST := transformers==5.22.2
+# What a plain `pip install torch` brings; with CUDA's libraries 6 GB, so in a folder of its own and not in CI.
+NEWEST_TORCH := torch==2.15.0
+CORE_TESTS := tests/numerics tests/nn tests/optim tests/training tests/test_convert.py tests/test_ops.py tests/models/test_bdh.py
 
-.PHONY: train test test-hf lint types pytest clean
+.PHONY: train test test-hf test-newest-torch lint types pytest clean
 
 train: $(VENV)/.core
 	$(BIN)/octavo train $(ARGS)
@@ -35,6 +38,17 @@ test-hf: $(VENV)/.dev $(VENV)/.newest
 	$(BIN)/pytest -n 2 tests/hf $(ARGS)
 	PYTHONPATH=$(abspath $(VENV)/newest) $(BIN)/pytest -n 2 tests/hf --ignore=tests/hf/test_decoder.py $(ARGS)
 
+# Numerics, layers, optimisers and the training command with the newest torch.
+test-newest-torch: $(VENV)-newest-torch/.done
+	$(VENV)-newest-torch/bin/python -m pytest -p no:cacheprovider $(CORE_TESTS) $(ARGS)
+
+$(VENV)-newest-torch/.done: Makefile constraints.txt
+	$(PYTHON) -m venv $(VENV)-newest-torch
+	grep -viE '^((torch|triton|setuptools)==|nvidia)' constraints.txt > $(VENV)-newest-torch/constraints.txt
+	$(VENV)-newest-torch/bin/python -m pip install --quiet --disable-pip-version-check \
+		-c $(VENV)-newest-torch/constraints.txt '$(NEWEST_TORCH)' -e '.[optim,hf]' pytest pytest-timeout hypothesis ml_dtypes
+	@touch $@
+
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Octavo needs Python 3.11 or newer; set PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
@@ -55,4 +69,4 @@ $(VENV)/.newest: $(VENV)/.dev Makefile
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-newest-torch build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -11,30 +11,13 @@
 """
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from octavo.convert import ConversionReport, convert_to_fp8, restore
-from octavo.nn.autocast import FP8Autocast, fp8_autocast, get_fp8_autocast_context
-from octavo.nn.functional import fp8_linear, fp8_matmul
-from octavo.nn.linear import FP8Linear
-from octavo.numerics import (
-    E4M3,
-    E4M3_FNUZ,
-    E5M2,
-    E5M2_FNUZ,
-    FP8ScalingManager,
-    FP8TrainingConfig,
-    Quantized,
-    compute_scale,
-    dequantize,
-    quantize,
-    quantize_stochastic,
-)
-from octavo.optim.memory import measure_memory
-from octavo.support import FP8Support, check_fp8_support
-from octavo.training.trainer import FP8Trainer
-
 if TYPE_CHECKING:  # see the end
+    from octavo.convert import ConversionReport as ConversionReport
+    from octavo.convert import convert_to_fp8 as convert_to_fp8
+    from octavo.convert import restore as restore
     from octavo.fast import FastLanguageModel as FastLanguageModel
     from octavo.hf.accelerate import setup_fp8_mixed_precision_training as setup_fp8_mixed_precision_training
     from octavo.hf.accelerate import watch_environment as watch_environment
@@ -42,6 +25,27 @@ if TYPE_CHECKING:  # see the end
     from octavo.hf.export import export_fp8 as export_fp8
     from octavo.hf.graphs import use_cuda_graphs as use_cuda_graphs
     from octavo.hf.quantizer import OctavoConfig as OctavoConfig
+    from octavo.nn.autocast import FP8Autocast as FP8Autocast
+    from octavo.nn.autocast import fp8_autocast as fp8_autocast
+    from octavo.nn.autocast import get_fp8_autocast_context as get_fp8_autocast_context
+    from octavo.nn.functional import fp8_linear as fp8_linear
+    from octavo.nn.functional import fp8_matmul as fp8_matmul
+    from octavo.nn.linear import FP8Linear as FP8Linear
+    from octavo.numerics import E4M3 as E4M3
+    from octavo.numerics import E4M3_FNUZ as E4M3_FNUZ
+    from octavo.numerics import E5M2 as E5M2
+    from octavo.numerics import E5M2_FNUZ as E5M2_FNUZ
+    from octavo.numerics import FP8ScalingManager as FP8ScalingManager
+    from octavo.numerics import FP8TrainingConfig as FP8TrainingConfig
+    from octavo.numerics import Quantized as Quantized
+    from octavo.numerics import compute_scale as compute_scale
+    from octavo.numerics import dequantize as dequantize
+    from octavo.numerics import quantize as quantize
+    from octavo.numerics import quantize_stochastic as quantize_stochastic
+    from octavo.optim.memory import measure_memory as measure_memory
+    from octavo.support import FP8Support as FP8Support
+    from octavo.support import check_fp8_support as check_fp8_support
+    from octavo.training.trainer import FP8Trainer as FP8Trainer
 
 __version__ = "0.1.0"
 
@@ -72,7 +76,34 @@ __all__ = [
     "restore",
 ]
 
-# Imported when first asked for, and so not in `__all__`: `import octavo` needs neither transformers nor accelerate.
+# Imported when first asked for: torch takes seconds, and the `octavo` command should say what it can do before that.
+_WHERE = {
+    "ConversionReport": "octavo.convert",
+    "E4M3": "octavo.numerics",
+    "E4M3_FNUZ": "octavo.numerics",
+    "E5M2": "octavo.numerics",
+    "E5M2_FNUZ": "octavo.numerics",
+    "FP8Autocast": "octavo.nn.autocast",
+    "FP8Linear": "octavo.nn.linear",
+    "FP8ScalingManager": "octavo.numerics",
+    "FP8Support": "octavo.support",
+    "FP8Trainer": "octavo.training.trainer",
+    "FP8TrainingConfig": "octavo.numerics",
+    "Quantized": "octavo.numerics",
+    "check_fp8_support": "octavo.support",
+    "compute_scale": "octavo.numerics",
+    "convert_to_fp8": "octavo.convert",
+    "dequantize": "octavo.numerics",
+    "fp8_autocast": "octavo.nn.autocast",
+    "fp8_linear": "octavo.nn.functional",
+    "fp8_matmul": "octavo.nn.functional",
+    "get_fp8_autocast_context": "octavo.nn.autocast",
+    "measure_memory": "octavo.optim.memory",
+    "quantize": "octavo.numerics",
+    "quantize_stochastic": "octavo.numerics",
+    "restore": "octavo.convert",
+}
+# Not in `__all__`: these need transformers, accelerate or peft.
 _LATER = {
     "FastLanguageModel": "octavo.fast",
     "OctavoCallback": "octavo.hf.callback",
@@ -84,14 +115,19 @@ _LATER = {
 }
 
 
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATER})
-
-
 def __getattr__(name: str) -> Any:
+    if name in _WHERE:
+        globals()[name] = found = getattr(import_module(_WHERE[name]), name)
+        return found
     if name in _LATER:
         try:
             return getattr(import_module(_LATER[name]), name)
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError(f"octavo.{name} needs {error.name}: pip install 'octavo[hf]'") from error
+    if not name.startswith("_") and find_spec(f"octavo.{name}") is not None:
+        return import_module(f"octavo.{name}")  # `octavo.numerics` after `import octavo` alone
     raise AttributeError(f"module 'octavo' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_WHERE, *_LATER})

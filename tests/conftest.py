@@ -1,17 +1,26 @@
 import os
+import signal
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+
+# Before torch is imported, which reads them once. Threads that wait for one another by spinning starve when anything
+# else runs, and products as small as those of tests only lose by being shared.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import torch
+
+# A shell without job control starts what runs in the background with SIGINT ignored: children would ignore it, too.
+if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 sys.path.insert(0, str(Path(__file__).parent))  # for bounds.py
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # for tests/kernels; read when anything first imports triton
-
-if "PYTEST_XDIST_WORKER" in os.environ:
-    torch.set_num_threads(1)  # workers that each take all cores wait for one another
 
 
 def pytest_collection_modifyitems(items):

@@ -148,7 +148,9 @@ class BDH(nn.Module):
 
 
 def choose(logits_BV: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
-    """One token per row, [B, 1]."""
+    """One token per row, [B, 1]. Refuses logits that are not finite: sampling from them kills a CUDA context."""
+    if not bool(logits_BV.isfinite().all()):
+        raise FloatingPointError("generate: the model's logits are not finite: it has diverged")
     if temperature == 0:
         return logits_BV.argmax(dim=-1, keepdim=True)
     if top_k is not None:

@@ -112,7 +112,8 @@ def _regions() -> list[tuple[Any, str]]:
         code = frame.f_code
         if code is _REENTRANT:
             found.append((frame.f_locals["ctx"], "run_function"))
-        elif code.co_name == "checkpoint" and code.co_filename == _REENTRANT.co_filename and "gen" in frame.f_locals:
+        elif code.co_filename == _REENTRANT.co_filename and "gen" in frame.f_locals:
+            # In `checkpoint`; from torch 2.15 on in a function that it calls.
             recompute = frame.f_locals["gen"].gi_frame.f_locals["new_frame"].recompute_fn
             cell = recompute.__closure__[recompute.__code__.co_freevars.index("fn")]
             found.append((cell, "cell_contents"))

@@ -5,7 +5,6 @@ Both say the same things: gradients are those of all that is trained, and activa
 of the peak.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from octavo.optim.memory import NOT_MEASURED, StepMemory, in_words
 from octavo.tools.bench.cases import Case
 from octavo.tools.plan.bdh import plan_bdh
 from octavo.tools.plan.options import Option
+from octavo.training.run_folder import memory_of, read_config, read_summary
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ def run_memories(config: Mapping[str, Any], summary: Mapping[str, Any]) -> list[
     """Of each precision, from what is in a run's `config.json` and `summary.json`."""
     found = []
     for precision, result in summary.items():
-        if values := result.get("memory"):
-            measured = StepMemory.from_dict(values)
+        measured = memory_of(result)
+        if measured is not None:
             planned = None if measured.peak is None else planned_memory({**config, "precision": precision})
             found.append(RunMemory(precision, measured, planned))
     return found
@@ -79,8 +79,7 @@ def memory_rows(memories: list[RunMemory]) -> tuple[list[str], list[list[str]]]:
 
 def show_memory(folder: Path, console: Console) -> None:
     """On the terminal, of a run that has ended."""
-    config, summary = (json.loads((folder / name).read_bytes()) for name in ("config.json", "summary.json"))
-    memories = run_memories(config, summary)
+    memories = run_memories(read_config(folder), read_summary(folder))
     if not memories:
         return
     headings, rows = memory_rows(memories)

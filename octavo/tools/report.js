@@ -213,8 +213,8 @@ function tableRows() {
 const TABLE = [
   // key, heading, how a number is written (a column without is text)
   ["name", "Product"], ["operand", "Operand"], ["scale", "Scale", number], ["amax", "Amax", number],
-  ["saturated", "Saturated", percent], ["mostSaturated", "worst", percent],
-  ["underflow", "Underflow", percent], ["mostUnderflow", "worst", percent], ["precision", "Precision"],
+  ["saturated", "Saturated", percent], ["mostSaturated", "at worst", percent],
+  ["underflow", "Underflow", percent], ["mostUnderflow", "at worst", percent], ["precision", "Precision"],
 ];
 
 function showTable() {
@@ -251,8 +251,8 @@ function sortRows(rows, key, down) {
 
 function tableRow(body, row) {
   const node = make(body, "tr");
-  for (const [key, , format] of TABLE) {
-    const cell = make(node, "td", { class: format ? "number" : "" });
+  for (const [key, heading, format] of TABLE) {
+    const cell = make(node, "td", { class: format ? "number" : "", "data-label": heading }); // shown on phones
     if (key === "name" && products.has(row.name)) {
       const button = make(cell, "button", { type: "button" }, row.name);
       button.addEventListener("click", () => openProduct(row.name));

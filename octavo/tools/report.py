@@ -4,7 +4,7 @@
     config.json         the run's settings
     metrics_bf16.jsonl  optional: the same run in BF16, for comparison
     products.json       optional: every matrix product, its precision and, where it is not FP8, the reason
-    sample.txt          optional: text the trained model wrote
+    sample.json         optional: a held-out line, and how the trained model went on
     summary.json        optional: of a run that has ended; the memory of its steps
 
 The page loads nothing: style, script and numbers are in the file, and a content security policy keeps it so.
@@ -27,6 +27,8 @@ import numpy as np
 from octavo.optim.memory import in_words
 from octavo.tools.charts import COLUMNS, SATURATED, Floats, Ints, Run, line, read_run, scaling_series, smooth, spans
 from octavo.tools.memory import RunMemory, memory_rows, run_memories
+from octavo.training.files import sync_folder, write_durable
+from octavo.training.run_folder import read_summary
 
 
 def write_report(folder: Path) -> Path:
@@ -36,8 +38,9 @@ def write_report(folder: Path) -> Path:
     partial = folder / f".report.{os.getpid()}.tmp"
     try:
         # JSON may hold lone surrogates, which UTF-8 cannot: they become "?".
-        partial.write_bytes(page.encode("utf-8", "replace"))
+        write_durable(partial, page.encode("utf-8", "replace"))
         partial.replace(report)
+        sync_folder(folder)
     finally:
         partial.unlink(missing_ok=True)
     return report
@@ -50,15 +53,15 @@ def _page(folder: Path) -> str:
     config = _read_object(folder / "config.json")
     products_path = folder / "products.json"
     products = _read_products(products_path) if products_path.exists() else []
-    sample_path = folder / "sample.txt"
-    sample = sample_path.read_bytes().decode("utf-8", "replace") if sample_path.exists() else ""
+    sample_path = folder / "sample.json"
+    sample = _read_object(sample_path) if sample_path.exists() else {}
 
     label = _label(run, config)
     status, tone = _status(run, config)
     window = max(5, len(run.steps) // 25 | 1)  # odd, as a centred window is
-    summary_path = folder / "summary.json"
-    memories = run_memories(config, _read_object(summary_path)) if summary_path.exists() else []
-    cards = _cards(run, baseline, label, config, products) + [_memory_card(each) for each in memories]
+    summary = read_summary(folder) if (folder / "summary.json").exists() else {}
+    memories = run_memories(config, summary)
+    cards = _cards(run, baseline, label, config, products, summary) + [_memory_card(each) for each in memories]
     parts = {
         "title": html.escape(str(config.get("name") or folder.resolve().name)),
         "subtitle": html.escape(_subtitle(config, label, compared=baseline is not None)),
@@ -66,16 +69,23 @@ def _page(folder: Path) -> str:
         "cards": "\n".join(cards),
         "columns": str(math.ceil(len(cards) / math.ceil(len(cards) / 6))),  # as even as rows of at most six can be
         "label": html.escape(label),
+        "unit": _unit(config),
         "window": str(window),
         "memory": _memory_section(memories),
-        "sample": html.escape(sample),
+        "prompt": html.escape(str(sample.get("prompt", ""))),
+        "written": html.escape(str(sample.get("written", ""))),
         "config": "\n".join(
             f"<tr><th scope=row>{html.escape(key)}</th><td>{html.escape(value)}</td></tr>"
             for key, value in _flatten(config)
         ),
         "data": _embed(
             _chart_data(run, baseline, label, window)
-            | {"products": products, "emulated": bool(config.get("emulated")), "sample": bool(sample)}
+            | {
+                "unit": _unit(config),
+                "products": products,
+                "emulated": bool(config.get("emulated")),
+                "sample": bool(sample),
+            }
         ),
         "script": _asset("charts.js") + _asset("report.js"),
     }
@@ -179,11 +189,17 @@ def _difference(run: Run, baseline: Run, window: int) -> dict[str, list[Any]]:
 
 
 def _cards(
-    run: Run, baseline: Run | None, label: str, config: dict[str, Any], products: list[dict[str, str]]
+    run: Run,
+    baseline: Run | None,
+    label: str,
+    config: dict[str, Any],
+    products: list[dict[str, str]],
+    summary: dict[str, dict[str, Any]],
 ) -> list[str]:
-    losses = run.columns["loss"]
-    cards = [_card("Final loss", _significant(final_loss(losses)), "mean of the last 10 % of steps")]
-    cards.append(_card("Start loss", _significant(float(losses[0])), f"at step {run.steps[0]:,}"))
+    losses, unit = run.columns["loss"], _unit(config)
+    cards = [_card("Final loss", _significant(final_loss(losses)), f"{unit}; mean of the last 10 % of steps")]
+    cards += _held_out_cards(label, unit, summary)
+    cards.append(_card("Start loss", _significant(float(losses[0])), f"{unit}; at step {run.steps[0]:,}"))
     if baseline is not None:
         difference, expected = loss_difference(run, baseline), final_loss(baseline.columns["loss"])
         value = "no figure" if math.isnan(difference) else f"{100 * difference:+.2f} %"
@@ -211,13 +227,36 @@ def _cards(
     return cards
 
 
+def _unit(config: dict[str, Any]) -> str:
+    return "nats per byte" if config.get("model") == "bdh" else "nats per token"
+
+
+def _held_out_cards(label: str, unit: str, summary: dict[str, dict[str, Any]]) -> list[str]:
+    """Of a run that has ended: the loss on text it never trained on, and BF16's beside it."""
+    found = {name: _held_out(result) for name, result in summary.items() if "held_out_loss" in result}
+    if label.lower() not in found:
+        return []
+    ours, theirs = found[label.lower()], found.get("bf16", math.nan)
+    note = f"{unit}; on text never trained on"
+    if label != "BF16" and "bf16" in found:
+        note += f"; BF16 {_significant(theirs)}"
+        if math.isfinite(ours) and math.isfinite(theirs) and theirs:
+            note += f", {100 * (ours / theirs - 1):+.2f} %"
+    return [_card("Held-out loss", _significant(ours), note)]
+
+
+def _held_out(result: dict[str, Any]) -> float:
+    value = result["held_out_loss"]
+    return math.nan if value is None else float(value)
+
+
 def _speed_card(run: Run, baseline: Run | None) -> str:
     speed = _median(run.columns["tokens_per_s"])
     note = "median over the steps"
     if baseline is not None:
         theirs = _median(baseline.columns["tokens_per_s"])
         note = f"median; BF16 {theirs:,.0f} ({speed / theirs:.2f}x)" if theirs > 0 else note
-    return _card("Tokens per second", "–" if math.isnan(speed) else f"{speed:,.0f}", note)
+    return _card("Speed", "–" if math.isnan(speed) else f"{speed:,.0f}", f"tokens per second; {note}")
 
 
 def _saturation_card(run: Run) -> str:

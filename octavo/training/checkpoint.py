@@ -33,6 +33,7 @@ from octavo.training.files import disk_errors, sync_folder, write_durable
 
 KEEP = 2
 NAME = re.compile(r"checkpoint-(\d{6,})")
+UNFINISHED = re.compile(r"checkpoint-\d{6,}\.tmp")
 MODEL, STATE, MANIFEST = "model.safetensors", "state.pt", "manifest.json"
 
 
@@ -44,6 +45,16 @@ def list_checkpoints(folder: Path) -> list[Path]:
     """Every checkpoint below `folder`, oldest first; unfinished ones are not among them."""
     found = [path for path in folder.glob("checkpoint-*") if NAME.fullmatch(path.name)]
     return sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint-")))
+
+
+def written_checkpoints(folder: Path) -> list[Path]:
+    """Every checkpoint below `folder`, and what is left of unfinished ones."""
+    return list_checkpoints(folder) + _all_unfinished(folder)
+
+
+def foreign_files(path: Path) -> list[Path]:
+    """The files below a checkpoint's folder that no checkpoint has: those are someone else's, and stay."""
+    return [file for file in sorted(path.rglob("*")) if file.name not in (MODEL, STATE, MANIFEST)]
 
 
 def save_checkpoint(folder: Path, step: int, model: Mapping[str, Tensor], state: Mapping[str, Any]) -> Path:
@@ -71,7 +82,8 @@ def save_checkpoint(folder: Path, step: int, model: Mapping[str, Tensor], state:
         unfinished.rename(target)
         sync_folder(folder)
         for old in list_checkpoints(folder)[:-KEEP]:
-            _remove(old)
+            if not foreign_files(old):
+                _remove(old)
     return target
 
 
@@ -85,7 +97,9 @@ def load_checkpoint(path: Path, device: torch.device) -> tuple[dict[str, Tensor]
     try:
         model = safetensors.torch.load(contents[MODEL])
         state = torch.load(io.BytesIO(contents[STATE]), map_location="cpu", weights_only=True)
-    except (safetensors.SafetensorError, pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:
+    except pickle.UnpicklingError as error:  # torch's own words go on to advise weights_only=False
+        raise _damaged(path, f"{STATE} holds more than tensors and plain values, or is no file of torch") from error
+    except (safetensors.SafetensorError, RuntimeError, ValueError, EOFError) as error:
         raise _damaged(path, str(error).splitlines()[0]) from error
     return {name: tensor.to(device) for name, tensor in model.items()}, state
 
@@ -131,8 +145,12 @@ def _unfinished(path: Path) -> Path:
     return path.with_name(path.name + ".tmp")
 
 
+def _all_unfinished(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("checkpoint-*.tmp") if UNFINISHED.fullmatch(path.name))
+
+
 def _clear_unfinished(folder: Path) -> None:
-    for path in folder.glob("checkpoint-*.tmp"):
+    for path in _all_unfinished(folder):
         shutil.rmtree(path)
 
 

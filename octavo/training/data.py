@@ -3,7 +3,8 @@
 A source is a file, a folder (every file below it, hidden ones left out), a glob pattern, or nothing: the source code of
 Python's own standard library, which is real text and on every machine. Files are read in sorted order and joined. The
 last `held_out` share of the joined bytes is never trained on, so with many files whole files are unseen, not the tails
-of seen ones.
+of seen ones. Below a folder, and among what a pattern matches, a file with a zero byte is binary (an image, an archive,
+weights): it is left out, and said to be. A file that is named itself is read whatever it holds.
 
 A batch is a pure function of (seed, step, micro-batch): sequences start at random offsets drawn from a generator seeded
 by those three numbers. There is no iterator whose position would have to be saved, so a resumed run reads exactly the
@@ -33,19 +34,33 @@ class ByteData:
     source: str
     files: int
     digest: str
+    binary: tuple[Path, ...] = ()  # left out
 
     @property
     def size(self) -> int:
         return len(self.train) + len(self.held_out)
 
     def __str__(self) -> str:
-        return f"{self.size / 1e6:.1f} MB in {self.files:,} file{'s' if self.files != 1 else ''} from {self.source}"
+        text = f"{self.size / 1e6:.1f} MB in {self.files:,} file{'s' if self.files != 1 else ''} from {self.source}"
+        if not self.binary:
+            return text
+        return f"{text}; left out: {len(self.binary):,} binary, such as {self.binary[0]}"
 
 
 def load_data(source: str | None, *, sequence: int, held_out: float = 0.05) -> ByteData:
     """Read `source` (None: the standard library) and split it; each part must hold at least one sequence."""
     name, paths = find_files(source)
-    content = b"".join(_read(path) for path in paths)
+    contents = {path: _read(path) for path in paths}
+    binary: tuple[Path, ...] = ()
+    if source is not None and paths != [Path(source)]:
+        binary = tuple(path for path, content in contents.items() if b"\0" in content)
+    if len(binary) == len(paths):
+        raise UserError(
+            f"data {name} holds no text: every file is binary, such as {binary[0]}; name one to train on it"
+        )
+    for path in binary:
+        del contents[path]
+    content = b"".join(contents.values())
     if not content:
         raise UserError(f"data {name} is empty: give --data a file, folder or pattern with text in it")
     split = len(content) - round(len(content) * held_out)
@@ -57,7 +72,7 @@ def load_data(source: str | None, *, sequence: int, held_out: float = 0.05) -> B
         )
     everything = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     digest = hashlib.sha256(content).hexdigest()
-    return ByteData(everything[:split], everything[split:], name, len(paths), digest)
+    return ByteData(everything[:split], everything[split:], name, len(paths) - len(binary), digest, binary)
 
 
 def find_files(source: str | None) -> tuple[str, list[Path]]:

@@ -1,5 +1,6 @@
 """What a person sees of a run: the opening lines, a bar with a line every few steps, and the result."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from rich.text import Text
 
 from octavo.support import check_fp8_support, require_tensor_cores
 from octavo.training.data import ByteData
+from octavo.training.learner import Sample
 from octavo.training.settings import DTYPES, TrainSettings
 
 
@@ -76,10 +78,12 @@ class Display:
             norm = "not finite" if row["grad_norm"] is None else f"{row['grad_norm']:.3f}"
             self.say(f"step {row['step']:>5}  {figures}  rate {row['lr']:.2e}  gradient norm {norm}")
 
-    def sample(self, text: str) -> None:
-        # A fresh model writes control bytes too, which a terminal would obey.
-        text = "".join(c if c.isprintable() or c == "\n" else "·" for c in text.expandtabs(4))
-        self.console.print(Panel(Text(text), title="sample", title_align="left", style="dim"))
+    def sample(self, sample: Sample | None) -> None:
+        if sample is None:
+            self.say("No sample: the model's logits are not finite", "red")
+            return
+        text = Text.assemble((printable(sample.prompt), "dim"), printable(sample.written))
+        self.console.print(Panel(text, title="sample: a held-out line (dim), then the model", title_align="left"))
 
     def results(self, results: dict[str, dict[str, Any]]) -> None:
         table = Table(title="Loss per byte (nats)", title_justify="left")
@@ -88,8 +92,8 @@ class Display:
         for name, result in results.items():
             table.add_row(
                 name,
-                f"{result['final_loss']:.4f}",
-                f"{result['held_out_loss']:.4f}",
+                _loss(result["final_loss"]),
+                _loss(result["held_out_loss"]),
                 f"{result['tokens_per_s']:,.0f}",
                 str(result["skipped"]),
             )
@@ -97,7 +101,18 @@ class Display:
         if "bf16" in results and "fp8" in results:
             for figure, words in (("final_loss", "final loss"), ("held_out_loss", "held-out loss")):
                 ratio = results["fp8"][figure] / results["bf16"][figure] - 1
+                if not math.isfinite(ratio):
+                    continue  # the table says which of them is not finite
                 self.say(f"FP8's {words} is {abs(ratio):.2%} {'above' if ratio > 0 else 'below'} BF16's", "bold")
+
+
+def printable(text: str) -> str:
+    """The text without control bytes: a fresh model writes them too, and a terminal would obey."""
+    return "".join(c if c.isprintable() or c == "\n" else "·" for c in text.expandtabs(4))
+
+
+def _loss(value: float) -> str:
+    return f"{value:.4f}" if math.isfinite(value) else "not finite"
 
 
 def why_emulated(settings: TrainSettings) -> str:

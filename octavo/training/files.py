@@ -53,3 +53,16 @@ def replace_file(path: Path, content: bytes | str, hint: str = HINT) -> None:
 
 def write_json(path: Path, value: Any, hint: str = HINT) -> None:
     replace_file(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n", hint)
+
+
+def read_object(path: Path, hint: str) -> dict[str, Any]:
+    """A JSON object. `hint`: what to do if it is not one."""
+    try:
+        found = json.loads(path.read_bytes())
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error.strerror or error}; {hint}") from error
+    except (ValueError, RecursionError) as error:
+        raise RunError(f"{path} cannot be read: {error}; {hint}") from error
+    if not isinstance(found, dict):
+        raise RunError(f"{path} is damaged: it holds no JSON object; {hint}")
+    return found

@@ -46,6 +46,14 @@ class Step:
         return not (math.isfinite(self.loss) and math.isfinite(self.grad_norm))
 
 
+@dataclass(frozen=True)
+class Sample:
+    """A held-out line, and how the model went on."""
+
+    prompt: str
+    written: str
+
+
 class Learner:
     def __init__(self, settings: TrainSettings, data: ByteData) -> None:
         if settings.device == "cuda" and not torch.cuda.is_available():
@@ -129,8 +137,8 @@ class Learner:
         self.model.train()
         return total.item() / settings.evaluation_batches
 
-    def sample(self) -> str:
-        """A held-out line and how the model goes on."""
+    def sample(self) -> Sample:
+        """A held-out line and how the model goes on. FloatingPointError: of a model that has diverged."""
         beginning = bytes(self.data.held_out[:4096].tolist())
         line = PROMPT_LINE.search(beginning)
         prompt = line.group() if line else beginning[:PROMPT_BYTES]
@@ -141,7 +149,8 @@ class Learner:
                 tokens = self.model.generate(
                     tokens, 1, temperature=SAMPLE_TEMPERATURE, generator=generator, context=self.settings.seq
                 )
-        return bytes(tokens[0].tolist()).decode(errors="replace")
+        written = bytes(tokens[0, len(prompt) :].tolist())
+        return Sample(prompt.decode(errors="replace"), written.decode(errors="replace"))
 
     def state_dict(self) -> dict[str, Any]:
         """All that the next step depends on, besides the parameters, the settings and the data."""

@@ -6,10 +6,13 @@
                       held-out losses, trained model, sample, summary
 
 A run killed anywhere is continued by the same function with `resume=True`: a leg that is complete has a checkpoint at
-its last step and trains no further, so only what is missing is done again.
+its last step and trains no further, so only what is missing is done again. The folder of a new run holds no checkpoint.
+
+A finished run may be extended: `resume=True` with more steps. From there on the rate is that of the longer schedule.
 """
 
 import json
+import math
 import platform
 import statistics
 import time
@@ -19,6 +22,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from torch import Tensor
 
 from octavo.optim.memory import StepMemory, in_words, measure_memory
 from octavo.training.checkpoint import list_checkpoints, load_checkpoint, model_bytes, save_checkpoint
@@ -26,18 +30,23 @@ from octavo.training.data import ByteData, load_data
 from octavo.training.display import Display, why_emulated
 from octavo.training.errors import RunError, UserError
 from octavo.training.files import replace_file, write_json
-from octavo.training.learner import Learner, Step
+from octavo.training.learner import Learner, Sample, Step
 from octavo.training.out_of_memory import memory_errors
 from octavo.training.run_folder import (
+    BF16,
+    METRICS,
+    METRICS_BF16,
     MODEL,
     PRODUCTS,
     SAMPLE,
     SUMMARY,
     Metrics,
-    find_run,
-    new_run_folder,
+    memory_of,
+    new_run,
     read_config,
     read_settings,
+    read_summary,
+    resumed_run,
     write_config,
 )
 from octavo.training.settings import TrainSettings
@@ -59,6 +68,15 @@ class LegResult:
     skipped: int
     memory: StepMemory | None
 
+    @property
+    def diverged(self) -> bool:
+        return not (math.isfinite(self.final_loss) and math.isfinite(self.held_out_loss))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Ready for JSON, which has no NaN."""
+        plain = asdict(self)
+        return {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in plain.items()}
+
 
 @dataclass(frozen=True)
 class RunResult:
@@ -66,6 +84,11 @@ class RunResult:
 
     folder: Path
     results: dict[str, LegResult]
+
+    @property
+    def diverged(self) -> list[str]:
+        """The precisions whose model ended without a finite loss."""
+        return [name for name, result in self.results.items() if result.diverged]
 
 
 @dataclass(frozen=True)
@@ -96,47 +119,59 @@ def train(
         display.opening(settings)
         data = load_data(settings.data, sequence=settings.seq, held_out=settings.held_out)
         learner = _new_learner(settings, data)  # before the folder is made: an impossible request leaves nothing behind
-        if resume:
-            folder = find_run(out)
-            _check_same_run(read_settings(folder), settings, folder)
-            _check_same_data(folder, data)
-        else:
-            folder = new_run_folder(settings.name, out, overwrite)
-        write_config(folder, settings, _found(settings, data))
-        display.subject(settings, data, folder)
-        ready = [learner]
-        del learner  # what is left here would stay in memory while BF16 is compared, and count in its peak
-        try:
-            return _train_legs(settings, data, ready, folder, display, stop)
-        except Interrupted as interrupted:
-            _say_how_to_resume(folder, interrupted, display)
-            raise
+        with resumed_run(out) if resume else new_run(settings.name, out, overwrite) as folder:
+            legs = _legs(settings, folder)
+            if resume:
+                _check_resumable(legs, data, folder)
+            start = _load_newest(legs[0], learner, display) if resume else 0
+            write_config(folder, settings, _found(settings, data))
+            display.subject(settings, data, folder)
+            ready = [learner]
+            del learner  # what is left here would stay in memory while BF16 is compared, and count in its peak
+            try:
+                return _train_legs(legs, data, ready, start, folder, display, stop)
+            except Interrupted as interrupted:
+                _say_how_to_resume(folder, interrupted, display)
+                raise
+
+
+def _legs(settings: TrainSettings, folder: Path) -> list[Leg]:
+    legs = [Leg(settings, Metrics(folder / METRICS), folder)]
+    if settings.compare:
+        legs.append(Leg(settings.in_bf16(), Metrics(folder / METRICS_BF16), folder / BF16))
+    return legs
 
 
 def _train_legs(
-    settings: TrainSettings, data: ByteData, ready: list[Learner], folder: Path, display: Display, stop: StopSignals
+    legs: list[Leg],
+    data: ByteData,
+    ready: list[Learner],
+    start: int,
+    folder: Path,
+    display: Display,
+    stop: StopSignals,
 ) -> RunResult:
-    """`ready`: the learner of the first leg, which is taken out of it."""
-    leg, learner = Leg(settings, Metrics(folder / "metrics.jsonl"), folder), ready.pop()
+    """`ready`: the learner of the first leg, which is taken out of it, put where step `start` left off."""
+    leg, learner = legs[0], ready.pop()
     with memory_errors(learner, leg.checkpoints, folder):
-        taken = _train_leg(leg, learner, display, stop)
-        results = {settings.precision: _result(leg, learner, taken, folder)}
-        replace_file(folder / MODEL, model_bytes(learner.model.state_dict(), _model_metadata(settings)))
-        sample = learner.sample()
-    replace_file(folder / SAMPLE, sample)
-    if settings.compare:
-        leg = Leg(settings.in_bf16(), Metrics(folder / "metrics_bf16.jsonl"), folder / "bf16")
+        taken = _train_leg(leg, learner, start, display, stop)
+        results = {leg.settings.precision: _result(leg, learner, taken, folder)}
+        replace_file(folder / MODEL, model_bytes(learner.model.state_dict(), _model_metadata(leg.settings)))
+        sample = _sample(learner)
+    if sample is not None:
+        write_json(folder / SAMPLE, asdict(sample))
+    for leg in legs[1:]:
         display.say("The same in BF16, for comparison", "bold")
         del learner
         learner = _new_learner(leg.settings, data)
+        start = _load_newest(leg, learner, display)
         with memory_errors(learner, leg.checkpoints, folder):
-            taken = _train_leg(leg, learner, display, stop)
-            results["bf16"] = _result(leg, learner, taken, folder)
+            taken = _train_leg(leg, learner, start, display, stop)
+            results[leg.settings.precision] = _result(leg, learner, taken, folder)
 
-    plain = {name: asdict(result) for name, result in results.items()}
-    write_json(folder / SUMMARY, plain)
+    write_json(folder / SUMMARY, {name: result.to_dict() for name, result in results.items()})
     display.sample(sample)
-    display.results(plain)
+    display.results({name: asdict(result) for name, result in results.items()})
     return RunResult(folder, results)
 
 
@@ -153,13 +188,10 @@ def _new_learner(settings: TrainSettings, data: ByteData) -> Learner:
         ) from error
 
 
-def _train_leg(leg: Leg, learner: Learner, display: Display, stop: StopSignals) -> int:
-    """Train `learner` to the last step, from the leg's newest checkpoint if there is one. How many steps that took."""
+def _train_leg(leg: Leg, learner: Learner, start: int, display: Display, stop: StopSignals) -> int:
+    """Train `learner` from after step `start` to the last step. How many steps that took."""
     settings = leg.settings
-    start = _load_newest(leg, learner)
     leg.metrics.cut_back(start)
-    if start:
-        display.say(f"Resuming after step {start:,}", "bold")
     skipped_in_a_row = 0
     with stop.deferred(), display.training(settings, done=start):
         for number in range(start + 1, settings.steps + 1):
@@ -193,25 +225,57 @@ def _save(leg: Leg, learner: Learner, number: int) -> None:
         write_json(leg.checkpoints / PRODUCTS, learner.fp8.report.to_dict())
 
 
-def _load_newest(leg: Leg, learner: Learner) -> int:
+def _load_newest(leg: Leg, learner: Learner, display: Display) -> int:
     """Put the learner where the newest checkpoint left off; the step of that checkpoint, 0 if there is none."""
+    found = _newest(leg, learner.device)
+    if found is None:
+        return 0
+    parameters, state = found
+    learner.load_state_dict(parameters, state)
+    step, planned = int(state["step"]), int(state["settings"]["steps"])
+    display.say(f"Resuming after step {step:,}", "bold")
+    settings = leg.settings
+    if settings.schedule == "cosine" and planned < settings.steps:
+        rate = settings.learning_rate(step + 1)
+        display.say(
+            f"Extending a run of {planned:,} steps to {settings.steps:,}: the rate is now that of a cosine over "
+            f"{settings.steps:,} steps, {rate:.2e} at step {step + 1:,}"
+        )
+    return step
+
+
+def _newest(leg: Leg, device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+    """The newest checkpoint of a leg, if it is one that the leg's settings can continue."""
     checkpoints = list_checkpoints(leg.checkpoints)
     if not checkpoints:
-        return 0
-    parameters, state = load_checkpoint(checkpoints[-1], learner.device)
-    _check_same_run(TrainSettings.from_dict(state["settings"]), leg.settings, checkpoints[-1])
-    if state["step"] > leg.settings.steps:
+        return None
+    path = checkpoints[-1]
+    parameters, state = load_checkpoint(path, device)
+    before = TrainSettings.from_dict(state["settings"])
+    _check_same_run(before, leg.settings, path)
+    steps, reached, planned = leg.settings.steps, state["step"], before.steps
+    if reached > steps:
+        raise UserError(f"steps={steps}: {path} is past that; give --steps {reached} or more")
+    if leg.settings.schedule == "cosine" and steps != planned and reached != planned:
         raise UserError(
-            f"steps={leg.settings.steps}: {checkpoints[-1]} is past that; give --steps {state['step']} or more"
+            f"cannot resume {path} with steps={steps}: it was started with {planned}, and a cosine over another number "
+            f"of steps would alter the loss curve; finish it with --steps {planned}, then extend it"
         )
-    learner.load_state_dict(parameters, state)
-    return int(state["step"])
+    return parameters, state
 
 
 def _say_how_to_resume(folder: Path, interrupted: Interrupted, display: Display) -> None:
     checkpoints = list_checkpoints(folder / "bf16") or list_checkpoints(folder)
     saved = f"saved in {checkpoints[-1]}" if checkpoints else "nothing was saved yet"
     display.say(f"Stopped ({interrupted}); {saved}. Continue with: octavo train --resume --out {folder}", "bold")
+
+
+def _check_resumable(legs: list[Leg], data: ByteData, folder: Path) -> None:
+    """Everything that can be refused is refused before a step is taken, and before config.json is written."""
+    _check_same_run(read_settings(folder), legs[0].settings, folder)
+    _check_same_data(folder, data)
+    for leg in legs[1:]:
+        _newest(leg, torch.device("cpu"))
 
 
 def _check_same_run(before: TrainSettings, now: TrainSettings, where: Path) -> None:
@@ -265,6 +329,14 @@ def _row(number: int, step: Step, settings: TrainSettings, seconds: float) -> di
     }
 
 
+def _sample(learner: Learner) -> Sample | None:
+    """None of a model whose logits are not finite: there is nothing to choose from."""
+    try:
+        return learner.sample()
+    except FloatingPointError:
+        return None
+
+
 def _result(leg: Leg, learner: Learner, taken: int, folder: Path) -> LegResult:
     # Before anything else is computed; where no step was taken, what was measured when there were some.
     precision = leg.settings.precision
@@ -272,7 +344,7 @@ def _result(leg: Leg, learner: Learner, taken: int, folder: Path) -> LegResult:
     rows = leg.metrics.rows()
     last = [row["loss"] for row in rows[-max(len(rows) // 10, 1) :] if not row["skipped"]]
     return LegResult(
-        final_loss=statistics.fmean(last) if last else float("nan"),
+        final_loss=statistics.fmean(last) if last else math.nan,
         held_out_loss=learner.evaluate(),
         tokens_per_s=statistics.median(row["tokens_per_s"] for row in rows),
         skipped=sum(row["skipped"] for row in rows),
@@ -283,5 +355,4 @@ def _result(leg: Leg, learner: Learner, taken: int, folder: Path) -> LegResult:
 def _measured_before(folder: Path, precision: str) -> StepMemory | None:
     if not (folder / SUMMARY).exists():
         return None
-    memory = json.loads((folder / SUMMARY).read_bytes()).get(precision, {}).get("memory")
-    return None if memory is None else StepMemory.from_dict(memory)
+    return memory_of(read_summary(folder).get(precision, {}))

@@ -1,74 +1,94 @@
 """The folder of a run, and what is in it.
 
+    octavo-run.json     the marker: this folder is a run of Octavo. Locked while a process trains in it
     config.json         the settings, complete; with versions and what was found on this machine
     metrics.jsonl       one line per step: loss, learning rate, gradient norm, speed; scaling statistics now and then
     checkpoint-000150/  the newest two (see checkpoint.py)
     model.safetensors   the trained parameters
     products.json       every matrix product of the model: in FP8 or not, and why
-    sample.txt          text that the trained model wrote
+    sample.json         a held-out line, and how the trained model went on
     summary.json        final and held-out losses, speed, memory
     report.html         all of it on one page
 
-A comparison adds `metrics_bf16.jsonl` and `bf16/checkpoint-…`. A folder holds a run when it has a `config.json`.
+A comparison adds `metrics_bf16.jsonl` and `bf16/checkpoint-…`.
+
+A run is recognised by its marker alone: a `config.json` or a `model.safetensors` may be anyone's, such as a model of
+Hugging Face. A new run never replaces a file in a folder without the marker, and `--overwrite` removes what a run wrote
+from a folder with it, and nothing else.
 """
 
+import fcntl
 import itertools
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from octavo.optim.memory import StepMemory
+from octavo.training.checkpoint import foreign_files, written_checkpoints
 from octavo.training.errors import RunError, UserError
-from octavo.training.files import disk_errors, replace_file, write_json
+from octavo.training.files import disk_errors, read_object, replace_file, write_json
 from octavo.training.settings import TrainSettings
 
 RUNS = Path("runs")
+MARKER = "octavo-run.json"
 CONFIG = "config.json"
+METRICS, METRICS_BF16 = "metrics.jsonl", "metrics_bf16.jsonl"
 MODEL = "model.safetensors"
 PRODUCTS = "products.json"
-SAMPLE = "sample.txt"
+SAMPLE = "sample.json"
 SUMMARY = "summary.json"
 REPORT = "report.html"
-PATTERNS = ("metrics*.jsonl", "checkpoint-*", "bf16/checkpoint-*")
+BF16 = "bf16"
+FILES = (CONFIG, METRICS, METRICS_BF16, MODEL, PRODUCTS, SAMPLE, SUMMARY, REPORT)
 
 
-def new_run_folder(name: str, out: Path | None, overwrite: bool) -> Path:
-    """A folder for a new run: `out`, or the next free `runs/<name>-001`, `-002`, …"""
-    if out is None:
-        return _next_free(name)
-    if (out / CONFIG).exists():
-        if not overwrite:
-            raise UserError(f"{out} already holds a run: continue it with --resume, or replace it with --overwrite")
-        _clear(out)
+@contextmanager
+def new_run(name: str, out: Path | None, overwrite: bool) -> Iterator[Path]:
+    """A folder for a new run, locked: `out`, or the next free `runs/<name>-001`, `-002`, …"""
+    folder = _next_free(name) if out is None else out
+    _check_free(folder, overwrite)  # before anything is made in a folder that may be someone else's
     try:
-        out.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"cannot make the folder {out}: {error.strerror}; choose another --out") from error
-    return out
+        raise UserError(f"cannot make the folder {folder}: {error.strerror}; choose another --out") from error
+    with _locked(folder):
+        _check_free(folder, overwrite)  # another process may have begun there in between
+        _clear(folder)
+        yield folder
+
+
+@contextmanager
+def resumed_run(out: Path | None) -> Iterator[Path]:
+    """The folder of a run to resume, locked."""
+    folder = find_run(out)
+    with _locked(folder):
+        yield folder
 
 
 def find_run(out: Path | None) -> Path:
     """The folder of a run to resume."""
     if out is None:
-        latest = max(RUNS.glob(f"*/{CONFIG}"), key=lambda path: path.stat().st_mtime, default=None)
+        latest = max(RUNS.glob(f"*/{MARKER}"), key=lambda path: path.stat().st_mtime, default=None)
         hint = f"the latest run is {latest.parent}" if latest else f"there is no run in {RUNS}/ yet"
         raise UserError(f"--resume needs --out and the folder of the run: {hint}")
-    if not (out / CONFIG).is_file():
-        raise UserError(f"{out} holds no run to resume (it has no {CONFIG}): check --out, or leave --resume out")
-    return out
+    return check_run(out, "check --out, or leave --resume out")
+
+
+def check_run(folder: Path, hint: str) -> Path:
+    """The folder, if it holds a run that can be read."""
+    for name in (MARKER, CONFIG):
+        if not (folder / name).is_file():
+            raise UserError(f"{folder} holds no run of Octavo (it has no {name}): {hint}")
+    return folder
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    path = folder / CONFIG
-    try:
-        config = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise RunError(f"{path} cannot be read: {error}; restore it, or start anew in another --out") from error
-    if not isinstance(config, dict):
-        raise RunError(f"{path} is not a run's configuration; restore it, or start anew in another --out")
-    return config
+    return read_object(folder / CONFIG, "restore it, or start anew in another --out")
 
 
 def read_settings(folder: Path) -> TrainSettings:
@@ -76,8 +96,27 @@ def read_settings(folder: Path) -> TrainSettings:
     known = {f.name for f in fields(TrainSettings)}
     try:
         return TrainSettings.from_dict({name: v for name, v in read_config(folder).items() if name in known})
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise RunError(f"{folder / CONFIG} has changed: {error}; restore it, or start anew in another --out") from error
+
+
+def read_summary(folder: Path) -> dict[str, dict[str, Any]]:
+    """The results of a run that has ended, by precision."""
+    path = folder / SUMMARY
+    hint = "delete it, and octavo train --resume writes it again"
+    summary = read_object(path, hint)
+    try:
+        for result in summary.values():
+            memory_of(result)
+    except (AttributeError, TypeError) as error:
+        raise RunError(f"{path} is damaged: {error}; {hint}") from error
+    return summary
+
+
+def memory_of(result: dict[str, Any]) -> StepMemory | None:
+    """The memory in one of the summary's results, if it was measured."""
+    values = result.get("memory")
+    return None if values is None else StepMemory.from_dict(values)
 
 
 def write_config(folder: Path, settings: TrainSettings, found: dict[str, Any]) -> None:
@@ -135,12 +174,69 @@ def _next_free(name: str) -> Path:
     return folder
 
 
+def _check_free(folder: Path, overwrite: bool) -> None:
+    """Nothing there that a run would replace; a run's own files may go if `overwrite` says so."""
+    with disk_errors(folder, hint="choose another --out"):
+        found = _written(folder)
+        foreign = [file for path in found if path.is_dir() for file in foreign_files(path)]
+    if not found:
+        return
+    if not (folder / MARKER).is_file():
+        names = ", ".join(str(path.relative_to(folder)) for path in found[:3])
+        raise UserError(
+            f"{folder} is not a run of Octavo (it has no {MARKER}) and holds {names}, which a run would replace: "
+            "nothing was touched; choose another --out"
+        )
+    if overwrite and foreign:
+        raise UserError(f"{foreign[0]} was not written by a run: nothing was touched; move it, or choose another --out")
+    if overwrite:
+        return
+    if not (folder / CONFIG).is_file():
+        raise UserError(
+            f"{folder} holds what is left of a run ({found[0].relative_to(folder)}, but no {CONFIG}): restore {CONFIG} "
+            "and continue with --resume, or replace the run with --overwrite"
+        )
+    raise UserError(f"{folder} already holds a run: continue it with --resume, or replace it with --overwrite")
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Mark the folder as a run, and keep every other process out of it. The system lets go when this process ends."""
+    path = folder / MARKER
+    with disk_errors(path, hint="choose another --out, on a file system that can lock files"):
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(
+                f"{folder} is in use: another process trains in it; wait until it has ended, or choose another --out"
+            ) from error
+        except OSError as error:
+            raise RunError(
+                f"cannot lock {path}: {error.strerror}; choose another --out, on a file system that can lock files"
+            ) from error
+        with disk_errors(path):
+            if os.fstat(descriptor).st_size == 0:
+                os.write(descriptor, b'{"octavo_run": 1}\n')
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _written(folder: Path) -> list[Path]:
+    """What a run writes, as far as it is in the folder; CONFIG first."""
+    names = [folder / name for name in FILES]
+    return [path for path in names if path.exists()] + [
+        path for place in (folder, folder / BF16) for path in written_checkpoints(place)
+    ]
+
+
 def _clear(folder: Path) -> None:
     """Remove what a run wrote, and nothing else that may be in the folder. The config goes first: no half a run."""
     with disk_errors(folder, hint="remove it by hand, or choose another --out"):
-        for pattern in (CONFIG, MODEL, PRODUCTS, SAMPLE, SUMMARY, REPORT, *PATTERNS):
-            for path in folder.glob(pattern):
-                if path.is_dir():
-                    shutil.rmtree(path)
-                else:
-                    path.unlink()
+        for path in _written(folder):
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()

@@ -26,7 +26,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DEVICES = ("cpu", "cuda")
 SCHEDULES = ("cosine", "constant")
 # `data` is where the bytes are; that they are the same bytes is checked when a run is resumed.
-HARMLESS = ("data", "log_interval", "save_interval", "evaluation_batches", "sample_bytes", "compare")
+# `steps` is checked against the checkpoint: a finished run may be extended, and a constant rate does not know its end.
+HARMLESS = ("data", "steps", "log_interval", "save_interval", "evaluation_batches", "sample_bytes", "compare")
 SHAPE_OPTIONS = ("dim", "heads", "neurons", "layers", "dropout")
 
 # Found by short runs on the default data: CPU sizes for minutes on two cores, GPU sizes for minutes on one H200.
@@ -160,11 +161,8 @@ class TrainSettings:
 
     def changes_to_curve(self, other: Self) -> list[str]:
         """The fields in which `other` would give a different loss curve from this run's."""
-        harmless = set(HARMLESS)
-        if self.schedule == other.schedule == "constant":
-            harmless.add("steps")  # a constant rate does not know where the run ends, a cosine does
         mine, others = self.to_dict(), other.to_dict()
-        return [name for name in mine if name not in harmless and mine[name] != others[name]]
+        return [name for name in mine if name not in HARMLESS and mine[name] != others[name]]
 
 
 def settings_from_options(options: Mapping[str, Any], base: TrainSettings | None = None) -> TrainSettings:

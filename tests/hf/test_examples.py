@@ -23,7 +23,7 @@ def checkpoint(tmp_path_factory):
 
 def run(script, *arguments):
     command = [sys.executable, FOLDER / script, *map(str, arguments)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-3000:]
     return result.stdout
 

@@ -213,7 +213,7 @@ def test_merged_checkpoints_in_a_fresh_process_without_octavo(checkpoint, granul
             f"torch.save(model(torch.tensor({tokens().tolist()})).logits, r'{folder / 'logits.pt'}')\n"
             "assert 'octavo' not in sys.modules\n"
         )
-        subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+        subprocess.run([sys.executable, "-c", code], check=True)
         assert cosine(torch.load(folder / "logits.pt"), expected) > 0.98, method
     assert torch.equal(model(tokens()).logits, expected)  # as it was
 

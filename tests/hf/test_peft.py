@@ -134,7 +134,7 @@ def test_saved_adapters_in_a_fresh_process(checkpoint, tmp_path):
         f"ids = torch.tensor({tokens().tolist()})\n"
         f"assert torch.equal(model(ids).logits, torch.load(r'{tmp_path / 'logits.pt'}'))\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True)
     # And where there is no Octavo: they are plain LoRA adapters.
     stock = PeftModel.from_pretrained(small_llama(), tmp_path).eval()
     assert cosine(stock(tokens()).logits, model(tokens()).logits) > 0.97

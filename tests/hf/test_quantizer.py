@@ -89,7 +89,7 @@ def test_in_a_fresh_process(checkpoint, tmp_path):
         f"ids = torch.tensor({tokens().tolist()})\n"
         f"assert torch.equal(model(ids).logits, torch.load(r'{tmp_path / 'logits.pt'}'))\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def make_fp8_checkpoint(folder, granularity):

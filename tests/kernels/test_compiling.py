@@ -5,17 +5,15 @@ import os
 import subprocess
 import sys
 
-import pytest
-
 DTYPES = ("float32", "bfloat16")
 
 
-@pytest.mark.timeout(600)  # 90 s of CPU when Triton's cache is empty; 7 s after that
+# 90 s of CPU when Triton's cache is empty; 7 s after that
 def test_tiles_are_transposed_in_16_bits():
     """FP8 bytes turned next to another store come out wrong on Hopper (triton-lang/triton#11111): NaN in training."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.kernels.compiling", ",".join(DTYPES), "nearest"]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=580)
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     for _, part in zip(DTYPES, run.stdout.split("\n\n"), strict=True):
         check(part)

@@ -104,11 +104,10 @@ def test_percentile_of_finer_types_lies_above_by_less_than_a_bf16_step(dtype):
 
 
 def test_percentile_of_more_elements_than_torch_quantile_takes():
+    """Which was 2**24 before torch 2.15."""
     size = 2**24 + 4096
     x = (torch.arange(size, dtype=torch.int32) * 40503 & 0x7FFF).to(torch.int16)  # every 15-bit pattern in turn
     x = x.clamp_(max=0x7F7F).view(torch.bfloat16)
-    with pytest.raises(RuntimeError, match="too large"):
-        torch.quantile(x.float(), 0.5)
     # Non-negative BF16 values are ordered like their bits, which numpy sorts faster.
     expected = torch.tensor(exact_percentile(x.view(torch.int16).numpy(), 37)).view(torch.bfloat16)
     assert percentile_amax(x, 37.0) == expected

@@ -19,7 +19,7 @@ from octavo.tools.plan.moments import KINDS
 from octavo.tools.plan.options import Option, options_of
 from octavo.tools.plan.request import Request, with_batch, with_sequence
 from octavo.tools.plan.run import make_plan
-from octavo.tools.plan.show import PIPE_WIDTH
+from octavo.training.errors import UserError
 
 Invoke = Callable[..., tuple[int, str, str]]
 TINY = {
@@ -48,13 +48,48 @@ def request(model="8b", mode="full", batch=4, seq=2048, **more):
 @pytest.mark.parametrize("model", sorted(set(DECODERS) - {"tiny"}))
 @pytest.mark.parametrize("mode", ["full", "lora"])
 def test_every_preset(invoke: Invoke, model: str, mode: str) -> None:
-    code, output, error = invoke("plan", model, "--mode", mode, "--gpu", "h200")
-    assert code == 0 and error == ""
-    for kind in KINDS:
-        assert kind in output
-    assert "BF16 Hugging Face, adamw" in output and "with checkpointing" in output and "For h200: " in output
-    assert max(len(line) for line in output.splitlines() if not line.startswith("octavo bench ")) <= PIPE_WIDTH
-    assert "…" not in output  # nothing is cut
+    for more in ([], ["--all"]):
+        code, output, error = invoke("plan", model, "--mode", mode, "--gpu", "h200", *more)
+        assert code == 0 and error == ""
+        assert "BF16 Hugging Face, adamw" in output and "checkpoint" in output and "For h200: " in output
+        assert max(len(line) for line in output.splitlines()) <= 80
+        assert "…" not in output  # nothing is cut
+        assert all(kind in output for kind in KINDS) == bool(more)
+
+
+@pytest.mark.parametrize("mode", ["full", "lora"])
+def test_the_short_answer_comes_first_and_is_short(invoke: Invoke, mode: str) -> None:
+    code, output, _ = invoke("plan", "8b", "--mode", mode, "--gpu", "h200")
+    lines = output.splitlines()
+    assert code == 0 and lines[0].startswith("8b, 8.03 billion parameters")
+    assert any(line.startswith("For h200: FP8 ") for line in lines[1:3])
+    assert len(lines) < 45 and "All " in lines[-1] and "--all" in lines[-1]
+    _, everything, _ = invoke("plan", "8b", "--mode", mode, "--gpu", "h200", "--all")
+    assert len(everything.splitlines()) > len(lines) + 20 and lines[1] in everything
+    plan = make_plan(Request("8b", mode=mode, gpu="h200"))
+    for text in (plan.advice.option.full_name, plan.memories[0].option.full_name):
+        assert text in " ".join(output.split())
+
+
+def test_nothing_is_answered_that_nobody_asked(invoke: Invoke) -> None:
+    for model in ("70b", "8b"):
+        for mode in ("full", "lora"):
+            output = invoke("plan", model, "--mode", mode)[1]
+            assert "Not possible" not in output and "64 GB" not in output and "For " not in output
+
+
+def test_lengths_are_those_the_model_has_positions_for(invoke: Invoke, tmp_path: Path) -> None:
+    """Neither the default nor what is offered goes beyond them."""
+    for model, positions in (("135m", 8192), ("8b", 131072), ("qwen3-8b", 40960)):
+        plan = make_plan(Request(model, mode="lora", gpu="1000"))
+        assert max(plan.sequences) == positions and plan.case.seq == 2048
+        with pytest.raises(UserError, match=rf"--seq {positions + 1}: .* has {positions} positions"):
+            Request(model, seq=positions + 1)
+    write_config(tmp_path / "mine")  # 64 positions
+    code, output, error = invoke("plan", "mine", "--gpu", "24")
+    assert code == 0, error
+    assert "4 × 64 tokens" in output and "max_seq_length=64" in output
+    assert set(make_plan(Request(str(tmp_path / "mine"), gpu="24")).sequences) == {64}
 
 
 def test_a_narrow_terminal_cuts_no_figure() -> None:
@@ -67,7 +102,7 @@ def test_a_narrow_terminal_cuts_no_figure() -> None:
     plan = make_plan(Request("70b", mode="lora", gpu="h200"))
     for width in (80, 100):
         file = io.StringIO()
-        show(Console(file=file, width=width, force_terminal=True, color_system=None), plan)
+        show(Console(file=file, width=width, force_terminal=True, color_system=None), plan, everything=True)
         text = file.getvalue()
         assert "…" not in text
         for memory, batch, sequence in zip(plan.memories, plan.batches, plan.sequences, strict=True):
@@ -193,10 +228,7 @@ def test_a_full_disk_is_named(invoke: Invoke) -> None:
     assert code == 1 and "cannot write plan.json" in error and "--json" in error
 
 
-def test_claims_that_cannot_hold(invoke: Invoke) -> None:
-    _, output, _ = invoke("plan", "70b", "--mode", "lora")
-    text = " ".join(output.split())
-    assert "Not possible: a 70B in 64 GB of FP8. The weights alone are 72.7 GB (67.7 GiB)" in text
+def test_what_cannot_fit_is_said(invoke: Invoke) -> None:
     assert "Not possible" not in invoke("plan", "qwen3-32b", "--mode", "lora", "--gpu", "80")[1]
     text = " ".join(invoke("plan", "70b", "--gpu", "24")[1].split())
     assert "Not possible on 24 GiB, whatever the batch: weights, gradients and states alone take" in text
@@ -208,11 +240,11 @@ def test_claims_that_cannot_hold(invoke: Invoke) -> None:
 def test_blocks_that_straddle_linears_are_left_out(invoke: Invoke, tmp_path: Path) -> None:
     odd = {"num_attention_heads": 9, "num_key_value_heads": 3}
     write_config(tmp_path / "wide", hidden_size=1152, intermediate_size=6144, **odd, head_dim=128 + 64)
-    _, output, _ = invoke("plan", "wide", "--mode", "lora", "--seq", "64")
+    _, output, _ = invoke("plan", "wide", "--mode", "lora", "--seq", "64", "--all")
     assert "Left out: block" in output and "FP8 block" not in output and "FP8 channel" in output
     # So small a model multiplies in BF16, and no block has to lie in one of several.
     write_config(tmp_path / "small", hidden_size=576, intermediate_size=1536, **odd, head_dim=64)
-    _, output, _ = invoke("plan", "small", "--mode", "lora", "--seq", "64")
+    _, output, _ = invoke("plan", "small", "--mode", "lora", "--seq", "64", "--all")
     assert "Left out: block" not in output and "FP8 weights block" in output and "FP8 weights channel" in output
     _, output, _ = invoke("plan", "135m", "--mode", "lora", "--gpu", "h200")
     assert "+weights-only" in output and "does not pay at a width of 419" in " ".join(output.split())
@@ -266,7 +298,7 @@ def test_options_that_make_no_sense_are_refused() -> None:
 
 def test_one_kind_of_offload_beside_bf16(invoke: Invoke) -> None:
     for how, title in (("optimizer", "with states on the host"), ("master", "with master on the host")):
-        code, output, error = invoke("plan", "8b", "--offload", how, "--gpu", "40", "--json", "plan.json")
+        code, output, error = invoke("plan", "8b", "--offload", how, "--gpu", "40", "--json", "plan.json", "--all")
         assert code == 0 and error == "" and title in output and "GiB of host memory" in output
         plan = json.loads(Path("plan.json").read_text())
         assert {option["option"]["offload"] for option in plan["options"]} == {None, how}
@@ -275,7 +307,7 @@ def test_one_kind_of_offload_beside_bf16(invoke: Invoke) -> None:
             plan["advice"]["option"]["offload"] == how
             and f"offload={'True' if how == 'optimizer' else chr(34)}" in output
         )
-    assert "on the host" not in invoke("plan", "8b", "--offload", "none")[1]
+    assert "on the host" not in invoke("plan", "8b", "--offload", "none", "--all")[1]
 
 
 def test_offload_is_advised_where_nothing_else_fits() -> None:
@@ -292,12 +324,12 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not() -> None:
     for option in options_of(case, compiled=True, fp8_head=False):
         longest = longest_sequence(case, option, gpu)
         assert longest % STRIDE == 0 and (not longest or fits(with_sequence(case, longest), option, gpu))
-        assert not fits(with_sequence(case, longest + STRIDE), option, gpu)
+        assert longest == 131072 or not fits(with_sequence(case, longest + STRIDE), option, gpu)
         found[option.code, option.recipe, option.checkpointing] = longest
     for kind in ("none", "layers", "offload"):
         assert found["fp8", "channel", kind] >= 2 * found["own", None, kind] > 0
     limited = replace(case, config={**case.config, "max_position_embeddings": 1000})
-    assert longest_sequence(limited, Option("own"), Gpu("all", 1e9)) == 1000 // STRIDE * STRIDE
+    assert longest_sequence(limited, Option("own"), Gpu("all", 1e9)) == 1000
 
 
 @pytest.mark.parametrize("mode", ["full", "lora"])

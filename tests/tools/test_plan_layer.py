@@ -8,7 +8,9 @@ from octavo.tools.bench.cases import Case
 from octavo.tools.bench.contenders import Contender
 from octavo.tools.plan import standing
 from octavo.tools.plan.layer import kept
+from octavo.tools.plan.memory import plan_memory
 from octavo.tools.plan.options import Option
+from octavo.tools.plan.request import Request
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -184,3 +186,24 @@ def test_states(name):
     # Norms are too small to be quantised: they keep states like themselves.
     norms = 2 * 2 * standing.norm_parameters(case)
     assert standing.states(case, option) == pytest.approx(found, abs=norms)
+
+
+def planned_buffers(option, tokens=4096, **adapters):
+    """At the last layer's backward, of a model as `octavo plan --mode lora` plans it."""
+    request = Request("8b", mode="lora", batch=2, seq=tokens // 2, **adapters)
+    memory = plan_memory(request.case, option)
+    return next(moment.buffers for moment in memory.moments if moment.name == "last layer")
+
+
+def test_adapters_of_the_mlp_have_buffers_of_their_own():
+    """On an FP8 base the gradients of x · Aᵀ, of gate, up and down, are there in FP32; beside BF16 weights, what
+    down's adapter adds to dh is."""
+    tokens, width = 4096, 14336
+    for option, more in ((Option("fp8", "channel"), 3 * (64 - 8) * 4 * tokens), (Option("own"), 0)):
+        for targets in ("all", "mlp"):
+            ranks = [planned_buffers(option, rank=rank, targets=targets) for rank in (8, 64)]
+            assert ranks[1] - ranks[0] == more
+        assert len({planned_buffers(option, rank=rank, targets="attention") for rank in (8, 64)}) == 1
+    for code in ("own", "hf"):
+        without, with_mlp = (planned_buffers(Option(code), rank=8, targets=t) for t in ("attention", "mlp"))
+        assert with_mlp - without == width * 2 * tokens

@@ -32,8 +32,8 @@ CONFIG = {
 SMALL, LARGE = 128, 4096  # vocabularies: with the large one, the loss is the peak
 
 
-def case_of(vocabulary, tokens, rank, model_type):
-    config = {**CONFIG, "vocab_size": vocabulary, "model_type": model_type}
+def case_of(vocabulary, tokens, rank, model_type, tied=False):
+    config = {**CONFIG, "vocab_size": vocabulary, "model_type": model_type, "tie_word_embeddings": tied}
     frozen = rank is not None
     return Case("test", config, 4, tokens, min(tokens, 128), 0, "cpu", frozen=frozen, rank=rank or 0)
 
@@ -42,6 +42,8 @@ def counted(case, option):
     from octavo.tools.bench.subject import Subject
 
     subject = Subject(case, Contender("test", {"hf": "bf16", "own": "octavo-bf16"}[option.code], False))
+    if standing.is_tied(case):  # the bench builds two matrices in any case
+        subject.model.lm_head.weight = subject.model.model.embed_tokens.weight
     if option.checkpointing == "layers":
         subject.model.gradient_checkpointing_enable()
     trained = [parameter for parameter in subject.model.parameters() if parameter.requires_grad]
@@ -124,3 +126,23 @@ def test_peak_of_a_step(vocabulary, tokens, rank, model_type, option, moment):
         assert total == pytest.approx(expected, rel=0.08)
     else:  # a GPU keeps the buffers that states have come in, a CPU makes them anew for each
         assert 0.92 * expected <= total <= 1.08 * (expected + host.on_gpu(case, option))
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        Option("own", compiled=False),
+        Option("hf", compiled=False),
+        Option("hf", compiled=False, checkpointing="layers"),
+        Option("own", compiled=False, in_backward=True),
+    ],
+    ids=lambda option: option.full_name,
+)
+def test_a_tied_embedding_has_two_gradients_or_three_for_a_moment(option):
+    """The embedding's own is made while the head's is there: and counts more than the bound."""
+    case = case_of(4 * LARGE, 8, None, "llama", tied=True)
+    planned = plan_memory(case, option)
+    head = standing.vocabulary_parameters(case) * option.weight_bytes
+    at_embedding = next(moment for moment in planned.moments if moment.name == "embedding")
+    assert planned.peak is at_embedding and head > 0.1 * (planned.peak.total - WORKSPACE)
+    assert planned.peak.total - WORKSPACE == pytest.approx(counted(case, option), rel=0.08)

@@ -80,6 +80,29 @@ def test_page_holds_the_run(tmp_path: Path) -> None:
     assert "<th scope=row>fp8.format</th><td>HYBRID</td>" in page
 
 
+def test_held_out_loss_and_units(tmp_path: Path) -> None:
+    make_run(tmp_path, [row(1, 5.5), row(2, 5.0)], steps=2)
+    page = report(tmp_path)
+    assert "Held-out loss" not in page and "Loss, nats per byte" in page
+    results = {"fp8": {"held_out_loss": 2.02}, "bf16": {"held_out_loss": 2.0}}
+    (tmp_path / "summary.json").write_text(json.dumps(results))
+    page = report(tmp_path)
+    assert card(page, "Held-out loss") == "2.02"
+    assert "nats per byte; on text never trained on; BF16 2, +1.00 %" in page
+    assert "tokens per second; median over the steps" in page
+    results["fp8"]["held_out_loss"] = None  # it diverged
+    (tmp_path / "summary.json").write_text(json.dumps(results))
+    assert card(report(tmp_path), "Held-out loss") == "not finite"
+
+
+def test_the_prompt_is_told_apart_from_what_the_model_wrote(tmp_path: Path) -> None:
+    make_run(tmp_path, [row(1, 5.5)])
+    (tmp_path / "sample.json").write_text(json.dumps({"prompt": "def f(x):\n", "written": "    return x"}))
+    page = report(tmp_path)
+    assert '<pre class="prompt" aria-label="prompt">def f(x):\n</pre>' in page
+    assert '<pre class="written" aria-label="written by the model">    return x</pre>' in page
+
+
 def test_every_placeholder_and_element_is_there(tmp_path: Path) -> None:
     page = report(make_run(tmp_path, [row(1, 5.5)]))
     assert not re.search(r"\{\{\w+\}\}", page)
@@ -98,11 +121,11 @@ def test_hostile_text_stays_text(tmp_path: Path) -> None:
     make_run(tmp_path, [row(1, 5.5, scaling=scaling([f"{HOSTILE}.a"], saturated=0.5))], name=HOSTILE, note=HOSTILE)
     product = dict.fromkeys(("name", "op", "precision", "reason", "shapes", "formats", "where", "calls"), HOSTILE)
     (tmp_path / "products.json").write_text(json.dumps({"products": [product]}))
-    (tmp_path / "sample.txt").write_bytes(HOSTILE.encode() + b"\xff\x00")
+    (tmp_path / "sample.json").write_text(json.dumps({"prompt": HOSTILE, "written": HOSTILE + "\ufffd\x00"}))
     page = report(tmp_path)
     assert "<img" not in page
     assert page.count("</script>") == 2
-    assert page.count("</pre>") == 1
+    assert page.count("</pre>") == 2
     assert "{{config}}\ufffd" in page  # the sample's own braces are no placeholder
     assert embedded(page)["scaling"]["rows"][0]["product"] == HOSTILE
 

@@ -131,5 +131,6 @@ def test_damage_is_found_and_named(tmp_path: Path, name: str, damage: Callable[[
 
 def test_code_in_a_checkpoint_is_not_run(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path, 1, {}, {"step": Path("an object of a class that is not a plain value")})
-    with pytest.raises(RunError, match="damaged"):
+    with pytest.raises(RunError, match=r"damaged: state\.pt holds more than tensors and plain values") as error:
         load_checkpoint(path, CPU)
+    assert "weights_only" not in str(error.value) and "trust" not in str(error.value)  # torch's advice is to run it

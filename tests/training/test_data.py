@@ -49,6 +49,21 @@ def test_a_pattern(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, absolute: bo
     assert everything(load_data(f"{root}**/*.py", sequence=8)) == b"c" * 300
 
 
+def test_binary_files_in_a_folder_are_left_out_and_said_to_be(tmp_path: Path) -> None:
+    make_folder(tmp_path)
+    text = everything(load_data(str(tmp_path), sequence=16))
+    (tmp_path / "inner" / "a.png").write_bytes(b"\x89PNG" + b"x" * 10_000 + b"\0")
+    (tmp_path / "weights.bin").write_bytes(bytes(1000))
+    for source in (str(tmp_path), f"{tmp_path}/**/*.*"):
+        data = load_data(source, sequence=16)
+        assert data.files == 3 + (source[-1] == "*") and len(data.binary) == 2
+        assert str(data).endswith(f"; left out: 2 binary, such as {tmp_path}/inner/a.png")
+    assert everything(load_data(str(tmp_path), sequence=16)) == text
+    assert load_data(str(tmp_path / "weights.bin"), sequence=16).files == 1  # named itself
+    with pytest.raises(UserError, match=r"holds no text: every file is binary, such as .*a\.png"):
+        load_data(f"{tmp_path}/inner/*.png", sequence=16)
+
+
 def test_a_name_with_brackets_is_a_file_if_it_exists(tmp_path: Path) -> None:
     path = tmp_path / "text[1].txt"
     path.write_bytes(TEXT)

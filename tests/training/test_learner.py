@@ -119,7 +119,7 @@ def test_evaluation_and_sampling_leave_no_trace(make_settings: Any) -> None:
     products = with_pause.fp8.report.to_dict()["products"]
     assert with_pause.evaluate() == with_pause.evaluate()
     torch_state = torch.get_rng_state()
-    assert with_pause.sample().startswith("def hatch(egg):\n")
+    assert with_pause.sample().prompt == "def hatch(egg):\n"
     assert torch.equal(torch_state, torch.get_rng_state())
     assert [product["name"] for product in with_pause.fp8.report.to_dict()["products"]] == [p["name"] for p in products]
     assert with_pause.step(2) == without.step(2)

@@ -14,10 +14,12 @@ from octavo.tools.bench.contenders import Contender
 from octavo.tools.bench.gemm import bench_gemms
 from octavo.tools.bench.kernels import bench_kernels
 from octavo.tools.bench.plot import write_plot
-from octavo.tools.bench.result import describe, write_result
+from octavo.tools.bench.result import check_out, describe, write_result
 from octavo.tools.bench.runner import run_bench
 from octavo.tools.bench.show import show
 from octavo.training.files import disk_errors
+
+RESULTS = Path("benchmarks/results")
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,12 @@ class BenchPlan:
             check_positive_int(name, getattr(self, name))
 
 
-def run_plan(plan: BenchPlan, *, out: Path, command: Sequence[str], console: Console) -> Path:
-    """Returns the path of the result file."""
+def run_plan(plan: BenchPlan, *, out: Path | None, command: Sequence[str], console: Console) -> Path:
+    """Returns the path of the result file: in `out`, or `out` itself; without one, where a checkout has its results, or
+    here."""
+    if out is None:
+        out = RESULTS if RESULTS.is_dir() else Path()
+    check_out(out)
 
     def say(text: str) -> None:
         console.print(Text(text, style="dim"), soft_wrap=True)

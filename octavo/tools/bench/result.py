@@ -148,10 +148,25 @@ def without_folders(text: str) -> str:
     return _FOLDERS.sub("", text)
 
 
-def write_result(result: dict[str, Any], out: Path) -> Path:
-    """A new file in `out`, named after date, device, model, LoRA, and tokens if unusual; an earlier one stays."""
+def check_out(out: Path) -> None:
+    """Before anything is measured: a folder, or the name of a new file."""
+    if out.suffix == ".json" and not out.is_dir():
+        if out.exists():
+            raise UserError(f"--out {out}: that file exists; give another name, or a folder")
+        return
     if out.exists() and not out.is_dir():
-        raise UserError(f"--out {out}: not a folder")
+        raise UserError(f"--out {out}: neither a folder nor the name of a .json file")
+
+
+def write_result(result: dict[str, Any], out: Path) -> Path:
+    """`out` itself if it is a file's name (`….json`); else a new file in the folder `out`, named after date, device,
+    model, LoRA, and tokens if unusual. An earlier one stays."""
+    check_out(out)
+    if out.suffix == ".json" and not out.is_dir():
+        with disk_errors(out):
+            out.parent.mkdir(parents=True, exist_ok=True)
+        write_json(out, result)
+        return out
     case = result["case"]
     device = re.sub(r"[^a-z0-9]+", "-", result["device"].lower().removeprefix("nvidia ")).strip("-")
     parts = [result["date"], device, case["name"], f"{case['layers']}l"]

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from octavo.numerics.quantize import BLOCK
 from octavo.tools.bench.cases import DECODERS, Case
-from octavo.tools.plan import standing
 from octavo.tools.plan.bdh import NOTE
 from octavo.tools.plan.gpus import Gpu, fits, largest_batch
 from octavo.tools.plan.memory import plan_memory
@@ -20,8 +19,6 @@ from octavo.tools.plan.moments import GIB, Memory
 from octavo.tools.plan.options import BDH_NAMES, BY_EXACTNESS, CHECKPOINTING, OFFLOADS, Option, blocks_fit, why_wide
 from octavo.tools.plan.request import checkpoint_name, with_batch
 
-# What is often said of models this large: parameters from, to, what is said, and its bytes.
-CLAIMS = ((65e9, 80e9, "a 70B in 64 GB of FP8", 64e9),)
 BASELINES = {"hf": "bf16-compiled", "own": "octavo-bf16"}  # as the bench calls them
 
 
@@ -72,11 +69,11 @@ def _rank(option: Option) -> tuple[int | bool, ...]:
     return *where, option.in_backward, option.activations == "fp8", states, option.recipe == "block"
 
 
-def _loading(model: str, case: Case, arguments: str) -> list[str]:
+def _loading(model: str, case: Case, arguments: Sequence[str]) -> list[str]:
     return [
         "model, tokenizer = FastLanguageModel.from_pretrained(",
         f"    {checkpoint_name(model)!r}, max_seq_length={case.seq},",
-        *([f"    {arguments}"] if arguments else []),
+        *(f"    {argument}," for argument in arguments),
         ")",
     ]
 
@@ -87,12 +84,12 @@ def _compiling(option: Option, decoder: str) -> list[str]:
 
 def _lora_code(model: str, case: Case, option: Option) -> str:
     imports = ["from octavo import FastLanguageModel"]
-    loading, adapting = "", f"r={case.rank}, lora_alpha={case.rank}"
+    loading, adapting = [], f"r={case.rank}, lora_alpha={case.rank}"
     if option.code == "fp8":
-        loading = f"load_in_fp8={option.recipe!r}"
+        loading = [f"load_in_fp8={option.recipe!r}"]
         if option.fp8_head:
             imports.append("from octavo.nn.frozen import activation_config")
-            loading += f", fp8_config=activation_config({option.recipe!r}).replace(fp8_head=True)"
+            loading.append(f"fp8_config=activation_config({option.recipe!r}).replace(fp8_head=True)")
     else:
         adapting += ", autocast_adapter_dtype=False"
     if case.targets != "all":
@@ -102,7 +99,10 @@ def _lora_code(model: str, case: Case, option: Option) -> str:
         *imports,
         "",
         *_loading(model, case, loading),
-        f"model = FastLanguageModel.get_peft_model(model, {adapting}, use_gradient_checkpointing={kind!r})",
+        "model = FastLanguageModel.get_peft_model(",
+        f"    model, {adapting},",
+        f"    use_gradient_checkpointing={kind!r},",
+        ")",
         *_compiling(option, "model.get_base_model().model"),
     ]
     return "\n".join(lines)
@@ -132,13 +132,13 @@ def _bdh_code(model: str, case: Case, option: Option) -> str:
 
 def _full_code(model: str, case: Case, option: Option) -> str:
     imports = ["from octavo import FastLanguageModel", "from octavo.optim import build_optimizer"]
-    loading = "full_finetuning=True"
+    loading = ["full_finetuning=True"]
     if option.code == "fp8":
-        loading += ", load_in_fp8=True"
+        loading.append("load_in_fp8=True")
         settings = ['activations="fp8"'] * (option.activations == "fp8") + ["fp8_head=True"] * option.fp8_head
         if settings:
             imports[0] = "from octavo import FastLanguageModel, FP8TrainingConfig"
-            loading += f", fp8_config=FP8TrainingConfig({', '.join(settings)})"
+            loading.append(f"fp8_config=FP8TrainingConfig({', '.join(settings)})")
     stepping = _stepping(option)
     if "step_in_backward" in stepping:
         imports[1] += ", step_in_backward"
@@ -190,17 +190,8 @@ def _keeps_less(option: Option) -> bool:
 
 
 def notes(case: Case, memories: Sequence[Memory], gpu: Gpu | None) -> list[str]:
-    """What a person should know who has heard otherwise."""
-    if case.is_bdh:
-        return [NOTE]
+    """What the figures alone do not say of this model on this GPU."""
     found = []
-    in_fp8 = standing.weights(replace(case, frozen=True, rank=0), Option("fp8", "channel"))
-    for low, high, claim, size in CLAIMS:
-        if low < standing.parameters(case) < high and in_fp8 > size:
-            found.append(
-                f"Not possible: {claim}. The weights alone are {in_fp8 / 1e9:.1f} GB ({in_fp8 / GIB:.1f} GiB): one "
-                "byte each in the layers, two in embedding and head. Activations come on top."
-            )
     if gpu is not None:
         least = min(_standing(memory) for memory in memories)
         if least > gpu.room * GIB:
@@ -211,9 +202,17 @@ def notes(case: Case, memories: Sequence[Memory], gpu: Gpu | None) -> list[str]:
             )
         if not gpu.has_fp8:
             found.append(f"{gpu.name} has no FP8 tensor cores: FP8 would be emulated there, slowly. Take BF16.")
-    if case.frozen and why_wide(case):
+    if not case.is_bdh and case.frozen and why_wide(case):
         found.append(f"FP8 weights: products in BF16, since {why_wide(case)}; fp8_products=True insists on FP8.")
-    elif case.frozen and not blocks_fit(case):
+    return found
+
+
+def background(case: Case, memories: Sequence[Memory]) -> list[str]:
+    """How to read the table of all options."""
+    if case.is_bdh:
+        return [NOTE]
+    found = []
+    if case.frozen and not why_wide(case) and not blocks_fit(case):
         found.append(
             f"Left out: block. Of q, k, v, gate or up, one has outputs that are no multiple of {BLOCK}, so that they "
             "are computed one by one, and keep more."

@@ -19,7 +19,7 @@ from octavo.training.errors import UserError
 CONTEXT_GIB = 0.75
 RESERVED = 1.05  # torch's reserved memory for each byte of tensors
 MOST = 2**16  # sequences; nobody asks for more
-STRIDE = 128  # a longest sequence is a multiple of it
+STRIDE = 128  # a longest sequence is a multiple of it, or all of the model's positions
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,8 @@ def largest_batch(case: Case, option: Option, gpu: Gpu) -> int:
 def longest_sequence(case: Case, option: Option, gpu: Gpu) -> int:
     """In tokens, of a step of one sequence; 0 if not even the shortest fits. No more than the model has positions."""
     positions = case.config.get("max_position_embeddings") or MOST * STRIDE
+    if fits(with_sequence(case, positions), option, gpu):
+        return int(positions)
     return STRIDE * _most(lambda n: fits(with_sequence(case, n * STRIDE), option, gpu), positions // STRIDE)
 
 

@@ -35,7 +35,9 @@ def plan_memory(case: Case, option: Option) -> Memory:
     head = head_bytes(case, option)
     at_head = _at_head(case, option, all_kept)
     bottom = case.tokens * case.config["hidden_size"] * BF16
-    tied = standing.is_tied(case)
+    # A tied embedding makes a gradient of its own, which is added to the head's. Hugging Face's head makes a transposed
+    # one, which autograd cannot add to in place: the sum is a third.
+    of_tied = held["head"] * (2 if option.code == "hf" else 1) if standing.is_tied(case) else 0
 
     def moment(name: str, gradients: int, activations: int, buffers: int) -> Moment:
         return Moment(name, weights, gradients, states, activations, buffers + WORKSPACE)
@@ -44,8 +46,7 @@ def plan_memory(case: Case, option: Option) -> Memory:
         moment("head", head["gradients"], at_head + head["activations"], head["buffers"]),
         moment("last layer", held["last layer"], all_kept, backward),
         moment("first layer", held["first layer"], one_kept, backward),
-        # A tied embedding makes a gradient of its own, which is then added to the head's.
-        moment("embedding", held["embedding"], bottom, held["head"] if tied else 0),
+        moment("embedding", held["embedding"], bottom, of_tied),
     ]
     return Memory(option, tuple(moments), layer, host.on_host(case, option))
 

@@ -26,18 +26,33 @@ HUB = {
     "qwen3-8b": "Qwen/Qwen3-8B",
     "qwen3-32b": "Qwen/Qwen3-32B",
 }
+# As published; of presets, which say nothing of it themselves.
+POSITIONS = {
+    "tiny": 2048,
+    "135m": 8192,
+    "360m": 8192,
+    "1b": 131072,
+    "3b": 131072,
+    "8b": 131072,
+    "70b": 131072,
+    "qwen3-0.6b": 40960,
+    "qwen3-8b": 40960,
+    "qwen3-32b": 40960,
+}
+SEQ = 2048
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
 @dataclass(frozen=True)
 class Request:
     """`gpu`: its name or its GiB; None leaves out what fits. `head`: of FP8 options. `offload`: only options that do so
-    are compared with BF16 (`none`: only those that do not); None: all of them."""
+    are compared with BF16 (`none`: only those that do not); None: all of them. `seq`: None takes 2,048 tokens, or as
+    many as the model has positions."""
 
     model: str
     mode: str = "full"
     batch: int = 4
-    seq: int = 2048
+    seq: int | None = None
     layers: int | None = None
     rank: int | None = None
     targets: str | None = None
@@ -71,7 +86,7 @@ class Request:
         if self.targets is not None:
             check_choice("targets", self.targets, tuple(TARGETS))
         positions = self.case.config.get("max_position_embeddings")
-        if isinstance(positions, int) and self.seq > positions:
+        if isinstance(positions, int) and self.case.seq > positions:
             raise UserError(
                 f"--seq {self.seq}: {self.model} has {positions} positions (max_position_embeddings); ask for no more"
             )
@@ -92,8 +107,8 @@ class Request:
                 preset=self.model,
                 config=None,
                 layers=self.layers,
-                tokens=self.batch * self.seq,
-                seq=self.seq,
+                tokens=self.batch * (self.seq or SEQ),
+                seq=self.seq or SEQ,
                 seed=0,
                 device="cpu",
                 force=True,
@@ -101,12 +116,13 @@ class Request:
         config = _config(self.model)
         _check_config(self.model, config)
         frozen = self.mode == "lora"
+        seq = self.seq or min(SEQ, config.get("max_position_embeddings") or SEQ)
         return Case(
             name=self.model if self.model in DECODERS else _name(self.model),
             config=config,
             layers=config["num_hidden_layers"] if self.layers is None else self.layers,
-            tokens=self.batch * self.seq,
-            seq=self.seq,
+            tokens=self.batch * seq,
+            seq=seq,
             seed=0,
             device="cpu",
             frozen=frozen,
@@ -134,7 +150,7 @@ def checkpoint_name(model: str) -> str:
 
 def _config(model: str) -> dict[str, Any]:
     if model in DECODERS:
-        return DECODERS[model]
+        return {**DECODERS[model], "max_position_embeddings": POSITIONS[model]}
     path = Path(model)
     if not path.exists():
         raise UserError(

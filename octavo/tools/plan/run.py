@@ -5,7 +5,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from octavo.tools.plan.advice import advise, notes
+from octavo.tools.plan.advice import advise, background, notes
 from octavo.tools.plan.bdh import bdh_options
 from octavo.tools.plan.gpus import find_gpu, largest_batch, longest_sequence
 from octavo.tools.plan.memory import plan_memory
@@ -36,13 +36,15 @@ def make_plan(request: Request) -> Plan:
         [] if gpu is None or case.is_bdh else [longest_sequence(case, option, gpu) for option in options],
         None if gpu is None else advise(request.model, case, options, gpu),
         notes(case, memories, gpu),
+        background(case, memories),
     )
 
 
-def run_plan(plan: Plan, *, json: Path | None, console: Console) -> None:
+def run_plan(plan: Plan, *, json: Path | None, console: Console, everything: bool = False) -> None:
+    """The short answer, or `everything`: each option, with what takes its memory."""
     if json is not None and (json.is_dir() or not json.parent.is_dir()):
         raise UserError(f"--json {json}: a file in a folder that exists is needed")
-    show(console, plan)
+    show(console, plan, everything)
     if json is not None:
         write_json(json, to_dict(plan), "free some space or choose another --json")
         console.print(Text(f"Figures: {json}"), soft_wrap=True)

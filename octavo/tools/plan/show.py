@@ -1,5 +1,6 @@
 """A plan on the terminal, and as JSON."""
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -15,8 +16,9 @@ from octavo.tools.plan.advice import Advice
 from octavo.tools.plan.gpus import MOST, Gpu
 from octavo.tools.plan.moments import GIB, KINDS, Memory
 
-PIPE_WIDTH = 140
+PIPE_WIDTH = 80
 BAR = 60
+WIDE = 140  # from here on a table has all its columns
 SHORT = ("wts", "grads", "states", "acts", "bufs")  # for KINDS
 # Signs that can be told apart without colours.
 SIGNS = dict(zip(KINDS, "█▓▒░·", strict=True))
@@ -35,17 +37,29 @@ class Plan:
     sequences: Sequence[int]
     advice: Advice | None
     notes: Sequence[str]
+    background: Sequence[str]
 
 
-def show(console: Console, plan: Plan) -> None:
-    # A file or a pipe has no width of its own, and rich would squeeze the table into 80 columns.
-    wide = console if console.is_terminal else Console(file=console.file, width=PIPE_WIDTH)
-    wide.print(_table(plan, narrow=wide.width < PIPE_WIDTH))
-    wide.print(_bars(plan), soft_wrap=True)
-    for note in plan.notes:
-        wide.print(Text(note, style="yellow"))
+def show(console: Console, plan: Plan, everything: bool = False) -> None:
+    """The short answer; or all options, with what takes their memory, and then that."""
+    if not console.is_terminal:  # a file or a pipe has no width of its own
+        console = Console(file=console.file, width=PIPE_WIDTH)
+    console.print(Text(title(plan.case), style="bold"))
+    if everything:
+        console.print(_table(plan, narrow=console.width < WIDE))
+        console.print(_bars(plan, console.width), soft_wrap=True)
+        for note in plan.background:
+            console.print(Text(note, style="yellow"))
     if plan.advice is not None and plan.gpu is not None:
-        _show_advice(wide, plan.advice, plan.gpu)
+        _show_chosen(console, plan.advice, plan.gpu)
+    for note in plan.notes:
+        console.print(Text(note, style="yellow"))
+    if not everything:
+        console.print(_short_table(plan))
+    if plan.advice is not None:
+        _show_code(console, plan.advice)
+    if not everything:
+        console.print(Text(f"All {len(plan.memories)} options, and what takes their memory: --all", style="dim"))
 
 
 def title(case: Case) -> str:
@@ -68,8 +82,8 @@ def _table(plan: Plan, narrow: bool) -> Table:
     has_host = any(memory.host for memory in plan.memories)
     if has_host:
         caption += "; host: GiB of host memory"
-    table = Table(title=title(plan.case), caption=caption, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    table.title_justify = table.caption_justify = "left"
+    table = Table(caption=caption, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.caption_justify = "left"
     headings = [
         *(SHORT if narrow else KINDS),
         "peak",
@@ -98,16 +112,71 @@ def _table(plan: Plan, narrow: bool) -> Table:
     return table
 
 
+def _shown(plan: Plan) -> list[int]:
+    """The short table's options: BF16, plain FP8, what takes least with ever more effort, and the advised one."""
+    memories = plan.memories
+    plain = [i for i, memory in enumerate(memories) if not memory.option.section]
+    on_gpu = [i for i, memory in enumerate(memories) if not memory.option.offload]
+
+    def least(among: Sequence[int]) -> int:
+        return min(among, key=lambda i: memories[i].peak.total)
+
+    def first(*codes: str) -> int:
+        """Of weights in BF16, but for BDH's."""
+        options = [(i, memories[i].option) for i in plain]
+        return next((i for i, o in options if o.code in codes and (o.weight_bytes == 2 or codes[1] == o.code)), 0)
+
+    found = {
+        0,
+        first("own", "bdh-bf16"),
+        first("fp8", "bdh-fp8"),
+        least(plain),
+        least(on_gpu),
+        least(range(len(memories))),
+    }
+    if plan.advice is not None and plan.advice.option is not None:
+        found |= {i for i, memory in enumerate(memories) if memory.option == plan.advice.option}
+    return sorted(found)
+
+
+def _short_table(plan: Plan) -> Table:
+    host = any(plan.memories[i].host for i in _shown(plan))
+    headings = {"GiB": "peak of a step", "×": "of the first row's"}
+    if plan.gpu is not None:
+        headings["most"] = f"sequences that fit {plan.gpu.name}"
+    if plan.sequences:
+        headings["longest"] = "tokens of one that fits alone"
+    if host:
+        headings["host"] = "GiB of host memory"
+    caption = "; ".join(f"{name}: {meaning}" for name, meaning in headings.items())
+    table = Table(caption=caption, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.caption_justify = "left"
+    table.add_column("", overflow="fold")
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    first = plan.memories[0].peak.total
+    for i in _shown(plan):
+        memory = plan.memories[i]
+        cells = [f"{memory.peak_gib:.1f}", f"{memory.peak.total / first:.2f}"]
+        cells += [_batch(plan.batches[i])] if plan.gpu is not None else []
+        cells += [f"{plan.sequences[i]:,}" if plan.sequences[i] else "–"] if plan.sequences else []
+        cells += [f"{memory.host_gib:.1f}" if memory.host else ""] if host else []
+        advised = plan.advice is not None and memory.option == plan.advice.option
+        table.add_row(memory.option.full_name, *cells, style="bold" if advised else "")
+    return table
+
+
 def _batch(batch: int) -> str:
     return "–" if not batch else f"≥ {MOST}" if batch >= MOST else str(batch)
 
 
-def _bars(plan: Plan) -> Text:
+def _bars(plan: Plan, columns: int) -> Text:
     """One bar for each option, split by kind; a line where the GPU ends."""
+    name_width = max(len(memory.option.name) for memory in plan.memories)
+    bar = max(10, min(BAR, columns - name_width - 10))
     limit = None if plan.gpu is None else plan.gpu.room * GIB
     longest = max(memory.peak.total for memory in plan.memories)
-    width = max(len(memory.option.name) for memory in plan.memories)
-    text = Text("\n" + " " * (width + 1))
+    text = Text("\n")
     for kind in KINDS:
         text.append(f"{SIGNS[kind]} ", COLOURS[kind]).append(f"{kind}  ")
     if limit is not None and limit < longest:
@@ -118,9 +187,9 @@ def _bars(plan: Plan) -> Text:
         if memory.option.section != section:
             section = memory.option.section
             text.append(section + "\n", "italic")
-        text.append(f"{memory.option.name:>{width}} ")
-        cells = _cells(memory, longest)
-        end = None if limit is None else round(BAR * limit / longest)
+        text.append(f"{memory.option.name:>{name_width}} ")
+        cells = _cells(memory, longest, bar)
+        end = None if limit is None else round(bar * limit / longest)
         for place, kind in enumerate(cells):
             if place == end:
                 text.append("│", "bold")
@@ -129,26 +198,37 @@ def _bars(plan: Plan) -> Text:
     return text
 
 
-def _cells(memory: Memory, longest: int) -> list[str]:
+def _cells(memory: Memory, longest: int, bar: int) -> list[str]:
     """The kind of each cell of a bar. Rounding the ends of parts, not their lengths, keeps the whole right."""
     cells: list[str] = []
     so_far = 0
     for kind in KINDS:
         so_far += getattr(memory.peak, kind)
-        cells += [kind] * (round(BAR * so_far / longest) - len(cells))
+        cells += [kind] * (round(bar * so_far / longest) - len(cells))
     return cells
 
 
-def _show_advice(console: Console, advice: Advice, gpu: Gpu) -> None:
+def _show_chosen(console: Console, advice: Advice, gpu: Gpu) -> None:
     if advice.option is None:
         console.print(Text(f"For {gpu.name}: {advice.why}.", style="bold red"))
         return
-    chosen = f"For {gpu.name}: {advice.option.full_name}, batch {advice.batch}: {advice.why}."
-    console.print(Text(chosen, style="bold"))
-    console.print()
-    console.print(Text(advice.code), soft_wrap=True)
+    console.print(Text(f"For {gpu.name}: {advice.option.full_name}, batch {advice.batch}: {advice.why}.", style="bold"))
+
+
+def _show_code(console: Console, advice: Advice) -> None:
+    if not advice.code:
+        return
+    console.print(Text(f"\n{folded(advice.code)}\n"), soft_wrap=True)
     if advice.check:
-        console.print(Text(f"\nTo measure its forward and backward:\n{advice.check}"), soft_wrap=True)
+        console.print(Text(f"To measure its forward and backward:\n{folded(advice.check)}\n"), soft_wrap=True)
+
+
+def folded(code: str) -> str:
+    """A command's line goes on below after a backslash; lines of Python are short as they are."""
+    if not code.startswith("octavo "):
+        return code
+    lines = textwrap.wrap(code, PIPE_WIDTH - 4, break_long_words=False, break_on_hyphens=False)
+    return " \\\n  ".join(lines)
 
 
 def to_dict(plan: Plan) -> dict[str, Any]:
@@ -166,7 +246,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
         "gpu": None if plan.gpu is None else {**asdict(plan.gpu), "room_gib": plan.gpu.room},
         "options": [_option(memory, plan, i) for i, memory in enumerate(plan.memories)],
         "advice": None if plan.advice is None else asdict(plan.advice),
-        "notes": list(plan.notes),
+        "notes": [*plan.notes, *plan.background],
     }
 
 

@@ -1,0 +1,31 @@
+"""Options as the commands declare them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import typer
+
+
+def option(panel: str, name: str, text: str) -> Any:
+    return typer.Option(name, help=text, rich_help_panel=panel, show_default=False)
+
+
+def _per_operand(kind: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Reads `value`, or `x,w,g` with a value each."""
+
+    def parse(text: str) -> Any:
+        values = [kind(part.strip()) for part in text.split(",")]
+        return values[0] if len(values) == 1 else values
+
+    return parse
+
+
+def operand_option(name: str, text: str, kind: Callable[[str], Any]) -> Any:
+    return typer.Option(
+        name, help=text, rich_help_panel="FP8", show_default=False, parser=_per_operand(kind), metavar="<x,w,g>"
+    )
+
+
+def names(text: str) -> list[str]:
+    """Reads `one,two`."""
+    return [name.strip() for name in text.split(",")]

@@ -1,0 +1,69 @@
+"""`octavo plan`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from octavo.cli.bench import PRESETS
+from octavo.cli.options import option
+from octavo.training.errors import UserError
+
+# As in octavo.tools.plan, which takes long to import; a test compares them.
+GPUS = ("b200", "h200", "h100", "l40s", "rtx5090", "rtx4090", "l4", "a100", "a100-40gb", "rtx3090")
+
+
+def plan(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help=f"{', '.join(PRESETS)}; or a config.json, or a folder with one.")
+    ],
+    mode: Annotated[str, option("Training", "--mode", "full, lora or grpo (to come) (default: full).")] = "full",
+    batch: Annotated[int, option("Training", "--batch", "Sequences a step (default: 4).")] = 4,
+    seq: Annotated[
+        int | None, option("Training", "--seq", "Tokens a sequence (default: 2048, or the model's positions).")
+    ] = None,
+    layers: Annotated[int | None, option("Training", "--layers", "Layers, instead of the model's.")] = None,
+    rank: Annotated[int | None, option("Training", "--rank", "Of LoRA's adapters (default: 32).")] = None,
+    targets: Annotated[
+        str | None, option("Training", "--targets", "Linears with adapters: all, attention or mlp (default: all).")
+    ] = None,
+    head: Annotated[str, option("Training", "--head", "Of FP8 options: bf16 or fp8 (default: bf16).")] = "bf16",
+    compile: Annotated[
+        bool, option("Training", "--compile/--no-compile", "Compile decoder layers (default: yes).")
+    ] = True,
+    offload: Annotated[
+        str | None,
+        option("Training", "--offload", "To host memory: none, optimizer or master (default: each is compared)."),
+    ] = None,
+    gpu: Annotated[
+        str | None, option("GPU", "--gpu", f"What fits: GiB such as 24, or one of {', '.join(GPUS)}.")
+    ] = None,
+    all: Annotated[bool, option("Output", "--all", "Every option, with what takes its memory.")] = False,
+    json: Annotated[Path | None, option("Output", "--json", "Write all figures to this file, too.")] = None,
+) -> None:
+    """Say how much GPU memory a training step takes, before anything runs: no weights, no GPU, nothing to download.
+
+    For BF16 and each FP8 option; with --gpu also the largest batch of each, and the code of the one to take.
+    """
+    from octavo.tools.plan.request import Request
+    from octavo.tools.plan.run import make_plan, run_plan
+
+    try:
+        request = Request(
+            model,
+            mode=mode,
+            batch=batch,
+            seq=seq,
+            layers=layers,
+            rank=rank,
+            targets=targets,
+            head=head,
+            compiled=compile,
+            offload=offload,
+            gpu=gpu,
+        )
+        found = make_plan(request)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    run_plan(found, json=json, console=Console(), everything=all)
