@@ -16,6 +16,7 @@ from octavo.nn.linear import FP8Linear
 from octavo.optim.host_states import AHEAD
 from octavo.optim.in_backward import steps_in_backward
 from octavo.optim.memory import StepMemory, device_memory, in_words, measure_now, tensor_bytes
+from octavo.optim.split_masters import has_master
 
 # Shares of activations, by `octavo plan 8b`: 26.2 GiB in FP8; 15.3 with gate and up in FP8; 2.2 with checkpointing.
 FP8_ACTIVATIONS = 0.4
@@ -72,7 +73,9 @@ def savings(model: nn.Module, optimizer: Any, memory: StepMemory) -> dict[str, i
     trained = [p for p in model.parameters() if p.requires_grad]
     numbers, gradients = sum(p.numel() for p in trained), sum(tensor_bytes(p) for p in trained)
     largest = max((p.numel() for p in trained), default=0)
-    states = max(memory.states, 2 * gradients if isinstance(optimizer, torch.optim.Adam) else 0)
+    halves = sum(p.numel() for p in trained if has_master(optimizer, p))  # each with a low half, and means in FP32
+    to_come = 2 * gradients + (2 + 4) * halves if isinstance(optimizer, torch.optim.Adam) else 0
+    states = max(memory.states, to_come)
 
     def share(part: float) -> int | None:
         return None if memory.rest is None else round(part * memory.rest)
@@ -85,7 +88,7 @@ def savings(model: nn.Module, optimizer: Any, memory: StepMemory) -> dict[str, i
     if not steps_in_backward(optimizer):
         found["release"] = gradients - max((tensor_bytes(p) for p in trained), default=0)
     if not memory.host and numbers:
-        found |= {name: round(states - numbers * each) for name, each in LOW_BIT.items()}
+        found |= {name: round(states - 2 * halves - numbers * each) for name, each in LOW_BIT.items()}
         found["offload"] = round(states * max(1 - (1 + AHEAD) * largest / numbers, 0))
     return found
 

@@ -311,11 +311,25 @@ def test_one_kind_of_offload_beside_bf16(invoke: Invoke) -> None:
 
 
 def test_offload_is_advised_where_nothing_else_fits() -> None:
-    found = {gpu: make_plan(Request("8b", gpu=gpu)).advice for gpu in ("h200", "40", "26", "20")}
+    found = {gpu: make_plan(Request("8b", gpu=gpu)).advice for gpu in ("h200", "48", "28", "20")}
     options = {gpu: advice.option for gpu, advice in found.items() if advice is not None and advice.option is not None}
-    assert [options[gpu].offload for gpu in ("h200", "40", "26", "20")] == [None, None, "optimizer", "master"]
+    assert [options[gpu].offload for gpu in ("h200", "48", "28", "20")] == [None, None, "optimizer", "master"]
     compile(found["20"].code, "advice", "exec")
     assert "FP8TrainingConfig, FP8Trainer" in found["20"].code and "host memory" in found["20"].why
+
+
+def test_bf16_weights_that_octavo_trains_have_masters() -> None:
+    """A low half and FP32 means: 10 bytes a weight. In backward, the largest weight is joined, with its gradient."""
+    case = request()
+    ways = [way for way in options_of(case, compiled=True, fp8_head=False) if way.code == "fp8"]
+    assert all(way.masters == (way.weight_bytes == 2) for way in ways)
+    numbers = standing.parameters(case)
+    plain, eight = (next(w for w in ways if w.masters and w.optimizer == name) for name in ("adamw", "adamw8bit"))
+    assert standing.states(case, plain) == 10 * numbers
+    assert standing.states(case, eight) == standing.states(case, replace(eight, masters=False)) + 2 * numbers
+    released = replace(plain, in_backward=True)
+    more = plan_memory(case, released).moments[1]
+    assert more.name == "head's step" and more.buffers >= 8 * standing.vocabulary_parameters(case)
 
 
 def test_the_longest_sequence_fits_and_a_longer_one_does_not() -> None:

@@ -1,6 +1,7 @@
 """The moments of a training step, what is in memory at each, and the peak: the largest of them.
 
     head               the layers have kept what they need; head and loss run
+    head's step        with the optimiser in backward: where the head has a master, both halves joined, and in FP32
     last layer         the last layer goes backward: everything is still kept, and its gradients come on top
     first layer        the first layer goes backward: almost all gradients are there, and one layer's activations
     embedding          all gradients are there
@@ -46,8 +47,10 @@ def plan_memory(case: Case, option: Option) -> Memory:
         moment("head", head["gradients"], at_head + head["activations"], head["buffers"]),
         moment("last layer", held["last layer"], all_kept, backward),
         moment("first layer", held["first layer"], one_kept, backward),
-        moment("embedding", held["embedding"], bottom, of_tied),
+        moment("embedding", held["embedding"], bottom, of_tied + standing.vocabulary_master(case, option)),
     ]
+    if standing.vocabulary_master(case, option) and not standing.is_tied(case):
+        moments.insert(1, moment("head's step", held["head"], at_head, standing.vocabulary_master(case, option)))
     return Memory(option, tuple(moments), layer, host.on_host(case, option))
 
 

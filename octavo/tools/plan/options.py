@@ -27,8 +27,8 @@ class Option:
     keep, as in `FP8TrainingConfig`. `in_backward`: gradients are applied there, one by one. `offload`: `optimizer` has
     states in host memory; `master` has FP32 weights there, too, and on the GPU FP8 weights in the layers.
     `wide_products`: a frozen FP8 base multiplies in BF16. `adapter_bytes`: beside FP8, PEFT makes adapters in FP32.
-    `joined_norms`: where `hf/layer.py` joins norms to what
-    follows them.
+    `joined_norms`: where `hf/layer.py` joins norms to what follows them. `masters`: BF16 weights that are trained have
+    FP32 masters (`optim/split_masters.py`), as with `FastLanguageModel` and `FP8Trainer`; `octavo bench` has none.
     """
 
     code: str
@@ -43,6 +43,7 @@ class Option:
     weight_bytes: int = 2  # of a weight that is trained, or is not in FP8
     adapter_bytes: int = 2
     joined_norms: bool = True
+    masters: bool = False
     wide_products: bool = False
 
     def __post_init__(self) -> None:
@@ -110,7 +111,8 @@ def options_of(case: Case, *, compiled: bool, fp8_head: bool, offload: str | Non
     fp8 = Option("fp8", "delayed", compiled=compiled, fp8_head=fp8_head)
     bf16 = [Option("hf", compiled=compiled), Option("own", compiled=compiled)]
     if not case.frozen:
-        ways = _full(bf16, fp8)
+        ways = [replace(way, masters=way.code != "hf" and way.weight_bytes == 2) for way in _full(bf16, fp8)]
+        bf16 = [way for way in ways if way.code in ("hf", "own") and way.optimizer == "adamw"]
         kinds: tuple[str, ...] = ("none", "layers")
     else:
         wide = bool(why_wide(case))

@@ -2,6 +2,7 @@
 
 states   bytes per number trained: adamw 2 of the weight's dtype (torch makes them like the weight); adamw8bit and
          adamwfp8 two of one byte, with an FP32 scale for 256; adamw4bit two of half a byte, with one for 128
+masters  of BF16 weights: two bytes more, the lower halves, and adamw's states are in FP32
 """
 
 from octavo.numerics.quantize import BLOCK
@@ -9,6 +10,7 @@ from octavo.tools.bench.cases import MEMBERS, Case
 from octavo.tools.plan.layer import FP32, Sizes
 from octavo.tools.plan.options import Option
 
+LOW_HALF = 2.0
 LOW_BIT_STATES = {"adamw8bit": (1.0, 256), "adamwfp8": (1.0, 256), "adamw4bit": (0.5, 128)}
 
 
@@ -77,13 +79,14 @@ def gradients(case: Case, option: Option) -> int:
 
 
 def state_bytes(case: Case, option: Option, *, of_master: bool = False) -> tuple[float, ...]:
-    """Of one number trained, by tensor: two moments, each with its scales if they are quantised."""
+    """Bytes of one number trained, by tensor: two moments, each with its scales if they are quantised; a low half."""
     if option.optimizer is None:
         return ()
+    low = (LOW_HALF,) if option.masters and not of_master else ()
     if option.optimizer == "adamw":
-        return (FP32 if of_master else trained_bytes(case, option),) * 2
+        return *low, *(FP32 if of_master or option.masters else trained_bytes(case, option),) * 2
     size, block = LOW_BIT_STATES[option.optimizer]
-    return (size, FP32 / block) * 2
+    return *low, *(size, FP32 / block) * 2
 
 
 def states(case: Case, option: Option) -> int:
@@ -94,5 +97,16 @@ def states(case: Case, option: Option) -> int:
 
 
 def master_gradient(case: Case, option: Option) -> int:
-    """FP32 masters want their gradient in FP32, one matrix after the other. (No optimiser of ours takes more.)"""
-    return FP32 * max(n * k for n, k in layer_matrices(case)) if option.offload == "master" else 0
+    """FP32 masters want their gradient in FP32, one matrix after the other. (No optimiser of ours takes more.)
+
+    Masters in halves are joined for the step, so stepped in backward they take as much again.
+    """
+    largest = FP32 * max(n * k for n, k in layer_matrices(case))
+    if option.offload == "master":
+        return largest
+    return 2 * largest if option.masters and option.in_backward else 0
+
+
+def vocabulary_master(case: Case, option: Option) -> int:
+    """The same of the embedding and of the head."""
+    return 2 * FP32 * vocabulary_parameters(case) if option.masters and option.in_backward else 0
