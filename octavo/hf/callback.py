@@ -47,9 +47,10 @@ class OctavoCallback(TrainerCallback):
 
     Every training log gets, over all FP8 tensors since the log before it and on this process:
     `fp8/underflow_mean`, `fp8/underflow_max`, `fp8/saturated_mean`, `fp8/saturated_max` (fractions of elements),
-    `fp8/scale_min` and `fp8/scale_max`; and `tokens_per_second` over all processes, without the time of evaluations and
-    saves, if the Trainer counts tokens: `TrainingArguments(include_num_input_tokens_seen="non_padding")`. And
-    `weights_moved`: of 64 elements in each of up to 32 trained weights, the share that changed since the log before.
+    `fp8/rescaled_mean`, `fp8/rescaled_max` (fractions of uses that a delayed scale did not hold), `fp8/scale_min` and
+    `fp8/scale_max`; and `tokens_per_second` over all processes, without the time of evaluations and saves, if the
+    Trainer counts tokens: `TrainingArguments(include_num_input_tokens_seen="non_padding")`. And `weights_moved`: of 64
+    elements in each of up to 32 trained weights, the share that changed since the log before.
 
     `scaling`: statistics of this manager, for a model that runs under `octavo.fp8_autocast` (its `scaling`); by default
     those of the model's layers. `check_weights=False` leaves out the proof that weights move, and that share.
@@ -291,7 +292,7 @@ def _statistics(managers: list[FP8ScalingManager]) -> dict[str, float]:
     if not tensors:
         return {}
     found: dict[str, float] = {}
-    for name in ("underflow", "saturated"):
+    for name in ("underflow", "saturated", "rescaled"):
         values = [tensor[name] for tensor in tensors]
         found |= {f"fp8/{name}_mean": fmean(values), f"fp8/{name}_max": max(values)}
     scales = [tensor["scale"] for tensor in tensors if tensor["scale"] > 0]  # 0: nothing but zeros so far

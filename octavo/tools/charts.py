@@ -24,7 +24,7 @@ Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 COLUMNS = ("loss", "lr", "grad_norm", "tokens", "tokens_per_s")
-READINGS = ("scale", "amax", "saturated", "underflow")
+READINGS = ("scale", "amax", "saturated", "underflow", "rescaled")
 SATURATED = READINGS.index("saturated")
 LINE_POINTS = 1500
 SCALING_POINTS = 60

@@ -9,6 +9,7 @@ const HEAT_DECADES = 6; // the palest cell is a share of 1e-6
 const HEAT = {
   saturated: { reading: 2, series: "s1", text: "Share of values clipped to the format’s largest number" },
   underflow: { reading: 3, series: "s0", text: "Share of non-zero values that became zero" },
+  rescaled: { reading: 4, series: "s2", text: "Share of uses that a delayed scale did not hold: they took their own" },
 };
 
 const decode = (code) => (code === null ? null : code === ZERO_CODE ? 0 : 10 ** (code / 1000));
@@ -202,8 +203,8 @@ function tableRows() {
     const { precision = "fp8", reason = "", formats, shapes, op, where, calls } = described.get(name) ?? {};
     const detail = [op, where, shapes, formats, calls && `${calls} calls`].filter(Boolean).join(" · ");
     const [scale, amax, saturated, underflow] = operand?.last ?? [null, null, null, null];
-    const [, , mostSaturated, mostUnderflow] = operand?.worst ?? [null, null, null, null];
-    const readings = { scale, amax, saturated, mostSaturated, underflow, mostUnderflow };
+    const [, , mostSaturated, mostUnderflow, mostRescaled] = operand?.worst ?? [null, null, null, null, null];
+    const readings = { scale, amax, saturated, mostSaturated, underflow, mostUnderflow, mostRescaled };
     return { name, detail, operand: operand?.operand ?? "", precision, reason, ...readings };
   };
   const watched = operands.map((operand) => row(operand.product, operand));
@@ -214,7 +215,8 @@ const TABLE = [
   // key, heading, how a number is written (a column without is text)
   ["name", "Product"], ["operand", "Operand"], ["scale", "Scale", number], ["amax", "Amax", number],
   ["saturated", "Saturated", percent], ["mostSaturated", "at worst", percent],
-  ["underflow", "Underflow", percent], ["mostUnderflow", "at worst", percent], ["precision", "Precision"],
+  ["underflow", "Underflow", percent], ["mostUnderflow", "at worst", percent], ["mostRescaled", "Rescaled", percent],
+  ["precision", "Precision"],
 ];
 
 function showTable() {
@@ -271,7 +273,7 @@ showSmallCharts();
 if (operands.length) {
   showPicker();
   const saturates = operands.some(({ worst }) => worst[2] > 0);
-  const kinds = { saturated: "saturation", underflow: "underflow" };
+  const kinds = { saturated: "saturation", underflow: "underflow", rescaled: "rescaled" };
   toggle(byId("heat-kind"), kinds, saturates ? "saturated" : "underflow", showHeat);
 }
 if (byId("table")) showTable();

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rich.console import Console
@@ -70,6 +71,9 @@ class Display:
         if row.get("scaling"):
             worst = max(operand["saturated"] for operand in row["scaling"].values())
             self._saturated = f"  saturated {worst:.3%}"
+            rescaled = fmean(operand["rescaled"] for operand in row["scaling"].values())
+            if rescaled:  # a delayed scale was too small, or far too large, for what came
+                self._saturated += f"  rescaled {rescaled:.1%}"
         loss = "not finite (skipped)" if row["loss"] is None else f"{row['loss']:.4f}"
         figures = f"loss {loss}  {row['tokens_per_s']:,.0f} tokens/s{self._saturated}"
         if self._progress is not None:

@@ -16,7 +16,8 @@ from octavo.hf.moved import MOST_STEPS, MovementCheck
 
 transformers = pytest.importorskip("transformers")
 STATISTICS = {f"fp8/{name}" for name in (
-    "underflow_mean", "underflow_max", "saturated_mean", "saturated_max", "scale_min", "scale_max"
+    "underflow_mean", "underflow_max", "saturated_mean", "saturated_max", "rescaled_mean", "rescaled_max",
+    "scale_min", "scale_max"
 )}  # fmt: skip
 
 

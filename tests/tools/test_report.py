@@ -246,7 +246,7 @@ def test_huge_run_stays_small(tmp_path: Path) -> None:
     names = [f"model.layers.{i // 3}.self_attn.q_proj.{'xwg'[i % 3]}" for i in range(900)]
     rows = [row(step, 2.0 + noise.random()) for step in range(1, 10_001)]
     for each in rows[::100]:
-        exponents = noise.uniform(-9, -1, size=(900, 4)).tolist()
+        exponents = noise.uniform(-9, -1, size=(900, len(charts.READINGS))).tolist()
         each["scaling"] = {
             name: dict(zip(charts.READINGS, (10**e for e in four), strict=True))
             for name, four in zip(names, exponents, strict=True)
@@ -271,7 +271,7 @@ def test_thinning_keeps_spikes() -> None:
 
 def test_thinning_keeps_the_worst_reading(tmp_path: Path) -> None:
     rows = [row(step, 2.0, scaling=scaling(["p.a"], saturated=0.1 if step == 77 else 0.0)) for step in range(1, 301)]
-    scale, _, saturated, _ = embedded(report(make_run(tmp_path, rows)))["scaling"]["rows"][0]["series"]
+    scale, _, saturated, *_ = embedded(report(make_run(tmp_path, rows)))["scaling"]["rows"][0]["series"]
     assert scale == -2921  # round(1000 * log10(0.0012)), and one number because it never changed
     assert [code for code in saturated if code != charts.ZERO_CODE] == [-1000]
 
