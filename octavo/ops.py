@@ -97,7 +97,9 @@ def quantize_group(
     """The same for matrices side by side. `scale`: one for all of them, found before."""
     if has_fp8_tensor_cores(xs[0].device):
         from octavo.kernels import quantize as kernel  # brings Triton
+        from octavo.kernels import trust
 
+        trust.require_right_kernels(xs[0].device)
         if kernel.can_quantize(xs, recipe):
             return kernel.quantize_group(xs, row, recipe, record=record, layout=layout, scale=scale)
     return spec.quantize_group(xs, row, recipe, record=record, layout=layout, scale=scale)

@@ -11,7 +11,6 @@ steps, so a run that resumes without them is another run.
 
 import io
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
@@ -28,6 +27,7 @@ from octavo.hf import decoder
 from octavo.hf.moved import MovementCheck, SampledWeights
 from octavo.hf.out_of_memory import explain_in
 from octavo.hf.running import put_first, resumed_from, running_trainer
+from octavo.hf.speed import Speed
 from octavo.nn.linear import FP8Linear, LinearInFP8
 from octavo.numerics import FP8ScalingManager
 from octavo.optim import keep_masters, offload_master, step_in_backward
@@ -82,7 +82,7 @@ class OctavoCallback(TrainerCallback):
         self._managers: list[FP8ScalingManager] = []
         self._check: MovementCheck | None = None
         self._sample: SampledWeights | None = None
-        self._speed = _Speed()
+        self._speed = Speed()
         self._head_checked = False
         self._introduced = False
 
@@ -116,7 +116,7 @@ class OctavoCallback(TrainerCallback):
                 _read_again(model, self._released.optimizer, _resumed(resumed_from(), args, state))
         self._sample = SampledWeights(model, kwargs["optimizer"]) if self.check_weights else None
         self._head_checked = False
-        self._speed = _Speed(state.num_input_tokens_seen)
+        self._speed = Speed(state.num_input_tokens_seen)
 
     def _release(self, args: TrainingArguments, model: nn.Module, optimizer: Any) -> InBackward:
         asked = "offload='master'" if self.offload else "release_gradients=True"
@@ -245,30 +245,6 @@ class OctavoCallback(TrainerCallback):
             )
         for manager, managed in zip(self._managers, content["managers"], strict=True):
             manager.load_state_dict(managed)
-
-
-class _Speed:
-    """Tokens per second between two logs, without what happens between steps: evaluations and saves."""
-
-    def __init__(self, tokens: int = 0) -> None:
-        self._tokens = tokens
-        self._since = self._step_end = time.perf_counter()
-        self._other = 0.0
-
-    def step_ended(self) -> None:
-        self._step_end = time.perf_counter()
-
-    def other_work_ended(self) -> None:
-        now = time.perf_counter()
-        self._other += now - self._step_end
-        self._step_end = now
-
-    def since_last_log(self, tokens: int) -> float:
-        """The Trainer has just read the loss back, so the device has done all that was counted."""
-        now = time.perf_counter()
-        rate = (tokens - self._tokens) / (now - self._since - self._other)
-        self._tokens, self._since, self._step_end, self._other = tokens, now, now, 0.0
-        return rate
 
 
 def scaling_managers(model: nn.Module) -> list[FP8ScalingManager]:

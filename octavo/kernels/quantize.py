@@ -27,6 +27,15 @@ from octavo.kernels.quantize_columns import columns_kernel
 from octavo.kernels.quantize_rows import WIDEST, arrange, rows_kernel
 from octavo.kernels.quantize_scaled import amax_kernel, scaled_kernel
 from octavo.kernels.quantize_tensor import tensor_kernel
+from octavo.kernels.quantize_tiles import (
+    AMAX_TILE,
+    CHANNEL_AMAX_TILE,
+    SMALL_TILES,
+    WHOLE_COLUMNS_TILES,
+    WORDS,
+    Tile,
+    tile_of,
+)
 from octavo.kernels.tiles import (
     BLOCK_1X128,
     BLOCK_128X128,
@@ -41,36 +50,11 @@ from octavo.numerics.config import OperandRecipe
 from octavo.numerics.formats import E4M3, E5M2
 from octavo.numerics.quantize import BLOCK, MX_BLOCK, Quantized
 
-Tile = tuple[int, int, int, int, int, int | None]
-
-# Rows and columns of a tile, warps, loads in flight, programs per multiprocessor, and registers per thread: the best of
-# some dozen each on an H200, at 8,192 × 4,096 and 28,672 × 4,096.
-_TENSOR_TILE: Tile = (64, 64, 8, 3, 4, 64)
-_TENSOR_TILE_BOTH: Tile = (64, 64, 4, 4, 2, 128)
-_CHANNEL_TILE: Tile = (64, 64, 4, 1, 8, None)
-_CHANNEL_TILE_BOTH: Tile = (64, 64, 8, 1, 4, None)
-_BLOCK_TILE: Tile = (64, 128, 8, 1, 2, None)  # of a block of 128 × 128
-_BLOCK_TILE_T: Tile = (64, 64, 8, 1, 3, 80)
-_BLOCK_TILE_BOTH: Tile = (128, 64, 8, 1, 2, None)
-_ROWS_TILE: Tile = (32, 128, 4, 3, 4, 128)  # as wide as a block
-_ROWS_TILE_AMAX: Tile = (16, 128, 8, 4, 4, 64)  # and looking for the amax of columns
-_COLUMNS_TILE: Tile = (128, 64, 8, 1, 4, 64)  # as high as a block
-_MX_COLUMNS_TILE: Tile = (64, 64, 8, 1, 4, 64)
-_AMAX_TILE: Tile = (64, 64, 4, 3, 8, None)
-_CHANNEL_AMAX_TILE: Tile = (16, 256, 8, 3, 4, 64)  # a warp holds a row
-# Of columns without statistics, in whole tiles; and the bits of the words in which a thread loads them.
-_WHOLE_COLUMNS_TILES: dict[int, Tile] = {
-    CHANNEL.value: (128, 64, 4, 1, 32, 96),
-    BLOCK_1X128.value: (128, 64, 4, 1, 5, 96),
-    MX.value: (128, 64, 8, 1, 4, 64),
-}
-_WORDS = {CHANNEL.value: 64, BLOCK_1X128.value: 64, MX.value: 32}
 _BAND = 4  # rows of tiles that are written as columns at the same time
 _SMALL_MATRIX = 2**26  # elements: up to here twice as many programs share the columns of blocks
 _SMALL_ENOUGH_TO_OVERLAP = 2**27  # elements: passes over more get in each other's way
 _LARGEST_BATCH = 65_535  # the second dimension of a grid
 _WIDE = (torch.bfloat16, torch.float16, torch.float32)
-_SMALL_TILES = {NONE.value, TENSOR.value, CHANNEL.value}  # scales known before the tile
 
 _PLANS = Plans()
 
@@ -213,7 +197,7 @@ class _Planner:
             first += grid[0]
         if not column_amax:
             return self.row
-        grid, constants = self._arrange(programs, 1, _CHANNEL_AMAX_TILE, strips=True)
+        grid, constants = self._arrange(programs, 1, CHANNEL_AMAX_TILE, strips=True)
         constants |= {"ROWS": False, "COLUMNS": True, "WHOLE": False}
         measured = (maxima, self.row, self.row, amax)
         plan.launch(amax_kernel, (*grid, 1), measured, (0, programs, programs, c, 0, c), constants)
@@ -268,7 +252,7 @@ class _Planner:
         if by_row or by_column or whole:
             how = {"ROWS": by_row, "COLUMNS": by_column, "WHOLE": whole}
             for i, r0, end in self._parts():
-                tile = _CHANNEL_AMAX_TILE if by_row or by_column else _AMAX_TILE
+                tile = CHANNEL_AMAX_TILE if by_row or by_column else AMAX_TILE
                 grid, constants = self._arrange(self.heights[i], 1, tile, strips=by_column)
                 sizes = (r0, end, r, c, *self._strides(self.xs[i]))
                 plan.launch(amax_kernel, (*grid, b), (i, amax, row_amax, column_amax), sizes, constants | how)
@@ -288,7 +272,7 @@ class _Planner:
         """One pass over every matrix of the group."""
         recipe, b, r, c = self.recipe, self.b, self.r, self.c
         whole, blocks = TENSOR.value in (mode_r, mode_c), BLOCK_128X128.value in (mode_r, mode_c)
-        tile = _tile(mode_r, mode_c, column_amax)
+        tile = tile_of(mode_r, mode_c, column_amax)
         if record and not mode_r and not whole and not blocks:
             tile = (*tile[:5], None)  # counting in a transposed tile takes registers; hardly anybody asks for it
         amax, *amaxes = measured
@@ -321,9 +305,9 @@ class _Planner:
         self, plan: Plan, i: int, r0: int, end: int, mode: int, amax: int, output: tuple[int, int]
     ) -> bool:
         """One pass over one matrix, if it consists of whole tiles and words."""
-        tile, x = _WHOLE_COLUMNS_TILES.get(mode), self.xs[i]
+        tile, x = WHOLE_COLUMNS_TILES.get(mode), self.xs[i]
         steps = (*self._strides(x), x.data_ptr() // x.element_size())
-        if tile is None or any(step * x.element_size() * 8 % _WORDS[mode] for step in steps):
+        if tile is None or any(step * x.element_size() * 8 % WORDS[mode] for step in steps):
             return False
         if mode != CHANNEL.value and self.b * self.heights[i] * self.c <= _SMALL_MATRIX:
             tile = (*tile[:4], 2 * tile[4], tile[5])
@@ -331,7 +315,7 @@ class _Planner:
         if not constants.pop("EVEN"):
             return False
         del constants["STAGES"]
-        constants |= {"MODE": mode, "WORD": _WORDS[mode], "MX_UP": self.recipe.mx_rule == "up"} | _rounding(self.recipe)
+        constants |= {"MODE": mode, "WORD": WORDS[mode], "MX_UP": self.recipe.mx_rule == "up"} | _rounding(self.recipe)
         numbers = (r0, end, self.r, self.c, self.b, *self._strides(x), seed_of(self.recipe))
         plan.launch(columns_kernel, grid, (i, amax, *output), numbers, constants)
         return True
@@ -372,23 +356,9 @@ def _rounding(recipe: OperandRecipe) -> dict[str, Any]:
     }
 
 
-def _tile(mode_r: int, mode_c: int, column_amax: bool) -> Tile:
-    """The shape of tiles for one pass."""
-    both = bool(mode_r and mode_c)
-    if TENSOR.value in (mode_r, mode_c):
-        return _TENSOR_TILE_BOTH if both else _TENSOR_TILE
-    if BLOCK_128X128.value in (mode_r, mode_c):
-        return _BLOCK_TILE_BOTH if both else _BLOCK_TILE if mode_r else _BLOCK_TILE_T
-    if {mode_r, mode_c} <= _SMALL_TILES:
-        return _CHANNEL_TILE_BOTH if both else _CHANNEL_TILE
-    if mode_r:
-        return _ROWS_TILE_AMAX if column_amax else _ROWS_TILE
-    return _MX_COLUMNS_TILE if mode_c == MX.value else _COLUMNS_TILE
-
-
 def _passes(mode_r: int, mode_c: int) -> list[tuple[int, int]]:
     """Both layouts at once, or one after the other where each wants tiles of another shape for its own blocks."""
-    in_one_tile = {mode_r, mode_c} <= _SMALL_TILES or mode_r == mode_c == BLOCK_128X128.value
+    in_one_tile = {mode_r, mode_c} <= SMALL_TILES or mode_r == mode_c == BLOCK_128X128.value
     if mode_r and mode_c and not in_one_tile:
         return [(mode_r, NONE.value), (NONE.value, mode_c)]
     return [(mode_r, mode_c)]

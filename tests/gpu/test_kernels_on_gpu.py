@@ -38,6 +38,7 @@ if torch.cuda.is_available():  # elsewhere these tests are skipped, and Triton n
     from octavo.kernels import gated as gated_kernel
     from octavo.kernels import gated_scaled as gated_scaled_kernel
     from octavo.kernels import quantize as kernel
+    from octavo.kernels import trust
 
 OPERANDS = operands()
 DELAYED, CURRENT = CONFIGS["delayed"].recipe, CONFIGS["current"].recipe
@@ -364,3 +365,7 @@ def test_transposed_bytes(shape):
     for _ in range(3):  # the transposed store is checked on every run, and more than once
         found = transpose_kernel.transpose(data)
         assert torch.equal(found.view(torch.uint8), data.view(torch.uint8).t())
+
+
+def test_what_an_untested_triton_would_be_asked():
+    assert trust._wrong_kernels(torch.device("cuda")) == []

@@ -11,8 +11,9 @@ from trainer_cases import build, converted, logs, losses, sft_trainer, trainer
 
 import octavo
 from octavo import FP8TrainingConfig, OctavoCallback
-from octavo.hf.callback import _Speed, scaling_managers
+from octavo.hf.callback import scaling_managers
 from octavo.hf.moved import MOST_STEPS, MovementCheck
+from octavo.hf.speed import Speed
 
 transformers = pytest.importorskip("transformers")
 STATISTICS = {f"fp8/{name}" for name in (
@@ -88,8 +89,8 @@ def test_tokens_per_second(tmp_path, capsys):
 
 def test_speed_leaves_out_what_is_not_training(monkeypatch):
     times = iter([0.0, 4.0, 10.0, 14.0, 14.0])
-    monkeypatch.setattr("octavo.hf.callback.time.perf_counter", lambda: next(times))
-    speed = _Speed(100)  # at 0
+    monkeypatch.setattr("octavo.hf.speed.time.perf_counter", lambda: next(times))
+    speed = Speed(100)  # at 0
     speed.step_ended()  # at 4
     speed.other_work_ended()  # an evaluation until 10
     speed.step_ended()  # at 14

@@ -83,18 +83,18 @@ def test_delayed_scales(layout, format, margin):
         compare(x, recipe, layout, row=before, record=False)
 
 
-@pytest.mark.parametrize("record", [True, False])
 @pytest.mark.parametrize("format", [E4M3, E5M2])
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-def test_a_finite_value_saturates_however_small_the_scale(format, record, rounding):
+def test_a_finite_value_saturates_however_small_the_scale(format, rounding):
     """x / scale may be beyond FP32: that is no infinity of x's, and no NaN. Infinities of x's are NaN."""
     recipe = replace(DELAYED, format=format, rounding=rounding)
     x = torch.zeros(9, 70)
     x[0, :6] = torch.tensor([1e38, -1e38, 3e38, float("inf"), float("-inf"), float("nan")])
-    mine, theirs = new_row(2.0**-120), new_row(2.0**-120)
-    found = kernel.quantize_operand(x, mine, recipe, record=record, layout="both")
-    assert_same_bits(found, spec.quantize_operand(x, theirs, recipe, record=record, layout="both"))
-    assert_same_row(mine, theirs)
+    tiny = torch.tensor(2.0**-120)
+    found = kernel.quantize_group([x], new_row(), recipe, layout="both", scale=tiny)
+    assert_same_bits(found, spec.quantize_operand(x, new_row(), recipe, layout="both", scale=tiny))
+    if rounding == "nearest":  # a delayed one gives way, and what overflowed in the first pass is done again
+        compare(x, recipe, "both", row=new_row(2.0**-120))
     for q in (found[0].data, found[1].data.t()):
         assert q.float()[0, :3].isfinite().all() and q.float()[0, 3:6].isnan().all()
 
