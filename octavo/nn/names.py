@@ -65,7 +65,7 @@ class WeightNames:
 
     def _find(self, parameter: Tensor) -> None:
         self._found[id(parameter)] = (ref(parameter), False)
-        owner = max(_modules_holding(parameter), key=lambda module: len(list(module.parameters())), default=None)
+        owner = max(_modules_holding(parameter), key=_names_in, default=None)
         if owner is not None:
             for name, p in owner.named_parameters(remove_duplicate=False):
                 before = self._found.get(id(p))
@@ -94,6 +94,11 @@ def _refuse_while_compiling(skip: tuple[str, ...]) -> None:
 
 # As `torch.compiler.assume_constant_result` does, but without importing Dynamo: it is called when traced.
 _refuse_while_compiling._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _names_in(module: nn.Module) -> int:
+    """How many names a module has for its Parameters. A head that is tied to the embedding adds a name, no Parameter."""
+    return sum(1 for _ in module.named_parameters(remove_duplicate=False))
 
 
 def _modules_holding(parameter: Tensor) -> Iterator[nn.Module]:

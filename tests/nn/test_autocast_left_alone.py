@@ -242,6 +242,36 @@ def test_skip_names_a_tied_weight_by_either_name(given):
     assert len(context.report.in_fp8) == 2 and sum(entry.calls for entry in context.report.not_in_fp8) == 2
 
 
+class Body(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(40, 32)
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, tokens):
+        return self.layer(self.embedding(tokens))
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = Body()
+        self.lm_head = nn.Linear(32, 40, bias=False)
+        self.lm_head.weight = self.body.embedding.weight
+
+    def forward(self, tokens):
+        return self.lm_head(self.body(tokens))
+
+
+def test_a_head_that_is_tied_to_its_body_is_skipped_without_the_model():
+    """The body has all Parameters that the whole model has, but not the name of the head."""
+    model, context = Tied(), fp8_autocast()
+    with context:
+        model(torch.arange(40))
+    assert len(context.report.in_fp8) == 1
+    assert [entry.reason for entry in context.report.not_in_fp8] == ["left alone: config.skip names its weight"]
+
+
 def test_skip_without_the_model_follows_new_models():
     context = fp8_autocast()
     for _ in range(3):
