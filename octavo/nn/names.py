@@ -97,7 +97,7 @@ _refuse_while_compiling._dynamo_marked_constant = True  # type: ignore[attr-defi
 
 
 def _names_in(module: nn.Module) -> int:
-    """How many names a module has for its Parameters. A head that is tied to the embedding adds a name, no Parameter."""
+    """How many names a module has for its Parameters: a head tied to the embedding adds one, and no Parameter."""
     return sum(1 for _ in module.named_parameters(remove_duplicate=False))
 
 
