@@ -77,7 +77,9 @@ def test_inputs():
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
-@pytest.mark.parametrize(("m", "k", "ranks"), [(64, 128, 32), (130, 300, 96), (37, 200, 8), (128, 200, 8), (130, 256, 8)])
+@pytest.mark.parametrize(
+    ("m", "k", "ranks"), [(64, 128, 32), (130, 300, 96), (37, 200, 8), (128, 200, 8), (130, 256, 8)]
+)
 def test_down(m, k, ranks, granularity):
     x = quantize(sample(m, k).clamp(-100, 100), format=E4M3, granularity=granularity, block=(1, 128))
     u, d = torch.randn(m, ranks).to(BF16), torch.zeros(ranks, k)
