@@ -34,7 +34,6 @@ from octavo.nn.frozen import GRANULARITIES, FP8FrozenLinear
 from octavo.numerics import FP8TrainingConfig
 from octavo.numerics.checks import check_choice, check_positive_int
 from octavo.numerics.config import check_config
-from octavo.optim import keep_masters
 
 MAX_SEQ_LENGTH = 2048  # unless the model has fewer positions
 # By `load_in_fp8`: the granularity of frozen weights, and the recipe of trained ones. For True, what is fastest: on an
@@ -118,7 +117,7 @@ class FastLanguageModel:
         if not frozen_fp8:  # else what the checkpoint has is frozen, and what it lacks is not
             model.requires_grad_(full_finetuning)
         if full_finetuning:
-            keep_masters(model.parameters(), master_weights)
+            loading.remember_masters(model, master_weights)
         loading.explain_untrained(model)
         loading.install_in_trl()
         loading.add_saving()

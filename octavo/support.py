@@ -59,6 +59,11 @@ def announce_emulation(device: torch.device | str, emulate: bool | None) -> None
         logger.warning("FP8 is %s", line)
 
 
+def leave_emulation_unannounced(device: torch.device | str) -> None:
+    """For a caller that says it in its own way."""
+    _announced.add(emulation_on(device, None))
+
+
 def require_tensor_cores(device: torch.device | str | None, config: FP8TrainingConfig) -> None:
     """Raise where `config.emulate=False` cannot be kept: no FP8 tensor cores here. On `meta` nothing runs yet."""
     device = torch.device("cuda" if device is None else device)

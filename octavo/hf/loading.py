@@ -5,6 +5,7 @@ import importlib.util
 import re
 from collections.abc import Sequence
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,10 @@ from octavo.nn import planner
 from octavo.nn.frozen import FP8FrozenLinear
 from octavo.nn.report import FP8
 from octavo.numerics import FP8TrainingConfig
+from octavo.optim import keep_masters
+from octavo.optim.split_masters import is_decided
+
+_MASTERS = "octavo_master_weights"
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 CHECKPOINTING = (True, False, "unsloth")
@@ -151,7 +156,16 @@ def explain_untrained(model: nn.Module) -> None:
         model.register_forward_hook(_explain)
 
 
+def remember_masters(model: nn.Module, keep: bool) -> None:
+    """Have BF16 weights stepped through FP32 masters, or not; also those of a copy, and in another process."""
+    model.__dict__[_MASTERS] = keep
+    keep_masters(model.parameters(), keep)
+
+
 def _explain(model: nn.Module, _inputs: Any, output: Any) -> None:
+    masters = model.__dict__.get(_MASTERS)
+    if masters is not None and not all(map(is_decided, islice(model.parameters(), 1))):
+        keep_masters(model.parameters(), masters)
     loss = getattr(output, "loss", None)
     if isinstance(loss, Tensor) and torch.is_grad_enabled() and not loss.requires_grad:
         output.loss = _Untrained.apply(loss, torch.zeros((), requires_grad=True), type(model).__name__)

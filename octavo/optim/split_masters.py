@@ -43,13 +43,19 @@ def keep_masters(parameters: Iterable[Tensor], keep: bool | None = True) -> None
 
     `keep=False`: no longer. `None`: yes, but for those of which it has been said already. Optimisers that round BF16
     weights stochastically (`bf16_stochastic_round`) go on with that: it was a choice. Sharded parameters (DTensor) are
-    left alone. A copy of a model (`copy.deepcopy`) has other parameters, of which it has to be said again.
+    left alone. A copy of a model (`copy.deepcopy`) has other parameters, of which it has to be said again; a model from
+    `FastLanguageModel` does so by itself.
     """
     for parameter in parameters:
         if keep is not None or not hasattr(parameter, _MARK):
             setattr(parameter, _MARK, keep is not False)
     if keep is not False and not _hook:
         _hook.append(register_optimizer_step_pre_hook(_before_step))
+
+
+def is_decided(parameter: Tensor) -> bool:
+    """Whether `keep_masters` has been asked about this parameter, in this process."""
+    return hasattr(parameter, _MARK) and bool(_hook or not getattr(parameter, _MARK))
 
 
 def has_master(optimizer: Any, parameter: Tensor) -> bool:

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from rich.text import Text
 
-from octavo.support import check_fp8_support, require_tensor_cores
+from octavo.support import check_fp8_support, leave_emulation_unannounced, require_tensor_cores
 from octavo.training.data import ByteData
 from octavo.training.learner import Sample
 from octavo.training.settings import DTYPES, TrainSettings
@@ -39,6 +39,7 @@ class Display:
         self.say(f"Using device: {settings.device} with dtype {DTYPES[settings.dtype]}", "bold")
         if settings.precision == "fp8" and why_emulated(settings):
             self.say(f"FP8 products are emulated: {why_emulated(settings)}", "dim")
+            leave_emulation_unannounced(settings.device)
 
     def subject(self, settings: TrainSettings, data: ByteData, folder: Path) -> None:
         self.say(f"Model: BDH {settings.size}, {settings.shape.parameter_count:,} parameters", "dim")

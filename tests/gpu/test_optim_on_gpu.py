@@ -1,5 +1,6 @@
 """Gradients applied within backward and states in host memory, on a GPU: the same weights, in less memory."""
 
+import copy
 import gc
 
 import pytest
@@ -294,18 +295,18 @@ def test_a_run_with_masters_resumes_exactly(fused):
     optimizer = start(weights)
     for seed in range(3):
         step(optimizer, seed)
-    copies = [nn.Parameter(w.detach().clone()) for w in weights]
-    again = start(copies)
-    again.load_state_dict(optimizer.state_dict())
+    twins = [nn.Parameter(w.detach().clone()) for w in weights]
+    again = start(twins)
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # torch shares tensors of a live one
     for seed in range(3, 6):
         for one in (optimizer, again):
             step(one, seed)
-    for weight, copy in zip(weights, copies, strict=True):
-        mine, theirs = optimizer.state[weight], again.state[copy]
+    for weight, twin in zip(weights, twins, strict=True):
+        mine, theirs = optimizer.state[weight], again.state[twin]
         assert float(theirs["step"]) == float(mine["step"]) == 6
         # The first step after loading is torch's own, in another order of sums.
         exact = join(weight.detach(), mine[LOW])
-        torch.testing.assert_close(join(copy.detach(), theirs[LOW]), exact, rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(join(twin.detach(), theirs[LOW]), exact, rtol=1e-6, atol=1e-9)
 
 
 def test_memory_of_a_step_with_masters():

@@ -43,6 +43,27 @@ def test_loss_and_gradients(family, precision):
         assert_close_to(found, expected)
 
 
+def with_biases(where):
+    """A Llama with biases of its attention, its MLP or its head, which `build` makes large."""
+    if where != "head":
+        return build(**{f"{where}_bias": True})
+    model = build()
+    head = torch.nn.Linear(*reversed(model.lm_head.weight.shape), bias=True)
+    torch.nn.init.normal_(head.bias, std=0.5)
+    model.lm_head = head
+    return model
+
+
+@pytest.mark.parametrize("where", ["attention", "mlp", "head"])
+def test_biases(where):
+    expected = run(with_biases(where), **batch())
+    model = with_biases(where)
+    report = convert_to_fp8(model)
+    assert_close_to(run(model, **batch()), expected)
+    assert ("its linears have biases" in report.summary()) == (where == "mlp")
+    assert ("its head has a bias" in report.summary()) == (where == "head")
+
+
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("family", ["Llama", "Gemma"])
 def test_every_recipe(family, name):

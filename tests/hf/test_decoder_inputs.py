@@ -85,14 +85,15 @@ class Wrapper(nn.Module):
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_wrapped_projections_run_one_by_one(when):
+@pytest.mark.parametrize("of_mlp", ["up_proj", "down_proj"])
+def test_wrapped_projections_run_one_by_one(of_mlp, when):
     expected = run(build(), **batch())
     model = build()
     if when == "after":
         convert_to_fp8(model)
     for layer in model.model.layers:
         layer.self_attn.v_proj = Wrapper(layer.self_attn.v_proj)
-        layer.mlp.up_proj = Wrapper(layer.mlp.up_proj)
+        setattr(layer.mlp, of_mlp, Wrapper(getattr(layer.mlp, of_mlp)))
     if when == "before":
         report = convert_to_fp8(model, FP8TrainingConfig(skip=("lm_head", "a", "b")))
         assert "q, k and v" not in report.summary() and "MLP" not in report.summary()

@@ -9,10 +9,9 @@ from octavo.convert import is_converted
 
 
 def outcome(model, train):
-    """The loss and all gradients, or the logits."""
+    """All gradients as one, or the logits."""
     if train:
-        loss, gradients = run(model, **batch())
-        return [loss, *gradients.values()]
+        return [torch.cat([gradient.flatten() for gradient in run(model, **batch())[1].values()])]
     with torch.no_grad():
         return [model.eval()(**batch()).logits]
 
@@ -39,7 +38,7 @@ def errors(scaling, factor, train, **how):
 def test_weights_that_jump(how, factor, train):
     delayed, report = errors("delayed", factor, train, **how)
     current, _ = errors("current", factor, train, **how)
-    assert all(mine <= 1.5 * theirs + 1e-6 for mine, theirs in zip(delayed, current, strict=True)), (delayed, current)
+    assert all(mine <= 1.5 * theirs for mine, theirs in zip(delayed, current, strict=True)), (delayed, current)
     found = report.scaling.statistics()
     assert all(one["saturated"] == 0 for one in found.values())
     assert not train or all(

@@ -137,6 +137,8 @@ def test_an_empty_cache_is_filled():
     ]
     assert_same(results[1], results[0])
     assert [cache.get_seq_length() for cache in caches] == [21, 21]
+    for each in (reference, model):
+        assert each(**batch(), use_cache=True).past_key_values.get_seq_length() == 21
 
 
 @pytest.mark.parametrize("keep", [5, 1, torch.tensor([2, 3, 20])], ids=["5", "1", "indices"])

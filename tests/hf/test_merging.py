@@ -192,6 +192,26 @@ def test_what_is_exported_is_what_was_active_once(folder, tmp_path, method, name
     model.unmerge_adapter()
 
 
+@pytest.mark.parametrize("method", ["merged_16bit", "merged_fp8"])
+def test_all_of_a_model_is_exported_and_nothing_of_another(tmp_path, method):
+    """Biases are, the head is as it was, and parts of a larger model that was there before are gone."""
+    plain = small_llama(**WHOLE_BLOCKS, attention_bias=True)
+    for name, parameter in plain.named_parameters():
+        if name.endswith(".bias"):
+            nn.init.normal_(parameter, std=0.5)
+    plain.save_pretrained(tmp_path / "in")
+    model, _ = FastLanguageModel.from_pretrained(str(tmp_path / "in"), load_in_fp8="block", tokenizer=False)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "model-00001-of-00002.safetensors").write_bytes(b"of another")
+    FastLanguageModel.save_pretrained_merged(model, tmp_path / "out", save_method=method)
+    assert [file.name for file in (tmp_path / "out").glob("*.safetensors*")] == ["model.safetensors"]
+    state = load_file(tmp_path / "out" / "model.safetensors")
+    assert {name for name in state if SCALE_NAME not in name} == set(plain.state_dict())
+    for name, value in plain.state_dict().items():
+        if not name.endswith("proj.weight"):
+            assert torch.equal(state[name], value), name
+
+
 def test_what_is_disabled_is_not_exported_even_if_it_was_merged(folder, tmp_path):
     model = adapted(folder, "block")
     before = weights(model)

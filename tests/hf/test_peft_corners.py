@@ -31,7 +31,7 @@ def load(folder, **options):
 def adapt(model, **options):
     adapted = FastLanguageModel.get_peft_model(model, r=4, use_gradient_checkpointing=False, **options)
     for name, parameter in adapted.named_parameters():
-        if "lora_B" in name or "lora_embedding_B" in name:
+        if "lora_B" in name or "lora_embedding_A" in name:  # which start as zeros
             nn.init.normal_(parameter, std=0.1)
     return adapted
 
@@ -86,6 +86,15 @@ def test_trained_heads_and_embeddings_are_in_what_is_saved(folder, tmp_path, opt
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
     assert cosine(logits(again), logits(model)) > 0.99
     assert not [name for name in load_file(tmp_path / "out" / "model.safetensors") if "lora" in name or "save" in name]
+
+
+def test_a_head_trained_apart_from_the_embedding_is_saved(tmp_path):
+    small_llama(**WHOLE_BLOCKS, tie_word_embeddings=True).save_pretrained(tmp_path / "in")
+    model = adapt(load(str(tmp_path / "in")), modules_to_save=["lm_head"])
+    nn.init.normal_(model.get_base_model().lm_head.modules_to_save["default"].weight, std=0.1)
+    FastLanguageModel.save_pretrained_merged(model, tmp_path / "out")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+    assert cosine(logits(again), logits(model)) > 0.99
 
 
 def test_disabled_adapters_are_not_merged(folder, tmp_path):

@@ -122,4 +122,4 @@ def test_in_a_fresh_process(folder, tmp_path):
         "assert type(model.base_model.model.model.layers[0].mlp.up_proj).__name__ == 'FP8LoraLinear'\n"
         "model(input_ids=ids, labels=ids).loss.backward()\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True)

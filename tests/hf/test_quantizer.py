@@ -195,9 +195,19 @@ def test_a_typo_in_skip_is_an_error(checkpoint):
         load(checkpoint, OctavoConfig("block", skip=["dwon_proj"]))
 
 
-def test_its_groups_are_fused_and_still_give_what_the_modules_give(checkpoint):
-    model = load(checkpoint, OctavoConfig("channel"))
-    assert any("MLP with its activation in one function (2)" in line for line in model.octavo_fused)
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("granularity", ["channel", "block"])
+def test_its_groups_are_fused_and_still_give_what_the_modules_give(checkpoint, tmp_path, granularity, biases):
+    """Those that can be one: of these, blocks would straddle two weights, and an MLP with biases has no kernel."""
+    if biases:
+        biased, checkpoint = small_llama(attention_bias=True, mlp_bias=True), tmp_path
+        for name, parameter in biased.named_parameters():
+            if name.endswith(".bias"):
+                nn.init.normal_(parameter, std=0.5)
+        biased.save_pretrained(checkpoint)
+    model = load(checkpoint, OctavoConfig(granularity))
+    fused = any("MLP with its activation in one function (2)" in line for line in model.octavo_fused)
+    assert fused == (granularity == "channel" and not biases)
     together = model(tokens()).logits
     for module in model.modules():
         decoder.restore(module)

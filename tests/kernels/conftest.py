@@ -5,6 +5,7 @@ Where there is a GPU, kernels run on it (tests/gpu) and these tests stay out.
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -99,6 +100,52 @@ def shapes_and_types_made_once():
         patching.setattr(core.block_type, "__init__", block)
         patching.setattr(core.tensor, "__init__", tensor)
         patching.setattr(interpreter, "_get_np_dtype", dtype)
+        yield
+
+
+def _extent(tensor):
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_beside_the_tensors():
+    """What a kernel reads and writes lies in the tensors of its launch.
+
+    Past an edge without a mask there may be memory that no result depends on, or none at all: the process would end.
+    """
+    from triton.runtime import interpreter
+
+    launch, builder = interpreter.GridExecutor.__call__, interpreter.InterpreterBuilder
+    load, store = builder.create_masked_load, builder.create_masked_store
+    places = []
+
+    def is_inside(addresses):
+        first, last = int(addresses.min()), int(addresses.max())
+        return any(start <= first and last < stop for start, stop in places)
+
+    def check(pointers, mask):
+        if pointers.data.size and not is_inside(pointers.data):
+            chosen = pointers.data[np.asarray(mask.data, dtype=bool)]
+            assert not chosen.size or is_inside(chosen), "past an edge"
+
+    def checked_launch(self, *args, **kwargs):
+        given = [getattr(x, "base", x) for x in (*args, *kwargs.values())]
+        places[:] = [_extent(x) for x in given if isinstance(x, torch.Tensor) and x.numel()]
+        return launch(self, *args, **kwargs)
+
+    def checked_load(self, pointers, mask, *args, **kwargs):
+        check(pointers, mask)
+        return load(self, pointers, mask, *args, **kwargs)
+
+    def checked_store(self, pointers, value, mask, *args, **kwargs):
+        check(pointers, mask)
+        return store(self, pointers, value, mask, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patching:
+        patching.setattr(interpreter.GridExecutor, "__call__", checked_launch)
+        patching.setattr(builder, "create_masked_load", checked_load)
+        patching.setattr(builder, "create_masked_store", checked_store)
         yield
 
 

@@ -44,7 +44,14 @@ def test_gradients(m, places, rank, fold, of_b):
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize(
-    ("m", "places", "rank"), [(64, [(0, 128)], 32), (130, [(0, 300), (300, 100), (400, 64)], 8), (5, [(0, 64)], 20)]
+    ("m", "places", "rank"),
+    [
+        (64, [(0, 128)], 32),
+        (130, [(0, 300), (300, 100), (400, 64)], 8),
+        (5, [(0, 64)], 20),
+        (64, [(0, 100)], 8),  # one side alone in whole tiles
+        (33, [(0, 128)], 8),
+    ],
 )
 def test_outputs(m, places, rank, residual, wide):
     places = [(first, size, 0.5 + i) for i, (first, size) in enumerate(places)]
@@ -70,7 +77,9 @@ def test_inputs():
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
-@pytest.mark.parametrize(("m", "k", "ranks"), [(64, 128, 32), (130, 300, 96), (37, 200, 8)])
+@pytest.mark.parametrize(
+    ("m", "k", "ranks"), [(64, 128, 32), (130, 300, 96), (37, 200, 8), (128, 200, 8), (130, 256, 8)]
+)
 def test_down(m, k, ranks, granularity):
     x = quantize(sample(m, k).clamp(-100, 100), format=E4M3, granularity=granularity, block=(1, 128))
     u, d = torch.randn(m, ranks).to(BF16), torch.zeros(ranks, k)

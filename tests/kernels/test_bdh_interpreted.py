@@ -10,7 +10,7 @@ from octavo.numerics import FP8TrainingConfig, Quantized
 from octavo.numerics.scaling import AMAX, NON_FINITE, RESCALED, SATURATED, SCALE, SEEN, UNDERFLOW, new_rows
 
 DELAYED, CURRENT = FP8TrainingConfig().recipe, FP8TrainingConfig(scaling="current").recipe
-SIZES = [(2, 3, 17, 34), (1, 2, 64, 256), (2, 1, 1, 2)]  # B, H, T, N
+SIZES = [(2, 3, 17, 34), (1, 2, 64, 256), (2, 1, 1, 2), (1, 1, 64, 34), (1, 1, 17, 256)]  # B, H, T, N
 
 
 def rows(count):

@@ -60,7 +60,7 @@ def test_backward(m, f, rank, wanted, activation):
         assert torch.equal(dh, before)
 
 
-@pytest.mark.parametrize("shape", [(16, 128), (33, 300), (1, 64), (200, 260)])
+@pytest.mark.parametrize("shape", [(16, 128), (33, 300), (1, 64), (200, 260), (32, 70), (33, 128)])
 @pytest.mark.parametrize(
     ("granularity", "block"), [("tensor", (1, 128)), ("channel", (1, 128)), ("block", (1, 128)), ("block", (128, 128))]
 )

@@ -159,15 +159,19 @@ def test_what_stays_in_high_precision_is_counted_with_its_reason(call, reason):
     assert sum(entry.calls for entry in context.report) == 2
 
 
-@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": 0.3}, {"enable_gqa": True}, {"mask": True}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"is_causal": True}, {"scale": 1.0}, {"enable_gqa": True}, {"mask": torch.bool}, {"mask": torch.float32}],
+)
 def test_attention_with_fp8_dpa(options):
     options = dict(options)
-    heads = 1 if options.get("enable_gqa") else 2
-    q, k, v = (torch.randn(2, h, 19, 16, requires_grad=True) for h in (2, heads, heads))
-    if options.pop("mask", False):
+    heads = 2 if options.get("enable_gqa") else 4
+    q, k, v = (torch.randn(2, h, 19, 16, requires_grad=True) for h in (4, heads, heads))
+    dtype = options.pop("mask", None)
+    if dtype is not None:
         mask = torch.rand(19, 19) > 0.3
         mask[4] = False  # a row with nothing to attend to
-        options["attn_mask"] = mask
+        options["attn_mask"] = mask if dtype == torch.bool else torch.randn(19, 19)
     context = fp8_autocast(FP8TrainingConfig(fp8_dpa=True))
     with context:
         y = F.scaled_dot_product_attention(q, k, v, **options)

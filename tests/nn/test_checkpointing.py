@@ -183,6 +183,36 @@ def test_recomputation_finds_its_slots(inside, use_reentrant):
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_context_between_two_regions(use_reentrant):
+    """Inside the outer region, around the inner one: the rest of the outer one stays in high precision."""
+    torch.manual_seed(0)
+    w = [nn.Parameter(torch.randn(32, 32) * 0.2) for _ in range(4)]
+    x = torch.randn(8, 32, requires_grad=True)
+
+    def inner(h):
+        return F.relu(h @ w[1]) @ w[2]
+
+    def outer(x, again):
+        h = x @ w[0]
+        with fp8_autocast(FP8TrainingConfig.from_recipe("current")):
+            h = again(inner, h)
+        return x + h @ w[3]
+
+    def gradients(again):
+        for p in (x, *w):
+            p.grad = None
+        again(lambda x: outer(x, again), x).square().sum().backward()  # reentrant regions know no autograd.grad
+        return [p.grad for p in (x, *w)]
+
+    def plain(function, x):
+        return function(x)
+
+    found = gradients(lambda function, x: checkpoint(function, x, use_reentrant=use_reentrant))
+    for mine, theirs in zip(found, gradients(plain), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
 def test_backward_alone_inside_a_context(use_reentrant):
     model, plain = Nest(use_reentrant), Nest()
     x = torch.randn(8, 32, requires_grad=True)

@@ -172,6 +172,16 @@ def test_every_optimizer_step_rolls(name):
     assert torch.equal(m.state_dict()["_steps"], before)
 
 
+def test_once_the_models_own_optimizer_has_stepped_others_do_not_count():
+    """As of a discriminator beside a generator."""
+    m, model = manager(), nn.Linear(3, 3)
+    m.follow_optimizers(model)
+    own, other = (torch.optim.SGD(x.parameters(), lr=0.1) for x in (model, nn.Linear(3, 3)))
+    for optimizer in (other, own, other, other, own):
+        optimizer.step()
+    assert m.step_count == 3
+
+
 def hooks():
     return len(scaling._followers)
 
@@ -248,6 +258,8 @@ def test_statistics_average_over_uses_and_reset():
     assert found["amax"] == 1000 and found["scale"] == row[SCALE]
     assert found["saturated"] == 0 and found["underflow"] == 1 / 8 and found["rescaled"] == 1 / 2
     assert m.statistics() == {} and row[CALLS] == 0
+    quantize_operand(torch.tensor([[1.0, 2.0, 0.0, 0.0]]), row, recipe)
+    assert m.statistics()["x"]["rescaled"] == 0
 
 
 def test_nothing_reads_uninitialised_memory(monkeypatch):

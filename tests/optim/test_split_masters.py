@@ -108,6 +108,16 @@ def test_the_steps_of_fp32_weights_bit_for_bit(maker):
         assert [group["count"] for group in optimizer.param_groups] == [4, 4]
 
 
+@pytest.mark.parametrize("elements", [1, 8192 + 231, 8192 + 232])
+def test_some_at_a_time(elements, monkeypatch):
+    """Masters of one parameter, of two, of some that just do not fit together: each takes its step."""
+    whole, optimizer = trained("AdamW")
+    monkeypatch.setattr("octavo.optim.split_masters._AT_A_TIME", elements)
+    parameters, other = trained("AdamW")
+    for found, wanted in zip(masters(other, parameters), masters(optimizer, whole), strict=True):
+        assert torch.equal(found, wanted)
+
+
 @every_optimizer
 @pytest.mark.parametrize("first", [False, True], ids=["before the first step", "after a step"])
 def test_a_run_resumes_exactly(maker, first):
@@ -170,6 +180,7 @@ def test_hooks_of_others_see_gradients_before_and_after_the_step():
     keep_masters(parameters)
     optimizer = torch.optim.AdamW(parameters, lr=LR)
     seen = []
+    optimizer.register_step_post_hook(lambda *_: seen.append(parameters[0].grad is not None))
 
     def halve(*_):
         for p in parameters:
@@ -187,7 +198,7 @@ def test_hooks_of_others_see_gradients_before_and_after_the_step():
     optimizer.register_step_pre_hook(halve)  # registered after the first step, and still heard before it
     give(parameters, 1)
     optimizer.step()
-    assert seen == [True, True, True]
+    assert seen == [True] * 6
     for one, other in zip(masters(optimizer, parameters), before, strict=True):
         torch.testing.assert_close(one, other, rtol=2**-8, atol=0)
 

@@ -136,6 +136,7 @@ def _fp8_linears(case: Case, option: Option) -> dict[str, int]:
             "input of gate and up": _columns(s.m, s.k, option),
             "gate and up": gate_up_fp8 if option.activations == "fp8" else 2 * s.f * BF16 * s.m,
             "scale of h": FP32 if option.recipe == "delayed" else 0,
+            "scales of weights": 4 * FP32 if option.recipe == "delayed" else 0,  # q, k and v; o; gate and up; down
         }
     joined = joins_norms(case, option)
     x = s.k * BF16 * s.m if option.wide_products else _rows(s.m, s.k, option)
