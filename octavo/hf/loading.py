@@ -5,7 +5,6 @@ import importlib.util
 import re
 from collections.abc import Sequence
 from functools import cache
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -164,8 +163,9 @@ def remember_masters(model: nn.Module, keep: bool) -> None:
 
 def _explain(model: nn.Module, _inputs: Any, output: Any) -> None:
     masters = model.__dict__.get(_MASTERS)
-    if masters is not None and not all(map(is_decided, islice(model.parameters(), 1))):
-        keep_masters(model.parameters(), masters)
+    if masters is not None and not all(map(is_decided, model.parameters())):
+        # A copy has other Parameters, and so has an embedding that was made larger.
+        keep_masters((p for p in model.parameters() if not is_decided(p)), masters)
     loss = getattr(output, "loss", None)
     if isinstance(loss, Tensor) and torch.is_grad_enabled() and not loss.requires_grad:
         output.loss = _Untrained.apply(loss, torch.zeros((), requires_grad=True), type(model).__name__)

@@ -17,7 +17,10 @@ _HALF = tl.constexpr(spec.HALF)
 @triton.jit
 def join_bits(high, low):
     """The FP32 number of two halves."""
-    return (((high.to(tl.int32) << 16) | (low.to(tl.int32) & 0xFFFF)) - _HALF).to(tl.float32, bitcast=True)
+    upper, lower = high.to(tl.int32) << 16, low.to(tl.int32) & 0xFFFF
+    size = upper & 0x7FFFFFFF
+    beyond = ((size == 0) & (lower < _HALF)) | ((size == INFINITY_BITS) & (lower > _HALF))
+    return tl.where(beyond, upper, (upper | lower) - _HALF).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -64,7 +64,8 @@ class LinearInFP8(nn.Linear):
             g=self.recipe.g,
             out_dtype=torch.get_autocast_dtype(input.device.type) if autocast else input.dtype,
             b_is_nk=True,
-            record=torch.is_grad_enabled(),
+            # Evaluation may forget `no_grad`: it is to leave no trace either.
+            record=torch.is_grad_enabled() and self.training,
             emulate=self.config.emulate is True,
             fast_forward=self.config.fast_accumulation != "none",
             fast_backward=self.config.fast_accumulation == "all",

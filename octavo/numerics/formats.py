@@ -57,10 +57,12 @@ FORMATS = {f.name: f for f in (E4M3, E5M2, E4M3_FNUZ, E5M2_FNUZ)}
 E8M0_DTYPE = torch.float8_e8m0fnu
 
 
-def get_format(format: Format | str) -> Format:
-    """Look a format up by name, in any case; a `Format` passes through."""
+def get_format(format: Format | str | torch.dtype) -> Format:
+    """Look a format up by name, in any case, or by its dtype; a `Format` passes through."""
     if isinstance(format, Format):
         return format
+    if isinstance(format, torch.dtype):
+        return format_of(format)
     found = FORMATS.get(str(format).upper())
     if found is None:
         raise ValueError(f"format={format!r}: choose one of {', '.join(FORMATS)}")

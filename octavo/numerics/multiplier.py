@@ -66,6 +66,8 @@ _BY_NUMBER = {
 
 def as_factor(scale: Tensor | float, device: torch.device) -> Tensor:
     """The dequantising factor that a caller's scale stands for: FP32, or E8M0 as it is; 0-d if it is one number."""
+    if not isinstance(scale, Tensor | int | float):
+        raise TypeError(f"scale={scale!r}: a number or a tensor; a format goes by name, format=...")
     if isinstance(scale, int | float) and not 0 < scale < math.inf:
         raise ValueError(f"scale={scale!r}: a finite number above 0")
     if isinstance(scale, Multiplier):
@@ -82,6 +84,8 @@ def checked_factor(scale: Tensor | float, x: Tensor, format: Format, name: str =
     looking would mean to wait for the device.
     """
     factor = as_factor(scale, x.device)
+    if factor.device.type == "cpu" and not torch.compiler.is_compiling() and not bool((factor.float() > 0).all()):
+        raise ValueError(f"{name} has values that are not above 0: {factor}")
     if isinstance(scale, Multiplier) or factor.dim() or not x.numel():
         return factor
     amax, value = finite_amax(x)[0], factor.float()

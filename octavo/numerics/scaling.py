@@ -90,6 +90,8 @@ class FP8ScalingManager:
         percentile: float | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
+        if isinstance(history_len, FP8TrainingConfig):
+            raise TypeError("history_len is a configuration: FP8ScalingManager.from_config(config) takes one")
         check_positive_int("history_len", history_len)
         check_positive_int("interval", interval)
         check_choice("algorithm", algorithm, ALGORITHMS)

@@ -3,8 +3,9 @@
     bits of x + 0x8000  =  high · 2¹⁶ + low        high: x rounded to BF16, ties away from zero; low: 0 to 0xFFFF
 
 Nothing is lost: `join(*split(x))` is x, bit for bit, but for the payload of NaN. A `high` that was changed by somebody
-else (weights that were loaded) is still a valid pair with the `low` of before: what they join to is within half a step
-of BF16 of the new `high`, and rounds to it.
+else (weights that were loaded, or pruned) is a pair with the `low` of before, too: what they join to is within half a
+step of BF16 of the new `high`, and rounds to it. Below zero and above infinity there is no such half step: where `low`
+would go there, it is left out.
 
 Both halves are BF16 tensors, although `low` is no number: `Optimizer.load_state_dict` casts the states of a BF16
 parameter to BF16, and a tensor that is BF16 already comes through as it is.
@@ -19,6 +20,7 @@ from torch import Tensor
 
 HALF = 0x8000  # half a step of BF16, in the bits of FP32
 _LOWER = 0xFFFF
+_INFINITY = 0x7F800000
 
 
 def new_low(high: Tensor) -> Tensor:
@@ -28,7 +30,10 @@ def new_low(high: Tensor) -> Tensor:
 
 def join(high: Tensor, low: Tensor) -> Tensor:
     """FP32 values, laid out as `high` is."""
-    return (_put_together(high, low) - HALF).view(torch.float32)
+    upper, lower = high.view(torch.int16).int() << 16, low.view(torch.int16).int() & _LOWER
+    size = upper & 0x7FFFFFFF
+    beyond = ((size == 0) & (lower < HALF)) | ((size == _INFINITY) & (lower > HALF))
+    return torch.where(beyond, upper, (upper | lower) - HALF).view(torch.float32)
 
 
 def split(x: Tensor, high: Tensor, low: Tensor) -> None:

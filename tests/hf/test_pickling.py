@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from small import small_llama, tokens
+from small import SIZES, small_llama, tokens
 from torch import nn
 
 import octavo
@@ -123,3 +123,13 @@ def test_in_a_fresh_process(folder, tmp_path):
         "model(input_ids=ids, labels=ids).loss.backward()\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_copy_keeps_masters_and_so_does_a_larger_embedding(folder):
+    model = copy.deepcopy(load(folder, full_finetuning=True))
+    model.resize_token_embeddings(SIZES["vocab_size"] + 2)
+    train(model, steps=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    model(input_ids=tokens(), labels=tokens()).loss.backward()
+    optimizer.step()
+    assert all("weight_low" in optimizer.state[p] for p in model.parameters())

@@ -23,3 +23,11 @@ def test_the_bits_of_the_spec(shape):
 def test_what_it_leaves_to_others():
     high, low = torch.zeros(4, 6, dtype=torch.bfloat16), torch.zeros(4, 6, dtype=torch.bfloat16)
     assert not kernel.can_split(high.t(), low.t()) and not kernel.can_split(high[:0], low[:0])
+
+
+@pytest.mark.parametrize("written", [0.0, -0.0, float("inf"), 1.0])
+def test_weights_that_somebody_else_writes(written):
+    high = torch.full((4096,), written, dtype=torch.bfloat16)
+    low = torch.randint(-(2**15), 2**15, (4096,), dtype=torch.int16).view(torch.bfloat16)
+    found = kernel.join(high, low)
+    assert torch.equal(found.view(torch.int32), spec.join(high, low).view(torch.int32)) and not found.isnan().any()

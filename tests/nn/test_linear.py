@@ -67,10 +67,16 @@ def test_delayed_scale_stays_in_force_within_a_step_while_it_holds():
     assert layer.scaling.state_dict()["_steps"].tolist() == [1, 1, 1]
 
 
-def test_evaluation_learns_nothing():
+@pytest.mark.parametrize("no_grad", [True, False])
+def test_evaluation_learns_nothing(no_grad):
+    """Also one that forgets `no_grad`: what it sees decides nothing that comes later."""
     layer = FP8Linear(16, 16)
-    with torch.no_grad():
-        layer(torch.randn(4, 16))
+    layer.train(no_grad)
+    x = torch.randn(4, 16)
+    with torch.set_grad_enabled(not no_grad):
+        before = layer(x)
+        layer(1e5 * x)
+        assert torch.equal(layer(x), before)
     assert layer.row_x[CALLS] == 0 and layer.row_x[SCALE] == 0
 
 

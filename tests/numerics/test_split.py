@@ -60,3 +60,14 @@ def test_states_on_their_way_to_a_file(x):
     assert torch.equal(spec.join_views(*copies).view(torch.int32), x.view(torch.int32).contiguous())
     if x.dim() and x.stride(-1) == 1:
         assert high.untyped_storage().data_ptr() == low.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("written", [0.0, -0.0, math.inf, -math.inf, 1.0, -3e38, 1e-40])
+def test_weights_that_somebody_else_writes_count_as_they_are(written):
+    """With whatever low half the weight had before."""
+    high = torch.full((2**16,), written, dtype=torch.bfloat16)
+    low = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    x = spec.join(high, low)
+    assert not x.isnan().any() and (x.signbit() == high.signbit()).all()
+    away = (halves_of(x)[0].view(torch.int16).int() - high.view(torch.int16).int()).abs()
+    assert away.max() <= 1  # half a step, which rounds to this one or to its neighbour

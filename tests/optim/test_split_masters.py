@@ -352,3 +352,16 @@ def test_fp8_trainer_resumes_masters_exactly(options):
         assert all(LOW in t.optimizer.state[p] for p in t.model.parameters())
     found, wanted = (masters(t.optimizer, list(t.model.parameters())) for t in (resumed, trainer))
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.SGD])
+def test_weights_that_are_pruned_after_a_step_stay_numbers(optimizer_class):
+    weight = nn.Parameter(torch.randn(1000).bfloat16())
+    keep_masters([weight])
+    optimizer = optimizer_class([weight], lr=1e-3)
+    for _ in range(3):
+        weight.grad = torch.full_like(weight, 0.37)
+        optimizer.step()
+        with torch.no_grad():
+            weight[::2] = 0.0
+        assert weight.isfinite().all()
