@@ -1,4 +1,4 @@
-"""What a checkpoint in FP8 says of itself: how it is quantised, by its `quantization_config`, and what files hold."""
+"""The layout of a checkpoint in FP8: how it is quantised, by its `quantization_config`, and what its files hold."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -53,7 +53,7 @@ def names_in(files: Sequence[str]) -> set[str]:
 
 
 def fp8_dtype_in(files: Sequence[str]) -> torch.dtype:
-    """Of the FP8 weights of a checkpoint: transformers casts what it reads to what the model has there."""
+    """The dtype of a checkpoint's FP8 weights: transformers casts what it reads to what the model has there."""
     found: set[str] = set()
     for file in files:
         if str(file).endswith(".safetensors"):

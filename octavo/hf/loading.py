@@ -185,7 +185,7 @@ class _Untrained(torch.autograd.Function):
 def fuse(model: Any) -> list[str]:
     """The fused pieces that do not depend on who multiplies: loss in chunks, attention. Returns what was done.
 
-    Of a base frozen in FP8 the head is in FP8 if the configuration of its linears says so.
+    The head of a base frozen in FP8 is in FP8 if the configuration of its linears says so.
     """
     report = model.__dict__.get("octavo_report")
     done: list[str] = fuse_groups(model) if report is None else report.fused

@@ -204,7 +204,7 @@ class OctavoQuantizer(HfQuantizer):
         return found
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a model that was pickled, in a process that may not have loaded one yet."""
+        """Restore a pickled configuration, in a process that may not have loaded a model yet."""
         self.__dict__.update(state)
         _install_lora()
 

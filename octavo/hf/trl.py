@@ -1,4 +1,4 @@
-"""What a script says to `FastLanguageModel`, or says as it is written elsewhere, reaches TRL's trainers.
+"""Arguments that scripts give to `FastLanguageModel`, or write as they do elsewhere, reach TRL's trainers.
 
     model, tokenizer = FastLanguageModel.from_pretrained(name, max_seq_length=2048, ...)
     SFTTrainer(model, tokenizer=tokenizer, args=SFTConfig(...), ...)      # trains on 2,048 tokens, not on 1,024

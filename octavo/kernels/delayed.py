@@ -106,7 +106,7 @@ def largest_counted(scale, before, maximum: tl.constexpr, margin: tl.constexpr, 
 def note_use(
     row_ptr, amax_ptr, scale, SCALING: tl.constexpr, maximum: tl.constexpr, margin: tl.constexpr
 ):  # fmt: skip
-    """By one program only: what the use leaves in the row beside its statistics."""
+    """Leave in the row what a use leaves beside its statistics. For one program only."""
     if SCALING == CURRENT:
         tiles.record_scale(row_ptr, scale, tl.load(amax_ptr))
         tiles.record_use(row_ptr)

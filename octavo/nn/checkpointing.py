@@ -27,7 +27,7 @@ _ATTACHED = "octavo_attached"
 
 
 class Context(Protocol):
-    """What can be entered again in a recomputation, where it was in forward when the region began."""
+    """A context that can be entered again in a recomputation, where it was in forward when the region began."""
 
     def position(self) -> int: ...
 
@@ -105,7 +105,7 @@ def _within(contexts: list[Context], function: Callable[..., Any]) -> Callable[.
 
 
 def _regions() -> list[tuple[Any, str]]:
-    """What holds the function of each region in forward, and under which name; outermost first."""
+    """The holder of each region's function in forward, and its attribute; outermost first."""
     found: list[tuple[Any, str]] = []
     frame: Any = sys._getframe(2)
     while frame is not None:

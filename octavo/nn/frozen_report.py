@@ -15,7 +15,7 @@ _RAW = "a raw parameter: Octavo loads linears into FP8, and leaves this as it is
 def report_of(
     model: nn.Module, *, title: str = "", reasons: Mapping[str, str] | None = None, fused: Iterable[str] = ()
 ) -> ConversionReport:
-    """What runs in FP8, layer by layer, as the model shows it.
+    """Layers that run in FP8 and those that do not, as the model shows them.
 
     `reasons`: why linears of these names do not. `fused`: see `ConversionReport`.
     """

@@ -145,7 +145,7 @@ class _GivenLinear(torch.autograd.Function):
 
 
 def _formats(format: Format | str) -> tuple[Format, Format]:
-    """Of both operands, and of the gradient."""
+    """The formats of both operands, and of the gradient."""
     if isinstance(format, Format):
         return format, format
     name = str(format).upper()

@@ -74,7 +74,7 @@ class WeightNames:
             self._match(name for name, _ in owner.named_parameters(remove_duplicate=False))
 
     def _is_skipped(self, name: str) -> bool:
-        """By the parameter's name, or by that of the module it belongs to, as `convert_to_fp8` takes it."""
+        """Match the parameter's name, or that of the module it belongs to, as `convert_to_fp8` does."""
         return any(_matches_weight(name, pattern) for pattern in self._skip)
 
     def _match(self, names: Iterator[str]) -> None:

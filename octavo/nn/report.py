@@ -112,7 +112,7 @@ class Report:
 class ConversionReport(Report):
     """Every layer that multiplies: in FP8 or not, and why. `scaling` holds histories and statistics of the FP8 ones.
 
-    Of a model that was converted, or loaded with its weights frozen in FP8. `fused` names the fused pieces in use, and
+    For a model that was converted, or loaded with its weights frozen in FP8. `fused` names the fused pieces in use, and
     those that are not with the reason. `hooked` is looked up when it is asked for: modules that have hooks by then, for
     which fused pieces are not used.
     """
@@ -145,12 +145,12 @@ class ConversionReport(Report):
 
     @property
     def bytes_in_fp8(self) -> int:
-        """Of weights that are held in FP8, without their scales. Weights that are trained are not, as a rule."""
+        """Bytes of weights that are held in FP8, without their scales. Trained weights are not, as a rule."""
         return sum(entry.bytes for entry in self.entries if entry.weight.startswith("float8"))
 
     @property
     def bytes_not_in_fp8(self) -> int:
-        """Of the other weights of linears and products. Embeddings and norms do not multiply, and do not count."""
+        """Bytes of the other weights that multiply. Embeddings and norms do not, and do not count."""
         return sum(entry.bytes for entry in self.entries if not entry.weight.startswith("float8"))
 
     @property
@@ -204,7 +204,7 @@ def dtype_name(tensor: Tensor) -> str:
 
 
 def _weight_of(modules: Mapping[str, nn.Module], entry: Entry) -> Tensor | None:
-    """Of a linear, or the raw parameter itself; None for what has no weight, and for what is looked up in."""
+    """The weight of a linear, or the raw parameter itself; None for modules without one, and for embeddings."""
     module: Any = modules.get(entry.name)
     if module is None:
         owner, _, name = entry.name.rpartition(".")

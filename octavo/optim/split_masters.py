@@ -155,7 +155,7 @@ def _is_half(value: Any) -> bool:
 
 
 class _Masters:
-    """What an optimiser does around its step, and to its `state_dict`."""
+    """Hooks of one optimiser, around its step and on its `state_dict`."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._pre = optimizer.register_step_pre_hook(self._step)
@@ -205,7 +205,7 @@ class _Masters:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-    """Of every optimiser, before the hooks of its own."""
+    """Run before every optimiser's step, and before the hooks of its own."""
     masters = getattr(optimizer, _ATTACHED, None)
     if masters is None:
         if not any(_steps(optimizer, p) for group in optimizer.param_groups for p in group["params"]):

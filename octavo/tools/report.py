@@ -232,7 +232,7 @@ def _unit(config: dict[str, Any]) -> str:
 
 
 def _held_out_cards(label: str, unit: str, summary: dict[str, dict[str, Any]]) -> list[str]:
-    """Of a run that has ended: the loss on text it never trained on, and BF16's beside it."""
+    """The loss of an ended run on text it never trained on, and BF16's beside it."""
     found = {name: _held_out(result) for name, result in summary.items() if "held_out_loss" in result}
     if label.lower() not in found:
         return []

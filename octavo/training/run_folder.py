@@ -225,7 +225,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _written(folder: Path) -> list[Path]:
-    """What a run writes, as far as it is in the folder; CONFIG first."""
+    """Files of a run that are in the folder; CONFIG first."""
     names = [folder / name for name in FILES]
     return [path for path in names if path.exists()] + [
         path for place in (folder, folder / BF16) for path in written_checkpoints(place)

@@ -190,7 +190,7 @@ def _keeps_less(option: Option) -> bool:
 
 
 def notes(case: Case, memories: Sequence[Memory], gpu: Gpu | None) -> list[str]:
-    """What the figures alone do not say of this model on this GPU."""
+    """Remarks that the figures alone do not make, for this model on this GPU."""
     found = []
     if gpu is not None:
         least = min(_standing(memory) for memory in memories)

@@ -122,7 +122,7 @@ def _shown(plan: Plan) -> list[int]:
         return min(among, key=lambda i: memories[i].peak.total)
 
     def first(*codes: str) -> int:
-        """Of weights in BF16, but for BDH's."""
+        """Bytes of weights in BF16, except BDH's."""
         options = [(i, memories[i].option) for i in plain]
         return next((i for i, o in options if o.code in codes and (o.weight_bytes == 2 or codes[1] == o.code)), 0)
 
