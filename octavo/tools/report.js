@@ -202,9 +202,9 @@ function tableRows() {
   const row = (name, operand) => {
     const { precision = "fp8", reason = "", formats, shapes, op, where, calls } = described.get(name) ?? {};
     const detail = [op, where, shapes, formats, calls && `${calls} calls`].filter(Boolean).join(" · ");
-    const [scale, amax, saturated, underflow] = operand?.last ?? [null, null, null, null];
+    const [scale, amax, , underflow] = operand?.last ?? [null, null, null, null];
     const [, , mostSaturated, mostUnderflow, mostRescaled] = operand?.worst ?? [null, null, null, null, null];
-    const readings = { scale, amax, saturated, mostSaturated, underflow, mostUnderflow, mostRescaled };
+    const readings = { scale, amax, mostSaturated, underflow, mostUnderflow, mostRescaled };
     return { name, detail, operand: operand?.operand ?? "", precision, reason, ...readings };
   };
   const watched = operands.map((operand) => row(operand.product, operand));
@@ -214,9 +214,8 @@ function tableRows() {
 const TABLE = [
   // key, heading, how a number is written (a column without is text)
   ["name", "Product"], ["operand", "Operand"], ["scale", "Scale", number], ["amax", "Amax", number],
-  ["saturated", "Saturated", percent], ["mostSaturated", "at worst", percent],
-  ["underflow", "Underflow", percent], ["mostUnderflow", "at worst", percent], ["mostRescaled", "Rescaled", percent],
-  ["precision", "Precision"],
+  ["mostSaturated", "Saturated", percent], ["mostRescaled", "Rescaled", percent], ["underflow", "Underflow", percent],
+  ["mostUnderflow", "at worst", percent], ["precision", "Precision"],
 ];
 
 function showTable() {
