@@ -156,7 +156,7 @@ def run(way: str, size: str, device: str) -> tuple[dict[str, Any], list[Tensor]]
         model.float()
     parameters = list(model.parameters())
     start = [_copy(p) for p in parameters]
-    # What is there for the comparison only.
+    # These are there for the comparison only.
     beside = torch.cuda.memory_allocated() - sum(p.nbytes for p in parameters) if device == "cuda" else 0
     optimizer = WAYS[way](parameters)
     context: Any = torch.autocast(device, torch.bfloat16) if way == AUTOCAST else nullcontext()

@@ -9,7 +9,7 @@ from rich.console import Console
 from octavo.cli.options import names, option
 from octavo.training.errors import UserError
 
-# As in octavo.tools.bench and octavo.optim, which take long to import; a test compares them.
+# These repeat octavo.tools.bench and octavo.optim, which take long to import; a test compares them.
 PRESETS = (
     *("tiny", "135m", "360m", "1b", "3b", "8b", "70b", "qwen3-0.6b", "qwen3-8b", "qwen3-32b"),
     *("bdh-100m", "bdh-25m", "bdh-tiny"),

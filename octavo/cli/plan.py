@@ -10,7 +10,7 @@ from octavo.cli.bench import PRESETS
 from octavo.cli.options import option
 from octavo.training.errors import UserError
 
-# As in octavo.tools.plan, which takes long to import; a test compares them.
+# These repeat octavo.tools.plan, which takes long to import; a test compares them.
 GPUS = ("b200", "h200", "h100", "l40s", "rtx5090", "rtx4090", "l4", "a100", "a100-40gb", "rtx3090")
 
 

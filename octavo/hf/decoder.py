@@ -198,7 +198,7 @@ def called_alone(model: nn.Module) -> list[str]:
         for part in _PARTS if is_fused(module) else ():
             child = module._modules.get(part)
             inner = child.named_modules(prefix=f"{name}.{part}".lstrip(".")) if child is not None else ()
-            # Of a layer with adapters, what it is made of counts, too; attention and MLP answer for their own parts.
+            # The parts of a layer with adapters count, too; attention and MLP answer for their own.
             found += [
                 own for own, each in inner if is_hooked(each) and (each is child or part not in ("self_attn", "mlp"))
             ]

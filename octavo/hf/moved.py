@@ -204,7 +204,7 @@ def _probe(
     places = torch.cat([_spread(weight), torch.stack([lowest, highest]).to(weight.device)])
     largest = torch.maximum(gradient[lowest].abs(), gradient[highest].abs()).float()
     before, reached = _elements(optimizer, parameter, places), gradient[places.to(gradient.device)] != 0
-    # By its settings: an optimiser whose step does nothing has no state that would tell.
+    # The settings tell: an optimiser whose step does nothing has no state that would.
     like_adam = group is None or "betas" in group
     return "", _Probe(parameter, places, before, reached, largest, lr, group is not None, like_adam)
 

@@ -19,7 +19,7 @@ _COLUMNS_TILE: Tile = (128, 64, 8, 1, 4, 64)  # as high as a block
 _MX_COLUMNS_TILE: Tile = (64, 64, 8, 1, 4, 64)
 AMAX_TILE: Tile = (64, 64, 4, 3, 8, None)
 CHANNEL_AMAX_TILE: Tile = (16, 256, 8, 3, 4, 64)  # a warp holds a row
-# Of columns without statistics, in whole tiles; and the bits of the words in which a thread loads them.
+# Tiles for columns without statistics, in whole tiles; and the bits of the words in which a thread loads them.
 WHOLE_COLUMNS_TILES: dict[int, Tile] = {
     CHANNEL.value: (128, 64, 4, 1, 32, 96),
     BLOCK_1X128.value: (128, 64, 4, 1, 5, 96),
