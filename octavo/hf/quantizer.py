@@ -98,7 +98,7 @@ class OctavoConfig(QuantizationConfigMixin):
     def read(self, found: Mapping[str, Any]) -> "OctavoConfig":
         """This configuration for a checkpoint in FP8, by the `quantization_config` of its config.json.
 
-        Settings that this one leaves out are as they were saved: how inputs and gradients are quantised, and whether they are.
+        Other settings are as they were saved: how inputs and gradients are quantised, and whether they are.
         """
         granularity, scales, left = read_layout(found)
         products = self.fp8_products

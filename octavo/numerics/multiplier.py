@@ -19,7 +19,7 @@ from torch import Tensor
 from octavo.numerics.amax import finite_amax
 from octavo.numerics.formats import E8M0_DTYPE, Format
 
-# The largest |x| decides: beyond twice the format's maximum much saturates, below 16 times its smallest normal number most
+# For the largest |x|: beyond twice the format's maximum much saturates, below 16 times its smallest normal number most
 # elements lose bits. A multiplier that somebody computed puts it at the maximum or below; a little above, if it is old.
 _TOO_HIGH, _TOO_LOW, _OLD = 2.0, 16.0, 1.25
 
