@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 from octavo import fp8_autocast
-from octavo.models.bdh import BDH, PRESETS, BDHConfig
-from octavo.models.bdh_fused import fuse
+from octavo.models.bdh import BDH, PRESETS, BDHConfig, fuse
 from octavo.optim import build_optimizer, measure_memory
 from octavo.tools.bench.cases import make_case
 from octavo.tools.bench.result import device_name, versions

@@ -4,8 +4,8 @@ The operators in `torch.ops.octavo` are opaque to `torch.compile` and to autogra
 `octavo/nn`. Each runs the specification in `octavo/numerics` on every device; on a GPU with FP8 tensor cores the
 kernels in `octavo/kernels` take its place where they can.
 
-Here are the single steps, for products of any shape; `ops_linear.py` has whole layers, `ops_loss.py` and `ops_bdh.py`
-what they are named after.
+Here are the single steps, for products of any shape; `ops_linear.py` has whole layers, `ops_loss.py`
+the loss.
 """
 
 from collections.abc import Sequence

@@ -9,7 +9,7 @@ from torch import nn
 import octavo
 from octavo import FP8Linear, FP8TrainingConfig, convert_to_fp8, fp8_autocast, restore
 from octavo.models import BDH, BDHConfig
-from octavo.models.bdh_fused import fuse, unfuse
+from octavo.models.bdh import fuse, unfuse
 
 TINY = BDHConfig(dim=16, heads=2, neurons=32, layers=1)
 

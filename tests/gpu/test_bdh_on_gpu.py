@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from octavo import FP8TrainingConfig, fp8_autocast, ops_bdh
-from octavo.models.bdh import BDH, BDHConfig, rope_angles
-from octavo.models.bdh_fused import fuse, unfuse
+from octavo import FP8TrainingConfig, fp8_autocast
+from octavo.models.bdh import BDH, BDHConfig, fuse, ops, rope_angles, unfuse
 from octavo.numerics import Quantized
 from octavo.numerics.scaling import AMAX, NON_FINITE, SATURATED, SCALE, SEEN, UNDERFLOW, new_rows
 
@@ -16,7 +15,7 @@ CONFIG = BDHConfig(dim=128, heads=4, neurons=1024, layers=4)
 
 def by_the_spec(monkeypatch, function, *args, **kwargs):
     with monkeypatch.context() as patch:
-        patch.setattr(ops_bdh, "_kernels_for", lambda *_: False)
+        patch.setattr(ops, "_kernels_for", lambda *_: False)
         patch.setattr("octavo.ops.has_fp8_tensor_cores", lambda _: False)
         return function(*args, **kwargs)
 
@@ -63,16 +62,16 @@ def test_forward_kernels(monkeypatch, size, dtype):
     mine, theirs = rows(4), rows(4)
     for use in range(2):  # the second finds a scale that is too small
         x = s_pre * (1 + use)
-        found = ops_bdh.relu_rope_quantize(x, cos, sin, *mine[:2], RECIPE.x, record=True)
-        found += ops_bdh.gate_quantize(x, t_pre, *mine[2:], RECIPE.x, record=True)
-        expected = by_the_spec(monkeypatch, ops_bdh.relu_rope_quantize, x, cos, sin, *theirs[:2], RECIPE.x, record=True)
-        expected += by_the_spec(monkeypatch, ops_bdh.gate_quantize, x, t_pre, *theirs[2:], RECIPE.x, record=True)
+        found = ops.relu_rope_quantize(x, cos, sin, *mine[:2], RECIPE.x, record=True)
+        found += ops.gate_quantize(x, t_pre, *mine[2:], RECIPE.x, record=True)
+        expected = by_the_spec(monkeypatch, ops.relu_rope_quantize, x, cos, sin, *theirs[:2], RECIPE.x, record=True)
+        expected += by_the_spec(monkeypatch, ops.gate_quantize, x, t_pre, *theirs[2:], RECIPE.x, record=True)
         assert_nearly_same(found, expected)
     assert_same_statistics(mine, theirs, kept=(1, 3))
     q, s, _, _ = expected
     again = (s, cos, sin, q.scale, RECIPE.x, dtype)
-    columns = ops_bdh.rope_columns(*again)
-    assert_nearly_same([columns], [by_the_spec(monkeypatch, ops_bdh.rope_columns, *again)])
+    columns = ops.rope_columns(*again)
+    assert_nearly_same([columns], [by_the_spec(monkeypatch, ops.rope_columns, *again)])
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
@@ -87,10 +86,10 @@ def test_backward_kernels(monkeypatch, size):
     for use in range(2):
         gate = (dz * (1 + use), s, t, z_scale)
         turn = (dq * (1 + use), dz, s, t, cos, sin)
-        found = ops_bdh.gate_backward(*gate, mine[0], RECIPE.g, RECIPE.x)
-        found += ops_bdh.relu_rope_backward(*turn, mine[1], RECIPE.g)
-        expected = by_the_spec(monkeypatch, ops_bdh.gate_backward, *gate, theirs[0], RECIPE.g, RECIPE.x)
-        expected += by_the_spec(monkeypatch, ops_bdh.relu_rope_backward, *turn, theirs[1], RECIPE.g)
+        found = ops.gate_backward(*gate, mine[0], RECIPE.g, RECIPE.x)
+        found += ops.relu_rope_backward(*turn, mine[1], RECIPE.g)
+        expected = by_the_spec(monkeypatch, ops.gate_backward, *gate, theirs[0], RECIPE.g, RECIPE.x)
+        expected += by_the_spec(monkeypatch, ops.relu_rope_backward, *turn, theirs[1], RECIPE.g)
         assert_nearly_same(found, expected)
     assert_same_statistics(mine, theirs)
 
@@ -101,10 +100,10 @@ def test_causal_kernels(monkeypatch, T):
     mine, theirs = rows(2), rows(2)
     for use in range(2):
         x = scores * (1 + use)
-        found = ops_bdh.causal_quantize(x, mine[0], RECIPE.x, record=True)
-        found += (ops_bdh.symmetric_quantize(x, mine[1], RECIPE.g),)
-        expected = by_the_spec(monkeypatch, ops_bdh.causal_quantize, x, theirs[0], RECIPE.x, record=True)
-        expected += (by_the_spec(monkeypatch, ops_bdh.symmetric_quantize, x, theirs[1], RECIPE.g),)
+        found = ops.causal_quantize(x, mine[0], RECIPE.x, record=True)
+        found += (ops.symmetric_quantize(x, mine[1], RECIPE.g),)
+        expected = by_the_spec(monkeypatch, ops.causal_quantize, x, theirs[0], RECIPE.x, record=True)
+        expected += (by_the_spec(monkeypatch, ops.symmetric_quantize, x, theirs[1], RECIPE.g),)
         assert_nearly_same(found, expected, share=0)
     assert_same_statistics(mine, theirs)
 
@@ -114,7 +113,7 @@ def test_what_is_not_finite_becomes_nan_and_is_recorded():
     s_pre[0, 1, 0, 3], s_pre[0, 2, 1, 0] = float("nan"), float("inf")
     cos, sin = rope_angles(5, 8, torch.device("cuda"))
     mine = rows(2)
-    q, s = ops_bdh.relu_rope_quantize(s_pre, cos, sin, *mine, RECIPE.x, record=True)
+    q, s = ops.relu_rope_quantize(s_pre, cos, sin, *mine, RECIPE.x, record=True)
     assert q.data.float().isnan().sum() == 4 and s.data.float().isnan().sum() == 2
     assert mine[0][NON_FINITE] == mine[1][NON_FINITE] == 1 and mine[0][AMAX] > 0
 

@@ -19,7 +19,6 @@ from octavo.kernels import (
     adamw,
     adapter_gradients,
     adapter_outputs,
-    causal,
     cross_entropy,
     dequantize,
     gated,
@@ -29,6 +28,7 @@ from octavo.kernels import (
     transpose,
 )
 from octavo.kernels.tiles import CHANNEL
+from octavo.models.bdh.kernels import scores
 from octavo.numerics import E4M3, E5M2, Quantized
 from octavo.numerics.adamw import Step, with_levels
 from octavo.numerics.scaling import new_rows
@@ -136,7 +136,7 @@ def main(dtype: torch.dtype, rounding: str) -> None:
         p = torch.zeros(rows, 256, dtype=dtype)
         means = [with_levels(OptimState4bit.zeros(p.shape, signed, 128)) for signed in (True, False)]
         adamw.apply(Step(1, 1e-3, (0.9, 0.95), 1e-8, 0.0, rounding == "nearest"), p, p, *means)
-    causal.causal_quantize(torch.zeros(1, 2, 128, 128, dtype=dtype), new_rows(device="cpu"), recipe.x, record=True)
+    scores.causal_quantize(torch.zeros(1, 2, 128, 128, dtype=dtype), new_rows(device="cpu"), recipe.x, record=True)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from octavo import ops_bdh
-from octavo.kernels import bdh, bdh_backward, causal
-from octavo.models.bdh import rope_angles
+from octavo.models.bdh import ops, rope_angles
+from octavo.models.bdh.kernels import backward, forward, scores
 from octavo.numerics import FP8TrainingConfig, Quantized
 from octavo.numerics.scaling import AMAX, NON_FINITE, RESCALED, SATURATED, SCALE, SEEN, UNDERFLOW, new_rows
 
@@ -52,16 +51,16 @@ def test_relu_rope(size, dtype, recipe):
     mine, theirs = rows(2), rows(2)
     for use in range(2):  # the second finds a scale, too small for what comes
         s_pre = s_pre * (1 + use)
-        found = bdh.relu_rope_quantize(s_pre, cos, sin, *mine, recipe.x, record=True)
-        expected = ops_bdh.relu_rope_quantize(s_pre, cos, sin, *theirs, recipe.x, record=True)
+        found = forward.relu_rope_quantize(s_pre, cos, sin, *mine, recipe.x, record=True)
+        expected = ops.relu_rope_quantize(s_pre, cos, sin, *theirs, recipe.x, record=True)
         assert_same_bits(found, expected)
     theirs[1][UNDERFLOW] = mine[1][UNDERFLOW]  # not counted for what is only kept
     assert_same_statistics(mine, theirs)
     if recipe.x.delayed and T > 1:
         assert mine[0][RESCALED] == 1 and mine[0][SATURATED] == 0
     q, s = expected
-    columns = bdh.rope_columns(s, cos, sin, q.scale, recipe.x, dtype)
-    assert_same_bits(columns, ops_bdh.rope_columns(s, cos, sin, q.scale, recipe.x, dtype))
+    columns = forward.rope_columns(s, cos, sin, q.scale, recipe.x, dtype)
+    assert_same_bits(columns, ops.rope_columns(s, cos, sin, q.scale, recipe.x, dtype))
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
@@ -70,8 +69,8 @@ def test_gate(size):
     s_pre, t_pre = torch.randn(B, T, H, N).bfloat16(), torch.randn(H, B, T, N).bfloat16()
     mine, theirs = rows(2), rows(2)
     for use in range(2):
-        found = bdh.gate_quantize(s_pre, t_pre * (1 + use), *mine, DELAYED.x, record=True)
-        assert_same_bits(found, ops_bdh.gate_quantize(s_pre, t_pre * (1 + use), *theirs, DELAYED.x, record=True))
+        found = forward.gate_quantize(s_pre, t_pre * (1 + use), *mine, DELAYED.x, record=True)
+        assert_same_bits(found, ops.gate_quantize(s_pre, t_pre * (1 + use), *theirs, DELAYED.x, record=True))
     theirs[1][UNDERFLOW] = mine[1][UNDERFLOW]
     assert_same_statistics(mine, theirs)
 
@@ -84,8 +83,8 @@ def test_gate_backward(size, recipe):
     s, t, z_scale = kept((B, T, H, N)), kept((B, T, H, N), 0.02), torch.tensor(0.03)
     (mine,), (theirs,) = rows(1), rows(1)
     for use in range(2):
-        found = bdh_backward.gate_backward(dz * (1 + use), s, t, z_scale, mine, recipe.g, recipe.x)
-        expected = ops_bdh.gate_backward(dz * (1 + use), s, t, z_scale, theirs, recipe.g, recipe.x)
+        found = backward.gate_backward(dz * (1 + use), s, t, z_scale, mine, recipe.g, recipe.x)
+        expected = ops.gate_backward(dz * (1 + use), s, t, z_scale, theirs, recipe.g, recipe.x)
         assert_same_bits(found, (expected[0].data, expected[0].scale, expected[1].data, expected[2].data))
     assert_same_statistics([mine], [theirs])
 
@@ -99,23 +98,23 @@ def test_relu_rope_backward(size, recipe):
     s, t = kept((B, T, H, N)), kept((B, T, H, N), 0.02)
     (mine,), (theirs,) = rows(1), rows(1)
     for use in range(2):
-        found = bdh_backward.relu_rope_backward(dq * (1 + use), dz, s.data, t, cos, sin, mine, recipe.g)
-        expected = ops_bdh.relu_rope_backward(dq * (1 + use), dz, s, t, cos, sin, theirs, recipe.g)
+        found = backward.relu_rope_backward(dq * (1 + use), dz, s.data, t, cos, sin, mine, recipe.g)
+        expected = ops.relu_rope_backward(dq * (1 + use), dz, s, t, cos, sin, theirs, recipe.g)
         assert_same_bits(found, (expected[0].data, expected[0].scale, expected[1].data))
     assert_same_statistics([mine], [theirs])
 
 
 @pytest.mark.parametrize("T", [1, 64, 70])  # tiles are 64×64
 def test_causal(T):
-    scores = torch.randn(2, 3, T, T).bfloat16()
+    square = torch.randn(2, 3, T, T).bfloat16()
     mine, theirs = rows(2), rows(2)
     for use in range(2):
-        x = scores * (1 + use)
-        rows_q, columns_q = ops_bdh.causal_quantize(x, theirs[0], DELAYED.x, record=True)
-        found = causal.causal_quantize(x, mine[0], DELAYED.x, record=True)
+        x = square * (1 + use)
+        rows_q, columns_q = ops.causal_quantize(x, theirs[0], DELAYED.x, record=True)
+        found = scores.causal_quantize(x, mine[0], DELAYED.x, record=True)
         assert_same_bits(found, (rows_q.data, rows_q.scale, columns_q.data))
         assert_same_bits(
-            causal.symmetric_quantize(x, mine[1], DELAYED.g), ops_bdh.symmetric_quantize(x, theirs[1], DELAYED.g)
+            scores.symmetric_quantize(x, mine[1], DELAYED.g), ops.symmetric_quantize(x, theirs[1], DELAYED.g)
         )
     assert_same_statistics(mine, theirs)
 
@@ -125,8 +124,8 @@ def test_what_is_not_finite_is_recorded():
     s_pre[0, 1, 0, 3], s_pre[0, 2, 1, 0] = float("nan"), float("inf")
     cos, sin = rope_angles(5, 8, torch.device("cpu"))
     mine, theirs = rows(2), rows(2)
-    found = bdh.relu_rope_quantize(s_pre, cos, sin, *mine, DELAYED.x, record=True)
-    expected = ops_bdh.relu_rope_quantize(s_pre, cos, sin, *theirs, DELAYED.x, record=True)
+    found = forward.relu_rope_quantize(s_pre, cos, sin, *mine, DELAYED.x, record=True)
+    expected = ops.relu_rope_quantize(s_pre, cos, sin, *theirs, DELAYED.x, record=True)
     # The interpreter's cast to E4M3 knows no NaN: only the others are compared here, NaN in tests/gpu.
     for a, b in zip(found, expected, strict=True):
         finite = b.data.float().isfinite()

@@ -74,7 +74,7 @@ class Subject:
         elif kind == "octavo-bf16":
             self.summary = convert_to_fp8(self.model, precision="bf16", tokens=tokens).summary()
         elif kind == "octavo-fused":
-            from octavo.models.bdh_fused import fuse
+            from octavo.models.bdh import fuse
 
             self.scaling = fuse(self.model, config_of(contender)).scaling
             self.summary = "BDH's fused FP8 code"

@@ -21,8 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from octavo.models.bdh import BDH, BDHConfig
-from octavo.models.bdh_fused import fuse
+from octavo.models.bdh import BDH, BDHConfig, fuse
 from octavo.nn.autocast import fp8_autocast
 
 

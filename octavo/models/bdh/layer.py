@@ -1,4 +1,4 @@
-"""One layer of BDH in FP8, as one autograd function: y = z · decoder, from x. Its two norms around y stay outside.
+"""One layer of BDH in FP8 as one autograd function, from x to y = z · decoder. The two norms around y stay outside.
 
 Shapes: B batch, T positions (S: the ones attended to), D width, H heads, N neurons per head, M = B · T, K = H · N.
 Every product is NT. `8` marks FP8; each line with → q8, s8, t8, z8, dt8 or ds8 is one kernel over the hidden tensors.
@@ -27,12 +27,13 @@ and read (w+r); for BF16 the least possible, with every chain of element-wise wo
                 = 16                                                = 18
     backward    dz 2+4, s 0+3, t 0+2, dt 2+2, z 1+1, q 1+1,         dz 2+4, s 0+6, t 0+4, dt 2+4, z 2+2, q 2+4,
                 dq 2+2, ds 2+2 = 27                                 dq 4+4, ds 2+4 = 46
-    kept        s 1, t 1 = 2                                        s_pre 2, t_pre 2 = 4, and q and z unless recomputed
+    saved       s 1, t 1 = 2                                        s_pre 2, t_pre 2 = 4, and q and z unless recomputed
 
-Kept for backward: s8 and t8, which are values and masks (what relu made zero is zero in FP8, too); q and z are computed
-from them again, so their FP8 copies in backward come from values that were rounded once before (forward's do not).
-Small things besides: S8 turned, x8, ln(a)8, and a itself for its norm: 0.26 bytes per element at T = 2048.
-The weights are the same in every layer, so they are quantised once for all of them and kept in FP8 in both layouts.
+Saved for backward: s8 and t8, which serve as values and as masks (what relu made zero is zero in FP8 as well). q and z
+are recomputed from them, so their FP8 copies in backward come from values that were rounded once before; those of
+forward do not. Also saved, and small: the transpose of S8, x8, ln(a)8, and a itself for its norm, 0.26 bytes per
+element at T = 2048. The weights are the same in every layer, so they are quantised once for all layers and saved in
+both layouts.
 """
 
 from dataclasses import dataclass
@@ -42,11 +43,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from octavo import ops, ops_bdh
+from octavo import ops
+from octavo.models.bdh import ops as bdh_ops
 from octavo.numerics import OperandRecipe, Recipe
 from octavo.numerics.quantize import Quantized
 
-# The tensors of a layer that have a scale: the operands of its products, gradients last, and what is kept.
+# The tensors of a layer that have a scale: operands of its products, tensors saved for backward (the names are those of
+# checkpoints), and gradients.
 OPERANDS = (
     "encoder.x",
     "scores.q",
@@ -66,7 +69,7 @@ NORM_EPSILON = 1e-5
 
 
 class Weights(NamedTuple):
-    """The weights in FP8, for forward and for backward."""
+    """The weights in FP8, in the layouts that forward and backward multiply."""
 
     encoder_KD: Quantized
     encoder_DK: Quantized
@@ -78,23 +81,24 @@ class Weights(NamedTuple):
 
 @dataclass(frozen=True)
 class Layer:
-    """How a layer is computed: everything about it but its tensors."""
+    """Settings of a layer's computation: everything but its tensors."""
 
     recipe: Recipe
     out_dtype: torch.dtype
     emulate: bool = False
 
     def multiply(self, a: Quantized, b: Quantized, dtype: torch.dtype, batch: tuple[int, ...], fast: bool) -> Tensor:
+        """Return a · bᵀ. `fast` allows tensor cores their fast accumulation."""
         return ops.gemm_nt(a, b, out_dtype=dtype, batch=batch, fast=fast, emulate=self.emulate)
 
 
 def quantize_weights(
-    encoder: Tensor, encoder_v: Tensor, decoder: Tensor, recipe: OperandRecipe, rows: dict[str, Tensor]
+    encoder: Tensor, encoder_v: Tensor, decoder: Tensor, recipe: OperandRecipe, state: dict[str, Tensor]
 ) -> Weights:
-    """In both layouts each."""
+    """Quantise the three weights, each in both layouts. `state`: scaling state by name."""
 
     def both(name: str, w: Tensor) -> list[Quantized]:
-        return ops.quantize(w, rows[name], recipe, record=True, layout="both")
+        return ops.quantize(w, state[name], recipe, record=True, layout="both")
 
     with torch.no_grad():
         (e_HDN, e_HND), (v_HDN, v_HND), (d_KD, d_DK) = map(both, WEIGHTS, (encoder, encoder_v, decoder))
@@ -111,12 +115,15 @@ def fp8_bdh_layer(
     weights: Weights,
     angles: tuple[Tensor, Tensor],
     layer: Layer,
-    rows: dict[str, Tensor],
+    state: dict[str, Tensor],
 ) -> Tensor:
-    """y `[B, T, D]`. The weights get gradients; `weights` are what is multiplied. `rows`: scaling state by name."""
+    """Return y `[B, T, D]`, computed with `weights`; the gradients are those of the three Parameters.
+
+    `state`: scaling state by the names in `OPERANDS`.
+    """
     flat = [part for q in weights for part in q]
     return _FP8BDHLayer.apply(
-        x_BTD, encoder, encoder_v, decoder, layer, *angles, *flat, *(rows[name] for name in OPERANDS)
+        x_BTD, encoder, encoder_v, decoder, layer, *angles, *flat, *(state[name] for name in OPERANDS)
     )
 
 
@@ -133,19 +140,19 @@ class _FP8BDHLayer(torch.autograd.Function):
         sin: Tensor,
         *parts: Tensor,
     ) -> Tensor:
-        w, rows = _weights(parts), dict(zip(OPERANDS, parts[2 * len(Weights._fields) :], strict=True))
+        w, state = _weights(parts), dict(zip(OPERANDS, parts[2 * len(Weights._fields) :], strict=True))
         recipe, dtype = layer.recipe.x, layer.out_dtype
         (B, T, D), (H, _, N) = x.shape, encoder.shape
 
-        x_BTD, x_BDT = ops.quantize(x, rows["encoder.x"], recipe, record=True, layout="both")
+        x_BTD, x_BDT = ops.quantize(x, state["encoder.x"], recipe, record=True, layout="both")
         # s_pre = x · encoder
         s_pre = layer.multiply(_reshape(x_BTD, B * T, D), w.encoder_KD, dtype, (), True).view(B, T, H, N)
-        q, s = ops_bdh.relu_rope_quantize(s_pre, cos, sin, rows["scores.q"], rows["kept.s"], recipe, record=True)
+        q, s = bdh_ops.relu_rope_quantize(s_pre, cos, sin, state["scores.q"], state["kept.s"], recipe, record=True)
         # scores = q · qᵀ
         scores = layer.multiply(q, q, dtype, (B, H), True)
         q_scale = q.scale
         del q
-        S_BHTS, S_BSHT = ops_bdh.causal_quantize(scores, rows["attention.s"], recipe, record=True)
+        S_BHTS, S_BSHT = bdh_ops.causal_quantize(scores, state["attention.s"], recipe, record=True)
         del scores
         # a = S · x
         x_B1DT = _reshape(x_BDT, B, 1, D, T)
@@ -154,18 +161,19 @@ class _FP8BDHLayer(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             normed, mean, rstd = torch.native_layer_norm(a, [D], None, None, NORM_EPSILON)
         normed = normed.transpose(0, 1).reshape(H, B * T, D)
-        n_HMD, n_HDM = ops.quantize(normed, rows["encoder_v.x"], recipe, record=True, layout="both")
+        n_HMD, n_HDM = ops.quantize(normed, state["encoder_v.x"], recipe, record=True, layout="both")
         # t_pre = ln(a) · encoder_v
         t_pre = layer.multiply(n_HMD, w.encoder_v_HND, dtype, (H,), True).view(H, B, T, N)
-        z, t = ops_bdh.gate_quantize(s_pre, t_pre, rows["decoder.x"], rows["kept.t"], recipe, record=True)
+        z, t = bdh_ops.gate_quantize(s_pre, t_pre, state["decoder.x"], state["kept.t"], recipe, record=True)
         del s_pre, t_pre
         # y = z · decoder
         y = layer.multiply(_reshape(z, B * T, H * N), w.decoder_DK, dtype, (), True)
 
-        kept = (x_BTD, x_BDT, S_BSHT, n_HDM, s, t, w.encoder_DK, w.encoder_v_HDN, w.decoder_KD)
-        ctx.save_for_backward(cos, sin, a, mean, rstd, q_scale, z.scale, *(part for k in kept for part in k))
-        # Not saved as tensors: rows change with every use, which autograd's version check would take for a mistake.
-        ctx.rows = rows
+        saved = (x_BTD, x_BDT, S_BSHT, n_HDM, s, t, w.encoder_DK, w.encoder_v_HDN, w.decoder_KD)
+        ctx.save_for_backward(cos, sin, a, mean, rstd, q_scale, z.scale, *(part for q in saved for part in q))
+        # Not saved as tensors: every use changes the scaling state, which autograd's version check would report as an
+        # error.
+        ctx.state = state
         ctx.layer = layer
         ctx.like = (x.dtype, encoder.dtype, encoder_v.dtype, decoder.dtype)
         return y.view(B, T, D)
@@ -175,7 +183,7 @@ class _FP8BDHLayer(torch.autograd.Function):
     def backward(ctx: Any, g_BTD: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin, a, mean, rstd, q_scale, z_scale, *parts = ctx.saved_tensors
         x_BTD, x_BDT, S_BSHT, n_HDM, s, t, encoder_DK, encoder_v_HDN, decoder_KD = _pairs(parts)
-        layer, rows = ctx.layer, ctx.rows
+        layer, state = ctx.layer, ctx.state
         recipe, dtype = layer.recipe, layer.out_dtype
         x_dtype, *weight_dtypes = ctx.like
         needs_encoder, needs_encoder_v, needs_decoder = ctx.needs_input_grad[1:4]
@@ -184,12 +192,12 @@ class _FP8BDHLayer(torch.autograd.Function):
         dencoder = dencoder_v = ddecoder = None
 
         def quantize(g: Tensor, name: str) -> list[Quantized]:
-            return ops.quantize(g, rows[name], recipe.g, record=True, layout="both")
+            return ops.quantize(g, state[name], recipe.g, record=True, layout="both")
 
         g_MD, g_DM = quantize(g_BTD.reshape(M, D), "decoder.g")
         # dz = g · decoderᵀ
         dz = layer.multiply(g_MD, decoder_KD, dtype, (), False).view(B, T, H, N)
-        dt_HMN, dt_HNM, z_HNM = ops_bdh.gate_backward(dz, s, t, z_scale, rows["encoder_v.g"], recipe.g, recipe.x)
+        dt_HMN, dt_HNM, z_HNM = bdh_ops.gate_backward(dz, s, t, z_scale, state["encoder_v.g"], recipe.g, recipe.x)
         if needs_decoder:
             # ddecoder = zᵀ · g
             ddecoder = layer.multiply(_reshape(z_HNM, H * N, M), g_DM, weight_dtypes[2], (), False)
@@ -206,15 +214,15 @@ class _FP8BDHLayer(torch.autograd.Function):
         da_BMD, da_BDM = quantize(da.view(B, H * T, D), "attention.g")
         # dS = da · xᵀ
         dS = layer.multiply(da_BMD, x_BTD, dtype, (B,), False).view(B, H, T, T)
-        P = ops_bdh.symmetric_quantize(dS, rows["scores.g"], recipe.g)
+        P = bdh_ops.symmetric_quantize(dS, state["scores.g"], recipe.g)
         del dS
-        # dx = Sᵀ · da, the heads added up
+        # dx = Sᵀ · da, summed over the heads
         dx = layer.multiply(_reshape(S_BSHT, B, T, H * T), da_BDM, torch.float32, (B,), False)
-        q_BHNT = ops_bdh.rope_columns(s, cos, sin, q_scale, recipe.x, dtype)
+        q_BHNT = bdh_ops.rope_columns(s, cos, sin, q_scale, recipe.x, dtype)
         # dq = (tril(dS) + tril(dS)ᵀ) · q
         dq = layer.multiply(P, q_BHNT, dtype, (B, H), False)
         del q_BHNT, P
-        ds, ds_HNM = ops_bdh.relu_rope_backward(dq, dz, s, t, cos, sin, rows["encoder.g"], recipe.g)
+        ds, ds_HNM = bdh_ops.relu_rope_backward(dq, dz, s, t, cos, sin, state["encoder.g"], recipe.g)
         del dq, dz
         if needs_encoder:
             # dencoder = xᵀ · ds
@@ -238,5 +246,5 @@ def _reshape(q: Quantized, *shape: int) -> Quantized:
 
 
 def _view_bytes(q: Quantized, change: Any) -> Quantized:
-    """Moved about as bytes: not every device copies float8."""
+    """Rearrange the data as bytes, because not every device copies float8."""
     return Quantized(change(q.data.view(torch.uint8)).view(q.data.dtype), q.scale)

@@ -1,9 +1,10 @@
-"""The backward kernels of a fused BDH layer. See `numerics.bdh` for the equations, `bdh.py` for the forward ones.
+"""The backward kernels of a fused BDH layer. See `spec.py` for the equations.
 
-    gate_backward        dz_BTHN and the s and t kept → dt_pre in FP8 as rows and columns, and z again as columns
-    relu_rope_backward   dq_BHTN, dz_BTHN and the s and t kept → ds_pre in FP8 as rows and columns
+    gate_backward        dz_BTHN and the saved s and t → dt_pre in FP8 as rows and columns, and z again as columns
+    relu_rope_backward   dq_BHTN, dz_BTHN and the saved s and t → ds_pre in FP8 as rows and columns
 
-Columns are turned in the dtype of the gradient, before the cast: as FP8 bytes it would take more instructions.
+Tiles are transposed in the dtype of the gradient, before the cast: transposing FP8 bytes takes more instructions, and
+Triton miscompiles it next to another store (triton-lang/triton#11111).
 """
 
 # Triton gives the parameters of a kernel their types.
@@ -14,23 +15,23 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels import delayed, finite, tiles
-from octavo.kernels.bdh_tiles import (
+from octavo.models.bdh.kernels.tiles import (
     Tile,
-    arrange,
-    constants,
-    joined,
+    check_top,
+    draw_seed,
+    joined_start,
+    launch_options,
     load,
     load_angles,
-    look_at,
-    note_amax,
     offsets,
-    seed_of,
-    stacked,
-    state,
+    passes,
+    recipe_constants,
+    record_amax,
+    rotate,
+    stacked_start,
     store,
-    tasks,
     to_fp8,
-    turn,
+    writable_state,
 )
 from octavo.numerics.config import OperandRecipe
 from octavo.numerics.quantize import Quantized
@@ -40,11 +41,11 @@ _ROPE: Tile = (64, 32, 4, 2, 4)
 
 
 @triton.jit
-def _gate_tile(dz_ptr, s_ptr, t_ptr, s_scale, t_scale, first, wide, inside, EVEN: tl.constexpr):
-    """dt and z of one tile, rounded as they would be in memory."""
-    dz = load(dz_ptr + first, wide, inside, EVEN)
-    s = load(s_ptr + first, wide, inside, EVEN).to(tl.float32) * s_scale
-    t = load(t_ptr + first, wide, inside, EVEN).to(tl.float32) * t_scale
+def _gate_tile(dz_ptr, s_ptr, t_ptr, s_scale, t_scale, first, joined, inside, EVEN: tl.constexpr):
+    """Return dt and z of one tile, rounded as they would be in memory."""
+    dz = load(dz_ptr + first, joined, inside, EVEN)
+    s = load(s_ptr + first, joined, inside, EVEN).to(tl.float32) * s_scale
+    t = load(t_ptr + first, joined, inside, EVEN).to(tl.float32) * t_scale
     dt = tl.where(t > 0.0, dz.to(tl.float32) * s, 0.0)
     return tiles.narrow(dt, dz.dtype), tiles.narrow(s * t, dz.dtype)
 
@@ -57,7 +58,7 @@ def _gate_backward_kernel(
     t_ptr,
     t_scale_ptr,
     z_scale_ptr,
-    row_ptr,
+    state_ptr,
     amax_ptr,
     rows_ptr,
     columns_ptr,
@@ -81,11 +82,11 @@ def _gate_backward_kernel(
     TILE_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """`MEASURE`: only find the amax, for a current scale."""
+    """Quantise dt in both layouts, and z transposed. `MEASURE`: only find the amax of dt, for a current scale."""
     if SCALING == delayed.AGAIN:
-        if delayed.is_held(row_ptr, MAXIMUM, MARGIN):
+        if delayed.is_held(state_ptr, MAXIMUM, MARGIN):
             return
-    scale, before = delayed.find_scale(row_ptr, amax_ptr, SCALING, MAXIMUM, MARGIN)
+    scale, before = delayed.find_scale(state_ptr, amax_ptr, SCALING, MAXIMUM, MARGIN)
     inverse, inverse_before = tiles.reciprocal(scale), tiles.reciprocal(before)
     s_scale, t_scale = tl.load(s_scale_ptr), tl.load(t_scale_ptr)
     z_inverse = tiles.reciprocal(tl.load(z_scale_ptr))
@@ -93,7 +94,7 @@ def _gate_backward_kernel(
     across = tl.cdiv(N, TILE_N)
     each = tl.cdiv(T, TILE_T) * across
     M = B * T
-    wide, flat, turned = offsets(H * N, TILE_T, TILE_N), offsets(N, TILE_T, TILE_N), offsets(M, TILE_N, TILE_T)
+    joined, stacked, transposed = offsets(H * N, TILE_T, TILE_N), offsets(N, TILE_T, TILE_N), offsets(M, TILE_N, TILE_T)
     top = tl.zeros([TILE_T, TILE_N // 8], tl.int32)
     lost = tl.zeros([TILE_T, TILE_N // 8], tl.int32)
     for tile in tl.range(tl.program_id(0), B * H * each, tl.num_programs(0), num_stages=STAGES):
@@ -101,34 +102,36 @@ def _gate_backward_kernel(
         t0, n0 = tile % each // across * TILE_T, tile % across * TILE_N
         inside = (t0 + tl.arange(0, TILE_T)[:, None] < T) & (n0 + tl.arange(0, TILE_N)[None, :] < N)
         inside_t = (n0 + tl.arange(0, TILE_N)[:, None] < N) & (t0 + tl.arange(0, TILE_T)[None, :] < T)
-        first = joined(b, h, t0, n0, H, T, N)
-        narrow, z = _gate_tile(dz_ptr, s_ptr, t_ptr, s_scale, t_scale, first, wide, inside, EVEN)
-        dt = narrow.to(tl.float32)
+        first = joined_start(b, h, t0, n0, H, T, N)
+        rounded, z = _gate_tile(dz_ptr, s_ptr, t_ptr, s_scale, t_scale, first, joined, inside, EVEN)
+        dt = rounded.to(tl.float32)
         top = tl.maximum(top, tiles.largest_of_eight(tiles.magnitude_bits(dt)))
         if not MEASURE:
-            rows_first = stacked(h, b, B, t0, n0, T, N)
-            q, v = to_fp8(dt, inverse, seed, rows_first + flat, dtype, narrow.dtype, MAXIMUM, STOCHASTIC)
-            store(rows_ptr + rows_first, flat, q, inside, EVEN)
-            lost += delayed.lost_of_eight(dt, v, inverse_before, seed, rows_first + flat, MAXIMUM, STOCHASTIC, SCALING)
+            rows_first = stacked_start(h, b, B, t0, n0, T, N)
+            q, v = to_fp8(dt, inverse, seed, rows_first + stacked, dtype, rounded.dtype, MAXIMUM, STOCHASTIC)
+            store(rows_ptr + rows_first, stacked, q, inside, EVEN)
+            lost += delayed.lost_of_eight(
+                dt, v, inverse_before, seed, rows_first + stacked, MAXIMUM, STOCHASTIC, SCALING
+            )
             columns_first = (h * N + n0).to(tl.int64) * M + b * T + t0
             if STOCHASTIC:
-                q_t = tiles.cast(tl.trans(v), dtype, tl.float32)  # the very same values
+                q_t = tiles.cast(tl.trans(v), dtype, tl.float32)  # the same random bits in both layouts
             else:
-                x_t = tl.trans(narrow).to(tl.float32)
-                q_t, _ = to_fp8(x_t, inverse, seed, 0, dtype, narrow.dtype, MAXIMUM, False)
-            store(columns_ptr + columns_first, turned, q_t, inside_t, EVEN)
+                x_t = tl.trans(rounded).to(tl.float32)
+                q_t, _ = to_fp8(x_t, inverse, seed, 0, dtype, rounded.dtype, MAXIMUM, False)
+            store(columns_ptr + columns_first, transposed, q_t, inside_t, EVEN)
             z_t, _ = to_fp8(
                 tl.trans(z).to(tl.float32),
                 z_inverse,
                 seed + 1,
-                columns_first + turned,
+                columns_first + transposed,
                 z_ptr.dtype.element_ty,
                 z.dtype,
                 Z_MAXIMUM,
                 Z_STOCHASTIC,
             )
-            store(z_ptr + columns_first, turned, z_t, inside_t, EVEN)
-    most, bad, beyond = look_at(
+            store(z_ptr + columns_first, transposed, z_t, inside_t, EVEN)
+    most, non_finite, beyond = check_top(
         top, float("inf") if MEASURE else delayed.largest_counted(scale, before, MAXIMUM, MARGIN, SCALING)
     )
     clipped = each * 0
@@ -138,30 +141,30 @@ def _gate_backward_kernel(
             b, h = tile // each // H, tile // each % H
             t0, n0 = tile % each // across * TILE_T, tile % across * TILE_N
             inside = (t0 + tl.arange(0, TILE_T)[:, None] < T) & (n0 + tl.arange(0, TILE_N)[None, :] < N)
-            first = joined(b, h, t0, n0, H, T, N)
-            narrow, _ = _gate_tile(dz_ptr, s_ptr, t_ptr, s_scale, t_scale, first, wide, inside, EVEN)
-            most = tl.maximum(most, tiles.largest(finite.magnitude(narrow.to(tl.float32))))
-            clipped += delayed.clipped(narrow.to(tl.float32), scale, before, MAXIMUM, SCALING)
+            first = joined_start(b, h, t0, n0, H, T, N)
+            rounded, _ = _gate_tile(dz_ptr, s_ptr, t_ptr, s_scale, t_scale, first, joined, inside, EVEN)
+            most = tl.maximum(most, tiles.largest(finite.magnitude(rounded.to(tl.float32))))
+            clipped += delayed.clipped(rounded.to(tl.float32), scale, before, MAXIMUM, SCALING)
     if MEASURE:
-        note_amax(amax_ptr, most)
+        record_amax(amax_ptr, most)
     else:
-        tiles.record(row_ptr, most, bad, tl.sum(tl.sum(lost, axis=1), axis=0), clipped, per_element)
+        tiles.record(state_ptr, most, non_finite, tl.sum(tl.sum(lost, axis=1), axis=0), clipped, per_element)
         if tl.program_id(0) == 0:
             tl.store(scale_ptr, scale)
-            delayed.note_use(row_ptr, amax_ptr, scale, SCALING, MAXIMUM, MARGIN)
+            delayed.note_use(state_ptr, amax_ptr, scale, SCALING, MAXIMUM, MARGIN)
 
 
 @triton.jit
 def _relu_rope_tile(
-    dq_ptr, dz_ptr, s_ptr, t_ptr, t_scale, cos, sin, bh, t0, n0, wide, flat, inside, H, T, N, EVEN: tl.constexpr
+    dq_ptr, dz_ptr, s_ptr, t_ptr, t_scale, cos, sin, bh, t0, n0, joined, stacked, inside, H, T, N, EVEN: tl.constexpr
 ):
-    """ds of one tile, rounded as it would be in memory."""
-    first = joined(bh // H, bh % H, t0, n0, H, T, N)
-    dq = load(dq_ptr + stacked(bh // H, bh % H, H, t0, n0, T, N), flat, inside, EVEN).to(tl.float32)
-    dz = load(dz_ptr + first, wide, inside, EVEN)
-    s = load(s_ptr + first, wide, inside, EVEN).to(tl.float32)
-    t = load(t_ptr + first, wide, inside, EVEN).to(tl.float32) * t_scale
-    ds = turn(dq, cos, sin) + dz.to(tl.float32) * t
+    """Return ds of one tile, rounded as it would be in memory."""
+    first = joined_start(bh // H, bh % H, t0, n0, H, T, N)
+    dq = load(dq_ptr + stacked_start(bh // H, bh % H, H, t0, n0, T, N), stacked, inside, EVEN).to(tl.float32)
+    dz = load(dz_ptr + first, joined, inside, EVEN)
+    s = load(s_ptr + first, joined, inside, EVEN).to(tl.float32)
+    t = load(t_ptr + first, joined, inside, EVEN).to(tl.float32) * t_scale
+    ds = rotate(dq, cos, sin) + dz.to(tl.float32) * t
     return tiles.narrow(tl.where(s > 0.0, ds, 0.0), dz.dtype)
 
 
@@ -174,7 +177,7 @@ def _relu_rope_backward_kernel(
     t_scale_ptr,
     cos_ptr,
     sin_ptr,
-    row_ptr,
+    state_ptr,
     amax_ptr,
     rows_ptr,
     columns_ptr,
@@ -195,17 +198,18 @@ def _relu_rope_backward_kernel(
     TILE_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    """Quantise ds in both layouts. `MEASURE`: only find its amax, for a current scale."""
     if SCALING == delayed.AGAIN:
-        if delayed.is_held(row_ptr, MAXIMUM, MARGIN):
+        if delayed.is_held(state_ptr, MAXIMUM, MARGIN):
             return
-    scale, before = delayed.find_scale(row_ptr, amax_ptr, SCALING, MAXIMUM, MARGIN)
+    scale, before = delayed.find_scale(state_ptr, amax_ptr, SCALING, MAXIMUM, MARGIN)
     inverse, inverse_before = tiles.reciprocal(scale), tiles.reciprocal(before)
     t_scale = tl.load(t_scale_ptr)
     dtype: tl.constexpr = rows_ptr.dtype.element_ty
     across = tl.cdiv(N, TILE_N)
     count = tl.cdiv(T, TILE_T) * across
     M = B * T
-    wide, flat, turned = offsets(H * N, TILE_T, TILE_N), offsets(N, TILE_T, TILE_N), offsets(M, TILE_N, TILE_T)
+    joined, stacked, transposed = offsets(H * N, TILE_T, TILE_N), offsets(N, TILE_T, TILE_N), offsets(M, TILE_N, TILE_T)
     top = tl.zeros([TILE_T, TILE_N // 8], tl.int32)
     lost = tl.zeros([TILE_T, TILE_N // 8], tl.int32)
     for tile in tl.range(tl.program_id(0), count, tl.num_programs(0), num_stages=1):
@@ -213,26 +217,42 @@ def _relu_rope_backward_kernel(
         inside = (t0 + tl.arange(0, TILE_T)[:, None] < T) & (n0 + tl.arange(0, TILE_N)[None, :] < N)
         inside_t = (n0 + tl.arange(0, TILE_N)[:, None] < N) & (t0 + tl.arange(0, TILE_T)[None, :] < T)
         cos, sin = load_angles(cos_ptr, sin_ptr, t0, n0, T, N, EVEN, TILE_T, TILE_N)
-        back = -sin
+        inverse_sin = -sin
         for bh in tl.range(0, B * H, num_stages=STAGES):
-            narrow = _relu_rope_tile(
-                dq_ptr, dz_ptr, s_ptr, t_ptr, t_scale, cos, back, bh, t0, n0, wide, flat, inside, H, T, N, EVEN
+            rounded = _relu_rope_tile(
+                dq_ptr,
+                dz_ptr,
+                s_ptr,
+                t_ptr,
+                t_scale,
+                cos,
+                inverse_sin,
+                bh,
+                t0,
+                n0,
+                joined,
+                stacked,
+                inside,
+                H,
+                T,
+                N,
+                EVEN,
             )
-            ds = narrow.to(tl.float32)
+            ds = rounded.to(tl.float32)
             top = tl.maximum(top, tiles.largest_of_eight(tiles.magnitude_bits(ds)))
             if not MEASURE:
-                first = joined(bh // H, bh % H, t0, n0, H, T, N)
-                q, v = to_fp8(ds, inverse, seed, first + wide, dtype, narrow.dtype, MAXIMUM, STOCHASTIC)
-                store(rows_ptr + first, wide, q, inside, EVEN)
-                lost += delayed.lost_of_eight(ds, v, inverse_before, seed, first + wide, MAXIMUM, STOCHASTIC, SCALING)
+                first = joined_start(bh // H, bh % H, t0, n0, H, T, N)
+                q, v = to_fp8(ds, inverse, seed, first + joined, dtype, rounded.dtype, MAXIMUM, STOCHASTIC)
+                store(rows_ptr + first, joined, q, inside, EVEN)
+                lost += delayed.lost_of_eight(ds, v, inverse_before, seed, first + joined, MAXIMUM, STOCHASTIC, SCALING)
                 if STOCHASTIC:
                     q_t = tiles.cast(tl.trans(v), dtype, tl.float32)
                 else:
-                    x_t = tl.trans(narrow).to(tl.float32)
-                    q_t, _ = to_fp8(x_t, inverse, seed, 0, dtype, narrow.dtype, MAXIMUM, False)
+                    x_t = tl.trans(rounded).to(tl.float32)
+                    q_t, _ = to_fp8(x_t, inverse, seed, 0, dtype, rounded.dtype, MAXIMUM, False)
                 columns_first = (bh % H * N + n0).to(tl.int64) * M + bh // H * T + t0
-                store(columns_ptr + columns_first, turned, q_t, inside_t, EVEN)
-    most, bad, beyond = look_at(
+                store(columns_ptr + columns_first, transposed, q_t, inside_t, EVEN)
+    most, non_finite, beyond = check_top(
         top, float("inf") if MEASURE else delayed.largest_counted(scale, before, MAXIMUM, MARGIN, SCALING)
     )
     clipped = count * 0
@@ -243,18 +263,18 @@ def _relu_rope_backward_kernel(
             inside = (t0 + tl.arange(0, TILE_T)[:, None] < T) & (n0 + tl.arange(0, TILE_N)[None, :] < N)
             cos, sin = load_angles(cos_ptr, sin_ptr, t0, n0, T, N, EVEN, TILE_T, TILE_N)
             for bh in tl.range(0, B * H, num_stages=1):
-                narrow = _relu_rope_tile(
-                    dq_ptr, dz_ptr, s_ptr, t_ptr, t_scale, cos, -sin, bh, t0, n0, wide, flat, inside, H, T, N, EVEN
+                rounded = _relu_rope_tile(
+                    dq_ptr, dz_ptr, s_ptr, t_ptr, t_scale, cos, -sin, bh, t0, n0, joined, stacked, inside, H, T, N, EVEN
                 )
-                most = tl.maximum(most, tiles.largest(finite.magnitude(narrow.to(tl.float32))))
-                clipped += delayed.clipped(narrow.to(tl.float32), scale, before, MAXIMUM, SCALING)
+                most = tl.maximum(most, tiles.largest(finite.magnitude(rounded.to(tl.float32))))
+                clipped += delayed.clipped(rounded.to(tl.float32), scale, before, MAXIMUM, SCALING)
     if MEASURE:
-        note_amax(amax_ptr, most)
+        record_amax(amax_ptr, most)
     else:
-        tiles.record(row_ptr, most, bad, tl.sum(tl.sum(lost, axis=1), axis=0), clipped, per_element)
+        tiles.record(state_ptr, most, non_finite, tl.sum(tl.sum(lost, axis=1), axis=0), clipped, per_element)
         if tl.program_id(0) == 0:
             tl.store(scale_ptr, scale)
-            delayed.note_use(row_ptr, amax_ptr, scale, SCALING, MAXIMUM, MARGIN)
+            delayed.note_use(state_ptr, amax_ptr, scale, SCALING, MAXIMUM, MARGIN)
 
 
 def gate_backward(
@@ -262,25 +282,25 @@ def gate_backward(
     s: Quantized,
     t: Quantized,
     z_scale: Tensor,
-    row: Tensor,
+    state: Tensor,
     recipe: OperandRecipe,
     recipe_z: OperandRecipe,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dt as `[H, M, N]`, its scale, dt as `[H, N, M]`, and z as `[H, N, M]`."""
+    """Return dt as `[H, M, N]`, its scale, dt as `[H, N, M]`, and z as `[H, N, M]`."""
     B, T, H, N = dz_BTHN.shape
-    _, amax = state(row, recipe, True)
+    _, amax = writable_state(state, recipe, True)
     rows = dz_BTHN.new_empty(H, B * T, N, dtype=recipe.format.dtype)
     columns = dz_BTHN.new_empty(H, N, B * T, dtype=recipe.format.dtype)
     z = dz_BTHN.new_empty(H, N, B * T, dtype=recipe_z.format.dtype)
-    scale = row.new_empty(())
-    grid, launch = arrange(dz_BTHN, B * H, T, N, _GATE)
-    seed = seed_of(recipe) or seed_of(recipe_z)
-    for task in tasks(recipe):
+    scale = state.new_empty(())
+    grid, launch = launch_options(dz_BTHN, B * H, T, N, _GATE)
+    seed = draw_seed(recipe) or draw_seed(recipe_z)
+    for task in passes(recipe):
         _gate_backward_kernel[grid](
             dz_BTHN.contiguous(),
             *(*s, *t),
             z_scale,
-            *(row, amax),
+            *(state, amax),
             *(rows, columns, scale, z),
             *(B, H, T, N),
             1.0 / dz_BTHN.numel(),
@@ -288,7 +308,7 @@ def gate_backward(
             Z_MAXIMUM=recipe_z.format.max,
             Z_STOCHASTIC=recipe_z.rounding == "stochastic",
             **task,
-            **constants(recipe),
+            **recipe_constants(recipe),
             **launch,
         )
     return rows, scale, columns, z
@@ -301,31 +321,31 @@ def relu_rope_backward(
     t: Quantized,
     cos: Tensor,
     sin: Tensor,
-    row: Tensor,
+    state: Tensor,
     recipe: OperandRecipe,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """ds as `[B, T, H, N]`, its scale, and ds as `[H, N, M]`. Of s only the sign counts, so it needs no scale."""
+    """Return ds as `[B, T, H, N]`, its scale, and ds as `[H, N, M]`. Only the sign of s counts: it needs no scale."""
     B, T, H, N = dz_BTHN.shape
-    _, amax = state(row, recipe, True)
+    _, amax = writable_state(state, recipe, True)
     rows = dz_BTHN.new_empty(B, T, H, N, dtype=recipe.format.dtype)
     columns = dz_BTHN.new_empty(H, N, B * T, dtype=recipe.format.dtype)
-    scale = row.new_empty(())
-    grid, launch = arrange(dz_BTHN, 1, T, N, _ROPE)
-    seed = seed_of(recipe)
-    for task in tasks(recipe):
+    scale = state.new_empty(())
+    grid, launch = launch_options(dz_BTHN, 1, T, N, _ROPE)
+    seed = draw_seed(recipe)
+    for task in passes(recipe):
         _relu_rope_backward_kernel[grid](
             dq_BHTN.contiguous(),
             dz_BTHN.contiguous(),
             s_BTHN,
             *t,
             *(cos, sin),
-            *(row, amax),
+            *(state, amax),
             *(rows, columns, scale),
             *(B, H, T, N),
             1.0 / dz_BTHN.numel(),
             seed,
             **task,
-            **constants(recipe),
+            **recipe_constants(recipe),
             **launch,
         )
     return rows, scale, columns

@@ -1,15 +1,15 @@
-"""The forward kernels of a fused BDH layer: relu and RoPE to FP8, and s · t to FP8. See `numerics.bdh`.
+"""The forward kernels of a fused BDH layer: relu and RoPE to FP8, and s · t to FP8. See `spec.py`.
 
     relu_rope_quantize   s_pre_BTHN → q_BHTN in FP8, and relu(s_pre) in FP8 for backward
-    rope_columns         the s kept → q again, transposed, q_BHNT, with the scale forward had
+    rope_columns         the saved s → q again, transposed, q_BHNT, with the scale of forward
     gate_quantize        s_pre_BTHN, t_pre_HBTN → z_BTHN in FP8, and relu(t_pre) in FP8 for backward
 
 A tile is TILE_T positions by TILE_N neurons of one sequence and head. The angles of RoPE are the same for every
-sequence and head, so a program takes one tile of angles and walks over all of them with it in registers: the tables are
-read once for each pass, not B · H times.
+sequence and head, so a program loads one tile of angles and loops over all of them with it in registers: the tables are
+read once in each pass, not B · H times.
 
-Statistics as in `tiles`: the largest bit pattern is kept in registers, and only a program that saw something beyond the
-format's range walks over its tiles a second time to count.
+The largest bit pattern stays in registers, and only a program that met values beyond the format's range loops over its
+tiles a second time to count them.
 """
 
 # Triton gives the parameters of a kernel their types.
@@ -21,25 +21,25 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels import delayed, finite, tiles
-from octavo.kernels.bdh_tiles import (
+from octavo.models.bdh.kernels.tiles import (
     TL_DTYPES,
     Tile,
-    arrange,
-    constants,
-    joined,
+    check_top,
+    draw_seed,
+    joined_start,
+    launch_options,
     load,
     load_angles,
-    look_at,
-    note_amax,
     offsets,
+    passes,
+    recipe_constants,
+    record_amax,
     relu,
-    seed_of,
-    stacked,
-    state,
+    rotate,
+    stacked_start,
     store,
-    tasks,
     to_fp8,
-    turn,
+    writable_state,
 )
 from octavo.numerics.config import OperandRecipe
 from octavo.numerics.quantize import Quantized
@@ -50,12 +50,12 @@ _COLUMNS: Tile = (64, 64, 4, 2, 4)
 
 @triton.jit
 def _relu_rope_tile(
-    s_pre_ptr, cos, sin, bh, t0, n0, wide, inside, H, T, N, EVEN: tl.constexpr
+    s_pre_ptr, cos, sin, bh, t0, n0, joined, inside, H, T, N, EVEN: tl.constexpr
 ):  # fmt: skip
-    """q and s of one tile, rounded as they would be in memory."""
-    x = load(s_pre_ptr + joined(bh // H, bh % H, t0, n0, H, T, N), wide, inside, EVEN)
+    """Return q and s of one tile, rounded as they would be in memory."""
+    x = load(s_pre_ptr + joined_start(bh // H, bh % H, t0, n0, H, T, N), joined, inside, EVEN)
     s = relu(x.to(tl.float32))
-    return tiles.narrow(turn(s, cos, sin), x.dtype).to(tl.float32), s
+    return tiles.narrow(rotate(s, cos, sin), x.dtype).to(tl.float32), s
 
 
 @triton.jit(do_not_specialize=["seed"])
@@ -63,9 +63,9 @@ def _relu_rope_kernel(
     s_pre_ptr,
     cos_ptr,
     sin_ptr,
-    q_row_ptr,
+    q_state_ptr,
     q_amax_ptr,
-    s_row_ptr,
+    s_state_ptr,
     s_amax_ptr,
     q_ptr,
     q_scale_ptr,
@@ -88,19 +88,19 @@ def _relu_rope_kernel(
     TILE_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """`MEASURE`: only find the two amax, for current scales."""
+    """Quantise q and s. `MEASURE`: only find their amax, for current scales."""
     if SCALING == delayed.AGAIN:
-        if delayed.is_held(q_row_ptr, MAXIMUM, MARGIN) & delayed.is_held(s_row_ptr, MAXIMUM, MARGIN):
+        if delayed.is_held(q_state_ptr, MAXIMUM, MARGIN) & delayed.is_held(s_state_ptr, MAXIMUM, MARGIN):
             return
-    q_scale, q_before = delayed.find_scale(q_row_ptr, q_amax_ptr, SCALING, MAXIMUM, MARGIN)
-    s_scale, s_before = delayed.find_scale(s_row_ptr, s_amax_ptr, SCALING, MAXIMUM, MARGIN)
+    q_scale, q_before = delayed.find_scale(q_state_ptr, q_amax_ptr, SCALING, MAXIMUM, MARGIN)
+    s_scale, s_before = delayed.find_scale(s_state_ptr, s_amax_ptr, SCALING, MAXIMUM, MARGIN)
     q_inverse, s_inverse = tiles.reciprocal(q_scale), tiles.reciprocal(s_scale)
     inverse_before = tiles.reciprocal(q_before)
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     source: tl.constexpr = s_pre_ptr.dtype.element_ty
     across = tl.cdiv(N, TILE_N)
     count = tl.cdiv(T, TILE_T) * across
-    wide, flat = offsets(H * N, TILE_T, TILE_N), offsets(N, TILE_T, TILE_N)
+    joined, stacked = offsets(H * N, TILE_T, TILE_N), offsets(N, TILE_T, TILE_N)
     q_top = tl.zeros([TILE_T, TILE_N // 8], tl.int32)
     s_top = tl.zeros([TILE_T, TILE_N // 8], tl.int32)
     lost = tl.zeros([TILE_T, TILE_N // 8], tl.int32)
@@ -109,25 +109,25 @@ def _relu_rope_kernel(
         inside = (t0 + tl.arange(0, TILE_T)[:, None] < T) & (n0 + tl.arange(0, TILE_N)[None, :] < N)
         cos, sin = load_angles(cos_ptr, sin_ptr, t0, n0, T, N, EVEN, TILE_T, TILE_N)
         for bh in tl.range(0, B * H, num_stages=STAGES):
-            q, s = _relu_rope_tile(s_pre_ptr, cos, sin, bh, t0, n0, wide, inside, H, T, N, EVEN)
+            q, s = _relu_rope_tile(s_pre_ptr, cos, sin, bh, t0, n0, joined, inside, H, T, N, EVEN)
             q_top = tl.maximum(q_top, tiles.largest_of_eight(tiles.magnitude_bits(q)))
             s_top = tl.maximum(s_top, tiles.largest_of_eight(tiles.magnitude_bits(s)))
             if not MEASURE:
-                q_first = stacked(bh // H, bh % H, H, t0, n0, T, N)
-                s_first = joined(bh // H, bh % H, t0, n0, H, T, N)
-                q8, v = to_fp8(q, q_inverse, seed, q_first + flat, dtype, source, MAXIMUM, STOCHASTIC)
-                s8, _ = to_fp8(s, s_inverse, seed + 1, s_first + wide, dtype, source, MAXIMUM, STOCHASTIC)
-                store(q_ptr + q_first, flat, q8, inside, EVEN)
-                store(s_ptr + s_first, wide, s8, inside, EVEN)
+                q_first = stacked_start(bh // H, bh % H, H, t0, n0, T, N)
+                s_first = joined_start(bh // H, bh % H, t0, n0, H, T, N)
+                q8, v = to_fp8(q, q_inverse, seed, q_first + stacked, dtype, source, MAXIMUM, STOCHASTIC)
+                s8, _ = to_fp8(s, s_inverse, seed + 1, s_first + joined, dtype, source, MAXIMUM, STOCHASTIC)
+                store(q_ptr + q_first, stacked, q8, inside, EVEN)
+                store(s_ptr + s_first, joined, s8, inside, EVEN)
                 if RECORD:
                     lost += delayed.lost_of_eight(
-                        q, v, inverse_before, seed, q_first + flat, MAXIMUM, STOCHASTIC, SCALING
+                        q, v, inverse_before, seed, q_first + stacked, MAXIMUM, STOCHASTIC, SCALING
                     )
     infinity = float("inf")
     q_limit = delayed.largest_counted(q_scale, q_before, MAXIMUM, MARGIN, SCALING)
-    q_most, q_bad, q_beyond = look_at(q_top, infinity if MEASURE else q_limit)
+    q_most, q_non_finite, q_beyond = check_top(q_top, infinity if MEASURE else q_limit)
     s_limit = delayed.largest_counted(s_scale, s_before, MAXIMUM, MARGIN, SCALING)
-    s_most, s_bad, s_beyond = look_at(s_top, infinity if MEASURE else s_limit)
+    s_most, s_non_finite, s_beyond = check_top(s_top, infinity if MEASURE else s_limit)
     q_clipped, s_clipped = count * 0, count * 0
     if q_beyond | s_beyond:
         q_most, s_most = 0.0, 0.0
@@ -136,25 +136,25 @@ def _relu_rope_kernel(
             inside = (t0 + tl.arange(0, TILE_T)[:, None] < T) & (n0 + tl.arange(0, TILE_N)[None, :] < N)
             cos, sin = load_angles(cos_ptr, sin_ptr, t0, n0, T, N, EVEN, TILE_T, TILE_N)
             for bh in tl.range(0, B * H, num_stages=1):
-                q, s = _relu_rope_tile(s_pre_ptr, cos, sin, bh, t0, n0, wide, inside, H, T, N, EVEN)
+                q, s = _relu_rope_tile(s_pre_ptr, cos, sin, bh, t0, n0, joined, inside, H, T, N, EVEN)
                 q_most = tl.maximum(q_most, tiles.largest(finite.magnitude(q)))
                 s_most = tl.maximum(s_most, tiles.largest(finite.magnitude(s)))
                 q_clipped += delayed.clipped(q, q_scale, q_before, MAXIMUM, SCALING)
                 s_clipped += delayed.clipped(s, s_scale, s_before, MAXIMUM, SCALING)
     if MEASURE:
-        note_amax(q_amax_ptr, q_most)
-        note_amax(s_amax_ptr, s_most)
+        record_amax(q_amax_ptr, q_most)
+        record_amax(s_amax_ptr, s_most)
     else:
         if RECORD:
             all_lost = tl.sum(tl.sum(lost, axis=1), axis=0)
-            tiles.record(q_row_ptr, q_most, q_bad, all_lost, q_clipped, per_element)
-            tiles.record(s_row_ptr, s_most, s_bad, all_lost * 0, s_clipped, per_element)
+            tiles.record(q_state_ptr, q_most, q_non_finite, all_lost, q_clipped, per_element)
+            tiles.record(s_state_ptr, s_most, s_non_finite, all_lost * 0, s_clipped, per_element)
         if tl.program_id(0) == 0:
             tl.store(q_scale_ptr, q_scale)
             tl.store(s_scale_ptr, s_scale)
             if RECORD:
-                delayed.note_use(q_row_ptr, q_amax_ptr, q_scale, SCALING, MAXIMUM, MARGIN)
-                delayed.note_use(s_row_ptr, s_amax_ptr, s_scale, SCALING, MAXIMUM, MARGIN)
+                delayed.note_use(q_state_ptr, q_amax_ptr, q_scale, SCALING, MAXIMUM, MARGIN)
+                delayed.note_use(s_state_ptr, s_amax_ptr, s_scale, SCALING, MAXIMUM, MARGIN)
 
 
 @triton.jit(do_not_specialize=["seed"])
@@ -178,28 +178,32 @@ def _rope_columns_kernel(
     TILE_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    """Quantise q, recomputed from the saved s, transposed."""
     s_scale, q_inverse = tl.load(s_scale_ptr), tiles.reciprocal(tl.load(q_scale_ptr))
     across = tl.cdiv(N, TILE_N)
-    wide, turned = offsets(H * N, TILE_T, TILE_N), offsets(T, TILE_N, TILE_T)
+    joined, transposed = offsets(H * N, TILE_T, TILE_N), offsets(T, TILE_N, TILE_T)
     for tile in tl.range(tl.program_id(0), tl.cdiv(T, TILE_T) * across, tl.num_programs(0), num_stages=1):
         t0, n0 = tile // across * TILE_T, tile % across * TILE_N
         inside = (t0 + tl.arange(0, TILE_T)[:, None] < T) & (n0 + tl.arange(0, TILE_N)[None, :] < N)
         inside_t = (n0 + tl.arange(0, TILE_N)[:, None] < N) & (t0 + tl.arange(0, TILE_T)[None, :] < T)
         cos, sin = load_angles(cos_ptr, sin_ptr, t0, n0, T, N, EVEN, TILE_T, TILE_N)
         for bh in tl.range(0, B * H, num_stages=STAGES):
-            s = load(s_ptr + joined(bh // H, bh % H, t0, n0, H, T, N), wide, inside, EVEN).to(tl.float32) * s_scale
-            q = tl.trans(tiles.narrow(turn(s, cos, sin), DTYPE)).to(tl.float32)
+            s = (
+                load(s_ptr + joined_start(bh // H, bh % H, t0, n0, H, T, N), joined, inside, EVEN).to(tl.float32)
+                * s_scale
+            )
+            q = tl.trans(tiles.narrow(rotate(s, cos, sin), DTYPE)).to(tl.float32)
             first = (bh * N + n0).to(tl.int64) * T + t0
             dtype: tl.constexpr = columns_ptr.dtype.element_ty
-            q8, _ = to_fp8(q, q_inverse, seed, first + turned, dtype, DTYPE, MAXIMUM, STOCHASTIC)
-            store(columns_ptr + first, turned, q8, inside_t, EVEN)
+            q8, _ = to_fp8(q, q_inverse, seed, first + transposed, dtype, DTYPE, MAXIMUM, STOCHASTIC)
+            store(columns_ptr + first, transposed, q8, inside_t, EVEN)
 
 
 @triton.jit
-def _gate_tile(s_pre_ptr, t_pre_ptr, s_first, t_first, wide, flat, inside, EVEN: tl.constexpr):
-    """z and t of one tile, rounded as they would be in memory."""
-    s_pre = load(s_pre_ptr + s_first, wide, inside, EVEN)
-    t = relu(load(t_pre_ptr + t_first, flat, inside, EVEN).to(tl.float32))
+def _gate_tile(s_pre_ptr, t_pre_ptr, s_first, t_first, joined, stacked, inside, EVEN: tl.constexpr):
+    """Return z and t of one tile, rounded as they would be in memory."""
+    s_pre = load(s_pre_ptr + s_first, joined, inside, EVEN)
+    t = relu(load(t_pre_ptr + t_first, stacked, inside, EVEN).to(tl.float32))
     return tiles.narrow(relu(s_pre.to(tl.float32)) * t, s_pre.dtype).to(tl.float32), t
 
 
@@ -207,9 +211,9 @@ def _gate_tile(s_pre_ptr, t_pre_ptr, s_first, t_first, wide, flat, inside, EVEN:
 def _gate_kernel(
     s_pre_ptr,
     t_pre_ptr,
-    z_row_ptr,
+    z_state_ptr,
     z_amax_ptr,
-    t_row_ptr,
+    t_state_ptr,
     t_amax_ptr,
     z_ptr,
     z_scale_ptr,
@@ -232,18 +236,19 @@ def _gate_kernel(
     TILE_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    """Quantise z and t. `MEASURE`: only find their amax, for current scales."""
     if SCALING == delayed.AGAIN:
-        if delayed.is_held(z_row_ptr, MAXIMUM, MARGIN) & delayed.is_held(t_row_ptr, MAXIMUM, MARGIN):
+        if delayed.is_held(z_state_ptr, MAXIMUM, MARGIN) & delayed.is_held(t_state_ptr, MAXIMUM, MARGIN):
             return
-    z_scale, z_before = delayed.find_scale(z_row_ptr, z_amax_ptr, SCALING, MAXIMUM, MARGIN)
-    t_scale, t_before = delayed.find_scale(t_row_ptr, t_amax_ptr, SCALING, MAXIMUM, MARGIN)
+    z_scale, z_before = delayed.find_scale(z_state_ptr, z_amax_ptr, SCALING, MAXIMUM, MARGIN)
+    t_scale, t_before = delayed.find_scale(t_state_ptr, t_amax_ptr, SCALING, MAXIMUM, MARGIN)
     z_inverse, t_inverse = tiles.reciprocal(z_scale), tiles.reciprocal(t_scale)
     inverse_before = tiles.reciprocal(z_before)
     dtype: tl.constexpr = z_ptr.dtype.element_ty
     source: tl.constexpr = s_pre_ptr.dtype.element_ty
     across = tl.cdiv(N, TILE_N)
     each = tl.cdiv(T, TILE_T) * across
-    wide, flat = offsets(H * N, TILE_T, TILE_N), offsets(N, TILE_T, TILE_N)
+    joined, stacked = offsets(H * N, TILE_T, TILE_N), offsets(N, TILE_T, TILE_N)
     z_top = tl.zeros([TILE_T, TILE_N // 8], tl.int32)
     t_top = tl.zeros([TILE_T, TILE_N // 8], tl.int32)
     lost = tl.zeros([TILE_T, TILE_N // 8], tl.int32)
@@ -251,22 +256,24 @@ def _gate_kernel(
         b, h = tile // each // H, tile // each % H
         t0, n0 = tile % each // across * TILE_T, tile % across * TILE_N
         inside = (t0 + tl.arange(0, TILE_T)[:, None] < T) & (n0 + tl.arange(0, TILE_N)[None, :] < N)
-        first = joined(b, h, t0, n0, H, T, N)
-        z, t = _gate_tile(s_pre_ptr, t_pre_ptr, first, stacked(h, b, B, t0, n0, T, N), wide, flat, inside, EVEN)
+        first = joined_start(b, h, t0, n0, H, T, N)
+        z, t = _gate_tile(
+            s_pre_ptr, t_pre_ptr, first, stacked_start(h, b, B, t0, n0, T, N), joined, stacked, inside, EVEN
+        )
         z_top = tl.maximum(z_top, tiles.largest_of_eight(tiles.magnitude_bits(z)))
         t_top = tl.maximum(t_top, tiles.largest_of_eight(tiles.magnitude_bits(t)))
         if not MEASURE:
-            z8, v = to_fp8(z, z_inverse, seed, first + wide, dtype, source, MAXIMUM, STOCHASTIC)
-            t8, _ = to_fp8(t, t_inverse, seed + 1, first + wide, dtype, source, MAXIMUM, STOCHASTIC)
-            store(z_ptr + first, wide, z8, inside, EVEN)
-            store(t_ptr + first, wide, t8, inside, EVEN)
+            z8, v = to_fp8(z, z_inverse, seed, first + joined, dtype, source, MAXIMUM, STOCHASTIC)
+            t8, _ = to_fp8(t, t_inverse, seed + 1, first + joined, dtype, source, MAXIMUM, STOCHASTIC)
+            store(z_ptr + first, joined, z8, inside, EVEN)
+            store(t_ptr + first, joined, t8, inside, EVEN)
             if RECORD:
-                lost += delayed.lost_of_eight(z, v, inverse_before, seed, first + wide, MAXIMUM, STOCHASTIC, SCALING)
+                lost += delayed.lost_of_eight(z, v, inverse_before, seed, first + joined, MAXIMUM, STOCHASTIC, SCALING)
     infinity = float("inf")
     z_limit = delayed.largest_counted(z_scale, z_before, MAXIMUM, MARGIN, SCALING)
-    z_most, z_bad, z_beyond = look_at(z_top, infinity if MEASURE else z_limit)
+    z_most, z_non_finite, z_beyond = check_top(z_top, infinity if MEASURE else z_limit)
     t_limit = delayed.largest_counted(t_scale, t_before, MAXIMUM, MARGIN, SCALING)
-    t_most, t_bad, t_beyond = look_at(t_top, infinity if MEASURE else t_limit)
+    t_most, t_non_finite, t_beyond = check_top(t_top, infinity if MEASURE else t_limit)
     z_clipped, t_clipped = each * 0, each * 0
     if z_beyond | t_beyond:
         z_most, t_most = 0.0, 0.0
@@ -274,50 +281,59 @@ def _gate_kernel(
             b, h = tile // each // H, tile // each % H
             t0, n0 = tile % each // across * TILE_T, tile % across * TILE_N
             inside = (t0 + tl.arange(0, TILE_T)[:, None] < T) & (n0 + tl.arange(0, TILE_N)[None, :] < N)
-            first = joined(b, h, t0, n0, H, T, N)
-            z, t = _gate_tile(s_pre_ptr, t_pre_ptr, first, stacked(h, b, B, t0, n0, T, N), wide, flat, inside, EVEN)
+            first = joined_start(b, h, t0, n0, H, T, N)
+            z, t = _gate_tile(
+                s_pre_ptr, t_pre_ptr, first, stacked_start(h, b, B, t0, n0, T, N), joined, stacked, inside, EVEN
+            )
             z_most = tl.maximum(z_most, tiles.largest(finite.magnitude(z)))
             t_most = tl.maximum(t_most, tiles.largest(finite.magnitude(t)))
             z_clipped += delayed.clipped(z, z_scale, z_before, MAXIMUM, SCALING)
             t_clipped += delayed.clipped(t, t_scale, t_before, MAXIMUM, SCALING)
     if MEASURE:
-        note_amax(z_amax_ptr, z_most)
-        note_amax(t_amax_ptr, t_most)
+        record_amax(z_amax_ptr, z_most)
+        record_amax(t_amax_ptr, t_most)
     else:
         if RECORD:
             all_lost = tl.sum(tl.sum(lost, axis=1), axis=0)
-            tiles.record(z_row_ptr, z_most, z_bad, all_lost, z_clipped, per_element)
-            tiles.record(t_row_ptr, t_most, t_bad, all_lost * 0, t_clipped, per_element)
+            tiles.record(z_state_ptr, z_most, z_non_finite, all_lost, z_clipped, per_element)
+            tiles.record(t_state_ptr, t_most, t_non_finite, all_lost * 0, t_clipped, per_element)
         if tl.program_id(0) == 0:
             tl.store(z_scale_ptr, z_scale)
             tl.store(t_scale_ptr, t_scale)
             if RECORD:
-                delayed.note_use(z_row_ptr, z_amax_ptr, z_scale, SCALING, MAXIMUM, MARGIN)
-                delayed.note_use(t_row_ptr, t_amax_ptr, t_scale, SCALING, MAXIMUM, MARGIN)
+                delayed.note_use(z_state_ptr, z_amax_ptr, z_scale, SCALING, MAXIMUM, MARGIN)
+                delayed.note_use(t_state_ptr, t_amax_ptr, t_scale, SCALING, MAXIMUM, MARGIN)
 
 
 def relu_rope_quantize(
-    s_pre_BTHN: Tensor, cos: Tensor, sin: Tensor, q_row: Tensor, s_row: Tensor, recipe: OperandRecipe, *, record: bool
+    s_pre_BTHN: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_state: Tensor,
+    s_state: Tensor,
+    recipe: OperandRecipe,
+    *,
+    record: bool,
 ) -> tuple[Quantized, Quantized]:
-    """q as `[B, H, T, N]`, and s as `[B, T, H, N]`."""
+    """Return q as `[B, H, T, N]` and s as `[B, T, H, N]`."""
     B, T, H, N = s_pre_BTHN.shape
-    (q_row, q_amax), (s_row, s_amax) = (state(row, recipe, record) for row in (q_row, s_row))
-    q = Quantized(s_pre_BTHN.new_empty(B, H, T, N, dtype=recipe.format.dtype), q_row.new_empty(()))
-    s = Quantized(s_pre_BTHN.new_empty(B, T, H, N, dtype=recipe.format.dtype), s_row.new_empty(()))
-    grid, launch = arrange(s_pre_BTHN, 1, T, N, _ROWS)
-    seed = seed_of(recipe)
-    for task in tasks(recipe):
+    (q_state, q_amax), (s_state, s_amax) = (writable_state(state, recipe, record) for state in (q_state, s_state))
+    q = Quantized(s_pre_BTHN.new_empty(B, H, T, N, dtype=recipe.format.dtype), q_state.new_empty(()))
+    s = Quantized(s_pre_BTHN.new_empty(B, T, H, N, dtype=recipe.format.dtype), s_state.new_empty(()))
+    grid, launch = launch_options(s_pre_BTHN, 1, T, N, _ROWS)
+    seed = draw_seed(recipe)
+    for task in passes(recipe):
         _relu_rope_kernel[grid](
             s_pre_BTHN.contiguous(),
             *(cos, sin),
-            *(q_row, q_amax, s_row, s_amax),
+            *(q_state, q_amax, s_state, s_amax),
             *(*q, *s),
             *(B, H, T, N),
             1.0 / s_pre_BTHN.numel(),
             seed,
             RECORD=record or recipe.delayed,
             **task,
-            **constants(recipe),
+            **recipe_constants(recipe),
             **launch,
         )
     return q, s
@@ -326,17 +342,17 @@ def relu_rope_quantize(
 def rope_columns(
     s: Quantized, cos: Tensor, sin: Tensor, q_scale: Tensor, recipe: OperandRecipe, dtype: torch.dtype
 ) -> Quantized:
-    """q as `[B, H, N, T]`, from the s that forward kept."""
+    """Return q as `[B, H, N, T]`, from the s that forward saved."""
     B, T, H, N = s.data.shape
     columns = Quantized(s.data.new_empty(B, H, N, T, dtype=recipe.format.dtype), q_scale.clone())
-    grid, launch = arrange(s.data, 1, T, N, _COLUMNS)
+    grid, launch = launch_options(s.data, 1, T, N, _COLUMNS)
     _rope_columns_kernel[grid](
         *s,
         *(cos, sin),
         q_scale,
         columns.data,
         *(B, H, T, N),
-        seed_of(recipe),
+        draw_seed(recipe),
         DTYPE=TL_DTYPES[dtype],
         MAXIMUM=recipe.format.max,
         STOCHASTIC=recipe.rounding == "stochastic",
@@ -346,28 +362,28 @@ def rope_columns(
 
 
 def gate_quantize(
-    s_pre_BTHN: Tensor, t_pre_HBTN: Tensor, z_row: Tensor, t_row: Tensor, recipe: OperandRecipe, *, record: bool
+    s_pre_BTHN: Tensor, t_pre_HBTN: Tensor, z_state: Tensor, t_state: Tensor, recipe: OperandRecipe, *, record: bool
 ) -> tuple[Quantized, Quantized]:
-    """z and t, both as `[B, T, H, N]`."""
+    """Return z and t, both as `[B, T, H, N]`."""
     B, T, H, N = s_pre_BTHN.shape
-    (z_row, z_amax), (t_row, t_amax) = (state(row, recipe, record) for row in (z_row, t_row))
+    (z_state, z_amax), (t_state, t_amax) = (writable_state(state, recipe, record) for state in (z_state, t_state))
     z, t = (
-        Quantized(s_pre_BTHN.new_empty(B, T, H, N, dtype=recipe.format.dtype), z_row.new_empty(())) for _ in range(2)
+        Quantized(s_pre_BTHN.new_empty(B, T, H, N, dtype=recipe.format.dtype), z_state.new_empty(())) for _ in range(2)
     )
-    grid, launch = arrange(s_pre_BTHN, B * H, T, N, _ROWS)
-    seed = seed_of(recipe)
-    for task in tasks(recipe):
+    grid, launch = launch_options(s_pre_BTHN, B * H, T, N, _ROWS)
+    seed = draw_seed(recipe)
+    for task in passes(recipe):
         _gate_kernel[grid](
             s_pre_BTHN.contiguous(),
             t_pre_HBTN.contiguous(),
-            *(z_row, z_amax, t_row, t_amax),
+            *(z_state, z_amax, t_state, t_amax),
             *(*z, *t),
             *(B, H, T, N),
             1.0 / s_pre_BTHN.numel(),
             seed,
             RECORD=record or recipe.delayed,
             **task,
-            **constants(recipe),
+            **recipe_constants(recipe),
             **launch,
         )
     return z, t

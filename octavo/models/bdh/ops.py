@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from octavo import ops
+from octavo.models.bdh import spec
 from octavo.numerics import OperandRecipe, Quantized
-from octavo.numerics import bdh as spec
 from octavo.numerics.quantize import dequantize
 from octavo.ops import install
 from octavo.support import has_fp8_tensor_cores
@@ -116,7 +116,7 @@ def _relu_rope_quantize(
 ) -> tuple[Tensor, ...]:
     operand = OperandRecipe.decode(recipe)
     if _kernels_for(s_pre, operand):
-        from octavo.kernels import bdh as kernels  # brings Triton
+        from octavo.models.bdh.kernels import forward as kernels  # brings Triton
 
         q, s = kernels.relu_rope_quantize(s_pre, cos, sin, q_row, s_row, operand, record=record)
     else:
@@ -131,7 +131,7 @@ def _rope_columns(
 ) -> Tensor:
     operand = OperandRecipe.decode(recipe)
     if _kernels_for(q_scale.new_empty(1, dtype=dtype), operand):
-        from octavo.kernels import bdh as kernels
+        from octavo.models.bdh.kernels import forward as kernels
 
         return kernels.rope_columns(Quantized(s, s_scale), cos, sin, q_scale, operand, dtype).data
     q = spec.relu_rope(dequantize(s, s_scale), cos, sin).to(dtype)
@@ -143,7 +143,7 @@ def _gate_quantize(
 ) -> tuple[Tensor, ...]:
     operand = OperandRecipe.decode(recipe)
     if _kernels_for(s_pre, operand):
-        from octavo.kernels import bdh as kernels
+        from octavo.models.bdh.kernels import forward as kernels
 
         z, t = kernels.gate_quantize(s_pre, t_pre, z_row, t_row, operand, record=record)
     else:
@@ -166,7 +166,7 @@ def _gate_backward(
 ) -> tuple[Tensor, ...]:
     operand, operand_z = OperandRecipe.decode(recipe), OperandRecipe.decode(recipe_z)
     if _kernels_for(dz, operand, operand_z):
-        from octavo.kernels import bdh_backward as kernels
+        from octavo.models.bdh.kernels import backward as kernels
 
         return kernels.gate_backward(dz, Quantized(s, s_scale), Quantized(t, t_scale), z_scale, row, operand, operand_z)
     s_hp, t_hp = dequantize(s, s_scale), dequantize(t, t_scale)
@@ -189,7 +189,7 @@ def _relu_rope_backward(
 ) -> tuple[Tensor, ...]:
     operand = OperandRecipe.decode(recipe)
     if _kernels_for(dz, operand):
-        from octavo.kernels import bdh_backward as kernels
+        from octavo.models.bdh.kernels import backward as kernels
 
         return kernels.relu_rope_backward(dq, dz, s, Quantized(t, t_scale), cos, sin, row, operand)
     s_hp, t_hp = dequantize(s, s_scale), dequantize(t, t_scale)
@@ -202,7 +202,7 @@ def _relu_rope_backward(
 def _causal_quantize(scores: Tensor, row: Tensor, recipe: str, record: bool) -> tuple[Tensor, ...]:
     operand = OperandRecipe.decode(recipe)
     if _kernels_for(scores, operand):
-        from octavo.kernels import causal as kernels
+        from octavo.models.bdh.kernels import scores as kernels
 
         return kernels.causal_quantize(scores, row, operand, record=record)
     rows = ops.quantize_directly(spec.causal(scores), row, operand, record, "rows")[0]
@@ -213,7 +213,7 @@ def _causal_quantize(scores: Tensor, row: Tensor, recipe: str, record: bool) -> 
 def _symmetric_quantize(scores: Tensor, row: Tensor, recipe: str) -> tuple[Tensor, ...]:
     operand = OperandRecipe.decode(recipe)
     if _kernels_for(scores, operand):
-        from octavo.kernels import causal as kernels
+        from octavo.models.bdh.kernels import scores as kernels
 
         return kernels.symmetric_quantize(scores, row, operand)
     return tuple(ops.quantize_directly(spec.symmetric(scores), row, operand, True, "rows")[0])
@@ -222,7 +222,7 @@ def _symmetric_quantize(scores: Tensor, row: Tensor, recipe: str) -> tuple[Tenso
 def _kernels_for(x: Tensor, *recipes: OperandRecipe) -> bool:
     if not has_fp8_tensor_cores(x.device):
         return False
-    from octavo.kernels.bdh_tiles import can_fuse
+    from octavo.models.bdh.kernels.tiles import can_fuse
 
     return can_fuse(x, *recipes)
 

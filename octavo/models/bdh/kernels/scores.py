@@ -1,10 +1,10 @@
-"""The causal mask on squares of scores, straight to FP8. See `numerics.bdh`.
+"""The causal mask on the scores, with its result in FP8. See `spec.py`.
 
-    causal_quantize      scores_BHTS → tril(scores, -1) as `[B, H, T, S]`, and turned as `[B, S, H, T]`
+    causal_quantize      scores_BHTS → tril(scores, -1) as `[B, H, T, S]`, and transposed as `[B, S, H, T]`
     symmetric_quantize   scores_BHTS → tril(scores, -1) + tril(scores, -1)ᵀ
 
-A program reads tile (i, j) of the lower half, writes it there, and writes it turned to (j, i): of the other matrix, or
-of the same one. Tiles above the diagonal are never read; what is zero is stored as zeros.
+A program reads tile (i, j) of the lower half, stores it at (i, j), and stores its transpose at (j, i), of the second
+output or of the same one. Tiles above the diagonal are never read; their zeros are stored as such.
 """
 
 # Triton gives the parameters of a kernel their types.
@@ -15,19 +15,19 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels import delayed, finite, tiles
-from octavo.kernels.bdh_tiles import (
+from octavo.models.bdh.kernels.tiles import (
     Tile,
-    arrange,
-    constants,
+    check_top,
+    draw_seed,
+    launch_options,
     load,
-    look_at,
-    note_amax,
     offsets,
-    seed_of,
-    state,
+    passes,
+    recipe_constants,
+    record_amax,
     store,
-    tasks,
     to_fp8,
+    writable_state,
 )
 from octavo.numerics.config import OperandRecipe
 
@@ -36,7 +36,7 @@ _TILE: Tile = (64, 64, 4, 2, 4)
 
 @triton.jit
 def _lower(scores_ptr, matrix, i, j, inner, T, EVEN: tl.constexpr, TILE: tl.constexpr):
-    """Tile (i, j) of a matrix, zero on the diagonal and above."""
+    """Load tile (i, j) of a matrix, with zeros on and above the diagonal."""
     r, c = i * TILE + tl.arange(0, TILE)[:, None], j * TILE + tl.arange(0, TILE)[None, :]
     x = load(scores_ptr + (matrix.to(tl.int64) * T + i * TILE) * T + j * TILE, inner, (r < T) & (c < T), EVEN)
     return tl.where(r > c, x, tl.zeros([TILE, TILE], x.dtype))
@@ -45,10 +45,10 @@ def _lower(scores_ptr, matrix, i, j, inner, T, EVEN: tl.constexpr, TILE: tl.cons
 @triton.jit(do_not_specialize=["seed"])
 def _causal_kernel(
     scores_ptr,
-    row_ptr,
+    state_ptr,
     amax_ptr,
     rows_ptr,
-    turned_ptr,
+    transposed_ptr,
     scale_ptr,
     B,
     H,
@@ -67,17 +67,17 @@ def _causal_kernel(
     TILE_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """`MEASURE`: only find the amax, for a current scale. Tiles are square: TILE_N is TILE_T."""
+    """Mask and quantise. `MEASURE`: only find the amax, for a current scale. Tiles are square: TILE_N is TILE_T."""
     if SCALING == delayed.AGAIN:
-        if delayed.is_held(row_ptr, MAXIMUM, MARGIN):
+        if delayed.is_held(state_ptr, MAXIMUM, MARGIN):
             return
-    scale, before = delayed.find_scale(row_ptr, amax_ptr, SCALING, MAXIMUM, MARGIN)
+    scale, before = delayed.find_scale(state_ptr, amax_ptr, SCALING, MAXIMUM, MARGIN)
     inverse, inverse_before = tiles.reciprocal(scale), tiles.reciprocal(before)
     dtype: tl.constexpr = rows_ptr.dtype.element_ty
     side = tl.cdiv(T, TILE_T)
     count = B * H * side * side
     inner = offsets(T, TILE_T, TILE_N)
-    # `[B, S, H, T]`: from one s to the next lie the T positions of H heads.
+    # In `[B, S, H, T]`, one s and the next are the T positions of H heads apart.
     stride_t = T if SYMMETRIC else H * T
     inner_t = offsets(stride_t, TILE_T, TILE_N)
     top = tl.zeros([TILE_T, TILE_N // 8], tl.int32)
@@ -93,36 +93,36 @@ def _causal_kernel(
         else:
             first_t = ((matrix // H * T + j * TILE_N).to(tl.int64) * H + matrix % H) * T + i * TILE_T
         if i >= j:
-            narrow = _lower(scores_ptr, matrix, i, j, inner, T, EVEN, TILE_T)
+            rounded = _lower(scores_ptr, matrix, i, j, inner, T, EVEN, TILE_T)
             if SYMMETRIC:
                 if i == j:
-                    narrow += tl.trans(narrow)  # of each pair one is zero
-            x = narrow.to(tl.float32)
+                    rounded += tl.trans(rounded)  # exact: in each element one of the two is zero
+            x = rounded.to(tl.float32)
             top = tl.maximum(top, tiles.largest_of_eight(tiles.magnitude_bits(x)))
             if not MEASURE:
-                q, v = to_fp8(x, inverse, seed, first + inner, dtype, narrow.dtype, MAXIMUM, STOCHASTIC)
+                q, v = to_fp8(x, inverse, seed, first + inner, dtype, rounded.dtype, MAXIMUM, STOCHASTIC)
                 store(rows_ptr + first, inner, q, inside, EVEN)
                 if STOCHASTIC:
                     q_t = tiles.cast(tl.trans(v), dtype, tl.float32)
                 else:
-                    x_t = tl.trans(narrow).to(tl.float32)
-                    q_t, _ = to_fp8(x_t, inverse, seed, 0, dtype, narrow.dtype, MAXIMUM, False)
+                    x_t = tl.trans(rounded).to(tl.float32)
+                    q_t, _ = to_fp8(x_t, inverse, seed, 0, dtype, rounded.dtype, MAXIMUM, False)
                 if SYMMETRIC:
                     if i > j:
-                        store(turned_ptr + first_t, inner_t, q_t, inside_t, EVEN)
+                        store(transposed_ptr + first_t, inner_t, q_t, inside_t, EVEN)
                 else:
-                    store(turned_ptr + first_t, inner_t, q_t, inside_t, EVEN)
+                    store(transposed_ptr + first_t, inner_t, q_t, inside_t, EVEN)
                 if RECORD:
-                    # Below the diagonal of a symmetric matrix, an element stands for two.
-                    gone = delayed.lost_of_eight(
+                    # An element below the diagonal of a symmetric matrix counts twice.
+                    underflow = delayed.lost_of_eight(
                         x, v, inverse_before, seed, first + inner, MAXIMUM, STOCHASTIC, SCALING
                     )
-                    lost += tl.where(i > j, gone * 2, gone) if SYMMETRIC else gone
+                    lost += tl.where(i > j, underflow * 2, underflow) if SYMMETRIC else underflow
         elif not SYMMETRIC and not MEASURE:
             zeros = tl.zeros([TILE_T, TILE_N], tl.float32).to(dtype)
             store(rows_ptr + first, inner, zeros, inside, EVEN)
-            store(turned_ptr + first_t, inner_t, tl.trans(zeros), inside_t, EVEN)
-    most, bad, beyond = look_at(
+            store(transposed_ptr + first_t, inner_t, tl.trans(zeros), inside_t, EVEN)
+    most, non_finite, beyond = check_top(
         top, float("inf") if MEASURE else delayed.largest_counted(scale, before, MAXIMUM, MARGIN, SCALING)
     )
     clipped = side * 0
@@ -135,50 +135,50 @@ def _causal_kernel(
                 most = tl.maximum(most, tiles.largest(finite.magnitude(x)))
                 clipped += delayed.clipped(x, scale, before, MAXIMUM, SCALING) * (2 if SYMMETRIC else 1)
     if MEASURE:
-        note_amax(amax_ptr, most)
+        record_amax(amax_ptr, most)
     else:
         if RECORD:
-            tiles.record(row_ptr, most, bad, tl.sum(tl.sum(lost, axis=1), axis=0), clipped, per_element)
+            tiles.record(state_ptr, most, non_finite, tl.sum(tl.sum(lost, axis=1), axis=0), clipped, per_element)
         if tl.program_id(0) == 0:
             tl.store(scale_ptr, scale)
             if RECORD:
-                delayed.note_use(row_ptr, amax_ptr, scale, SCALING, MAXIMUM, MARGIN)
+                delayed.note_use(state_ptr, amax_ptr, scale, SCALING, MAXIMUM, MARGIN)
 
 
 def causal_quantize(
-    scores_BHTS: Tensor, row: Tensor, recipe: OperandRecipe, *, record: bool
+    scores_BHTS: Tensor, state: Tensor, recipe: OperandRecipe, *, record: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`[B, H, T, S]`, the scale, and `[B, S, H, T]`."""
+    """Return tril(scores, -1) as `[B, H, T, S]`, its scale, and the transpose as `[B, S, H, T]`."""
     B, H, T, S = scores_BHTS.shape
     columns = scores_BHTS.new_empty(B, S, H, T, dtype=recipe.format.dtype)
-    return *_run(scores_BHTS, columns, row, recipe, symmetric=False, record=record), columns
+    return *_run(scores_BHTS, columns, state, recipe, symmetric=False, record=record), columns
 
 
-def symmetric_quantize(scores_BHTS: Tensor, row: Tensor, recipe: OperandRecipe) -> tuple[Tensor, Tensor]:
-    """`[B, H, T, S]` and the scale."""
-    return _run(scores_BHTS, None, row, recipe, symmetric=True, record=True)
+def symmetric_quantize(scores_BHTS: Tensor, state: Tensor, recipe: OperandRecipe) -> tuple[Tensor, Tensor]:
+    """Return tril(scores, -1) plus its transpose, `[B, H, T, S]`, and its scale."""
+    return _run(scores_BHTS, None, state, recipe, symmetric=True, record=True)
 
 
 def _run(
-    scores: Tensor, turned: Tensor | None, row: Tensor, recipe: OperandRecipe, *, symmetric: bool, record: bool
+    scores: Tensor, transposed: Tensor | None, state: Tensor, recipe: OperandRecipe, *, symmetric: bool, record: bool
 ) -> tuple[Tensor, Tensor]:
     B, H, T, _ = scores.shape
-    row, amax = state(row, recipe, record)
-    rows, scale = scores.new_empty(scores.shape, dtype=recipe.format.dtype), row.new_empty(())
-    grid, launch = arrange(scores, B * H, T, T, _TILE)
-    seed = seed_of(recipe)
-    for task in tasks(recipe):
+    state, amax = writable_state(state, recipe, record)
+    rows, scale = scores.new_empty(scores.shape, dtype=recipe.format.dtype), state.new_empty(())
+    grid, launch = launch_options(scores, B * H, T, T, _TILE)
+    seed = draw_seed(recipe)
+    for task in passes(recipe):
         _causal_kernel[grid](
             scores.contiguous(),
-            *(row, amax),
-            *(rows, rows if turned is None else turned, scale),
+            *(state, amax),
+            *(rows, rows if transposed is None else transposed, scale),
             *(B, H, T),
             1.0 / scores.numel(),
             seed,
             SYMMETRIC=symmetric,
             RECORD=record or recipe.delayed,
             **task,
-            **constants(recipe),
+            **recipe_constants(recipe),
             **launch,
         )
     return rows, scale

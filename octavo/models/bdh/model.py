@@ -18,7 +18,7 @@ first position attends to nothing: a = 0 there, so t = 0 and the layer leaves it
 normalised before the first layer so that every layer, the first included, sees an x of unit variance; without it a
 fresh model's first scores (about 1e-5) drown in the epsilon of `ln(a)`.
 
-RoPE turns the neurons (2i, 2i+1) of position p by the angle p · theta^(-2i/N), in FP32 whatever the dtype of s.
+RoPE rotates the neurons (2i, 2i+1) of position p by the angle p · theta^(-2i/N), in FP32 whatever the dtype of s.
 
 Shapes: B batch, T positions, D width, H heads, N neurons per head, V vocabulary (256: the bytes).
 """
@@ -56,24 +56,25 @@ class BDHConfig:
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"BDHConfig.{field}={value!r}: must be a whole number, 1 or more")
         if self.neurons % 2:
-            raise ValueError(f"BDHConfig.neurons={self.neurons}: must be even, because RoPE turns neurons in pairs")
+            raise ValueError(f"BDHConfig.neurons={self.neurons}: must be even, because RoPE rotates neurons in pairs")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"BDHConfig.dropout={self.dropout!r}: must be at least 0 and less than 1")
 
     @classmethod
     def preset(cls, name: str, dropout: float = 0.0) -> "BDHConfig":
+        """Return the shape of that name: `tiny`, `25m` or `100m`."""
         if name not in PRESETS:
             raise ValueError(f"BDH size {name!r}: choose from {', '.join(PRESETS)}")
         return cls(**PRESETS[name], dropout=dropout)
 
     @property
     def parameter_count(self) -> int:
-        """How many numbers the model learns."""
+        """The number of trained values."""
         return 3 * self.heads * self.dim * self.neurons + 2 * self.vocabulary * self.dim
 
 
 class BDH(nn.Module):
-    """The model. `model(tokens)` gives `(logits, None)`; `model(tokens, targets)` gives `(logits, loss)`."""
+    """The BDH model. `model(tokens)` returns `(logits, None)`; `model(tokens, targets)` returns `(logits, loss)`."""
 
     def __init__(self, config: BDHConfig) -> None:
         super().__init__()
@@ -108,6 +109,7 @@ class BDH(nn.Module):
         return logits_BTV, F.cross_entropy(logits_BTV.float().flatten(0, 1), targets.flatten())
 
     def norm(self, x: Tensor) -> Tensor:
+        """Layer norm without weights."""
         return F.layer_norm(x, (self.config.dim,))
 
     @torch.no_grad()
@@ -120,11 +122,11 @@ class BDH(nn.Module):
         generator: torch.Generator | None = None,
         context: int | None = None,
     ) -> Tensor:
-        """`tokens` [B, T] followed by `max_new_tokens` sampled ones.
+        """Return `tokens` [B, T] followed by `max_new_tokens` sampled ones.
 
         `temperature=0` takes the likeliest byte; `top_k` samples among the k likeliest. `context` limits how far back
         the model looks (it has no limit of its own, but was trained on sequences of one length). Every new byte
-        recomputes the whole window: fine for a sample, not meant for serving. Dropout is off, whatever the mode.
+        recomputes the whole window: fine for a sample, not meant for serving. Dropout is off in either mode.
         """
         if tokens.ndim != 2 or tokens.shape[1] == 0:
             raise ValueError(f"generate: tokens has shape {tuple(tokens.shape)}; it must be [batch, at least one byte]")
@@ -148,20 +150,23 @@ class BDH(nn.Module):
 
 
 def choose(logits_BV: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
-    """One token per row, [B, 1]. Refuses logits that are not finite: sampling from them kills a CUDA context."""
+    """Sample one token per sequence, [B, 1]. Refuses non-finite logits: sampling from them kills a CUDA context."""
     if not bool(logits_BV.isfinite().all()):
         raise FloatingPointError("generate: the model's logits are not finite: it has diverged")
     if temperature == 0:
         return logits_BV.argmax(dim=-1, keepdim=True)
     if top_k is not None:
-        smallest_kept = logits_BV.topk(top_k, dim=-1).values[:, -1:]
-        logits_BV = logits_BV.masked_fill(logits_BV < smallest_kept, float("-inf"))
+        smallest = logits_BV.topk(top_k, dim=-1).values[:, -1:]
+        logits_BV = logits_BV.masked_fill(logits_BV < smallest, float("-inf"))
     probabilities = F.softmax(logits_BV / temperature, dim=-1)
     return torch.multinomial(probabilities, num_samples=1, generator=generator)
 
 
 def rope_angles(length: int, neurons: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of every position and pair of neurons, [T, N/2] each, in FP32: cheap enough to do every time."""
+    """Return cosine and sine for each position and pair of neurons, [T, N/2] each, in FP32.
+
+    They are recomputed in every forward, which costs little.
+    """
     pair = torch.arange(0, neurons, 2, device=device, dtype=torch.float32)
     position = torch.arange(length, device=device, dtype=torch.float32)
     angle = position[:, None] * ROPE_THETA ** (-pair / neurons)
@@ -169,7 +174,7 @@ def rope_angles(length: int, neurons: int, device: torch.device) -> tuple[Tensor
 
 
 def rope(s: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the neighbouring pairs of the last dimension; computed in FP32, returned in the dtype of `s`."""
+    """Rotate the neighbouring pairs of the last dimension; computed in FP32, returned in the dtype of `s`."""
     even, odd = s[..., 0::2], s[..., 1::2]
-    turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
-    return turned.flatten(-2).to(s.dtype)
+    rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
+    return rotated.flatten(-2).to(s.dtype)
