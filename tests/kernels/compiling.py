@@ -136,7 +136,7 @@ def main(dtype: torch.dtype, rounding: str) -> None:
         p = torch.zeros(rows, 256, dtype=dtype)
         means = [with_levels(OptimState4bit.zeros(p.shape, signed, 128)) for signed in (True, False)]
         adamw.apply(Step(1, 1e-3, (0.9, 0.95), 1e-8, 0.0, rounding == "nearest"), p, p, *means)
-    scores.causal_quantize(torch.zeros(1, 2, 128, 128, dtype=dtype), new_rows(device="cpu"), recipe.x, record=True)
+    scores.mask(torch.zeros(1, 2, 128, 128, dtype=dtype), new_rows(device="cpu"), recipe.x, symmetric=False)
 
 
 if __name__ == "__main__":

@@ -147,24 +147,25 @@ class _FP8BDHLayer(torch.autograd.Function):
         x_BTD, x_BDT = ops.quantize(x, state["encoder.x"], recipe, record=True, layout="both")
         # s_pre = x · encoder
         s_pre = layer.multiply(_reshape(x_BTD, B * T, D), w.encoder_KD, dtype, (), True).view(B, T, H, N)
-        q, s = bdh_ops.relu_rope_quantize(s_pre, cos, sin, state["scores.q"], state["kept.s"], recipe, record=True)
+        q, s = _pairs(bdh_ops.bdh_relu_rope(s_pre, cos, sin, state["scores.q"], state["kept.s"], recipe.encode()))
         # scores = q · qᵀ
         scores = layer.multiply(q, q, dtype, (B, H), True)
         q_scale = q.scale
         del q
-        S_BHTS, S_BSHT = bdh_ops.causal_quantize(scores, state["attention.s"], recipe, record=True)
+        S, S_scale, S_t = bdh_ops.bdh_mask(scores, state["attention.s"], recipe.encode(), False)
+        S_BHTS, S_BSHT = Quantized(S, S_scale), Quantized(S_t, S_scale)
         del scores
         # a = S · x
         x_B1DT = _reshape(x_BDT, B, 1, D, T)
         a = layer.multiply(S_BHTS, x_B1DT, dtype, (B, H), True)
-        del S_BHTS
+        del S, S_BHTS
         with torch.autocast(x.device.type, enabled=False):
             normed, mean, rstd = torch.native_layer_norm(a, [D], None, None, NORM_EPSILON)
         normed = normed.transpose(0, 1).reshape(H, B * T, D)
         n_HMD, n_HDM = ops.quantize(normed, state["encoder_v.x"], recipe, record=True, layout="both")
         # t_pre = ln(a) · encoder_v
         t_pre = layer.multiply(n_HMD, w.encoder_v_HND, dtype, (H,), True).view(H, B, T, N)
-        z, t = bdh_ops.gate_quantize(s_pre, t_pre, state["decoder.x"], state["kept.t"], recipe, record=True)
+        z, t = _pairs(bdh_ops.bdh_gate(s_pre, t_pre, state["decoder.x"], state["kept.t"], recipe.encode()))
         del s_pre, t_pre
         # y = z · decoder
         y = layer.multiply(_reshape(z, B * T, H * N), w.decoder_DK, dtype, (), True)
@@ -185,6 +186,7 @@ class _FP8BDHLayer(torch.autograd.Function):
         x_BTD, x_BDT, S_BSHT, n_HDM, s, t, encoder_DK, encoder_v_HDN, decoder_KD = _pairs(parts)
         layer, state = ctx.layer, ctx.state
         recipe, dtype = layer.recipe, layer.out_dtype
+        x_recipe, g_recipe = recipe.x.encode(), recipe.g.encode()
         x_dtype, *weight_dtypes = ctx.like
         needs_encoder, needs_encoder_v, needs_decoder = ctx.needs_input_grad[1:4]
         B, T, H, N = s.data.shape
@@ -197,39 +199,44 @@ class _FP8BDHLayer(torch.autograd.Function):
         g_MD, g_DM = quantize(g_BTD.reshape(M, D), "decoder.g")
         # dz = g · decoderᵀ
         dz = layer.multiply(g_MD, decoder_KD, dtype, (), False).view(B, T, H, N)
-        dt_HMN, dt_HNM, z_HNM = bdh_ops.gate_backward(dz, s, t, z_scale, state["encoder_v.g"], recipe.g, recipe.x)
+        dt_HMN, dt_scale, dt_HNM, z_HNM = bdh_ops.bdh_gate_backward(
+            dz, *s, *t, z_scale, state["encoder_v.g"], g_recipe, x_recipe
+        )
         if needs_decoder:
             # ddecoder = zᵀ · g
-            ddecoder = layer.multiply(_reshape(z_HNM, H * N, M), g_DM, weight_dtypes[2], (), False)
+            ddecoder = layer.multiply(Quantized(z_HNM.view(H * N, M), z_scale), g_DM, weight_dtypes[2], (), False)
         del z_HNM
         if needs_encoder_v:
             # dencoder_v = ln(a)ᵀ · dt
-            dencoder_v = layer.multiply(n_HDM, dt_HNM, weight_dtypes[1], (H,), False)
+            dencoder_v = layer.multiply(n_HDM, Quantized(dt_HNM, dt_scale), weight_dtypes[1], (H,), False)
         del dt_HNM
         # dln(a) = dt · encoder_vᵀ
-        dn_HMD = layer.multiply(dt_HMN, encoder_v_HDN, dtype, (H,), False)
+        dn_HMD = layer.multiply(Quantized(dt_HMN, dt_scale), encoder_v_HDN, dtype, (H,), False)
         del dt_HMN
         dn = dn_HMD.view(H, B, T, D).transpose(0, 1).contiguous()
         da = torch.ops.aten.native_layer_norm_backward(dn, a, [D], mean, rstd, None, None, [True, False, False])[0]
         da_BMD, da_BDM = quantize(da.view(B, H * T, D), "attention.g")
         # dS = da · xᵀ
         dS = layer.multiply(da_BMD, x_BTD, dtype, (B,), False).view(B, H, T, T)
-        P = bdh_ops.symmetric_quantize(dS, state["scores.g"], recipe.g)
+        P = Quantized(*bdh_ops.bdh_mask(dS, state["scores.g"], g_recipe, True)[:2])
         del dS
         # dx = Sᵀ · da, summed over the heads
         dx = layer.multiply(_reshape(S_BSHT, B, T, H * T), da_BDM, torch.float32, (B,), False)
-        q_BHNT = bdh_ops.rope_columns(s, cos, sin, q_scale, recipe.x, dtype)
+        q_BHNT = Quantized(bdh_ops.bdh_rope_columns(*s, cos, sin, q_scale, x_recipe, dtype), q_scale)
         # dq = (tril(dS) + tril(dS)ᵀ) · q
         dq = layer.multiply(P, q_BHNT, dtype, (B, H), False)
         del q_BHNT, P
-        ds, ds_HNM = bdh_ops.relu_rope_backward(dq, dz, s, t, cos, sin, state["encoder.g"], recipe.g)
+        ds, ds_scale, ds_HNM = bdh_ops.bdh_relu_rope_backward(
+            dq, dz, s.data, *t, cos, sin, state["encoder.g"], g_recipe
+        )
         del dq, dz
         if needs_encoder:
             # dencoder = xᵀ · ds
             x_1DM = _view_bytes(x_BDT, lambda x: x.transpose(0, 1).reshape(1, D, M))
-            dencoder = layer.multiply(x_1DM, ds_HNM, weight_dtypes[0], (H,), False)
+            dencoder = layer.multiply(x_1DM, Quantized(ds_HNM, ds_scale), weight_dtypes[0], (H,), False)
         # dx += ds · encoderᵀ
-        dx = dx.add_(layer.multiply(_reshape(ds, M, H * N), encoder_DK, torch.float32, (), False).view(B, T, D))
+        ds_MK = Quantized(ds.view(M, H * N), ds_scale)
+        dx = dx.add_(layer.multiply(ds_MK, encoder_DK, torch.float32, (), False).view(B, T, D))
         return dx.to(x_dtype), dencoder, dencoder_v, ddecoder, *[None] * (len(ctx.needs_input_grad) - 4)
 
 

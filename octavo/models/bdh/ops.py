@@ -1,311 +1,194 @@
-"""The operations of a fused BDH layer, beside those of `ops.py`: what lies between its products, straight to FP8.
+"""The element-wise work between the products of a fused BDH layer, with its results in FP8, as operators.
 
-Shapes: B batch, T positions, H heads, N neurons per head, M = B · T. One scale per tensor throughout. `s` and `t` are
-what forward kept, in FP8; see `numerics.bdh` for the equations.
+Each runs the specification (`spec.py`), or a kernel on a GPU with FP8 tensor cores. Shapes: B batch, T positions, H
+heads, N neurons per head, M = B · T. Every tensor has one scale; `..._state` is its scaling state, which each use
+updates. s and t are those that forward saved, in FP8; `recipe` is an encoded `OperandRecipe`.
 """
 
 import torch
 from torch import Tensor
 
-from octavo import ops
 from octavo.models.bdh import spec
 from octavo.numerics import OperandRecipe, Quantized
 from octavo.numerics.quantize import dequantize
-from octavo.ops import install
+from octavo.ops import quantize_group
+from octavo.ops.register import operator
 from octavo.support import has_fp8_tensor_cores
 
-_LIBRARY = torch.library.Library("octavo", "FRAGMENT")
-_LIBRARY.define(
-    "relu_rope_quantize(Tensor s_pre, Tensor cos, Tensor sin, Tensor(a!) q_row, Tensor(b!) s_row, str recipe, "
-    "bool record) -> (Tensor, Tensor, Tensor, Tensor)"
-)
-_LIBRARY.define(
-    "rope_columns(Tensor s, Tensor s_scale, Tensor cos, Tensor sin, Tensor q_scale, str recipe, ScalarType dtype) "
-    "-> Tensor"
-)
-_LIBRARY.define(
-    "gate_quantize(Tensor s_pre, Tensor t_pre, Tensor(a!) z_row, Tensor(b!) t_row, str recipe, bool record) "
-    "-> (Tensor, Tensor, Tensor, Tensor)"
-)
-_LIBRARY.define(
-    "gate_backward(Tensor dz, Tensor s, Tensor s_scale, Tensor t, Tensor t_scale, Tensor z_scale, Tensor(a!) row, "
-    "str recipe, str recipe_z) -> (Tensor, Tensor, Tensor, Tensor)"
-)
-_LIBRARY.define(
-    "relu_rope_backward(Tensor dq, Tensor dz, Tensor s, Tensor s_scale, Tensor t, Tensor t_scale, Tensor cos, "
-    "Tensor sin, Tensor(a!) row, str recipe) -> (Tensor, Tensor, Tensor)"
-)
-_LIBRARY.define("causal_quantize(Tensor scores, Tensor(a!) row, str recipe, bool record) -> (Tensor, Tensor, Tensor)")
-_LIBRARY.define("symmetric_quantize(Tensor scores, Tensor(a!) row, str recipe) -> (Tensor, Tensor)")
 
-
-def relu_rope_quantize(
-    s_pre_BTHN: Tensor, cos: Tensor, sin: Tensor, q_row: Tensor, s_row: Tensor, recipe: OperandRecipe, *, record: bool
-) -> tuple[Quantized, Quantized]:
-    """q as `[B, H, T, N]`, and s as `[B, T, H, N]`."""
-    found = torch.ops.octavo.relu_rope_quantize(s_pre_BTHN, cos, sin, q_row, s_row, recipe.encode(), record)
-    return Quantized(*found[:2]), Quantized(*found[2:])
-
-
-def rope_columns(
-    s: Quantized, cos: Tensor, sin: Tensor, q_scale: Tensor, recipe: OperandRecipe, dtype: torch.dtype
-) -> Quantized:
-    """q as `[B, H, N, T]`, from s, with the scale forward found; rounded to `dtype` before FP8, as forward did."""
-    return Quantized(torch.ops.octavo.rope_columns(*s, cos, sin, q_scale, recipe.encode(), dtype), q_scale)
-
-
-def gate_quantize(
-    s_pre_BTHN: Tensor, t_pre_HBTN: Tensor, z_row: Tensor, t_row: Tensor, recipe: OperandRecipe, *, record: bool
-) -> tuple[Quantized, Quantized]:
-    """z and t, both as `[B, T, H, N]`."""
-    found = torch.ops.octavo.gate_quantize(s_pre_BTHN, t_pre_HBTN, z_row, t_row, recipe.encode(), record)
-    return Quantized(*found[:2]), Quantized(*found[2:])
-
-
-def gate_backward(
-    dz_BTHN: Tensor,
-    s: Quantized,
-    t: Quantized,
-    z_scale: Tensor,
-    row: Tensor,
-    recipe: OperandRecipe,
-    recipe_z: OperandRecipe,
-) -> tuple[Quantized, Quantized, Quantized]:
-    """The gradient of t_pre as `[H, M, N]` and as `[H, N, M]`, and z as `[H, N, M]` with the scale forward found."""
-    rows, scale, columns, z = torch.ops.octavo.gate_backward(
-        dz_BTHN, *s, *t, z_scale, row, recipe.encode(), recipe_z.encode()
-    )
-    return Quantized(rows, scale), Quantized(columns, scale), Quantized(z, z_scale)
-
-
-def relu_rope_backward(
-    dq_BHTN: Tensor,
-    dz_BTHN: Tensor,
-    s: Quantized,
-    t: Quantized,
-    cos: Tensor,
-    sin: Tensor,
-    row: Tensor,
-    recipe: OperandRecipe,
-) -> tuple[Quantized, Quantized]:
-    """The gradient of s_pre as `[B, T, H, N]` and as `[H, N, M]`."""
-    rows, scale, columns = torch.ops.octavo.relu_rope_backward(dq_BHTN, dz_BTHN, *s, *t, cos, sin, row, recipe.encode())
-    return Quantized(rows, scale), Quantized(columns, scale)
-
-
-def causal_quantize(
-    scores_BHTT: Tensor, row: Tensor, recipe: OperandRecipe, *, record: bool
-) -> tuple[Quantized, Quantized]:
-    """tril(scores, -1) as `[B, H, T, S]`, and turned as `[B, S, H, T]`: the heads side by side."""
-    rows, scale, columns = torch.ops.octavo.causal_quantize(scores_BHTT, row, recipe.encode(), record)
-    return Quantized(rows, scale), Quantized(columns, scale)
-
-
-def symmetric_quantize(scores_BHTT: Tensor, row: Tensor, recipe: OperandRecipe) -> Quantized:
-    """tril(scores, -1) plus its transpose."""
-    return Quantized(*torch.ops.octavo.symmetric_quantize(scores_BHTT, row, recipe.encode()))
-
-
-def _with_scale(x: Tensor, scale: Tensor, recipe: OperandRecipe, layout: str) -> Tensor:
-    """Quantise with a scale that is known."""
-    return ops.quantize_group([x], scale, recipe, False, layout, scale=scale)[0].data
-
-
-def _relu_rope_quantize(
-    s_pre: Tensor, cos: Tensor, sin: Tensor, q_row: Tensor, s_row: Tensor, recipe: str, record: bool
-) -> tuple[Tensor, ...]:
-    operand = OperandRecipe.decode(recipe)
-    if _kernels_for(s_pre, operand):
-        from octavo.models.bdh.kernels import forward as kernels  # brings Triton
-
-        q, s = kernels.relu_rope_quantize(s_pre, cos, sin, q_row, s_row, operand, record=record)
-    else:
-        turned = spec.relu_rope(s_pre, cos, sin).transpose(1, 2)
-        q = ops.quantize_directly(turned, q_row, operand, record, "rows")[0]
-        s = ops.quantize_directly(spec.relu(s_pre), s_row, operand, record, "rows")[0]
-    return *q, *s
-
-
-def _rope_columns(
-    s: Tensor, s_scale: Tensor, cos: Tensor, sin: Tensor, q_scale: Tensor, recipe: str, dtype: torch.dtype
-) -> Tensor:
-    operand = OperandRecipe.decode(recipe)
-    if _kernels_for(q_scale.new_empty(1, dtype=dtype), operand):
-        from octavo.models.bdh.kernels import forward as kernels
-
-        return kernels.rope_columns(Quantized(s, s_scale), cos, sin, q_scale, operand, dtype).data
-    q = spec.relu_rope(dequantize(s, s_scale), cos, sin).to(dtype)
-    return _with_scale(q.transpose(1, 2), q_scale, operand, "columns")
-
-
-def _gate_quantize(
-    s_pre: Tensor, t_pre: Tensor, z_row: Tensor, t_row: Tensor, recipe: str, record: bool
-) -> tuple[Tensor, ...]:
-    operand = OperandRecipe.decode(recipe)
-    if _kernels_for(s_pre, operand):
-        from octavo.models.bdh.kernels import forward as kernels
-
-        z, t = kernels.gate_quantize(s_pre, t_pre, z_row, t_row, operand, record=record)
-    else:
-        t_pre = t_pre.permute(1, 2, 0, 3)
-        z = ops.quantize_directly(spec.gate(s_pre, t_pre), z_row, operand, record, "rows")[0]
-        t = ops.quantize_directly(spec.relu(t_pre), t_row, operand, record, "rows")[0]
-    return *z, *t
-
-
-def _gate_backward(
-    dz: Tensor,
-    s: Tensor,
-    s_scale: Tensor,
-    t: Tensor,
-    t_scale: Tensor,
-    z_scale: Tensor,
-    row: Tensor,
-    recipe: str,
-    recipe_z: str,
-) -> tuple[Tensor, ...]:
-    operand, operand_z = OperandRecipe.decode(recipe), OperandRecipe.decode(recipe_z)
-    if _kernels_for(dz, operand, operand_z):
-        from octavo.models.bdh.kernels import backward as kernels
-
-        return kernels.gate_backward(dz, Quantized(s, s_scale), Quantized(t, t_scale), z_scale, row, operand, operand_z)
-    s_hp, t_hp = dequantize(s, s_scale), dequantize(t, t_scale)
-    rows, columns = ops.quantize_directly(_by_head(spec.gate_backward(dz, s_hp, t_hp)), row, operand, True, "both")
-    z = _with_scale(_by_head(spec.gate(s_hp, t_hp).to(dz.dtype)), z_scale, operand_z, "columns")
-    return rows.data, rows.scale, columns.data, z
-
-
-def _relu_rope_backward(
-    dq: Tensor,
-    dz: Tensor,
-    s: Tensor,
-    s_scale: Tensor,
-    t: Tensor,
-    t_scale: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    row: Tensor,
-    recipe: str,
-) -> tuple[Tensor, ...]:
-    operand = OperandRecipe.decode(recipe)
-    if _kernels_for(dz, operand):
-        from octavo.models.bdh.kernels import backward as kernels
-
-        return kernels.relu_rope_backward(dq, dz, s, Quantized(t, t_scale), cos, sin, row, operand)
-    s_hp, t_hp = dequantize(s, s_scale), dequantize(t, t_scale)
-    ds = spec.relu_rope_backward(dq.transpose(1, 2), dz, s_hp, t_hp, cos, sin)
-    B, T, H, N = ds.shape
-    rows, columns = ops.quantize_directly(ds.view(B * T, H * N), row, operand, True, "both")
-    return rows.data.view(B, T, H, N), rows.scale, columns.data.view(H, N, B * T)
-
-
-def _causal_quantize(scores: Tensor, row: Tensor, recipe: str, record: bool) -> tuple[Tensor, ...]:
-    operand = OperandRecipe.decode(recipe)
-    if _kernels_for(scores, operand):
-        from octavo.models.bdh.kernels import scores as kernels
-
-        return kernels.causal_quantize(scores, row, operand, record=record)
-    rows = ops.quantize_directly(spec.causal(scores), row, operand, record, "rows")[0]
-    columns = rows.data.view(torch.uint8).permute(0, 3, 1, 2).contiguous().view(rows.data.dtype)
-    return rows.data, rows.scale, columns.clone() if columns.data_ptr() == rows.data.data_ptr() else columns
-
-
-def _symmetric_quantize(scores: Tensor, row: Tensor, recipe: str) -> tuple[Tensor, ...]:
-    operand = OperandRecipe.decode(recipe)
-    if _kernels_for(scores, operand):
-        from octavo.models.bdh.kernels import scores as kernels
-
-        return kernels.symmetric_quantize(scores, row, operand)
-    return tuple(ops.quantize_directly(spec.symmetric(scores), row, operand, True, "rows")[0])
-
-
-def _kernels_for(x: Tensor, *recipes: OperandRecipe) -> bool:
+def _has_kernels(x: Tensor, *recipes: OperandRecipe) -> bool:
     if not has_fp8_tensor_cores(x.device):
         return False
-    from octavo.models.bdh.kernels.tiles import can_fuse
+    from octavo.models.bdh.kernels.tiles import can_fuse  # brings Triton
 
     return can_fuse(x, *recipes)
 
 
+def _quantize(x: Tensor, state: Tensor, recipe: OperandRecipe) -> Quantized:
+    return quantize_group([x], state, recipe, True, "rows")[0]
+
+
+def _quantize_columns(x: Tensor, scale: Tensor, recipe: OperandRecipe) -> Tensor:
+    """Quantise the transpose with a scale that is known."""
+    return quantize_group([x], scale, recipe, False, "columns", scale=scale)[0].data
+
+
 def _by_head(x_BTHN: Tensor) -> Tensor:
-    """`[H, M, N]`."""
+    """View as `[H, M, N]`."""
     return x_BTHN.flatten(0, 1).transpose(0, 1)
 
 
-def _new(x: Tensor, recipe: str, *shape: int) -> Tensor:
+def _empty(x: Tensor, recipe: str, *shape: int) -> Tensor:
     return x.new_empty(shape, dtype=OperandRecipe.decode(recipe).format.dtype)
 
 
-def _relu_rope_quantize_fake(
-    s_pre: Tensor, cos: Tensor, sin: Tensor, q_row: Tensor, s_row: Tensor, recipe: str, record: bool
-) -> tuple[Tensor, ...]:
+def _relu_rope_fake(s_pre: Tensor, cos: Tensor, recipe: str) -> tuple[Tensor, ...]:
     B, T, H, N = s_pre.shape
-    q, s = _new(s_pre, recipe, B, H, T, N), _new(s_pre, recipe, B, T, H, N)
-    return q, q_row.new_empty(()), s, s_row.new_empty(())
+    q, s = _empty(s_pre, recipe, B, H, T, N), _empty(s_pre, recipe, B, T, H, N)
+    return q, cos.new_empty(()), s, cos.new_empty(())
 
 
-def _rope_columns_fake(
+@operator(mutates=("q_state", "s_state"), fake=_relu_rope_fake)
+def bdh_relu_rope(
+    s_pre: Tensor, cos: Tensor, sin: Tensor, q_state: Tensor, s_state: Tensor, recipe: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return q `[B, H, T, N]` and its scale, and s `[B, T, H, N]` and its scale, from `s_pre[B, T, H, N]`."""
+    operand = OperandRecipe.decode(recipe)
+    if _has_kernels(s_pre, operand):
+        from octavo.models.bdh.kernels import forward
+
+        q, s = forward.relu_rope(s_pre, cos, sin, q_state, s_state, operand)
+    else:
+        q = _quantize(spec.relu_rope(s_pre, cos, sin).transpose(1, 2), q_state, operand)
+        s = _quantize(spec.relu(s_pre), s_state, operand)
+    return *q, *s
+
+
+def _rope_columns_fake(s: Tensor, recipe: str) -> Tensor:
+    B, T, H, N = s.shape
+    return _empty(s, recipe, B, H, N, T)
+
+
+@operator(fake=_rope_columns_fake)
+def bdh_rope_columns(
     s: Tensor, s_scale: Tensor, cos: Tensor, sin: Tensor, q_scale: Tensor, recipe: str, dtype: torch.dtype
 ) -> Tensor:
-    B, T, H, N = s.shape
-    return _new(s, recipe, B, H, N, T)
+    """Return q `[B, H, N, T]`, recomputed from s, with the scale of forward.
+
+    It is rounded to `dtype` before FP8, as in forward.
+    """
+    operand = OperandRecipe.decode(recipe)
+    if _has_kernels(q_scale.new_empty(1, dtype=dtype), operand):
+        from octavo.models.bdh.kernels import forward
+
+        return forward.rope_columns(Quantized(s, s_scale), cos, sin, q_scale, operand, dtype)
+    q = spec.relu_rope(dequantize(s, s_scale), cos, sin).to(dtype)
+    return _quantize_columns(q.transpose(1, 2), q_scale, operand)
 
 
-def _gate_quantize_fake(
-    s_pre: Tensor, t_pre: Tensor, z_row: Tensor, t_row: Tensor, recipe: str, record: bool
-) -> tuple[Tensor, ...]:
-    z, t = _new(s_pre, recipe, *s_pre.shape), _new(s_pre, recipe, *s_pre.shape)
-    return z, z_row.new_empty(()), t, t_row.new_empty(())
+def _gate_fake(s_pre: Tensor, z_state: Tensor, recipe: str) -> tuple[Tensor, ...]:
+    z, t = _empty(s_pre, recipe, *s_pre.shape), _empty(s_pre, recipe, *s_pre.shape)
+    return z, z_state.new_empty(()), t, z_state.new_empty(())
 
 
-def _gate_backward_fake(
+@operator(mutates=("z_state", "t_state"), fake=_gate_fake)
+def bdh_gate(
+    s_pre: Tensor, t_pre: Tensor, z_state: Tensor, t_state: Tensor, recipe: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return z `[B, T, H, N]` and its scale, and t, likewise, from `s_pre[B, T, H, N]` and `t_pre[H, B, T, N]`."""
+    operand = OperandRecipe.decode(recipe)
+    if _has_kernels(s_pre, operand):
+        from octavo.models.bdh.kernels import forward
+
+        z, t = forward.gate(s_pre, t_pre, z_state, t_state, operand)
+    else:
+        t_pre = t_pre.permute(1, 2, 0, 3)
+        z = _quantize(spec.gate(s_pre, t_pre), z_state, operand)
+        t = _quantize(spec.relu(t_pre), t_state, operand)
+    return *z, *t
+
+
+def _gate_backward_fake(dz: Tensor, state: Tensor, recipe: str, z_recipe: str) -> tuple[Tensor, ...]:
+    B, T, H, N = dz.shape
+    rows, columns = _empty(dz, recipe, H, B * T, N), _empty(dz, recipe, H, N, B * T)
+    return rows, state.new_empty(()), columns, _empty(dz, z_recipe, H, N, B * T)
+
+
+@operator(mutates=("state",), fake=_gate_backward_fake)
+def bdh_gate_backward(
     dz: Tensor,
     s: Tensor,
     s_scale: Tensor,
     t: Tensor,
     t_scale: Tensor,
     z_scale: Tensor,
-    row: Tensor,
+    state: Tensor,
     recipe: str,
-    recipe_z: str,
-) -> tuple[Tensor, ...]:
+    z_recipe: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return dt_pre `[H, M, N]`, its scale, dt_pre `[H, N, M]`, and z `[H, N, M]` with the scale of forward."""
+    operand, z_operand = OperandRecipe.decode(recipe), OperandRecipe.decode(z_recipe)
+    if _has_kernels(dz, operand, z_operand):
+        from octavo.models.bdh.kernels import backward
+
+        saved = Quantized(s, s_scale), Quantized(t, t_scale)
+        return backward.gate_backward(dz, *saved, z_scale, state, operand, z_operand)
+    s_hp, t_hp = dequantize(s, s_scale), dequantize(t, t_scale)
+    dt = _by_head(spec.gate_backward(dz, s_hp, t_hp))
+    rows, columns = quantize_group([dt], state, operand, True, "both")
+    z = _quantize_columns(_by_head(spec.gate(s_hp, t_hp).to(dz.dtype)), z_scale, z_operand)
+    return rows.data, rows.scale, columns.data, z
+
+
+def _relu_rope_backward_fake(dz: Tensor, state: Tensor, recipe: str) -> tuple[Tensor, ...]:
     B, T, H, N = dz.shape
-    rows, columns = _new(dz, recipe, H, B * T, N), _new(dz, recipe, H, N, B * T)
-    return rows, row.new_empty(()), columns, _new(dz, recipe_z, H, N, B * T)
+    return _empty(dz, recipe, B, T, H, N), state.new_empty(()), _empty(dz, recipe, H, N, B * T)
 
 
-def _relu_rope_backward_fake(
+@operator(mutates=("state",), fake=_relu_rope_backward_fake)
+def bdh_relu_rope_backward(
     dq: Tensor,
     dz: Tensor,
     s: Tensor,
-    s_scale: Tensor,
     t: Tensor,
     t_scale: Tensor,
     cos: Tensor,
     sin: Tensor,
-    row: Tensor,
+    state: Tensor,
     recipe: str,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ds_pre `[B, T, H, N]`, its scale, and ds_pre `[H, N, M]`. Only the sign of s counts: it needs no scale."""
+    operand = OperandRecipe.decode(recipe)
+    if _has_kernels(dz, operand):
+        from octavo.models.bdh.kernels import backward
+
+        return backward.relu_rope_backward(dq, dz, s, Quantized(t, t_scale), cos, sin, state, operand)
     B, T, H, N = dz.shape
-    return _new(dz, recipe, B, T, H, N), row.new_empty(()), _new(dz, recipe, H, N, B * T)
+    ds = spec.relu_rope_backward(dq.transpose(1, 2), dz, s.float(), dequantize(t, t_scale), cos, sin)
+    rows, columns = quantize_group([ds.view(B * T, H * N)], state, operand, True, "both")
+    return rows.data.view(B, T, H, N), rows.scale, columns.data.view(H, N, B * T)
 
 
-def _causal_quantize_fake(scores: Tensor, row: Tensor, recipe: str, record: bool) -> tuple[Tensor, ...]:
+def _mask_fake(scores: Tensor, state: Tensor, recipe: str, symmetric: bool) -> tuple[Tensor, ...]:
     B, H, T, S = scores.shape
-    return _new(scores, recipe, B, H, T, S), row.new_empty(()), _new(scores, recipe, B, S, H, T)
+    transposed = _empty(scores, recipe, 0) if symmetric else _empty(scores, recipe, B, S, H, T)
+    return _empty(scores, recipe, B, H, T, S), state.new_empty(()), transposed
 
 
-def _symmetric_quantize_fake(scores: Tensor, row: Tensor, recipe: str) -> tuple[Tensor, ...]:
-    return _new(scores, recipe, *scores.shape), row.new_empty(())
+@operator(mutates=("state",), fake=_mask_fake)
+def bdh_mask(scores: Tensor, state: Tensor, recipe: str, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return tril(scores, -1) `[B, H, T, S]`, its scale, and its transpose `[B, S, H, T]`, the heads side by side.
 
+    `symmetric`: return tril(scores, -1) plus its transpose instead, and nothing in the third place.
+    """
+    operand = OperandRecipe.decode(recipe)
+    if _has_kernels(scores, operand):
+        from octavo.models.bdh.kernels import scores as kernels
 
-for _name, _implementation, _fake in (
-    ("relu_rope_quantize", _relu_rope_quantize, _relu_rope_quantize_fake),
-    ("rope_columns", _rope_columns, _rope_columns_fake),
-    ("gate_quantize", _gate_quantize, _gate_quantize_fake),
-    ("gate_backward", _gate_backward, _gate_backward_fake),
-    ("relu_rope_backward", _relu_rope_backward, _relu_rope_backward_fake),
-    ("causal_quantize", _causal_quantize, _causal_quantize_fake),
-    ("symmetric_quantize", _symmetric_quantize, _symmetric_quantize_fake),
-):
-    install(_LIBRARY, _name, _implementation, _fake)
+        return kernels.mask(scores, state, operand, symmetric=symmetric)
+    rows = _quantize(spec.symmetric(scores) if symmetric else spec.causal(scores), state, operand)
+    if symmetric:
+        return *rows, rows.data.new_empty(0)
+    columns = rows.data.view(torch.uint8).permute(0, 3, 1, 2).contiguous().view(rows.data.dtype)
+    # Where T is 1 the permuted view is contiguous, and an operator may not return one tensor twice.
+    return *rows, columns.clone() if columns.data_ptr() == rows.data.data_ptr() else columns

@@ -17,6 +17,7 @@ from torch import Tensor
 from octavo.kernels import delayed, finite, tiles
 from octavo.models.bdh.kernels.tiles import (
     Tile,
+    amax_tensor,
     check_top,
     draw_seed,
     joined_start,
@@ -31,7 +32,6 @@ from octavo.models.bdh.kernels.tiles import (
     stacked_start,
     store,
     to_fp8,
-    writable_state,
 )
 from octavo.numerics.config import OperandRecipe
 from octavo.numerics.quantize import Quantized
@@ -288,7 +288,7 @@ def gate_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return dt as `[H, M, N]`, its scale, dt as `[H, N, M]`, and z as `[H, N, M]`."""
     B, T, H, N = dz_BTHN.shape
-    _, amax = writable_state(state, recipe, True)
+    amax = amax_tensor(state, recipe)
     rows = dz_BTHN.new_empty(H, B * T, N, dtype=recipe.format.dtype)
     columns = dz_BTHN.new_empty(H, N, B * T, dtype=recipe.format.dtype)
     z = dz_BTHN.new_empty(H, N, B * T, dtype=recipe_z.format.dtype)
@@ -326,7 +326,7 @@ def relu_rope_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ds as `[B, T, H, N]`, its scale, and ds as `[H, N, M]`. Only the sign of s counts: it needs no scale."""
     B, T, H, N = dz_BTHN.shape
-    _, amax = writable_state(state, recipe, True)
+    amax = amax_tensor(state, recipe)
     rows = dz_BTHN.new_empty(B, T, H, N, dtype=recipe.format.dtype)
     columns = dz_BTHN.new_empty(H, N, B * T, dtype=recipe.format.dtype)
     scale = state.new_empty(())

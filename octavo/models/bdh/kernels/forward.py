@@ -1,8 +1,8 @@
 """The forward kernels of a fused BDH layer: relu and RoPE to FP8, and s · t to FP8. See `spec.py`.
 
-    relu_rope_quantize   s_pre_BTHN → q_BHTN in FP8, and relu(s_pre) in FP8 for backward
+    relu_rope            s_pre_BTHN → q_BHTN in FP8, and relu(s_pre) in FP8 for backward
     rope_columns         the saved s → q again, transposed, q_BHNT, with the scale of forward
-    gate_quantize        s_pre_BTHN, t_pre_HBTN → z_BTHN in FP8, and relu(t_pre) in FP8 for backward
+    gate                 s_pre_BTHN, t_pre_HBTN → z_BTHN in FP8, and relu(t_pre) in FP8 for backward
 
 A tile is TILE_T positions by TILE_N neurons of one sequence and head. The angles of RoPE are the same for every
 sequence and head, so a program loads one tile of angles and loops over all of them with it in registers: the tables are
@@ -24,6 +24,7 @@ from octavo.kernels import delayed, finite, tiles
 from octavo.models.bdh.kernels.tiles import (
     TL_DTYPES,
     Tile,
+    amax_tensor,
     check_top,
     draw_seed,
     joined_start,
@@ -39,7 +40,6 @@ from octavo.models.bdh.kernels.tiles import (
     stacked_start,
     store,
     to_fp8,
-    writable_state,
 )
 from octavo.numerics.config import OperandRecipe
 from octavo.numerics.quantize import Quantized
@@ -79,7 +79,6 @@ def _relu_rope_kernel(
     seed,
     MEASURE: tl.constexpr,
     SCALING: tl.constexpr,
-    RECORD: tl.constexpr,
     MAXIMUM: tl.constexpr,
     MARGIN: tl.constexpr,
     STOCHASTIC: tl.constexpr,
@@ -119,10 +118,9 @@ def _relu_rope_kernel(
                 s8, _ = to_fp8(s, s_inverse, seed + 1, s_first + joined, dtype, source, MAXIMUM, STOCHASTIC)
                 store(q_ptr + q_first, stacked, q8, inside, EVEN)
                 store(s_ptr + s_first, joined, s8, inside, EVEN)
-                if RECORD:
-                    lost += delayed.lost_of_eight(
-                        q, v, inverse_before, seed, q_first + stacked, MAXIMUM, STOCHASTIC, SCALING
-                    )
+                lost += delayed.lost_of_eight(
+                    q, v, inverse_before, seed, q_first + stacked, MAXIMUM, STOCHASTIC, SCALING
+                )
     infinity = float("inf")
     q_limit = delayed.largest_counted(q_scale, q_before, MAXIMUM, MARGIN, SCALING)
     q_most, q_non_finite, q_beyond = check_top(q_top, infinity if MEASURE else q_limit)
@@ -145,16 +143,14 @@ def _relu_rope_kernel(
         record_amax(q_amax_ptr, q_most)
         record_amax(s_amax_ptr, s_most)
     else:
-        if RECORD:
-            all_lost = tl.sum(tl.sum(lost, axis=1), axis=0)
-            tiles.record(q_state_ptr, q_most, q_non_finite, all_lost, q_clipped, per_element)
-            tiles.record(s_state_ptr, s_most, s_non_finite, all_lost * 0, s_clipped, per_element)
+        all_lost = tl.sum(tl.sum(lost, axis=1), axis=0)
+        tiles.record(q_state_ptr, q_most, q_non_finite, all_lost, q_clipped, per_element)
+        tiles.record(s_state_ptr, s_most, s_non_finite, all_lost * 0, s_clipped, per_element)
         if tl.program_id(0) == 0:
             tl.store(q_scale_ptr, q_scale)
             tl.store(s_scale_ptr, s_scale)
-            if RECORD:
-                delayed.note_use(q_state_ptr, q_amax_ptr, q_scale, SCALING, MAXIMUM, MARGIN)
-                delayed.note_use(s_state_ptr, s_amax_ptr, s_scale, SCALING, MAXIMUM, MARGIN)
+            delayed.note_use(q_state_ptr, q_amax_ptr, q_scale, SCALING, MAXIMUM, MARGIN)
+            delayed.note_use(s_state_ptr, s_amax_ptr, s_scale, SCALING, MAXIMUM, MARGIN)
 
 
 @triton.jit(do_not_specialize=["seed"])
@@ -227,7 +223,6 @@ def _gate_kernel(
     seed,
     MEASURE: tl.constexpr,
     SCALING: tl.constexpr,
-    RECORD: tl.constexpr,
     MAXIMUM: tl.constexpr,
     MARGIN: tl.constexpr,
     STOCHASTIC: tl.constexpr,
@@ -267,8 +262,7 @@ def _gate_kernel(
             t8, _ = to_fp8(t, t_inverse, seed + 1, first + joined, dtype, source, MAXIMUM, STOCHASTIC)
             store(z_ptr + first, joined, z8, inside, EVEN)
             store(t_ptr + first, joined, t8, inside, EVEN)
-            if RECORD:
-                lost += delayed.lost_of_eight(z, v, inverse_before, seed, first + joined, MAXIMUM, STOCHASTIC, SCALING)
+            lost += delayed.lost_of_eight(z, v, inverse_before, seed, first + joined, MAXIMUM, STOCHASTIC, SCALING)
     infinity = float("inf")
     z_limit = delayed.largest_counted(z_scale, z_before, MAXIMUM, MARGIN, SCALING)
     z_most, z_non_finite, z_beyond = check_top(z_top, infinity if MEASURE else z_limit)
@@ -293,34 +287,25 @@ def _gate_kernel(
         record_amax(z_amax_ptr, z_most)
         record_amax(t_amax_ptr, t_most)
     else:
-        if RECORD:
-            all_lost = tl.sum(tl.sum(lost, axis=1), axis=0)
-            tiles.record(z_state_ptr, z_most, z_non_finite, all_lost, z_clipped, per_element)
-            tiles.record(t_state_ptr, t_most, t_non_finite, all_lost * 0, t_clipped, per_element)
+        all_lost = tl.sum(tl.sum(lost, axis=1), axis=0)
+        tiles.record(z_state_ptr, z_most, z_non_finite, all_lost, z_clipped, per_element)
+        tiles.record(t_state_ptr, t_most, t_non_finite, all_lost * 0, t_clipped, per_element)
         if tl.program_id(0) == 0:
             tl.store(z_scale_ptr, z_scale)
             tl.store(t_scale_ptr, t_scale)
-            if RECORD:
-                delayed.note_use(z_state_ptr, z_amax_ptr, z_scale, SCALING, MAXIMUM, MARGIN)
-                delayed.note_use(t_state_ptr, t_amax_ptr, t_scale, SCALING, MAXIMUM, MARGIN)
+            delayed.note_use(z_state_ptr, z_amax_ptr, z_scale, SCALING, MAXIMUM, MARGIN)
+            delayed.note_use(t_state_ptr, t_amax_ptr, t_scale, SCALING, MAXIMUM, MARGIN)
 
 
-def relu_rope_quantize(
-    s_pre_BTHN: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    q_state: Tensor,
-    s_state: Tensor,
-    recipe: OperandRecipe,
-    *,
-    record: bool,
+def relu_rope(
+    s_pre_BTHN: Tensor, cos: Tensor, sin: Tensor, q_state: Tensor, s_state: Tensor, recipe: OperandRecipe
 ) -> tuple[Quantized, Quantized]:
     """Return q as `[B, H, T, N]` and s as `[B, T, H, N]`."""
     B, T, H, N = s_pre_BTHN.shape
-    (q_state, q_amax), (s_state, s_amax) = (writable_state(state, recipe, record) for state in (q_state, s_state))
     q = Quantized(s_pre_BTHN.new_empty(B, H, T, N, dtype=recipe.format.dtype), q_state.new_empty(()))
     s = Quantized(s_pre_BTHN.new_empty(B, T, H, N, dtype=recipe.format.dtype), s_state.new_empty(()))
     grid, launch = launch_options(s_pre_BTHN, 1, T, N, _ROWS)
+    q_amax, s_amax = amax_tensor(q_state, recipe), amax_tensor(s_state, recipe)
     seed = draw_seed(recipe)
     for task in passes(recipe):
         _relu_rope_kernel[grid](
@@ -331,7 +316,6 @@ def relu_rope_quantize(
             *(B, H, T, N),
             1.0 / s_pre_BTHN.numel(),
             seed,
-            RECORD=record or recipe.delayed,
             **task,
             **recipe_constants(recipe),
             **launch,
@@ -341,16 +325,16 @@ def relu_rope_quantize(
 
 def rope_columns(
     s: Quantized, cos: Tensor, sin: Tensor, q_scale: Tensor, recipe: OperandRecipe, dtype: torch.dtype
-) -> Quantized:
+) -> Tensor:
     """Return q as `[B, H, N, T]`, from the s that forward saved."""
     B, T, H, N = s.data.shape
-    columns = Quantized(s.data.new_empty(B, H, N, T, dtype=recipe.format.dtype), q_scale.clone())
+    columns = s.data.new_empty(B, H, N, T, dtype=recipe.format.dtype)
     grid, launch = launch_options(s.data, 1, T, N, _COLUMNS)
     _rope_columns_kernel[grid](
         *s,
         *(cos, sin),
         q_scale,
-        columns.data,
+        columns,
         *(B, H, T, N),
         draw_seed(recipe),
         DTYPE=TL_DTYPES[dtype],
@@ -361,16 +345,16 @@ def rope_columns(
     return columns
 
 
-def gate_quantize(
-    s_pre_BTHN: Tensor, t_pre_HBTN: Tensor, z_state: Tensor, t_state: Tensor, recipe: OperandRecipe, *, record: bool
+def gate(
+    s_pre_BTHN: Tensor, t_pre_HBTN: Tensor, z_state: Tensor, t_state: Tensor, recipe: OperandRecipe
 ) -> tuple[Quantized, Quantized]:
     """Return z and t, both as `[B, T, H, N]`."""
     B, T, H, N = s_pre_BTHN.shape
-    (z_state, z_amax), (t_state, t_amax) = (writable_state(state, recipe, record) for state in (z_state, t_state))
     z, t = (
         Quantized(s_pre_BTHN.new_empty(B, T, H, N, dtype=recipe.format.dtype), z_state.new_empty(())) for _ in range(2)
     )
     grid, launch = launch_options(s_pre_BTHN, B * H, T, N, _ROWS)
+    z_amax, t_amax = amax_tensor(z_state, recipe), amax_tensor(t_state, recipe)
     seed = draw_seed(recipe)
     for task in passes(recipe):
         _gate_kernel[grid](
@@ -381,7 +365,6 @@ def gate_quantize(
             *(B, H, T, N),
             1.0 / s_pre_BTHN.numel(),
             seed,
-            RECORD=record or recipe.delayed,
             **task,
             **recipe_constants(recipe),
             **launch,

@@ -1,7 +1,7 @@
 """The causal mask on the scores, with its result in FP8. See `spec.py`.
 
-    causal_quantize      scores_BHTS → tril(scores, -1) as `[B, H, T, S]`, and transposed as `[B, S, H, T]`
-    symmetric_quantize   scores_BHTS → tril(scores, -1) + tril(scores, -1)ᵀ
+    mask              scores_BHTS → tril(scores, -1) as `[B, H, T, S]`, and transposed as `[B, S, H, T]`
+    mask, symmetric   scores_BHTS → tril(scores, -1) + tril(scores, -1)ᵀ
 
 A program reads tile (i, j) of the lower half, stores it at (i, j), and stores its transpose at (j, i), of the second
 output or of the same one. Tiles above the diagonal are never read; their zeros are stored as such.
@@ -17,6 +17,7 @@ from torch import Tensor
 from octavo.kernels import delayed, finite, tiles
 from octavo.models.bdh.kernels.tiles import (
     Tile,
+    amax_tensor,
     check_top,
     draw_seed,
     launch_options,
@@ -27,7 +28,6 @@ from octavo.models.bdh.kernels.tiles import (
     record_amax,
     store,
     to_fp8,
-    writable_state,
 )
 from octavo.numerics.config import OperandRecipe
 
@@ -43,7 +43,7 @@ def _lower(scores_ptr, matrix, i, j, inner, T, EVEN: tl.constexpr, TILE: tl.cons
 
 
 @triton.jit(do_not_specialize=["seed"])
-def _causal_kernel(
+def _mask_kernel(
     scores_ptr,
     state_ptr,
     amax_ptr,
@@ -58,7 +58,6 @@ def _causal_kernel(
     SYMMETRIC: tl.constexpr,
     MEASURE: tl.constexpr,
     SCALING: tl.constexpr,
-    RECORD: tl.constexpr,
     MAXIMUM: tl.constexpr,
     MARGIN: tl.constexpr,
     STOCHASTIC: tl.constexpr,
@@ -112,12 +111,11 @@ def _causal_kernel(
                         store(transposed_ptr + first_t, inner_t, q_t, inside_t, EVEN)
                 else:
                     store(transposed_ptr + first_t, inner_t, q_t, inside_t, EVEN)
-                if RECORD:
-                    # An element below the diagonal of a symmetric matrix counts twice.
-                    underflow = delayed.lost_of_eight(
-                        x, v, inverse_before, seed, first + inner, MAXIMUM, STOCHASTIC, SCALING
-                    )
-                    lost += tl.where(i > j, underflow * 2, underflow) if SYMMETRIC else underflow
+                # An element below the diagonal of a symmetric matrix counts twice.
+                underflow = delayed.lost_of_eight(
+                    x, v, inverse_before, seed, first + inner, MAXIMUM, STOCHASTIC, SCALING
+                )
+                lost += tl.where(i > j, underflow * 2, underflow) if SYMMETRIC else underflow
         elif not SYMMETRIC and not MEASURE:
             zeros = tl.zeros([TILE_T, TILE_N], tl.float32).to(dtype)
             store(rows_ptr + first, inner, zeros, inside, EVEN)
@@ -137,48 +135,36 @@ def _causal_kernel(
     if MEASURE:
         record_amax(amax_ptr, most)
     else:
-        if RECORD:
-            tiles.record(state_ptr, most, non_finite, tl.sum(tl.sum(lost, axis=1), axis=0), clipped, per_element)
+        tiles.record(state_ptr, most, non_finite, tl.sum(tl.sum(lost, axis=1), axis=0), clipped, per_element)
         if tl.program_id(0) == 0:
             tl.store(scale_ptr, scale)
-            if RECORD:
-                delayed.note_use(state_ptr, amax_ptr, scale, SCALING, MAXIMUM, MARGIN)
+            delayed.note_use(state_ptr, amax_ptr, scale, SCALING, MAXIMUM, MARGIN)
 
 
-def causal_quantize(
-    scores_BHTS: Tensor, state: Tensor, recipe: OperandRecipe, *, record: bool
+def mask(
+    scores_BHTS: Tensor, state: Tensor, recipe: OperandRecipe, *, symmetric: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return tril(scores, -1) as `[B, H, T, S]`, its scale, and the transpose as `[B, S, H, T]`."""
+    """Return tril(scores, -1) as `[B, H, T, S]`, its scale, and its transpose as `[B, S, H, T]`.
+
+    `symmetric`: return tril(scores, -1) plus its transpose instead, and an empty tensor in the third place.
+    """
     B, H, T, S = scores_BHTS.shape
-    columns = scores_BHTS.new_empty(B, S, H, T, dtype=recipe.format.dtype)
-    return *_run(scores_BHTS, columns, state, recipe, symmetric=False, record=record), columns
-
-
-def symmetric_quantize(scores_BHTS: Tensor, state: Tensor, recipe: OperandRecipe) -> tuple[Tensor, Tensor]:
-    """Return tril(scores, -1) plus its transpose, `[B, H, T, S]`, and its scale."""
-    return _run(scores_BHTS, None, state, recipe, symmetric=True, record=True)
-
-
-def _run(
-    scores: Tensor, transposed: Tensor | None, state: Tensor, recipe: OperandRecipe, *, symmetric: bool, record: bool
-) -> tuple[Tensor, Tensor]:
-    B, H, T, _ = scores.shape
-    state, amax = writable_state(state, recipe, record)
-    rows, scale = scores.new_empty(scores.shape, dtype=recipe.format.dtype), state.new_empty(())
-    grid, launch = launch_options(scores, B * H, T, T, _TILE)
+    rows = scores_BHTS.new_empty(B, H, T, S, dtype=recipe.format.dtype)
+    transposed = rows.new_empty(0) if symmetric else rows.new_empty(B, S, H, T)
+    scale, amax = state.new_empty(()), amax_tensor(state, recipe)
+    grid, launch = launch_options(scores_BHTS, B * H, T, T, _TILE)
     seed = draw_seed(recipe)
     for task in passes(recipe):
-        _causal_kernel[grid](
-            scores.contiguous(),
+        _mask_kernel[grid](
+            scores_BHTS.contiguous(),
             *(state, amax),
-            *(rows, rows if transposed is None else transposed, scale),
+            *(rows, rows if symmetric else transposed, scale),
             *(B, H, T),
-            1.0 / scores.numel(),
+            1.0 / scores_BHTS.numel(),
             seed,
             SYMMETRIC=symmetric,
-            RECORD=record or recipe.delayed,
             **task,
             **recipe_constants(recipe),
             **launch,
         )
-    return rows, scale
+    return rows, scale, transposed

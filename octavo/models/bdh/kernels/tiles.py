@@ -114,12 +114,9 @@ def can_fuse(x: Tensor, *recipes: OperandRecipe) -> bool:
     return plain and x.dtype in TL_DTYPES and x.numel() > 0
 
 
-def writable_state(state: Tensor, recipe: OperandRecipe, record: bool) -> tuple[Tensor, Tensor]:
-    """Return the scaling state that a kernel may write to, and where it measures the amax for a current scale."""
-    if recipe.delayed:
-        state = delayed.writable(state, record)
-        return state, state
-    return state, state.new_zeros(1)
+def amax_tensor(state: Tensor, recipe: OperandRecipe) -> Tensor:
+    """Return where a first launch measures the amax for a current scale; a delayed one needs no such launch."""
+    return state if recipe.delayed else state.new_zeros(1)
 
 
 def passes(recipe: OperandRecipe) -> list[dict[str, object]]:
