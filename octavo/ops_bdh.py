@@ -11,7 +11,7 @@ from octavo import ops
 from octavo.numerics import OperandRecipe, Quantized
 from octavo.numerics import bdh as spec
 from octavo.numerics.quantize import dequantize
-from octavo.ops import install
+from octavo.ops.register import install
 from octavo.support import has_fp8_tensor_cores
 
 _LIBRARY = torch.library.Library("octavo", "FRAGMENT")
@@ -121,8 +121,8 @@ def _relu_rope_quantize(
         q, s = kernels.relu_rope_quantize(s_pre, cos, sin, q_row, s_row, operand, record=record)
     else:
         turned = spec.relu_rope(s_pre, cos, sin).transpose(1, 2)
-        q = ops.quantize_directly(turned, q_row, operand, record, "rows")[0]
-        s = ops.quantize_directly(spec.relu(s_pre), s_row, operand, record, "rows")[0]
+        q = ops.quantize_group([turned], q_row, operand, record, "rows")[0]
+        s = ops.quantize_group([spec.relu(s_pre)], s_row, operand, record, "rows")[0]
     return *q, *s
 
 
@@ -148,8 +148,8 @@ def _gate_quantize(
         z, t = kernels.gate_quantize(s_pre, t_pre, z_row, t_row, operand, record=record)
     else:
         t_pre = t_pre.permute(1, 2, 0, 3)
-        z = ops.quantize_directly(spec.gate(s_pre, t_pre), z_row, operand, record, "rows")[0]
-        t = ops.quantize_directly(spec.relu(t_pre), t_row, operand, record, "rows")[0]
+        z = ops.quantize_group([spec.gate(s_pre, t_pre)], z_row, operand, record, "rows")[0]
+        t = ops.quantize_group([spec.relu(t_pre)], t_row, operand, record, "rows")[0]
     return *z, *t
 
 
@@ -170,7 +170,7 @@ def _gate_backward(
 
         return kernels.gate_backward(dz, Quantized(s, s_scale), Quantized(t, t_scale), z_scale, row, operand, operand_z)
     s_hp, t_hp = dequantize(s, s_scale), dequantize(t, t_scale)
-    rows, columns = ops.quantize_directly(_by_head(spec.gate_backward(dz, s_hp, t_hp)), row, operand, True, "both")
+    rows, columns = ops.quantize_group([_by_head(spec.gate_backward(dz, s_hp, t_hp))], row, operand, True, "both")
     z = _with_scale(_by_head(spec.gate(s_hp, t_hp).to(dz.dtype)), z_scale, operand_z, "columns")
     return rows.data, rows.scale, columns.data, z
 
@@ -195,7 +195,7 @@ def _relu_rope_backward(
     s_hp, t_hp = dequantize(s, s_scale), dequantize(t, t_scale)
     ds = spec.relu_rope_backward(dq.transpose(1, 2), dz, s_hp, t_hp, cos, sin)
     B, T, H, N = ds.shape
-    rows, columns = ops.quantize_directly(ds.view(B * T, H * N), row, operand, True, "both")
+    rows, columns = ops.quantize_group([ds.view(B * T, H * N)], row, operand, True, "both")
     return rows.data.view(B, T, H, N), rows.scale, columns.data.view(H, N, B * T)
 
 
@@ -205,7 +205,7 @@ def _causal_quantize(scores: Tensor, row: Tensor, recipe: str, record: bool) -> 
         from octavo.kernels import causal as kernels
 
         return kernels.causal_quantize(scores, row, operand, record=record)
-    rows = ops.quantize_directly(spec.causal(scores), row, operand, record, "rows")[0]
+    rows = ops.quantize_group([spec.causal(scores)], row, operand, record, "rows")[0]
     columns = rows.data.view(torch.uint8).permute(0, 3, 1, 2).contiguous().view(rows.data.dtype)
     return rows.data, rows.scale, columns.clone() if columns.data_ptr() == rows.data.data_ptr() else columns
 
@@ -216,7 +216,7 @@ def _symmetric_quantize(scores: Tensor, row: Tensor, recipe: str) -> tuple[Tenso
         from octavo.kernels import causal as kernels
 
         return kernels.symmetric_quantize(scores, row, operand)
-    return tuple(ops.quantize_directly(spec.symmetric(scores), row, operand, True, "rows")[0])
+    return tuple(ops.quantize_group([spec.symmetric(scores)], row, operand, True, "rows")[0])
 
 
 def _kernels_for(x: Tensor, *recipes: OperandRecipe) -> bool:
