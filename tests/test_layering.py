@@ -10,20 +10,13 @@ import pytest
 import octavo
 
 ROOT = Path(octavo.__file__).parent
-# A room may import from the rooms before it. `support` and `ops…` are single files; `fp8_training` only re-exports.
+# A room may import from the rooms before it. `support` is a single file; `fp8_training` only re-exports.
 # `hf` has two floors: what `convert` uses, and, named here one by one, what uses `convert`.
 ORDER = [
     "numerics",
     "support",
     "kernels",
     "ops",
-    "ops_weights",
-    "ops_linear",
-    "ops_frozen",
-    "ops_adapters",
-    "ops_lora",
-    "ops_lora_mlp",
-    "ops_loss",
     "nn",
     "optim",
     "models",

@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from octavo import ops, ops_loss
+from octavo import ops
 from octavo.numerics import E5M2, OperandRecipe
 from octavo.numerics.cross_entropy import IGNORED
 from octavo.numerics.quantize import Quantized, reciprocal
+from octavo.ops import loss as ops_loss
 
 CHUNK_BYTES = 2**30  # of logits, or of their gradient in FP8
 LIFT = 2.0**15  # times which values in [−1, 1] have the most room in FP16
@@ -145,7 +146,8 @@ def _chunks(
         loss, lse = ops_loss.cross_entropy(logits, label)
         losses.append(loss.sum())
         if needs_h or needs_w:
-            gradient = ops_loss.cross_entropy_backward_(logits, label, lse, factor)
+            ops_loss.cross_entropy_backward_(logits, label, lse, factor)
+            gradient = logits
             if dh is not None:
                 ops_loss.product_(dh[start:stop], gradient, w, add=False)
             if needs_w:
@@ -190,7 +192,7 @@ def _chunks_fp8(
             if not record:
                 continue
             part = None if columns is None else columns[:, start - first : stop - first]
-            rows = ops_loss.cross_entropy_quantize(logits, label, lse, factor, part, E5M2)
+            rows = Quantized(*ops_loss.cross_entropy_quantize(logits, label, lse, factor, part, E5M2.name))
             del logits
             if dh is not None:
                 dh[start:stop] = ops.gemm_nt(rows, w_q[1], out_dtype=dh.dtype, **how)

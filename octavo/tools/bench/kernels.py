@@ -19,12 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo import ops, ops_linear
+from octavo import ops
 from octavo.numerics import FP8TrainingConfig, Quantized
 from octavo.numerics.config import RECIPES, OperandRecipe, Recipe
 from octavo.numerics.operand import LAYOUTS
 from octavo.numerics.quantize import BLOCK
 from octavo.numerics.scaling import SCALE, new_rows
+from octavo.ops import linear as ops_linear
 from octavo.tools.bench.cases import Case
 from octavo.tools.bench.result import FAILED, TIMED
 from octavo.tools.bench.timing import time_each, try_device_time

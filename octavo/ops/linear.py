@@ -17,8 +17,10 @@ from octavo.numerics import OperandRecipe, Quantized
 from octavo.numerics import activation as spec
 from octavo.numerics.formats import E4M3
 from octavo.numerics.quantize import BLOCK
-from octavo.ops import Product, fake_quantize, install, multiply, pack_scale, quantize_directly, quantize_group
-from octavo.ops_weights import gradient_dtype, is_fp8, transpose_bytes, weight_gemm
+from octavo.ops.gemm import Product, multiply
+from octavo.ops.quantize import fake_quantize, pack_scale, quantize_group, transpose_bytes
+from octavo.ops.register import install
+from octavo.ops.weight import gradient_dtype, is_fp8, weight_gemm
 from octavo.support import has_fp8_tensor_cores
 
 TILE = 64  # tokens
@@ -116,7 +118,7 @@ def gated_quantize(
             return gated.gated_quantize(gate_up, row, recipe, activation, record=record, into=into)
         if into is None and gated_scaled.can_quantize(gate_up, recipe):
             return gated_scaled.gated_quantize(gate_up, row, recipe, activation, record=record)
-    return quantize_directly(gated_keeping(gate_up, activation, into), row, recipe, record, "rows")[0]
+    return quantize_group([gated_keeping(gate_up, activation, into)], row, recipe, record, "rows")[0]
 
 
 def gated_keeping(gate_up: Tensor, activation: str, into: Quantized | None) -> Tensor:
@@ -163,7 +165,7 @@ def gated_quantize_backward(
     if kept_scale is not None:
         gate_up = spec.from_kept(Quantized(gate_up, kept_scale)).to(dh.dtype)
     gradient, h = _gated_backward(dh, gate_up, activation)
-    found = quantize_directly(gradient, row, recipe, True, "both")
+    found = quantize_group([gradient], row, recipe, True, "both")
     known = h_scale if recipe_h.granularity == "tensor" else None
     return [*found, *quantize_group([h], row, recipe_h, False, "columns", scale=known)]
 
@@ -202,7 +204,7 @@ def padded(x: Tensor, emulate: bool) -> Tensor:
 
 def _quantize_input(x: Tensor, row: Tensor, recipe: OperandRecipe, record: bool, keep: str) -> tuple[Quantized, ...]:
     """x as rows, and as it is to be kept, or something empty."""
-    found = quantize_directly(x, row, recipe, record, "both" if keep == "columns" else "rows")
+    found = quantize_group([x], row, recipe, record, "both" if keep == "columns" else "rows")
     return found[0], found[-1] if keep else Quantized(*empty(x, 2))
 
 
@@ -238,7 +240,7 @@ def _linear_backward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     dx, dw = empty(g, 2)
     layout = "both" if needs_x and needs_w else "rows" if needs_x else "columns"
-    g_q = quantize_directly(padded(g, emulate), row_g, OperandRecipe.decode(recipe_g), True, layout)
+    g_q = quantize_group([padded(g, emulate)], row_g, OperandRecipe.decode(recipe_g), True, layout)
     if needs_x:
         # dx = g · w
         w = OperandRecipe.decode(recipe_w)
@@ -282,7 +284,7 @@ def _mlp_backward(
     x_recipe, w_recipe, g_recipe = (OperandRecipe.decode(text) for text in (recipe_x, recipe_w, recipe_g))
     how: dict[str, Any] = {"fast": fast, "emulate": emulate}
     dx, dgate_up, ddown = empty(g, 3)
-    g_q = quantize_directly(padded(g, emulate), row_g, g_recipe, True, "both" if needs_down else "rows")
+    g_q = quantize_group([padded(g, emulate)], row_g, g_recipe, True, "both" if needs_down else "rows")
     # dh = g · w_down
     in_fp8 = gate_up_scale.numel() > 0
     wide = g.dtype if in_fp8 else gate_up.dtype

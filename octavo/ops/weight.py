@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from octavo.numerics import OperandRecipe, Quantized
-from octavo.ops import multiply, quantize_group
-from octavo.support import has_fp8_tensor_cores
+from octavo.ops.gemm import multiply
+from octavo.ops.quantize import quantize_group, transpose_bytes
 
 
 def weight_gemm(
@@ -64,13 +64,3 @@ def are_neighbours(parts: Sequence[Tensor]) -> bool:
         end += part.nbytes
     # Not by chance: in one piece of memory.
     return parts[0].untyped_storage().data_ptr() == parts[-1].untyped_storage().data_ptr()
-
-
-def transpose_bytes(data: Tensor) -> Tensor:
-    """An FP8 matrix transposed, contiguous."""
-    if has_fp8_tensor_cores(data.device):
-        from octavo.kernels import transpose as kernel
-
-        if kernel.can_transpose(data):
-            return kernel.transpose(data)
-    return data.view(torch.uint8).t().contiguous().view(data.dtype)

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from octavo.numerics import Quantized
-from octavo.ops import as_dtype, is_wide, unpack_scale
-from octavo.ops_frozen import dequantize
+from octavo.ops.quantize import as_dtype, dequantize, is_high_precision, unpack_scale
 from octavo.support import has_fp8_tensor_cores
 
 
@@ -203,7 +202,7 @@ class Gradients:
         """From x in FP8, or in high precision with an empty scale; of as many tokens as u, or of more for padding."""
         # dA += uᵀ · x
         rows, dtype = u.shape[0], self._like.dtype
-        if is_wide(x):
+        if is_high_precision(x):
             wide = as_dtype(x.data, dtype)
         else:
             scale = unpack_scale(x.scale)

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from octavo.numerics import OperandRecipe, Quantized
-from octavo.ops import Product, fake_quantize, install, pack_scale
-from octavo.ops_adapters import Adapters, Gradients, add_to, add_to_input, narrowed
-from octavo.ops_frozen import as_operand, first_rows, lists, side_by_side, times, turn
-from octavo.ops_linear import empty, fake_padded, padded
+from octavo.ops.adapters import Adapters, Gradients, add_to, add_to_input, narrowed
+from octavo.ops.frozen import as_operand, first_rows, lists, side_by_side, times, turn
+from octavo.ops.gemm import Product
+from octavo.ops.linear import empty, fake_padded, padded
+from octavo.ops.quantize import fake_quantize, pack_scale
+from octavo.ops.register import install
 
 _LIBRARY = torch.library.Library("octavo", "FRAGMENT")
 _LIBRARY.define(

@@ -8,11 +8,13 @@ from torch import Tensor
 
 from octavo.numerics import Quantized
 from octavo.numerics import activation as spec
-from octavo.ops import Product, as_dtype, install, is_wide, pack_scale
-from octavo.ops_adapters import Adapters, Gradients, add_to, add_to_input, narrowed
-from octavo.ops_frozen import as_operand, first_rows, lists, side_by_side, times, turn
-from octavo.ops_linear import empty, fake_padded, new_kept, padded
-from octavo.ops_lora import fake_gradients, fake_kept, fake_narrowed
+from octavo.ops.adapters import Adapters, Gradients, add_to, add_to_input, narrowed
+from octavo.ops.frozen import as_operand, first_rows, lists, side_by_side, times, turn
+from octavo.ops.gemm import Product
+from octavo.ops.linear import empty, fake_padded, new_kept, padded
+from octavo.ops.lora import fake_gradients, fake_kept, fake_narrowed
+from octavo.ops.quantize import as_dtype, is_high_precision, pack_scale
+from octavo.ops.register import install
 from octavo.support import has_fp8_tensor_cores
 
 PART = 2**27  # elements of gate and up, or of their gradient, that are there at a time: 4,096 tokens of an 8B
@@ -127,7 +129,7 @@ def _rows_of(scale: Tensor, part: slice) -> Tensor:
 
 def _gated(gate_up: Tensor, t: Tensor, low: Adapters, activation: str, into: Quantized | None, emulate: bool) -> Tensor:
     """h; and gate and up with their adapters' outputs `into` FP8, if they are to be kept."""
-    wide = into is not None and is_wide(into)
+    wide = into is not None and is_high_precision(into)
     if not wide and not emulate and has_fp8_tensor_cores(gate_up.device):
         from octavo.kernels import gated_lora as kernel
 
@@ -162,7 +164,7 @@ def _gated_backward(
 
     If h is wanted, it takes the place of its gradient.
     """
-    if not emulate and not is_wide(kept) and has_fp8_tensor_cores(dh.device):
+    if not emulate and not is_high_precision(kept) and has_fp8_tensor_cores(dh.device):
         from octavo.kernels import gated_lora as kernel
 
         added = None if a is None else kernel.Low(u, a)
@@ -170,7 +172,7 @@ def _gated_backward(
             return kernel.gated_backward(dh, kept, added, activation, factor=factor, h=wants_h)
     if a is not None:
         dh.addmm_(as_dtype(u, dh.dtype), a.to(dh.dtype))
-    gate_up = kept.data if is_wide(kept) else spec.from_kept(kept)
+    gate_up = kept.data if is_high_precision(kept) else spec.from_kept(kept)
     gradient = spec.gated_backward(dh, gate_up, activation)
     if factor is not None:
         gradient = gradient * factor

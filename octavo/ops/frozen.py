@@ -24,10 +24,18 @@ from torch import Tensor
 from octavo.numerics import OperandRecipe, Quantized
 from octavo.numerics.gemm import constant_along_k
 from octavo.numerics.quantize import BLOCK
-from octavo.ops import Product, as_dtype, install, is_wide, multiply, quantize_directly
-from octavo.ops_linear import padded
-from octavo.ops_weights import joined, transpose_bytes
-from octavo.support import has_fp8_tensor_cores
+from octavo.ops.gemm import Product, multiply
+from octavo.ops.linear import padded
+from octavo.ops.quantize import (
+    as_dtype,
+    dequantize,
+    is_high_precision,
+    quantize_group,
+    quantize_scaled,
+    transpose_bytes,
+)
+from octavo.ops.register import install
+from octavo.ops.weight import joined
 
 _LIBRARY = torch.library.Library("octavo", "FRAGMENT")
 _LIBRARY.define(
@@ -66,21 +74,11 @@ def first_rows(y: Tensor, rows: int) -> Tensor:
     return y if y.shape[0] == rows else y[:rows]
 
 
-def dequantize(x: Quantized, dtype: torch.dtype) -> Tensor:
-    """`x.dequantize(dtype)`, in one pass where there is a kernel."""
-    if has_fp8_tensor_cores(x.data.device):
-        from octavo.kernels import dequantize as kernel
-
-        if kernel.can_dequantize(x, dtype):
-            return kernel.dequantize(x, dtype)
-    return x.dequantize(dtype)
-
-
 def as_operand(x: Tensor, row: Tensor, recipe: str, record: bool, dtype: torch.dtype) -> Quantized:
     """x as products by a frozen weight take it: rows in FP8, or itself in `dtype`."""
     if not recipe:
         return Quantized(as_dtype(x, dtype), x.new_empty(0))
-    return quantize_directly(x, row, OperandRecipe.decode(recipe), record, "rows")[0]
+    return quantize_group([x], row, OperandRecipe.decode(recipe), record, "rows")[0]
 
 
 def side_by_side(weights: Sequence[Tensor], scales: Sequence[Tensor], recipe: str, dtype: torch.dtype) -> Quantized:
@@ -106,7 +104,7 @@ def times(
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`x[M, K] · w[N, K]ᵀ + bias`, of what the two functions above gave; into `out`, if there is one."""
-    if not is_wide(w):
+    if not is_high_precision(w):
         return multiply(x, w, bias, dtype, [], fast, emulate, out=out)
     if bias is None:
         return torch.mm(x.data, w.data.t(), out=out)
@@ -131,7 +129,7 @@ class Turned:
 
         `folded`: g has been multiplied by the factor before.
         """
-        if is_wide(self.weight):
+        if is_high_precision(self.weight):
             if out is not None and out.dtype == g.dtype:
                 return torch.mm(g, self.weight.data, out=out)
             dx = as_dtype(torch.mm(g, self.weight.data), dtype)
@@ -140,14 +138,14 @@ class Turned:
         if self.factor is None or folded:
             g_q = as_operand(wide, row_g, recipe, True, dtype)
         else:
-            g_q = _quantize_folded(wide, self.factor, row_g, OperandRecipe.decode(recipe))
+            g_q = quantize_scaled(wide, self.factor, row_g, OperandRecipe.decode(recipe))
         # dx = g · w
         return multiply(g_q, self.weight, None, dtype, [], fast, emulate, out=out)[: g.shape[0]]
 
 
 def turn(weight: Quantized) -> Turned:
     """What `side_by_side` gave."""
-    if is_wide(weight):
+    if is_high_precision(weight):
         return Turned(weight, None)
     data, scale = transpose_bytes(weight.data), weight.scale
     if scale.dim() and constant_along_k(weight):
@@ -158,16 +156,6 @@ def turn(weight: Quantized) -> Turned:
 @cache
 def _ones(rows: int, device: torch.device) -> Tensor:
     return torch.ones(rows, 1, dtype=torch.float32, device=device)
-
-
-def _quantize_folded(g: Tensor, factor: Tensor, row: Tensor, recipe: OperandRecipe) -> Quantized:
-    """`g[M, N] · factor[N]`, quantised as rows."""
-    if has_fp8_tensor_cores(g.device):
-        from octavo.kernels import quantize as kernel
-
-        if kernel.can_fold(g, recipe):
-            return kernel.quantize_folded(g, factor, row, recipe)
-    return quantize_directly((g.float() * factor).to(g.dtype), row, recipe, True, "rows")[0]
 
 
 def _frozen_linear(
