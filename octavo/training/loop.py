@@ -200,8 +200,8 @@ def _train_leg(leg: Leg, learner: Learner, start: int, display: Display, stop: S
             seconds = time.perf_counter() - began
             log = number == 1 or number % settings.log_interval == 0 or number == settings.steps
             row = _row(number, step, settings, seconds)
-            if log and learner.fp8 is not None:
-                row["scaling"] = learner.fp8.scaling.statistics(reset=True)
+            if log and learner.scaling is not None:
+                row["scaling"] = learner.scaling.statistics(reset=True)
             leg.metrics.append(row)
             display.step(row, log)
 
@@ -221,8 +221,8 @@ def _save(leg: Leg, learner: Learner, number: int) -> None:
     leg.metrics.sync()
     state = {"step": number, "settings": leg.settings.to_dict(), **learner.state_dict()}
     save_checkpoint(leg.checkpoints, number, learner.model.state_dict(), state)
-    if learner.fp8 is not None:
-        write_json(leg.checkpoints / PRODUCTS, learner.fp8.report.to_dict())
+    if learner.report is not None:
+        write_json(leg.checkpoints / PRODUCTS, learner.report.to_dict())
 
 
 def _load_newest(leg: Leg, learner: Learner, display: Display) -> int:
