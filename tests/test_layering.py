@@ -34,11 +34,10 @@ ORDER = [
     "hf.accelerate",
     "fast",
     "training",
-    "rl",
     "tools",
     "cli",
 ]
-ONLY_IN = {"triton": {"kernels"}, "transformers": {"hf", "rl"}, "accelerate": {"hf", "rl"}, "peft": {"hf", "rl"}}
+ONLY_IN = {"triton": {"kernels"}, "transformers": {"hf"}, "accelerate": {"hf"}, "peft": {"hf"}}
 MODULES = sorted(ROOT.rglob("*.py"))
 
 

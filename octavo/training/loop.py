@@ -24,14 +24,14 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from octavo.optim.memory import StepMemory, in_words, measure_memory
+from octavo.optim.step_memory import StepMemory, in_words, measure_memory
 from octavo.training.checkpoint import list_checkpoints, load_checkpoint, model_bytes, save_checkpoint
 from octavo.training.data import ByteData, load_data
 from octavo.training.display import Display, why_emulated
 from octavo.training.errors import RunError, UserError
 from octavo.training.files import replace_file, write_json
 from octavo.training.learner import Learner, Sample, Step
-from octavo.training.out_of_memory import memory_errors
+from octavo.training.memory_errors import memory_errors
 from octavo.training.run_folder import (
     BF16,
     METRICS,
@@ -125,7 +125,7 @@ def train(
                 _check_resumable(legs, data, folder)
             start = _load_newest(legs[0], learner, display) if resume else 0
             write_config(folder, settings, _found(settings, data))
-            display.subject(settings, data, folder)
+            display.model_and_data(settings, data, folder)
             ready = [learner]
             del learner  # what is left here would stay in memory while BF16 is compared, and count in its peak
             try:
