@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from octavo.nn import planner
+from octavo.nn import cost_model
 from octavo.nn.attention import NOT_ON_A_GPU
 from octavo.nn.choice import Choice, Filter
 from octavo.nn.frozen_report import entry_of
@@ -271,7 +271,7 @@ def _why_not_worth_it(linear: nn.Linear, config: FP8TrainingConfig, tokens: int 
     """The planner's word, where FP8 is for speed: in emulation nothing pays, it is there for its numerics."""
     if tokens is None or config.emulate is True or not has_fp8_tensor_cores(linear.weight.device):
         return ""
-    return planner.why_not(tokens, linear.in_features, outputs)
+    return cost_model.why_not(tokens, linear.in_features, outputs)
 
 
 def _shared_outputs(modules: dict[str, nn.Module]) -> dict[str, int]:

@@ -26,12 +26,11 @@ ORDER = [
     "hf.accelerate",
     "fast",
     "training",
-    "rl",
     "tools",
     "cli",
 ]
 KERNELS = {"kernels", "models.bdh.kernels"}
-ONLY_IN = {"triton": KERNELS, "transformers": {"hf", "rl"}, "accelerate": {"hf", "rl"}, "peft": {"hf", "rl"}}
+ONLY_IN = {"triton": KERNELS, "transformers": {"hf"}, "accelerate": {"hf"}, "peft": {"hf"}}
 MODELS_USED_IN = {"models", "training", "tools"}
 MODULES = sorted(ROOT.rglob("*.py"))
 

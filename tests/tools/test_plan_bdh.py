@@ -9,14 +9,14 @@ import torch
 from allocations import allocated
 
 from octavo.models.bdh import BDH, BDHConfig
-from octavo.tools.bench.cases import Case
 from octavo.tools.plan import simulate as simulation
 from octavo.tools.plan.bdh import bdh_options, plan_bdh
-from octavo.tools.plan.moments import GIB, WORKSPACE
 from octavo.tools.plan.options import BDH_NAMES, Option
 from octavo.tools.plan.request import Request
 from octavo.tools.plan.run import make_plan
 from octavo.tools.plan.simulate import simulate
+from octavo.tools.plan.timeline import GIB, WORKSPACE
+from octavo.tools.shapes import Case
 
 Invoke = Callable[..., tuple[int, str, str]]
 SMALL = BDHConfig(dim=32, heads=2, neurons=256, layers=3)

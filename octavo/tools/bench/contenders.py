@@ -10,7 +10,7 @@ from octavo.numerics import FP8TrainingConfig
 from octavo.numerics.checks import check_choice
 from octavo.numerics.config import RECIPES
 from octavo.optim import OPTIMIZERS
-from octavo.tools.bench.cases import Case
+from octavo.tools.shapes import Case
 from octavo.training.errors import UserError
 
 BASELINE = "bf16-compiled"
@@ -33,7 +33,8 @@ _PACKAGES = {"torchao": "torchao", "torchao-row": "torchao", "te": "transformer_
 class Contender:
     """One way to run the model.
 
-    `kind`: how it is prepared (see `subject.py`): bf16, octavo, octavo-bf16, octavo-fused, torchao, torchao-row, te.
+    `kind`: how its model is prepared (`prepared_model.py`): bf16, octavo, octavo-bf16, octavo-fused, torchao,
+    torchao-row or te.
     """
 
     name: str

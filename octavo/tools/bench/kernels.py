@@ -26,9 +26,9 @@ from octavo.numerics.operand import LAYOUTS
 from octavo.numerics.quantize import BLOCK
 from octavo.numerics.scaling import SCALE, new_rows
 from octavo.ops import linear as ops_linear
-from octavo.tools.bench.cases import Case
 from octavo.tools.bench.result import FAILED, TIMED
 from octavo.tools.bench.timing import time_each, try_device_time
+from octavo.tools.shapes import Case
 
 WORKING_SET = 2**28  # bytes of input that the calls on a GPU go through: several times its last cache
 MOST_INPUTS = 16

@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from octavo.numerics.quantize import BLOCK
-from octavo.tools.bench.cases import DECODERS, Case
 from octavo.tools.plan.bdh import NOTE
 from octavo.tools.plan.gpus import Gpu, fits, largest_batch
 from octavo.tools.plan.memory import plan_memory
-from octavo.tools.plan.moments import GIB, Memory
 from octavo.tools.plan.options import BDH_NAMES, BY_EXACTNESS, CHECKPOINTING, OFFLOADS, Option, blocks_fit, why_wide
 from octavo.tools.plan.request import checkpoint_name, with_batch
+from octavo.tools.plan.timeline import GIB, Memory
+from octavo.tools.shapes import DECODERS, Case
 
 BASELINES = {"hf": "bf16-compiled", "own": "octavo-bf16"}  # as the bench calls them
 

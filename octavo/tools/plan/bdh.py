@@ -9,11 +9,11 @@ weights, so gradients are complete only when the first layer has gone backward.
 """
 
 from octavo.models.bdh import BDHConfig
-from octavo.tools.bench.cases import Case
-from octavo.tools.plan.moments import WORKSPACE, Memory, Moment
 from octavo.tools.plan.options import BDH_NAMES, Option
+from octavo.tools.plan.persistent import FP32, LOW_BIT_STATES
 from octavo.tools.plan.simulate import simulate
-from octavo.tools.plan.standing import FP32, LOW_BIT_STATES
+from octavo.tools.plan.timeline import WORKSPACE, Memory, Moment
+from octavo.tools.shapes import Case
 
 NOTE = (
     "Of BDH a step is simulated as it runs, not compiled. FP8 autocast is what octavo train does; FP8 fused is "

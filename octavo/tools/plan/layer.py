@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 from octavo.numerics.quantize import BLOCK
 from octavo.ops.lora_mlp import part_rows
-from octavo.tools.bench.cases import MEMBERS, TARGETS, Case
 from octavo.tools.plan.options import Option
+from octavo.tools.shapes import MEMBERS, TARGETS, Case
 
 BF16, FP32 = 2, 4
 INPUT = "input of the layer"

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass, replace
 
-from octavo.nn.planner import why_not_frozen
+from octavo.nn.cost_model import why_not_frozen
 from octavo.numerics.checks import check_choice
 from octavo.numerics.quantize import BLOCK
 from octavo.optim import OPTIMIZERS
-from octavo.tools.bench.cases import Case
+from octavo.tools.shapes import Case
 
 # Of BDH: plain, under torch's autocast, under Octavo's, and its fused layers.
 BDH_NAMES = {"bdh-fp32": "FP32", "bdh-bf16": "BF16 autocast", "bdh-fp8": "FP8 autocast", "bdh-fused": "FP8 fused"}

@@ -7,38 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from octavo.numerics.checks import check_choice, check_positive_int
-from octavo.tools.bench.cases import DECODERS, PRESETS, RANK, TARGETS, Case, make_case, read_config
 from octavo.tools.plan.options import OFFLOADS
+from octavo.tools.shapes import DECODERS, HUB, MODES, POSITIONS, PRESETS, RANK, TARGETS, Case, make_case, read_config
 from octavo.training.errors import UserError
 
-MODES = ("full", "lora", "grpo")
 HEADS = ("bf16", "fp8")
 BDHS = tuple(name for name in PRESETS if name not in DECODERS)
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # whose layers `layer.py` describes
-HUB = {
-    "135m": "HuggingFaceTB/SmolLM2-135M",
-    "360m": "HuggingFaceTB/SmolLM2-360M",
-    "1b": "meta-llama/Llama-3.2-1B",
-    "3b": "meta-llama/Llama-3.2-3B",
-    "8b": "meta-llama/Llama-3.1-8B",
-    "70b": "meta-llama/Llama-3.1-70B",
-    "qwen3-0.6b": "Qwen/Qwen3-0.6B",
-    "qwen3-8b": "Qwen/Qwen3-8B",
-    "qwen3-32b": "Qwen/Qwen3-32B",
-}
-# As published; of presets, which say nothing of it themselves.
-POSITIONS = {
-    "tiny": 2048,
-    "135m": 8192,
-    "360m": 8192,
-    "1b": 131072,
-    "3b": 131072,
-    "8b": 131072,
-    "70b": 131072,
-    "qwen3-0.6b": 40960,
-    "qwen3-8b": 40960,
-    "qwen3-32b": 40960,
-}
 SEQ = 2048
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
@@ -64,11 +39,6 @@ class Request:
     def __post_init__(self) -> None:
         check_choice("mode", self.mode, MODES)
         check_choice("head", self.head, HEADS)
-        if self.mode == "grpo":
-            raise UserError(
-                "--mode grpo: comes with reinforcement learning, which Octavo does not have yet; for its training step "
-                "alone, plan --mode lora"
-            )
         if self.model in BDHS:
             self._check_bdh()
         for option in ("rank", "targets"):

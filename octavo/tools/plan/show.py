@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from octavo.tools.bench.cases import Case
-from octavo.tools.plan import standing
+from octavo.tools.plan import persistent
 from octavo.tools.plan.advice import Advice
 from octavo.tools.plan.gpus import MOST, Gpu
-from octavo.tools.plan.moments import GIB, KINDS, Memory
+from octavo.tools.plan.timeline import GIB, KINDS, Memory
+from octavo.tools.shapes import Case
 
 PIPE_WIDTH = 80
 BAR = 60
@@ -65,7 +65,7 @@ def show(console: Console, plan: Plan, everything: bool = False) -> None:
 def title(case: Case) -> str:
     what = f"LoRA of rank {case.rank} on {case.targets} linears" if case.frozen else "full fine-tuning"
     what = "training" if case.is_bdh else what
-    count = standing.parameters(case)
+    count = persistent.parameters(case)
     size = f"{count / 1e6:.0f} million" if case.is_bdh else f"{count / 1e9:.2f} billion"
     return (
         f"{case.name}, {size} parameters, {case.layers} layers: {what}, {case.tokens // case.seq} × {case.seq:,} tokens"
@@ -239,7 +239,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
         "batch": case.tokens // case.seq,
         "seq": case.seq,
         "layers": case.layers,
-        "parameters": standing.parameters(case),
+        "parameters": persistent.parameters(case),
         "rank": case.rank,
         "targets": case.targets if case.rank else None,
         "config": dict(case.config),

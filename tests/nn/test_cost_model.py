@@ -2,8 +2,8 @@
 
 import pytest
 
-from octavo.nn import planner
-from octavo.tools.bench.cases import make_case
+from octavo.nn import cost_model
+from octavo.tools.shapes import make_case
 
 
 @pytest.mark.parametrize(
@@ -13,11 +13,11 @@ from octavo.tools.bench.cases import make_case
 def test_products_by_frozen_weights(preset, pays):
     case = make_case(preset=preset, config=None, layers=None, tokens=None, seq=None, seed=0, device="cpu", force=True)
     shapes = [(linear.k, 1.0, linear.n) for linear in case.linears if linear.name != "head"]
-    assert (not planner.why_not_frozen(shapes)) is pays
+    assert (not cost_model.why_not_frozen(shapes)) is pays
 
 
 def test_inputs_that_are_quantised_once_for_several():
     """q, k and v one by one, each with its share of their common input, are as one."""
     one, several = [(1024, 1.0, 3072)], [(1024, 2 / 3, 2048), (1024, 1 / 6, 512), (1024, 1 / 6, 512)]
-    assert planner.why_not_frozen(one) == planner.why_not_frozen(several) == ""
-    assert "width of 640" in planner.why_not_frozen([(1024, 1.0, 1706)])
+    assert cost_model.why_not_frozen(one) == cost_model.why_not_frozen(several) == ""
+    assert "width of 640" in cost_model.why_not_frozen([(1024, 1.0, 1706)])

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from octavo.optim.memory import GIB, StepMemory
-from octavo.tools.memory import planned_memory, run_memories, show_memory
+from octavo.optim.step_memory import GIB, StepMemory
+from octavo.tools.html_report import write_report
 from octavo.tools.plan.request import Request
 from octavo.tools.plan.run import make_plan
-from octavo.tools.report import write_report
+from octavo.tools.run_memory import planned_memory, run_memories, show_memory
 from octavo.training.settings import settings_from_options
 
 ROW = {"step": 1, "loss": 5.0, "lr": 1e-3, "grad_norm": 1.0, "skipped": False, "tokens": 64, "tokens_per_s": 9.0}

@@ -18,10 +18,10 @@ from octavo.numerics import adamw
 
 
 @cache
-def in_one_pass(optimizer_class: Any) -> Any:
+def with_fused_step(optimizer_class: Any) -> Any:
     """The same optimiser, with torchao's states."""
 
-    class OnePass(optimizer_class):
+    class FusedStep(optimizer_class):
         param_groups: list[dict[str, Any]]
 
         def __init__(self, *args: Any, **options: Any) -> None:
@@ -75,8 +75,8 @@ def in_one_pass(optimizer_class: Any) -> Any:
             _way_for(p, *means)(step, p.detach(), grad, *means)
             return True
 
-    OnePass.__name__ = OnePass.__qualname__ = optimizer_class.__name__
-    return OnePass
+    FusedStep.__name__ = FusedStep.__qualname__ = optimizer_class.__name__
+    return FusedStep
 
 
 def _way_for(p: Tensor, mean: Tensor, square: Tensor) -> Callable[..., None]:

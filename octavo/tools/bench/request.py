@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.text import Text
 
 from octavo.numerics.checks import check_positive_int
-from octavo.tools.bench.cases import Case
 from octavo.tools.bench.contenders import Contender
 from octavo.tools.bench.gemm import bench_gemms
 from octavo.tools.bench.kernels import bench_kernels
@@ -17,13 +16,14 @@ from octavo.tools.bench.plot import write_plot
 from octavo.tools.bench.result import check_out, describe, write_result
 from octavo.tools.bench.runner import run_bench
 from octavo.tools.bench.show import show
+from octavo.tools.shapes import Case
 from octavo.training.files import disk_errors
 
 RESULTS = Path("benchmarks/results")
 
 
 @dataclass(frozen=True)
-class BenchPlan:
+class BenchRequest:
     """What to measure. `part` is the whole `step`, or only `gemm` or `kernels`; the rest is for the step."""
 
     part: str
@@ -39,7 +39,7 @@ class BenchPlan:
             check_positive_int(name, getattr(self, name))
 
 
-def run_plan(plan: BenchPlan, *, out: Path | None, command: Sequence[str], console: Console) -> Path:
+def run_request(request: BenchRequest, *, out: Path | None, command: Sequence[str], console: Console) -> Path:
     """Returns the path of the result file: in `out`, or `out` itself; without one, where a checkout has its results, or
     here."""
     if out is None:
@@ -49,27 +49,27 @@ def run_plan(plan: BenchPlan, *, out: Path | None, command: Sequence[str], conso
     def say(text: str) -> None:
         console.print(Text(text, style="dim"), soft_wrap=True)
 
-    result = describe(plan.case, command, _measure(plan, say))
+    result = describe(request.case, command, _measure(request, say))
     show(console, result)
     path = write_result(result, out)
     console.print(Text(f"Result: {path}", style="bold"), soft_wrap=True)
-    if plan.part == "step":
+    if request.part == "step":
         with disk_errors(path):
             console.print(Text(write_plot(result, path.with_suffix(".png"))), soft_wrap=True)
     return path
 
 
-def _measure(plan: BenchPlan, say: Any) -> dict[str, Any]:
-    if plan.part == "gemm":
-        return bench_gemms(plan.case)
-    if plan.part == "kernels":
-        return bench_kernels(plan.case)
+def _measure(request: BenchRequest, say: Any) -> dict[str, Any]:
+    if request.part == "gemm":
+        return bench_gemms(request.case)
+    if request.part == "kernels":
+        return bench_kernels(request.case)
     return run_bench(
-        plan.case,
-        plan.contenders,
-        plan.reasons,
-        rounds=plan.rounds,
-        steps=plan.steps,
-        warmup=plan.warmup,
+        request.case,
+        request.contenders,
+        request.reasons,
+        rounds=request.rounds,
+        steps=request.steps,
+        warmup=request.warmup,
         say=say,
     )

@@ -13,10 +13,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from octavo.optim.memory import NOT_MEASURED, StepMemory, in_words
-from octavo.tools.bench.cases import Case
+from octavo.optim.step_memory import NOT_MEASURED, StepMemory, in_words
 from octavo.tools.plan.bdh import plan_bdh
 from octavo.tools.plan.options import Option
+from octavo.tools.shapes import Case
 from octavo.training.run_folder import memory_of, read_config, read_summary
 
 

@@ -6,9 +6,9 @@ masters  of BF16 weights: two bytes more, the lower halves, and adamw's states a
 """
 
 from octavo.numerics.quantize import BLOCK
-from octavo.tools.bench.cases import MEMBERS, Case
 from octavo.tools.plan.layer import FP32, Sizes
 from octavo.tools.plan.options import Option
+from octavo.tools.shapes import MEMBERS, Case
 
 LOW_HALF = 2.0
 LOW_BIT_STATES = {"adamw8bit": (1.0, 256), "adamwfp8": (1.0, 256), "adamw4bit": (0.5, 128)}

@@ -8,7 +8,7 @@ from octavo.optim.partial_step import plain_step, step_groups
 from octavo.optim.split_masters import in_fp32, is_left_to_others
 
 
-class OneByOne:
+class PerParameter:
     """`apply(parameter)`: the optimiser's step for this one, whose gradient is then gone."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, states: HostStates | None = None) -> None:

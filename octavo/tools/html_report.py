@@ -24,9 +24,9 @@ from typing import Any
 
 import numpy as np
 
-from octavo.optim.memory import in_words
+from octavo.optim.step_memory import in_words
 from octavo.tools.charts import COLUMNS, SATURATED, Floats, Ints, Run, line, read_run, scaling_series, smooth, spans
-from octavo.tools.memory import RunMemory, memory_rows, run_memories
+from octavo.tools.run_memory import RunMemory, memory_rows, run_memories
 from octavo.training.files import sync_folder, write_durable
 from octavo.training.run_folder import read_summary
 

@@ -21,15 +21,15 @@ from octavo.nn.autocast import fp8_autocast
 from octavo.nn.frozen import FP8FrozenLinear, activation_config
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 from octavo.optim import build_optimizer, offload_master, offload_states, step_in_backward
-from octavo.tools.bench.cases import Case
 from octavo.tools.bench.contenders import FROZEN, OURS, Contender
-from octavo.tools.bench.peers import convert_by_te, convert_by_torchao
+from octavo.tools.bench.others import convert_by_te, convert_by_torchao
+from octavo.tools.shapes import Case
 
 INIT_STD = 0.02
 LEARNING_RATE = 1e-5
 
 
-class Subject:
+class PreparedModel:
     """`step()` is forward, loss, backward and, in FP8, the roll of the scaling histories that an optimiser would do.
 
     For a whole step the optimiser itself follows. Its states are given back between turns with the gradients, and made
@@ -185,7 +185,7 @@ class Subject:
 
         All workers do this at the same time, so that their compilations overlap. (BDH's loop over its layers is one
         graph, and another one at another depth: nothing to prepare.) The gradient that comes in is not the
-        loss's, so scaling histories are spoiled: a subject that has done this is good for nothing else.
+        loss's, so scaling histories are spoiled: a prepared model is of no use after it.
         """
         if not self.case.is_bdh:
             with self.context:

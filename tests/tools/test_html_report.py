@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from octavo.tools import charts
-from octavo.tools.report import write_report
+from octavo.tools.html_report import write_report
 
 HOSTILE = "</script></pre><img src=x onerror=alert(1)>{{config}}"
 

@@ -87,6 +87,31 @@ QWENS = {
     "qwen3-32b": _as_qwen3(_llama(5120, 64, 25600, 64, 8, 128, 151936)),
 }
 DECODERS = {**LLAMAS, **QWENS}
+# Names on the Hugging Face Hub.
+HUB = {
+    "135m": "HuggingFaceTB/SmolLM2-135M",
+    "360m": "HuggingFaceTB/SmolLM2-360M",
+    "1b": "meta-llama/Llama-3.2-1B",
+    "3b": "meta-llama/Llama-3.2-3B",
+    "8b": "meta-llama/Llama-3.1-8B",
+    "70b": "meta-llama/Llama-3.1-70B",
+    "qwen3-0.6b": "Qwen/Qwen3-0.6B",
+    "qwen3-8b": "Qwen/Qwen3-8B",
+    "qwen3-32b": "Qwen/Qwen3-32B",
+}
+# Positions of the published models.
+POSITIONS = {
+    "tiny": 2048,
+    "135m": 8192,
+    "360m": 8192,
+    "1b": 131072,
+    "3b": 131072,
+    "8b": 131072,
+    "70b": 131072,
+    "qwen3-0.6b": 40960,
+    "qwen3-8b": 40960,
+    "qwen3-32b": 40960,
+}
 PRESETS = (*DECODERS, *(f"bdh-{size}" for size in BDH_SIZES))
 
 
