@@ -20,8 +20,8 @@ import torch
 from octavo import fp8_autocast
 from octavo.models.bdh import BDH, PRESETS, BDHConfig, fuse
 from octavo.optim import build_optimizer, measure_memory
+from octavo.tools.bdh.plan import plan_bdh
 from octavo.tools.bench.result import device_name, versions
-from octavo.tools.plan.bdh import plan_bdh
 from octavo.tools.plan.options import Option
 from octavo.tools.shapes import make_case
 from octavo.training.files import write_json

@@ -73,7 +73,7 @@ def works(case: Case) -> Iterator[Work]:
                 run, reads = partial(_quantize, how, layout), passes(how, layout)
                 before = partial(_quantize, how, "rows") if layout == "columns" else None
                 yield Work(name, operand, layout, (shape,), run, reads, before=before)
-        if not case.is_bdh:
+        if "intermediate_size" in case.config:
             m, f = case.tokens, case.config["intermediate_size"]
             forward, backward = gated_passes(recipe, m * f)
             yield Work(name, "swiglu", "rows", ((m, 2 * f),), partial(_gated, recipe), *forward)

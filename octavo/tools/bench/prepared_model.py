@@ -15,9 +15,7 @@ from torch import Tensor, nn
 
 from octavo.convert import convert_to_fp8
 from octavo.hf import graphs, loading
-from octavo.hf.build import build_causal_lm, decoder_layers
-from octavo.models.bdh import BDH, BDHConfig
-from octavo.nn.autocast import fp8_autocast
+from octavo.hf.build import decoder_layers
 from octavo.nn.frozen import FP8FrozenLinear, activation_config
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 from octavo.optim import build_optimizer, offload_master, offload_states, step_in_backward
@@ -38,7 +36,7 @@ class PreparedModel:
 
     def __init__(self, case: Case, contender: Contender, layers: int | None = None) -> None:
         self.case = replace(case, layers=case.layers if layers is None else layers)
-        self.model: Any = _build(self.case)
+        self.model: Any = self.case.family.build(self.case)
         self._storages: list[tuple[torch.UntypedStorage, int]] = []
         self._drawn = self._matrices()
         self._draw()
@@ -73,18 +71,9 @@ class PreparedModel:
             self.summary, self.context = convert_by_te(self.model)
         elif kind == "octavo-bf16":
             self.summary = convert_to_fp8(self.model, precision="bf16", tokens=tokens).summary()
-        elif kind == "octavo-fused":
-            from octavo.models.bdh import fuse
-
-            self.scaling = fuse(self.model, config_of(contender)).scaling
-            self.summary = "BDH's fused FP8 code"
-        elif kind == "octavo" and self.case.is_bdh:
-            context = fp8_autocast(config_of(contender), model=self.model)
-            self.context, self.scaling = context, context.scaling
-            self.summary = "BDH's own code under fp8_autocast"
-        elif kind == "octavo":
-            report = convert_to_fp8(self.model, config_of(contender), precision="fp8", tokens=tokens)
-            self.scaling, self.summary = report.scaling, report.summary()
+        elif kind in ("octavo", "octavo-fused"):
+            converted = self.case.family.convert(self.model, kind, config_of(contender), tokens)
+            self.context, self.scaling, self.summary = converted
 
     def _build_optimizer(self, contender: Contender) -> torch.optim.Optimizer:
         """BF16 weights are rounded stochastically where they are ours; elsewhere as people have it."""
@@ -136,7 +125,7 @@ class PreparedModel:
         self.model.get_input_embeddings().register_forward_hook(keep)
 
     def _compile(self) -> None:
-        if self.case.is_bdh:
+        if not self.case.family.compiles_layers:
             self.model.compile(fullgraph=True)
             return
         for layer in decoder_layers(self._plain):
@@ -150,10 +139,7 @@ class PreparedModel:
     def step(self) -> Tensor:
         """One training step; returns the loss, still on the device."""
         with self.context:
-            if self.case.is_bdh:
-                loss = self.model(self.tokens_BT, self.tokens_BT)[1]
-            else:
-                loss = self.model(input_ids=self.tokens_BT, labels=self.tokens_BT, use_cache=False).loss
+            loss = self.case.family.loss(self.model, self.tokens_BT)
         loss.backward()
         if self._optimizer is not None:
             self._optimizer.step()
@@ -183,11 +169,11 @@ class PreparedModel:
     def warm_layers(self) -> None:
         """Compile the decoder layers at the real shapes, without the head: its logits take 17 GB at 8B.
 
-        All workers do this at the same time, so that their compilations overlap. (BDH's loop over its layers is one
-        graph, and another one at another depth: nothing to prepare.) The gradient that comes in is not the
+        All workers do this at the same time, so that their compilations overlap. (A model that is compiled as a
+        whole is another graph at another depth: nothing to prepare.) The gradient that comes in is not the
         loss's, so scaling histories are spoiled: a prepared model is of no use after it.
         """
-        if not self.case.is_bdh:
+        if self.case.family.compiles_layers:
             with self.context:
                 hidden = self._plain.base_model(input_ids=self.tokens_BT, use_cache=False).last_hidden_state
             hidden.float().square().mean().backward()
@@ -245,18 +231,3 @@ def config_of(contender: Contender) -> FP8TrainingConfig:
     overrides |= {"wgrad": contender.wgrad} if contender.wgrad else {}
     overrides |= {"activations": contender.activations} if contender.activations != "bf16" else {}
     return FP8TrainingConfig.from_recipe(str(contender.recipe), **overrides)
-
-
-def _build(case: Case) -> nn.Module:
-    if case.is_bdh:
-        shape = {name: case.config[name] for name in ("dim", "heads", "neurons", "vocabulary")}
-        with torch.device(case.device):
-            return BDH(BDHConfig(**shape, layers=case.layers)).to(torch.bfloat16)
-    model = build_causal_lm(case.config, layers=case.layers, positions=case.seq, device=case.device)
-    found = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
-    if found != case.matmul_parameters:
-        raise ValueError(
-            f"{case.name}: its linears hold {found:,} weights, the bench's formula for a dense decoder says "
-            f"{case.matmul_parameters:,}: TFLOP/s would be wrong; use a Llama-like configuration"
-        )
-    return model

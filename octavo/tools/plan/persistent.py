@@ -44,8 +44,11 @@ def norm_parameters(case: Case) -> int:
 
 def parameters(case: Case) -> int:
     """All of the model's, biases apart, adapters apart."""
-    if case.is_bdh:
-        return case.parameters
+    return case.family.trained_values(case)
+
+
+def decoder_parameters(case: Case) -> int:
+    """Return the number of a decoder's values, biases and adapters apart."""
     matrices = case.layers * layer_parameters(case) + vocabulary_parameters(case) * (1 if is_tied(case) else 2)
     return matrices + norm_parameters(case)
 

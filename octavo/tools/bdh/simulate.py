@@ -1,11 +1,12 @@
-"""What a step of BDH takes, found by running it on tensors without contents: its own code, forward and backward.
+"""The memory of a step of BDH, found by running its own code, forward and backward, on tensors without contents.
 
-`FakeTensorMode` computes shapes and dtypes alone, and every operation's results are counted for as long as something
-refers to them: that is what torch's allocator would be asked for. Nothing is compiled, as in `octavo train`. The fake
-tensors are a CPU's, since not every build of torch has another device's; where a GPU does otherwise, it is said below.
+`FakeTensorMode` computes only shapes and dtypes, and the results of every operation are counted for as long as
+something refers to them: that is what torch's allocator would be asked for. Nothing is compiled, as in `octavo train`.
+The fake tensors are on the CPU, since not every build of torch has another device; where a GPU differs, a comment says
+so.
 
-All sizes are linear in the number of sequences from two on, so two simulated steps tell of any batch. (With one, torch
-need not repeat the weights for each sequence.)
+All sizes are linear in the number of sequences from two on, so two simulated steps determine those of any batch. (With
+one sequence, torch need not repeat the weights for each.)
 """
 
 import weakref
@@ -27,26 +28,26 @@ from octavo.nn.autocast import fp8_autocast
 
 @dataclass(frozen=True)
 class Simulated:
-    """Bytes beside the weights: kept for backward when forward ends; most in forward; most in backward, and gradients
-    that are part of it."""
+    """Bytes beside the weights: saved for backward when forward ends; the peaks of forward and of backward; and the
+    gradients that are part of the latter."""
 
-    kept: int
+    saved: int
     forward: int
     backward: int
     gradients: int
 
     def towards(self, other: "Simulated", steps: int) -> "Simulated":
-        """On the line through both."""
+        """Extrapolate linearly: `steps` times the difference to `other`, from here."""
 
         def at(name: str) -> int:
             mine = getattr(self, name)
             return mine + steps * (getattr(other, name) - mine)
 
-        return Simulated(at("kept"), at("forward"), at("backward"), at("gradients"))
+        return Simulated(at("saved"), at("forward"), at("backward"), at("gradients"))
 
 
 def simulate(shape: BDHConfig, code: str, batch: int, seq: int) -> Simulated:
-    """A step of so many sequences, in one of the codes of `options.py`."""
+    """Simulate a step of `batch` sequences. `code`: one of `octavo.tools.bdh.CODES`."""
     if batch == 1:
         return _sequences(shape, code, 1, seq)
     return _sequences(shape, code, 2, seq).towards(_sequences(shape, code, 3, seq), batch - 2)
@@ -60,14 +61,14 @@ def _sequences(shape: BDHConfig, code: str, batch: int, seq: int) -> Simulated:
         tokens = torch.zeros(batch, seq, dtype=torch.int64)
         with _precision(model, code):
             loss = model(tokens, tokens)[1]
-        kept, forward = counting.now, counting.most
+        saved, forward = counting.now, counting.most
         counting.begin(lambda: _gradients(model))
         loss.backward()
         backward, gradients = counting.most, counting.seen
-    # A GPU quantises q once for both factors of q · qᵀ (`nn/product.py`), a CPU twice: a byte for each number.
+    # A GPU quantises q once for both factors of q · qᵀ (`nn/product.py`), a CPU twice: one more byte per element.
     twice = shape.layers * batch * shape.heads * seq * shape.neurons if code == "bdh-fp8" else 0
     less = weights + twice
-    return Simulated(kept - less, forward - less, backward - less, gradients)
+    return Simulated(saved - less, forward - less, backward - less, gradients)
 
 
 @contextmanager
@@ -86,7 +87,7 @@ def _gradients(model: nn.Module) -> int:
 
 
 class _Counting(TorchDispatchMode):
-    """`now`: bytes of all tensors there are. `most`: since `begin`; `seen`: what was looked at then."""
+    """Counts the bytes of tensors: `now`; `most` since `begin`; `seen`, the result of `look` at that moment."""
 
     def __init__(self) -> None:
         super().__init__()
