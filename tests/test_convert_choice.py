@@ -181,6 +181,10 @@ def test_a_fused_bdh_is_restored_as_the_error_advises():
         with pytest.raises((RuntimeError, ValueError)):
             fuse(outer["bdh"], refused)
         assert state(outer) == before
+    fuse(outer["bdh"])
+    restore(outer)
+    assert type(outer["bdh"]) is BDH and type(outer["linear"]) is nn.Linear
+    assert not any("octavo" in key for module in outer.modules() for key in module.__dict__)
 
 
 def test_every_public_name_is_listed():
