@@ -1,6 +1,6 @@
 """Products of a base frozen in FP8: in FP8, or in BF16 by dequantised weights? Where each is faster, and by how much.
 
-    python benchmarks/frozen_products.py     # on a GPU; `nn/planner.py` draws its line from this
+    python benchmarks/frozen_products.py     # on a GPU; `nn/cost_model.py` draws its line from this
 
 A few layers of each size with adapters of rank 16, from CUDA graphs, forward and backward. Ratios below 1: FP8 is the
 faster of the two.
@@ -19,7 +19,7 @@ import triton
 
 import octavo
 from octavo.hf.build import build_causal_lm
-from octavo.tools.bench.cases import DECODERS
+from octavo.tools.shapes import DECODERS
 from octavo.training.files import write_json
 
 SEQ, VOCABULARY, RANK = 2048, 4096, 16

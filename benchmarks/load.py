@@ -30,8 +30,8 @@ from torch import Tensor
 
 from octavo.hf.build import build_causal_lm
 from octavo.numerics.checks import check_choice
-from octavo.tools.bench.cases import LLAMAS
 from octavo.tools.bench.result import device_name, versions, without_folders
+from octavo.tools.shapes import LLAMAS
 from octavo.training.files import write_json
 
 WAYS = ("bf16", "block", "channel", "tensor")

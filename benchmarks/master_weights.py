@@ -32,16 +32,17 @@ from octavo.hf.build import build_causal_lm
 from octavo.numerics.split import join
 from octavo.optim import build_optimizer, keep_masters
 from octavo.optim.split_masters import LOW
+from octavo.tools.shapes import LLAMAS
 
 LR, STEPS = 1e-5, 20
 LLAMA = {"model_type": "llama", "rope_theta": 500000.0, "rms_norm_eps": 1e-5}
+FIELDS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
 SIZES: dict[str, tuple[dict[str, int], int, int]] = {  # shape, layers, tokens of a step
     "tiny": ({"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2,
               "vocab_size": 512}, 2, 512),
     "small": ({"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "num_key_value_heads": 4,
                "vocab_size": 8192}, 4, 1024),
-    "1b": ({"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8,
-            "vocab_size": 128256}, 16, 4096),
+    "1b": ({name: LLAMAS["1b"][name] for name in FIELDS}, 16, 4096),
 }  # fmt: skip
 SEQUENCE = 256
 

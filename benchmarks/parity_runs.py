@@ -31,6 +31,7 @@ import octavo
 from octavo import FP8TrainingConfig
 from octavo.models import BDH, BDHConfig
 from octavo.optim import build_optimizer, set_learning_rate
+from octavo.tools.shapes import LLAMAS
 
 BF16 = ("bf16", "bf16-noise1", "bf16-noise2")
 FP8 = {
@@ -56,15 +57,6 @@ NOISE = 2.0**-9
 CHECK = 25
 WARM = 10  # steps not timed: they compile
 SEED = 0
-LLAMA_1B = {
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "tie_word_embeddings": True,
-}
 LLAMA_TINY = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -74,6 +66,7 @@ LLAMA_TINY = {
     "head_dim": 16,
     "tie_word_embeddings": True,
 }
+LLAMA_1B = {name: LLAMAS["1b"][name] for name in LLAMA_TINY}
 
 
 @dataclass(frozen=True)

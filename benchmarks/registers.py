@@ -33,8 +33,8 @@ from rich.table import Table
 from octavo.kernels import gated, gated_scaled, quantize
 from octavo.numerics import FP8TrainingConfig
 from octavo.numerics.scaling import new_rows
-from octavo.tools.bench.cases import make_case
 from octavo.tools.bench.kernels import Work, works
+from octavo.tools.shapes import make_case
 
 MULTIPROCESSORS = 132  # of an H100 or H200; each has
 REGISTERS, SHARED, WARPS = 65_536, 227 * 1024, 64

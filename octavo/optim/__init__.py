@@ -24,11 +24,11 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
+from octavo.optim.fused_adamw import with_fused_step
 from octavo.optim.in_backward import offload_states, step_in_backward, steps_in_backward
 from octavo.optim.masters import offload_master
-from octavo.optim.memory import StepMemory, measure_memory
-from octavo.optim.one_pass import in_one_pass
 from octavo.optim.split_masters import keep_masters
+from octavo.optim.step_memory import StepMemory, measure_memory
 
 __all__ = [
     "OPTIMIZERS",
@@ -72,7 +72,7 @@ def build_optimizer(
             groups = [{name: x for name, x in group.items() if name not in _WAYS} for group in optimizer.param_groups]
             optimizer = torch.optim.AdamW(groups, **options, fused=True)
     else:
-        optimizer_class = in_one_pass(getattr(_torchao_optim(name), LOW_BIT.get(name, "_AdamW")))
+        optimizer_class = with_fused_step(getattr(_torchao_optim(name), LOW_BIT.get(name, "_AdamW")))
         optimizer = optimizer_class(parameters, **options, bf16_stochastic_round=stochastic_rounding)
     optimizer.register_load_state_dict_pre_hook(_keep_way)
     return optimizer

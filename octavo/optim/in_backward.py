@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 
 from octavo.optim.host_states import HostStates
-from octavo.optim.one_by_one import OneByOne
+from octavo.optim.per_parameter import PerParameter
 from octavo.optim.split_masters import is_left_to_others
 
 _MARK = "_octavo_in_backward"
 
 
-class InBackward(OneByOne):
+class InBackward(PerParameter):
     """What `step_in_backward` has set up. `remove()` undoes it."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, states: HostStates | None) -> None:
@@ -100,7 +100,7 @@ def steps_in_backward(optimizer: Any) -> bool:
     return hasattr(getattr(optimizer, "optimizer", optimizer), _MARK)
 
 
-class Offloaded(OneByOne):
+class Offloaded(PerParameter):
     """What `offload_states` has set up."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:

@@ -15,8 +15,8 @@ from torch import nn
 from octavo.nn.linear import FP8Linear
 from octavo.optim.host_states import AHEAD
 from octavo.optim.in_backward import steps_in_backward
-from octavo.optim.memory import StepMemory, device_memory, in_words, measure_now, tensor_bytes
 from octavo.optim.split_masters import has_master
+from octavo.optim.step_memory import StepMemory, device_memory, in_words, measure_now, tensor_bytes
 
 # Shares of activations, by `octavo plan 8b`: 26.2 GiB in FP8; 15.3 with gate and up in FP8; 2.2 with checkpointing.
 FP8_ACTIVATIONS = 0.4

@@ -17,7 +17,7 @@ from octavo.numerics.adamw import Step
 _OFF = ("amsgrad", "maximize", "capturable", "differentiable")
 
 
-class OnePassAdamW:
+class FusedAdamW:
     """Steps what it can of an optimiser's parameters. It remembers their counts, which may be on the GPU."""
 
     def __init__(self) -> None:

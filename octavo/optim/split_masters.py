@@ -29,11 +29,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from octavo.numerics import split as spec
 from octavo.optim.partial_step import plain_step, step_groups
-from octavo.optim.split_adamw import OnePassAdamW
+from octavo.optim.split_adamw import FusedAdamW
 
 LOW = "weight_low"
 _SUFFIX = "_low"
-_MARK, _ATTACHED, _OTHERS = "_octavo_master", "_octavo_masters", "_octavo_one_by_one"
+_MARK, _ATTACHED, _OTHERS = "_octavo_master", "_octavo_masters", "_octavo_per_parameter"
 _AT_A_TIME = 2**26  # elements whose masters and FP32 gradients are there at once: half a GiB
 _hook: list[Any] = []
 
@@ -162,7 +162,7 @@ class _Masters:
         self._post = optimizer.register_step_post_hook(lambda *_: self._end())
         optimizer.register_state_dict_post_hook(_cut)
         self._hidden: list[tuple[Any, Tensor]] = []
-        self._one_pass = OnePassAdamW()
+        self._fused_adamw = FusedAdamW()
         self._whole = ExitStack()
 
     def come_last(self, optimizer: Any) -> None:
@@ -185,7 +185,7 @@ class _Masters:
         return new
 
     def _step_some_at_a_time(self, optimizer: Any, mine: list[Any]) -> None:
-        for some in _portions(self._one_pass.step(optimizer, mine, LOW)):
+        for some in _portions(self._fused_adamw.step(optimizer, mine, LOW)):
             chosen = set(some)
             groups = [
                 {**group, "params": [p for p in group["params"] if p in chosen]} for group in optimizer.param_groups

@@ -41,7 +41,7 @@ class Display:
             self.say(f"FP8 products are emulated: {why_emulated(settings)}", "dim")
             leave_emulation_unannounced(settings.device)
 
-    def subject(self, settings: TrainSettings, data: ByteData, folder: Path) -> None:
+    def model_and_data(self, settings: TrainSettings, data: ByteData, folder: Path) -> None:
         self.say(f"Model: BDH {settings.size}, {settings.shape.parameter_count:,} parameters", "dim")
         self.say(f"Data: {data}", "dim")
         tokens = f"{settings.batch} × {settings.seq} bytes"

@@ -24,14 +24,14 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from octavo.optim.memory import StepMemory, in_words, measure_memory
+from octavo.optim.step_memory import StepMemory, in_words, measure_memory
 from octavo.training.checkpoint import list_checkpoints, load_checkpoint, model_bytes, save_checkpoint
 from octavo.training.data import ByteData, load_data
 from octavo.training.display import Display, why_emulated
 from octavo.training.errors import RunError, UserError
 from octavo.training.files import replace_file, write_json
 from octavo.training.learner import Learner, Sample, Step
-from octavo.training.out_of_memory import memory_errors
+from octavo.training.memory_errors import memory_errors
 from octavo.training.run_folder import (
     BF16,
     METRICS,
@@ -125,7 +125,7 @@ def train(
                 _check_resumable(legs, data, folder)
             start = _load_newest(legs[0], learner, display) if resume else 0
             write_config(folder, settings, _found(settings, data))
-            display.subject(settings, data, folder)
+            display.model_and_data(settings, data, folder)
             ready = [learner]
             del learner  # what is left here would stay in memory while BF16 is compared, and count in its peak
             try:
@@ -200,8 +200,8 @@ def _train_leg(leg: Leg, learner: Learner, start: int, display: Display, stop: S
             seconds = time.perf_counter() - began
             log = number == 1 or number % settings.log_interval == 0 or number == settings.steps
             row = _row(number, step, settings, seconds)
-            if log and learner.fp8 is not None:
-                row["scaling"] = learner.fp8.scaling.statistics(reset=True)
+            if log and learner.scaling is not None:
+                row["scaling"] = learner.scaling.statistics(reset=True)
             leg.metrics.append(row)
             display.step(row, log)
 
@@ -221,8 +221,8 @@ def _save(leg: Leg, learner: Learner, number: int) -> None:
     leg.metrics.sync()
     state = {"step": number, "settings": leg.settings.to_dict(), **learner.state_dict()}
     save_checkpoint(leg.checkpoints, number, learner.model.state_dict(), state)
-    if learner.fp8 is not None:
-        write_json(leg.checkpoints / PRODUCTS, learner.fp8.report.to_dict())
+    if learner.report is not None:
+        write_json(leg.checkpoints / PRODUCTS, learner.report.to_dict())
 
 
 def _load_newest(leg: Leg, learner: Learner, display: Display) -> int:

@@ -28,7 +28,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from octavo.optim.memory import StepMemory
+from octavo.optim.step_memory import StepMemory
 from octavo.training.checkpoint import foreign_files, written_checkpoints
 from octavo.training.errors import RunError, UserError
 from octavo.training.files import disk_errors, read_object, replace_file, write_json

@@ -9,8 +9,8 @@ from torch import nn
 
 from octavo import FP8TrainingConfig, convert_to_fp8, measure_memory
 from octavo.optim import build_optimizer, memory, offload_states, out_of_memory, step_in_backward
-from octavo.optim.memory import GIB, DeviceMemory, StepMemory, in_words
 from octavo.optim.out_of_memory import explain, explained, savings
+from octavo.optim.step_memory import GIB, DeviceMemory, StepMemory, in_words
 
 WAYS = {
     name: name for name in ("batch", "activations", "checkpointing", "release", "adamw8bit", "adamw4bit", "offload")

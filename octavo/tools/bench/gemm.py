@@ -19,9 +19,9 @@ from octavo.numerics.config import OperandRecipe
 from octavo.numerics.gemm import ALIGNMENT
 from octavo.numerics.scaling import new_rows
 from octavo.support import has_fp8_tensor_cores
-from octavo.tools.bench.cases import Case, Linear
 from octavo.tools.bench.result import FAILED, TIMED
 from octavo.tools.bench.timing import device_time, try_device_time
+from octavo.tools.shapes import Case, Linear
 
 # The recipe and whether fast accumulation is allowed, for each column of `--gemm`.
 KINDS: dict[str, tuple[str, bool]] = {

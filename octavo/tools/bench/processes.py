@@ -9,8 +9,8 @@ import tempfile
 from contextlib import suppress
 from typing import Any
 
-from octavo.tools.bench.cases import Case
 from octavo.tools.bench.contenders import Contender
+from octavo.tools.shapes import Case
 
 TIMEOUT_S = 900.0
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from octavo.tools.bench.cases import FLOPS_FORMULA, LORA_FLOPS_FORMULA, Case, usual_tokens
 from octavo.tools.bench.contenders import BASELINE, OWN_BASELINE, Contender
+from octavo.tools.shapes import FLOPS_FORMULA, LORA_FLOPS_FORMULA, Case, usual_tokens
 from octavo.training.errors import UserError
 from octavo.training.files import disk_errors, write_json
 

@@ -11,11 +11,11 @@ from typing import Any, Self
 
 import torch
 
-from octavo.tools.bench.cases import Case
 from octavo.tools.bench.contenders import Contender
 from octavo.tools.bench.gemm import measure_ceilings
 from octavo.tools.bench.processes import WorkerError, WorkerProcess
 from octavo.tools.bench.result import FAILED, WRONG, add_figures, fail_row, missing_row, new_row
+from octavo.tools.shapes import Case
 
 Say = Callable[[str], None]
 

@@ -9,11 +9,11 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from octavo.tools.bench.cases import Case
 from octavo.tools.plan.memory import plan_memory
-from octavo.tools.plan.moments import GIB
 from octavo.tools.plan.options import Option
 from octavo.tools.plan.request import with_batch, with_sequence
+from octavo.tools.plan.timeline import GIB
+from octavo.tools.shapes import Case
 from octavo.training.errors import UserError
 
 CONTEXT_GIB = 0.75

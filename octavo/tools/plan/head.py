@@ -9,9 +9,9 @@ Letters: M tokens, K width, V vocabulary. Bytes at the largest moment, by kind.
 """
 
 from octavo.nn.loss import CHUNK_BYTES, FROZEN_CHUNK_BYTES, chunk_bounds
-from octavo.tools.bench.cases import Case
 from octavo.tools.plan.layer import BF16, FP32
 from octavo.tools.plan.options import Option
+from octavo.tools.shapes import Case
 
 
 def head_bytes(case: Case, option: Option) -> dict[str, int]:

@@ -19,9 +19,9 @@ layers count alike: the first of a model with a frozen embedding need not keep i
 from dataclasses import dataclass
 
 from octavo.numerics.quantize import BLOCK
-from octavo.ops_lora_mlp import part_rows
-from octavo.tools.bench.cases import MEMBERS, TARGETS, Case
+from octavo.ops.lora_mlp import part_rows
 from octavo.tools.plan.options import Option
+from octavo.tools.shapes import MEMBERS, TARGETS, Case
 
 BF16, FP32 = 2, 4
 INPUT = "input of the layer"
