@@ -1,4 +1,4 @@
-"""What is timed: a model's shape, the tokens of a step, and the FLOPs that both imply.
+"""Shapes of models, the tokens of a step, and the FLOPs that both imply: for `octavo bench`, `octavo plan` and scripts.
 
     FLOPs of a step = 6 · matmul parameters · tokens + attention
 
@@ -12,11 +12,11 @@ With LoRA the weights are frozen: forward and one product of backward, and the a
 
     FLOPs of a step = 4 · matmul parameters · tokens + 6 · adapter parameters · tokens + attention
 
-Rank 0 is the frozen base without adapters, whose backward goes down to the embedding's output. With adapters it ends at
-the lowest of them; what it then spares in the first layer is counted all the same (at 8 layers of 8B 0.5 % of a step;
-1.2 % with adapters on the MLP alone).
+Rank 0 is the frozen base without adapters, whose backward extends to the embedding's output. With adapters it ends at
+the lowest of them; the work saved in the first layer is counted nevertheless (at 8 layers of 8B 0.5 % of a step; 1.2 %
+with adapters on the MLP alone).
 
-Work that an implementation does on top (recomputing, masked halves, padding) is not counted: it earns nothing.
+Additional work of an implementation (recomputation, masked halves, padding) is not counted.
 """
 
 import json
@@ -117,7 +117,7 @@ PRESETS = (*DECODERS, *(f"bdh-{size}" for size in BDH_SIZES))
 
 @dataclass(frozen=True)
 class Linear:
-    """One kind of product `x_MK · w_NKᵀ` with M the tokens of a step; `count` of them in the model."""
+    """One kind of product `x_MK · w_NKᵀ`, with M the tokens of a step, and `count` of them in the model."""
 
     name: str
     n: int
@@ -131,7 +131,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class Case:
-    """One model at one depth, and the tokens it is fed. `config`: a Hugging Face configuration, or BDH's fields."""
+    """One model at one depth, and the tokens of a step. `config`: a Hugging Face configuration, or BDH's fields."""
 
     name: str
     config: Mapping[str, Any]
@@ -194,7 +194,7 @@ class Case:
 
     @property
     def parameters(self) -> int:
-        """How many numbers the model holds, norms and biases apart (BDH's layers share theirs)."""
+        """Number of the model's parameters, without norms and biases (BDH's layers share theirs)."""
         layers = self.layers if self.is_bdh else 1
         products = sum(linear.parameters // (layers if linear.name != "head" else 1) for linear in self.linears)
         head = next(linear for linear in self.linears if linear.name == "head")
@@ -210,13 +210,13 @@ class Case:
 
     @property
     def adapter_parameters(self) -> int:
-        """A and B of each linear that is a target; q, k and v have three of each, gate and up two."""
+        """Number of parameters in A and B of each target; q, k and v have three of each, gate and up two."""
         linears = [linear for linear in self.linears if linear.name in TARGETS[self.targets]]
         return sum(self.rank * (len(MEMBERS[w.name]) * w.k + w.n) * w.count for w in linears)
 
     @property
     def target_modules(self) -> list[str]:
-        """The linears with adapters as the model calls them."""
+        """Names in the model of the linears with adapters."""
         return [member for name in TARGETS[self.targets] for member in MEMBERS[name]]
 
     @property
@@ -230,7 +230,7 @@ class Case:
         return own + 6 * self.adapter_parameters * self.tokens + self.attention_flops
 
     def gemm_flops(self, fp8: bool, fp8_head: bool) -> dict[str, int]:
-        """FLOPs of all GEMMs by the precision they could run in. BDH's attention is made of GEMMs, softmax's is not."""
+        """Return FLOPs of all GEMMs by the precision they can run in; BDH's attention consists of GEMMs."""
         body = sum(linear.parameters for linear in self.linears if linear.name != "head") * self.products * self.tokens
         head = self.products * self.matmul_parameters * self.tokens - body
         body += self.attention_flops if self.is_bdh else 0
@@ -262,7 +262,7 @@ def make_case(
     rank: int | None = None,
     targets: str | None = None,
 ) -> Case:
-    """A case from the options a person gave; what cannot be met is an error that names the way out."""
+    """Return a case from a user's options; an impossible one is an error that names the way out."""
     if (preset is None) == (config is None):
         raise UserError("give one of --preset and --config")
     check_choice("mode", mode, MODES)
@@ -301,7 +301,7 @@ def make_case(
 
 
 def usual_tokens(name: str) -> int:
-    """Of a step, where nobody says otherwise."""
+    """Return the default number of tokens of a step."""
     return 256 if name.endswith("tiny") else 8192
 
 
@@ -313,7 +313,7 @@ def _preset(name: str) -> dict[str, Any]:
 
 
 def read_config(path: Path, given: str) -> dict[str, Any]:
-    """A Hugging Face `config.json` of a dense decoder. `given`: how a person named it, for what is said about it."""
+    """Read a Hugging Face `config.json` of a dense decoder. `given`: how the user named it, for error messages."""
     try:
         values = json.loads(path.read_text())
     except FileNotFoundError as error:

@@ -1,4 +1,4 @@
-"""The README's table from result files: `python -m octavo.tools.bench.table benchmarks/results/*.json`.
+"""Markdown tables from result files: `python -m octavo.tools.bench.table benchmarks/results/*.json`.
 
 It replaces what stands between the two markers in README.md. Every row of every file is in it, also those that lose or
 failed, with the date, the GPU, the versions and the command that gave it.
@@ -20,7 +20,7 @@ _HEADINGS = ("", "ms a step", f"× {BASELINE}", f"× {OWN_BASELINE}", "GiB", "TF
 
 
 def markdown(results: Sequence[dict[str, Any]]) -> str:
-    """One table for each result that timed a step."""
+    """Return one table for each result that timed a step."""
     parts = [_one(result) for result in results if result["kind"] == "step"]
     return "\n\n".join(parts)
 
@@ -60,7 +60,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def rewrite(page: Path, results: Sequence[dict[str, Any]]) -> None:
-    """Put the tables between the markers of `page`."""
+    """Replace the tables between the markers of `page`."""
     text = page.read_text()
     if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
         raise ValueError(f"{page}: needs {BEGIN} and, after it, {END}, once each")

@@ -1,4 +1,4 @@
-"""Which option to take on a GPU, the code that runs it, and what cannot be had.
+"""Advice for a GPU: which option to take, the code that runs it, and what is impossible.
 
 First what fits without computing anything twice, then with checkpointing, then with checkpoints in host memory; where
 none of it fits, the same with states in host memory, or with master weights there, too. In each, first what keeps most:
@@ -24,7 +24,7 @@ BASELINES = {"hf": "bf16-compiled", "own": "octavo-bf16"}  # as the bench calls 
 
 @dataclass(frozen=True)
 class Advice:
-    """`option` is None if nothing fits. `batch`: what was asked for, or the largest that fits."""
+    """Advised option, or None if nothing fits. `batch`: the requested one, or the largest that fits."""
 
     option: Option | None
     batch: int
@@ -55,7 +55,7 @@ def advise(model: str, case: Case, options: Sequence[Option], gpu: Gpu) -> Advic
 
 
 def _can_be_advised(option: Option, gpu: Gpu) -> bool:
-    """Octavo's own, with BF16 weights, whose speed is measured; in FP8 where the GPU has it."""
+    """Return True for Octavo's own options with BF16 weights and measured speed; FP8 if the GPU has it."""
     if option.code in BDH_NAMES:
         return option.code in (("bdh-fp8", "bdh-fused") if gpu.has_fp8 else ("bdh-bf16",))
     return option.code != "hf" and option.weight_bytes == 2 and (option.code == "fp8") == gpu.has_fp8
@@ -109,7 +109,7 @@ def _lora_code(model: str, case: Case, option: Option) -> str:
 
 
 def _bdh_code(model: str, case: Case, option: Option) -> str:
-    """The command; or the fused layers, which it does not know."""
+    """Return the command, or the code of the fused layers, which no command runs."""
     size, batch = model.removeprefix("bdh-"), case.tokens // case.seq
     if option.code != "bdh-fused":
         precision = option.code.removeprefix("bdh-")
@@ -157,7 +157,7 @@ def _full_code(model: str, case: Case, option: Option) -> str:
 
 
 def _stepping(option: Option) -> str:
-    """When the optimiser's steps are computed, and where its states are."""
+    """Return the line that places the optimiser's steps and states."""
     if option.offload == "master":
         return 'trainer = FP8Trainer(model, optimizer, offload="master")'
     if option.in_backward:
@@ -166,7 +166,7 @@ def _stepping(option: Option) -> str:
 
 
 def _check(model: str, case: Case, option: Option, gpu: Gpu) -> str:
-    """The command that measures forward and backward of it. The bench neither checkpoints nor keeps less."""
+    """Return the command that measures its forward and backward; the bench neither checkpoints nor saves less."""
     plain = Option("hf", optimizer=None, compiled=option.compiled)
     baselines = [name for code, name in BASELINES.items() if fits(case, replace(plain, code=code), gpu)]
     if option.checkpointing != "none" or not option.compiled or _keeps_less(option) or not baselines:
@@ -190,7 +190,7 @@ def _keeps_less(option: Option) -> bool:
 
 
 def notes(case: Case, memories: Sequence[Memory], gpu: Gpu | None) -> list[str]:
-    """Remarks that the figures alone do not make, for this model on this GPU."""
+    """Return remarks that the figures alone do not make, for this model on this GPU."""
     found = []
     if gpu is not None:
         least = min(_standing(memory) for memory in memories)
@@ -208,7 +208,7 @@ def notes(case: Case, memories: Sequence[Memory], gpu: Gpu | None) -> list[str]:
 
 
 def background(case: Case, memories: Sequence[Memory]) -> list[str]:
-    """How to read the table of all options."""
+    """Return how to read the table of all options."""
     if case.is_bdh:
         return [NOTE]
     found = []
@@ -231,5 +231,5 @@ def background(case: Case, memories: Sequence[Memory]) -> list[str]:
 
 
 def _standing(memory: Memory) -> int:
-    """What has to be there at once, with no token at all."""
+    """Return the bytes that must exist at once even without tokens."""
     return max(moment.weights + moment.gradients + moment.states for moment in memory.moments)

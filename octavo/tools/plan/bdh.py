@@ -37,7 +37,7 @@ def _with_states(option: Option, name: str) -> Option:
 
 
 def plan_bdh(case: Case, option: Option, *, accumulates: bool = False, dropout: float = 0.0) -> Memory:
-    """`accumulates`: over several micro-batches, so that gradients are there in forward, too."""
+    """Return the memory of a BDH. `accumulates`: over several micro-batches, so that forward has gradients, too."""
     fields = {name: value for name, value in case.config.items() if name != "model_type"}
     shape = BDHConfig(**{**fields, "layers": case.layers, "dropout": dropout})
     found = simulate(shape, option.code, case.tokens // case.seq, case.seq)

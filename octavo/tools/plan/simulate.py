@@ -1,4 +1,4 @@
-"""What a step of BDH takes, found by running it on tensors without contents: its own code, forward and backward.
+"""Memory of a step of BDH, from running its own code, forward and backward, on tensors without contents.
 
 `FakeTensorMode` computes shapes and dtypes alone, and every operation's results are counted for as long as something
 refers to them: that is what torch's allocator would be asked for. Nothing is compiled, as in `octavo train`. The fake
@@ -28,8 +28,7 @@ from octavo.nn.autocast import fp8_autocast
 
 @dataclass(frozen=True)
 class Simulated:
-    """Bytes beside the weights: kept for backward when forward ends; most in forward; most in backward, and gradients
-    that are part of it."""
+    """Bytes besides the weights: saved for backward, the peaks of forward and backward, and the gradients in the latter."""
 
     kept: int
     forward: int
@@ -37,7 +36,7 @@ class Simulated:
     gradients: int
 
     def towards(self, other: "Simulated", steps: int) -> "Simulated":
-        """On the line through both."""
+        """Extrapolate on the line through both."""
 
         def at(name: str) -> int:
             mine = getattr(self, name)
@@ -47,7 +46,7 @@ class Simulated:
 
 
 def simulate(shape: BDHConfig, code: str, batch: int, seq: int) -> Simulated:
-    """A step of so many sequences, in one of the codes of `options.py`."""
+    """Simulate a step of so many sequences, in one of the codes of `options.py`."""
     if batch == 1:
         return _sequences(shape, code, 1, seq)
     return _sequences(shape, code, 2, seq).towards(_sequences(shape, code, 3, seq), batch - 2)
@@ -87,7 +86,7 @@ def _gradients(model: nn.Module) -> int:
 
 
 class _Counting(TorchDispatchMode):
-    """`now`: bytes of all tensors there are. `most`: since `begin`; `seen`: what was looked at then."""
+    """Counter of bytes. `now`: all live tensors. `most`: the peak since `begin`; `seen`: the value of `look` at it."""
 
     def __init__(self) -> None:
         super().__init__()
