@@ -28,7 +28,7 @@ from octavo.nn.autocast import fp8_autocast
 
 @dataclass(frozen=True)
 class Simulated:
-    """Bytes besides the weights: saved for backward, the peaks of forward and backward, and the gradients in the latter."""
+    """Bytes besides the weights: saved for backward, peaks of forward and backward, and the gradients in the latter."""
 
     kept: int
     forward: int
