@@ -1,4 +1,4 @@
-"""What a training step of BDH takes on the GPU: FP32, BF16 and FP8 with low-bit states, and what was planned for it.
+"""Memory of a training step of BDH on the GPU: FP32, BF16 and FP8 with low-bit states, measured and planned.
 
     python benchmarks/bdh_memory.py                    # BDH 100M, 4 × 2,048 tokens
 

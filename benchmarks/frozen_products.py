@@ -1,4 +1,4 @@
-"""Products of a base frozen in FP8: in FP8, or in BF16 by dequantised weights? Where each is faster, and by how much.
+"""Products of a base frozen in FP8, computed in FP8 or in BF16 with dequantised weights: which is faster, and where.
 
     python benchmarks/frozen_products.py     # on a GPU; `nn/cost_model.py` draws its line from this
 
@@ -27,7 +27,7 @@ LAYERS = {"135m": 8, "360m": 8, "qwen3-0.6b": 8, "1b": 8, "8b": 4}
 
 
 def time_steps(model: Any, rows: int) -> tuple[float, float]:
-    """Median milliseconds of a step, and GiB at its peak."""
+    """Return the median milliseconds of a step, and GiB at its peak."""
     tokens = torch.randint(VOCABULARY, (rows, SEQ), device="cuda")
 
     def step() -> None:

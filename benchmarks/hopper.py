@@ -1,4 +1,4 @@
-"""Compiling a Triton kernel for a Hopper GPU on a machine without one: for `registers.py` and `tests/kernels`."""
+"""Compilation of a Triton kernel for a Hopper GPU on a machine without one: for `registers.py` and `tests/kernels`."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ TYPES = {
 
 
 def compile_for_hopper(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> Any:
-    """What `kernel[grid](*args, **constants)` would launch. Tensors count by their dtype, and as aligned."""
+    """Compile what `kernel[grid](*args, **constants)` would launch; tensors count by dtype, and as aligned."""
     options = {name: constants[name] for name in OPTIONS if name in constants}
     constants = {name: value for name, value in constants.items() if name not in options}
     given = dict(zip([name for name in kernel.arg_names if name not in constants], args, strict=True))

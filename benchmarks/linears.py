@@ -25,7 +25,7 @@ COPIES = 2  # of the linear, run one after the other
 
 
 def milliseconds(linears: list[nn.Linear], tokens: int) -> float:
-    """Forward and backward of one linear."""
+    """Return the milliseconds of forward and backward of one linear."""
     inputs, outputs = linears[0].in_features, linears[0].out_features
     like: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     xs = [torch.randn(tokens, inputs, **like, requires_grad=True) for _ in linears]

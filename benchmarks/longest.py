@@ -1,4 +1,4 @@
-"""The longest sequence that a LoRA step takes within so much GPU memory: BF16 against FP8, and against the plan.
+"""Longest sequence of a LoRA step within a given GPU memory: BF16 against FP8, and against the plan.
 
     python benchmarks/longest.py --preset 8b --gib 24 --ways bf16,channel,block
 
@@ -35,7 +35,7 @@ WAYS = ("bf16", "octavo-bf16", *FROZEN)
 
 
 def longest(fits: Callable[[int], bool], first: int) -> int:
-    """The largest multiple of the stride that fits, all smaller ones doing so; 0 if none does. Begins at `first`."""
+    """Return the largest multiple of the stride that fits, if all smaller ones do; 0 if none. Starts at `first`."""
     low, high = 0, max(first // STRIDE, 1)
     while fits(high * STRIDE):
         low, high = high, high + max(high // 8, 1)
@@ -57,7 +57,7 @@ def contender_of(way: str) -> Contender:
 
 
 def planned(case: Case, way: str, gib: float) -> int:
-    """torch's limit does not count CUDA's context, but what lies idle between tensors."""
+    """Return the planned length. torch's limit excludes CUDA's context, and includes fragmentation."""
     code = {"bf16": "hf", "octavo-bf16": "own"}.get(way, "fp8")
     recipe = way if code == "fp8" else None
     option = Option(code, recipe, optimizer="adamw", compiled=False, adapter_bytes=2)

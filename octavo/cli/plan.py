@@ -63,7 +63,7 @@ def plan(
             offload=offload,
             gpu=gpu,
         )
-        found = make_plan(request)
+        result = make_plan(request)
     except ValueError as error:
         raise UserError(str(error)) from error
-    run_plan(found, json=json, console=Console(), everything=all)
+    run_plan(result, json=json, console=Console(), everything=all)

@@ -1,7 +1,7 @@
-"""torchao's optimisers, with the step of each parameter in one pass over it where there is a kernel for that.
+"""torchao's optimisers with a fused step: one pass over each parameter, where there is a kernel for it.
 
-On a CPU, and where there is none, it is computed by `numerics/adamw.py`, the same step in torch. What is sharded, or
-amsgrad, is left to torchao's own, which rounds to the nearest.
+Elsewhere, and on a CPU, `numerics/adamw.py` computes the same step in torch. Sharded parameters and amsgrad use
+torchao's own step, which rounds to nearest.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from octavo.numerics import adamw
 
 @cache
 def with_fused_step(optimizer_class: Any) -> Any:
-    """The same optimiser, with torchao's states."""
+    """Return a subclass of a torchao optimiser with the same states and a fused step."""
 
     class FusedStep(optimizer_class):
         param_groups: list[dict[str, Any]]
@@ -46,7 +46,7 @@ def with_fused_step(optimizer_class: Any) -> Any:
             left = [p for group in rest for p in group["params"]]
             if left:
                 self.param_groups = rest
-                on_cpu = all(p.device.type == "cpu" for p in left)  # where compiling may want what is not there
+                on_cpu = all(p.device.type == "cpu" for p in left)  # a CPU may lack what compiling needs
                 try:
                     with set_stance("force_eager") if on_cpu else nullcontext():
                         super(optimizer_class, self).step()  # past the class that torch may have put step hooks around
@@ -55,7 +55,7 @@ def with_fused_step(optimizer_class: Any) -> Any:
             return loss
 
         def _step_group(self, group: dict[str, Any]) -> list[Tensor]:
-            """Those with a gradient that are still to be stepped."""
+            """Step the parameters that have a kernel; return those with a gradient that remain."""
             return [p for p in group["params"] if p.grad is not None and not self._step_one(p, group)]
 
         def _step_one(self, p: Tensor, group: dict[str, Any]) -> bool:
@@ -89,7 +89,7 @@ def _way_for(p: Tensor, mean: Tensor, square: Tensor) -> Callable[..., None]:
 
 
 def _take_levels(_optimizer: Any, loaded: dict[str, Any]) -> dict[str, Any]:
-    """4-bit states of a checkpoint that has other levels; counters to the host, which reads them."""
+    """Re-encode 4-bit states of a checkpoint with other levels, and move counters to the host, which reads them."""
     ways: dict[str, Callable[[Any], Any]] = {
         "exp_avg": adamw.with_levels,
         "exp_avg_sq": adamw.with_levels,

@@ -1,4 +1,4 @@
-"""One parameter's step at a time, by the optimiser that has them all. With its states in host memory, if wanted."""
+"""Optimiser steps for one parameter at a time, optionally with the states in host memory."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from octavo.optim.split_masters import in_fp32, is_left_to_others
 
 
 class PerParameter:
-    """`apply(parameter)`: the optimiser's step for this one, whose gradient is then gone."""
+    """Steps single parameters of an optimiser: `apply(parameter)` updates it and frees its gradient."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, states: HostStates | None = None) -> None:
         self.optimizer = optimizer
@@ -33,6 +33,6 @@ class PerParameter:
             self.states.send(parameter)
 
     def _step_for(self, parameter: Tensor, shown: Tensor) -> None:
-        """Others may have gradients that are not complete, so the optimiser is shown no other."""
+        """Step with a group that holds this parameter alone: the gradients of others may not be complete."""
         group = self.optimizer.param_groups[self._group[parameter]]
         step_groups(self.optimizer, [{**group, "params": [shown]}], self._step)

@@ -1,11 +1,11 @@
-"""What takes the memory of a training step: weights, gradients, optimiser states, and the rest of the peak.
+"""Memory of a training step by kind: weights, gradients, optimiser states, and the rest of the peak.
 
     memory = measure_memory(model, optimizer)    # after a step or more
     print(memory)                                # or rich.print(memory), for a table
 
-The first three are the sizes of tensors that are there. Activations and temporary buffers come and go: they are what is
-left of the most that torch's allocator ever had in use, `torch.cuda.max_memory_allocated`, since the process began or
-since `torch.cuda.reset_peak_memory_stats()`. A CPU has no such figure.
+The first three are sizes of existing tensors. Activations and temporary buffers are the remainder of the allocator's
+peak, `torch.cuda.max_memory_allocated`, since the process began or since `torch.cuda.reset_peak_memory_stats()`. A CPU
+has no such figure.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,7 +24,7 @@ REST = "activations and temporary"
 
 
 class DeviceMemory(NamedTuple):
-    """Bytes: the most that tensors took, what the device has left, all that it has."""
+    """Bytes of a device: the peak of tensors, what is free, and the total."""
 
     peak: int
     free: int
@@ -32,7 +32,7 @@ class DeviceMemory(NamedTuple):
 
 
 def device_memory(device: torch.device) -> DeviceMemory | None:
-    """What the device says of itself; None of a CPU. What torch holds but does not use is free, too."""
+    """Return the memory of a GPU, or None for a CPU. Memory that torch has cached but not allocated counts as free."""
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)
@@ -42,7 +42,7 @@ def device_memory(device: torch.device) -> DeviceMemory | None:
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Bytes by kind, on `device`. `host`: of states and masters in host memory. `peak`: None if nothing measures it."""
+    """Bytes by kind, on `device`. `host`: states and masters in host memory. `peak`: None if it was not measured."""
 
     device: str
     weights: int
@@ -53,7 +53,7 @@ class StepMemory:
 
     @property
     def rest(self) -> int | None:
-        """Activations and temporary buffers. Gradients may not all be there at the peak: never less than nothing."""
+        """Activations and temporary buffers; at least 0, since not all gradients may exist at the peak."""
         return None if self.peak is None else max(self.peak - self.weights - self.gradients - self.states, 0)
 
     @property
@@ -78,7 +78,7 @@ class StepMemory:
         return f"peak {in_words(self.peak)} on {self.device}: {parts}{host}"
 
     def __rich__(self) -> Any:
-        """What rich prints."""
+        """Return the table that rich prints."""
         from rich.table import Table
 
         table = Table(title=f"Memory of a step on {self.device}", title_justify="left")
@@ -94,9 +94,9 @@ class StepMemory:
 
 
 def measure_memory(model: nn.Module, optimizer: Any) -> StepMemory:
-    """What a step takes, after one or more of them. Call it whenever: gradients that are gone by now count as well.
+    """Return the memory that a step takes; call it after one or more steps. Freed gradients count as well.
 
-    `gradients`: of all that is trained, or of the largest alone where each is applied within backward.
+    `gradients`: all that are trained, or the largest alone where each is applied within backward.
     """
     trained = [tensor_bytes(p) for p in model.parameters() if p.requires_grad]
     made = max(trained, default=0) if steps_in_backward(optimizer) else sum(trained)
@@ -104,7 +104,7 @@ def measure_memory(model: nn.Module, optimizer: Any) -> StepMemory:
 
 
 def measure_now(model: nn.Module, optimizer: Any) -> StepMemory:
-    """The same with the gradients that are there at this moment, as where a step has stopped half-way."""
+    """Return the same with the gradients that exist now, as in a step that has failed half-way."""
     return _measured(model, optimizer, live_gradients(model))
 
 
@@ -128,9 +128,9 @@ def _measured(model: nn.Module, optimizer: Any, gradients: int) -> StepMemory:
 
 
 def _states(optimizer: Any, of_model: Mapping[int, Tensor]) -> Iterator[Tensor]:
-    """Counters apart. Parameters that are not the model's are master weights, which belong to the optimiser.
+    """Yield optimiser states and master weights, without step counters.
 
-    So do the masters of weights that are held in FP8.
+    Parameters that are not the model's are masters; so are the masters of weights that are in FP8 only.
     """
     for state in optimizer.state.values():
         yield from (value for value in state.values() if isinstance(value, Tensor) and value.dim())
@@ -142,13 +142,13 @@ def _states(optimizer: Any, of_model: Mapping[int, Tensor]) -> Iterator[Tensor]:
 
 
 def _weight_bytes(x: Tensor) -> int:
-    """A Parameter that is held in FP8 has a shape and a dtype, but takes no memory itself."""
+    """Return the bytes of a weight; a Parameter in FP8 only has shape and dtype but no memory of its own."""
     held = held_of(x)
     return tensor_bytes(x if held is None else held.data)
 
 
 def tensor_bytes(x: Tensor) -> int:
-    """Of a low-bit state, or of a shard: those of the tensors that it consists of."""
+    """Return the bytes of a tensor; for a low-bit state or a shard, those of its inner tensors."""
     if not hasattr(x, "__tensor_flatten__"):
         return x.nbytes
     names, _ = x.__tensor_flatten__()

@@ -1,4 +1,4 @@
-"""The page about a training run: `write_report(folder)` turns the folder's files into one `report.html`.
+"""HTML page about a training run: `write_report(folder)` turns the folder's files into one `report.html`.
 
     metrics.jsonl       one JSON object per step; now and then with the scaling of every operand
     config.json         the run's settings
@@ -33,7 +33,7 @@ from octavo.training.run_folder import read_summary
 
 
 def write_report(folder: Path) -> Path:
-    """Writes `folder/report.html` from the run's files, in one step: a reader sees the old page or the new one."""
+    """Write `folder/report.html` from the run's files, atomically."""
     page = _page(folder)
     report = folder / "report.html"
     partial = folder / f".report.{os.getpid()}.tmp"
@@ -113,7 +113,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _read_products(path: Path) -> list[dict[str, str]]:
-    """The products with every field as text: the page only shows them."""
+    """Return the products with every field as text, for display."""
     products = _read_object(path).get("products")
     if not isinstance(products, list) or not all(isinstance(p, dict) and "name" in p for p in products):
         raise ValueError(f"{path}: 'products' must be a list of objects with a 'name'")
@@ -141,13 +141,13 @@ def _status(run: Run, config: dict[str, Any]) -> tuple[str, str]:
 
 
 def final_loss(losses: Floats) -> float:
-    """Mean of the last tenth of the steps, less those without a finite loss; NaN if the very last is one of them."""
+    """Return the mean of the last tenth of the steps with a finite loss; NaN if the last step has none."""
     tail = losses[-max(1, len(losses) // 10) :]
     return math.nan if math.isnan(tail[-1]) else float(np.nanmean(tail))
 
 
 def loss_difference(run: Run, baseline: Run) -> float:
-    """(run - baseline) / baseline of the final losses, over the steps that both runs took."""
+    """Return (run - baseline) / baseline of the final losses, over the steps that both runs took."""
     _, actual, expected = _paired_losses(run, baseline)
     if len(actual) == 0:
         return math.nan
@@ -156,7 +156,7 @@ def loss_difference(run: Run, baseline: Run) -> float:
 
 
 def _paired_losses(run: Run, baseline: Run) -> tuple[Ints, Floats, Floats]:
-    """The steps both runs took and their losses; NaN in both where either has none, so that averages compare."""
+    """Return the steps that both runs took and their losses; NaN in both where either has none."""
     steps, ours, theirs = np.intersect1d(run.steps, baseline.steps, return_indices=True)
     actual, expected = run.columns["loss"][ours], baseline.columns["loss"][theirs]
     both = np.isfinite(actual) & np.isfinite(expected)
@@ -233,7 +233,7 @@ def _unit(config: dict[str, Any]) -> str:
 
 
 def _held_out_cards(label: str, unit: str, summary: dict[str, dict[str, Any]]) -> list[str]:
-    """The loss of an ended run on text it never trained on, and BF16's beside it."""
+    """Return the loss of a finished run on held-out text, and that of BF16."""
     found = {name: _held_out(result) for name, result in summary.items() if "held_out_loss" in result}
     if label.lower() not in found:
         return []
@@ -316,5 +316,5 @@ def _flatten(config: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
 
 
 def _embed(data: dict[str, Any]) -> str:
-    """JSON that is safe inside <script>: without a "<", nothing in it can close the element."""
+    """Return JSON that is safe inside <script>: without a "<", nothing in it can close the element."""
     return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")

@@ -1,4 +1,4 @@
-"""The memory of a training run: what was measured, by kind, beside what the plan would have said.
+"""Memory of a training run by kind, as measured and as planned.
 
 `octavo train` writes what it measured into `summary.json`; the plan is made here, from `config.json`, of runs on a GPU.
 Both say the same things: gradients are those of all that is trained, and activations and temporary buffers what is left
@@ -20,7 +20,7 @@ from octavo.training.run_folder import memory_of, read_config, read_summary
 
 @dataclass(frozen=True)
 class RunMemory:
-    """Of one precision of a run. `planned`: None where the plan does not know what was run."""
+    """Memory of one precision of a run. `planned`: None where there is no plan for it."""
 
     precision: str
     measured: StepMemory
@@ -33,7 +33,7 @@ class RunMemory:
 
     @property
     def against_plan(self) -> str:
-        """In words; empty if there is nothing to compare."""
+        """Difference to the plan as text; empty if there is nothing to compare."""
         if self.planned is None or self.planned.peak is None or self.measured.peak is None:
             return ""
         return f"planned {in_words(self.planned.peak)}, measured {self.measured.peak / self.planned.peak - 1:+.1%}"
@@ -56,7 +56,7 @@ def planned_memory(config: Mapping[str, Any]) -> StepMemory | None:
 
 
 def memory_rows(memories: list[RunMemory]) -> tuple[list[str], list[list[str]]]:
-    """Headings, and a row for each kind and for the peak."""
+    """Return headings, and a row for each kind and for the peak."""
     columns = {name: memory for each in memories for name, memory in each.columns.items()}
     kinds = next(iter(columns.values())).parts
     rows = [[kind, *(in_words(memory.parts[kind]) for memory in columns.values())] for kind in kinds]
@@ -64,7 +64,7 @@ def memory_rows(memories: list[RunMemory]) -> tuple[list[str], list[list[str]]]:
 
 
 def show_memory(folder: Path, console: Console) -> None:
-    """On the terminal, of a run that has ended."""
+    """Print the memory of a finished run."""
     memories = run_memories(read_config(folder), read_summary(folder))
     if not memories:
         return

@@ -1,4 +1,4 @@
-"""What is timed: a model's shape, the tokens of a step, and the FLOPs that both imply.
+"""Shapes of models, the tokens of a step, and the FLOPs that both imply: for `octavo bench`, `octavo plan` and scripts.
 
     FLOPs of a step = 6 · matmul parameters · tokens + attention
 
@@ -12,11 +12,11 @@ With LoRA the weights are frozen: forward and one product of backward, and the a
 
     FLOPs of a step = 4 · matmul parameters · tokens + 6 · adapter parameters · tokens + attention
 
-Rank 0 is the frozen base without adapters, whose backward goes down to the embedding's output. With adapters it ends at
-the lowest of them; what it then spares in the first layer is counted all the same (at 8 layers of 8B 0.5 % of a step;
-1.2 % with adapters on the MLP alone).
+Rank 0 is the frozen base without adapters, whose backward extends to the embedding's output. With adapters it ends at
+the lowest of them; the work saved in the first layer is counted nevertheless (at 8 layers of 8B 0.5 % of a step; 1.2 %
+with adapters on the MLP alone).
 
-Work that an implementation does on top (recomputing, masked halves, padding) is not counted: it earns nothing.
+Additional work of an implementation (recomputation, masked halves, padding) is not counted.
 """
 
 import json
@@ -119,7 +119,7 @@ PRESETS = tuple(SHAPES)
 
 @dataclass(frozen=True)
 class Linear:
-    """One kind of product `x_MK · w_NKᵀ` with M the tokens of a step; `count` of them in the model."""
+    """One kind of product `x_MK · w_NKᵀ`, with M the tokens of a step, and `count` of them in the model."""
 
     name: str
     n: int
@@ -190,13 +190,13 @@ class Case:
 
     @property
     def adapter_parameters(self) -> int:
-        """A and B of each linear that is a target; q, k and v have three of each, gate and up two."""
+        """Number of parameters in A and B of each target; q, k and v have three of each, gate and up two."""
         linears = [linear for linear in self.linears if linear.name in TARGETS[self.targets]]
         return sum(self.rank * (len(MEMBERS[w.name]) * w.k + w.n) * w.count for w in linears)
 
     @property
     def target_modules(self) -> list[str]:
-        """The linears with adapters as the model calls them."""
+        """Names in the model of the linears with adapters."""
         return [member for name in TARGETS[self.targets] for member in MEMBERS[name]]
 
     @property
@@ -242,7 +242,7 @@ def make_case(
     rank: int | None = None,
     targets: str | None = None,
 ) -> Case:
-    """A case from the options a person gave; what cannot be met is an error that names the way out."""
+    """Return a case from a user's options; an impossible one is an error that names the way out."""
     if (preset is None) == (config is None):
         raise UserError("give one of --preset and --config")
     check_choice("mode", mode, MODES)
@@ -280,7 +280,7 @@ def make_case(
 
 
 def usual_tokens(name: str) -> int:
-    """Of a step, where nobody says otherwise."""
+    """Return the default number of tokens of a step."""
     return 256 if name.endswith("tiny") else 8192
 
 
@@ -290,7 +290,7 @@ def _preset(name: str) -> dict[str, Any]:
 
 
 def read_config(path: Path, given: str) -> dict[str, Any]:
-    """A Hugging Face `config.json` of a dense decoder. `given`: how a person named it, for what is said about it."""
+    """Read a Hugging Face `config.json` of a dense decoder. `given`: how the user named it, for error messages."""
     try:
         values = json.loads(path.read_text())
     except FileNotFoundError as error:

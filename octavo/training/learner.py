@@ -30,7 +30,7 @@ SAMPLE_TEMPERATURE = 0.8
 
 @dataclass(frozen=True)
 class Sample:
-    """A held-out line, and how the model went on."""
+    """A held-out line, and the model's continuation."""
 
     prompt: str
     written: str
@@ -107,7 +107,7 @@ class Learner:
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """The mean loss over held-out sequences, the same ones whatever the run."""
+        """Return the mean loss over held-out sequences, which are the same in every run."""
         settings = self.settings
         self.model.eval()
         total = torch.zeros((), device=self.device)
@@ -124,7 +124,7 @@ class Learner:
         return total.item() / settings.evaluation_batches
 
     def sample(self) -> Sample:
-        """A held-out line and how the model goes on. FloatingPointError: of a model that has diverged."""
+        """Continue a held-out line. Raises FloatingPointError if the model has diverged."""
         beginning = bytes(self.data.held_out[:4096].tolist())
         line = PROMPT_LINE.search(beginning)
         prompt = line.group() if line else beginning[:PROMPT_BYTES]
@@ -140,7 +140,7 @@ class Learner:
         return Sample(prompt.decode(errors="replace"), written.decode(errors="replace"))
 
     def state_dict(self) -> dict[str, Any]:
-        """All that the next step depends on, besides the parameters, the settings and the data."""
+        """Return everything the next step depends on, besides the parameters, the settings and the data."""
         return {
             "optimizer": self.optimizer.state_dict(),
             "scaling": self.scaling.state_dict() if self.scaling is not None else None,

@@ -1,4 +1,4 @@
-"""A run whose GPU has no memory left: it ends with what took it, what would take less, and where it can go on."""
+"""Out-of-memory errors of a run: what took the memory, what would take less, and where the run can continue."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ from octavo.training.learner import Learner
 
 @contextmanager
 def memory_errors(learner: Learner, checkpoints: Path, folder: Path) -> Iterator[None]:
-    """`checkpoints`: where those of this training are; `folder`: of the run."""
+    """Turn an out-of-memory error into a `RunError`. `checkpoints`: folder of this training's; `folder`: of the run."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -32,10 +32,10 @@ def _ways(learner: Learner) -> dict[str, str]:
 
 
 def _kept(checkpoints: Path, folder: Path) -> str:
-    found = list_checkpoints(checkpoints)
-    if not found:
+    saved = list_checkpoints(checkpoints)
+    if not saved:
         return f"there is no checkpoint yet; with other settings start anew: --out {folder} --overwrite"
     return (
-        f"the last checkpoint, {found[-1]}, is intact: where more memory is free, octavo train --resume --out {folder} "
+        f"the last checkpoint, {saved[-1]}, is intact: where more memory is free, octavo train --resume --out {folder} "
         "goes on from it; with other settings it is another run, with an --out of its own"
     )

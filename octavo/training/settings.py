@@ -1,4 +1,4 @@
-"""What a training run is: one frozen dataclass, complete and checked at construction.
+"""Settings of a training run: one frozen dataclass, complete and checked at construction.
 
 People give a few options; `settings_from_options` fills in the rest from the defaults of the model size and the device,
 or, for a resumed run, from the settings it was started with. A run's `config.json` is these settings.
@@ -130,7 +130,7 @@ class TrainSettings:
         return self.batch * self.micro_batches * self.seq
 
     def learning_rate(self, step: int) -> float:
-        """The rate of step 1, 2, …: a straight rise over `warmup` steps, then the schedule (cosine ends near 0)."""
+        """Return the rate of step 1, 2, …: linear over `warmup` steps, then the schedule (cosine ends near 0)."""
         if step <= self.warmup:
             return self.lr * step / self.warmup
         if self.schedule == "constant":
@@ -142,11 +142,11 @@ class TrainSettings:
         return replace(self, **changes)
 
     def in_bf16(self) -> Self:
-        """The other half of a comparison: the same run with plain BF16 products."""
+        """Return the same run with plain BF16 products, for comparison."""
         return replace(self, precision="bf16", dtype="bfloat16", compare=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
+        """Return plain values, ready for JSON."""
         return {**asdict(self), "shape": asdict(self.shape), "fp8": self.fp8.to_dict()}
 
     @classmethod
@@ -160,13 +160,13 @@ class TrainSettings:
         return cls(**{**values, **nested})
 
     def changes_to_curve(self, other: Self) -> list[str]:
-        """The fields in which `other` would give a different loss curve from this run's."""
+        """Return the fields in which `other` would give a different loss curve."""
         mine, others = self.to_dict(), other.to_dict()
         return [name for name in mine if name not in HARMLESS and mine[name] != others[name]]
 
 
 def settings_from_options(options: Mapping[str, Any], base: TrainSettings | None = None) -> TrainSettings:
-    """Settings from the options a person gave, over those of `base` (a run to resume) or the defaults.
+    """Complete a user's options with the settings of `base` (a run to resume) or with defaults.
 
     Options are the fields of `TrainSettings`, except: `size` is a preset; `dim`, `heads`, `neurons`, `layers` and
     `dropout` change the preset's shape; `device` and `dtype` may be `auto`; `fp8` is a dict of fields of

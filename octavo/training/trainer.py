@@ -65,16 +65,16 @@ class FP8Trainer:
     under the autocast instead. Without it, the model is trained as it is, including an FP8 one converted before.
     Batches: a dict for models that return an object or dict with `loss`; a tuple for models that return a loss, or
     `(..., loss)`. With `loss_fn`, a tuple is `(*inputs, target)` and the loss is `loss_fn(model(*inputs), target)`.
-    `release_gradients`: each is applied within backward, and its memory given back (`octavo.optim.step_in_backward`);
-    a step is then not skipped for a gradient that is not finite, which shows too late. `offload="optimizer"`: its
+    `release_gradients`: each is applied within backward and then freed (`octavo.optim.step_in_backward`); steps are
+    then not skipped for non-finite gradients, which are found too late. `offload="optimizer"`: its
     states live in host memory (`octavo.optim.offload_states`). `offload="master"`: FP32 master weights do, too, and the
     linears' weights are in FP8 only (`octavo.optim.offload_master`); gradients are then released in any case.
-    `gradients`: what they are summed in over micro-batches: `fp32` (the default), 4 bytes a parameter; `bf16`, 2 bytes,
-    or `fp8`, one byte, both rounded stochastically, so that the mean is right and single sums are off by up to a 128th
-    or an 8th at each addition. Without accumulation gradients are what the parameters are, and nothing else can be had.
-    `master_weights`: weights in BF16 are stepped as FP32 ones, of which the optimiser keeps the lower halves, 2 bytes a
-    parameter, and FP32 means (`octavo.optim.keep_masters`); the default, unless the model was loaded without. False
-    leaves weights to round to BF16 after each step. `autocast_dtype`: forward runs under `torch.autocast` with this
+    `gradients`: precision of their sums over micro-batches: `fp32` (the default), 4 bytes per parameter; `bf16`, 2
+    bytes, or `fp8`, one byte, both rounded stochastically, so that sums are unbiased and each addition is off by up to
+    a 128th or an 8th. Without accumulation, gradients have the dtype of the parameters, and there is no choice.
+    `master_weights`: BF16 weights are stepped as FP32 ones, whose lower halves the optimiser keeps, 2 bytes per
+    parameter, with FP32 moments (`octavo.optim.keep_masters`); the default, unless the model was loaded without. False
+    rounds weights to BF16 after each step. `autocast_dtype`: forward runs under `torch.autocast` with this
     dtype, such as `torch.bfloat16` for a model with FP32 parameters.
 
     After each optimiser step, `last_step` has its loss and gradient norm. A step whose gradient norm is non-finite is
@@ -177,9 +177,9 @@ class FP8Trainer:
             yield
 
     def training_step(self, batch: Batch) -> Tensor:
-        """One micro-batch: forward, backward and, when due, the optimiser's step. Returns its loss.
+        """Run one micro-batch: forward, backward and, when due, the optimiser's step. Returns its loss.
 
-        Where memory runs out, torch's error has a note that says what took it, and what would take less.
+        An out-of-memory error carries a note that says what took the memory, and what would take less.
         """
         with explained(self.model, self.optimizer, self._ways_to_take_less, self._last_saved):
             return self._micro_batch(batch)
@@ -289,7 +289,7 @@ class FP8Trainer:
         self.optimizer.zero_grad(set_to_none=True)
 
     def save_model(self, path: str | Path) -> Path:
-        """Write the weights: safetensors, or what `torch.save` writes if the name ends in `.pt` or `.pth`.
+        """Write the weights: safetensors, or `torch.save`'s format if the name ends in `.pt` or `.pth`.
 
         A folder gets a `model.safetensors`. The file appears under its name only when it is complete.
         """
@@ -322,7 +322,7 @@ class FP8Trainer:
         logger.info("loaded %s", path)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that training depends on, also in the middle of an accumulation; torch's random numbers, too."""
+        """Return everything that training depends on, including a partial accumulation and random number states."""
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -362,13 +362,13 @@ def _what_gradients_are(asked: str | None, model: nn.Module, accumulation: int) 
         check_choice("gradients", asked, GRADIENTS)
     if accumulation > 1:
         return asked or "fp32"
-    found = default_for(model)
-    if asked not in (None, found):
+    dtype = default_for(model)
+    if asked not in (None, dtype):
         raise ValueError(
             f"gradients={asked!r} with gradient_accumulation_steps=1: they are not summed, so they are what the "
-            f"parameters are ({found}); leave gradients out, or accumulate"
+            f"parameters are ({dtype}); leave gradients out, or accumulate"
         )
-    return found
+    return dtype
 
 
 def _require_each_gradient_alone(why: str, model: nn.Module, accumulation: int, limit: float | None) -> None:

@@ -1,4 +1,4 @@
-"""`octavo bench`: the user's own check of Octavo's numbers.
+"""`octavo bench`: a check of Octavo's numbers on the user's own device.
 
 | file | what |
 | --- | --- |

@@ -22,7 +22,7 @@ REFERENCE = Contender("bf16-eager", "bf16", compile=False)
 
 
 def check(case: Case, contender: Contender) -> tuple[dict[str, Any], PreparedModel]:
-    """The comparison, ready for JSON; and the model, to be kept: compiled code goes with the model it was made of."""
+    """Return the comparison, ready for JSON, and the model, which owns the compiled code."""
     layers = min(CHECK_LAYERS, case.layers)
     reference = PreparedModel(case, REFERENCE, layers)
     reference_loss = reference.step().item()
@@ -46,7 +46,7 @@ def check(case: Case, contender: Contender) -> tuple[dict[str, Any], PreparedMod
 
 
 def failure(found: dict[str, Any]) -> str:
-    """Why these figures are not those of a correct step; empty if they are. NaN fails every comparison."""
+    """Return why these figures are not those of a correct step; empty if they are. NaN fails every comparison."""
     difference, cosine = found["loss_difference"], found["cosine"]
     if not abs(difference) <= LARGEST_LOSS_DIFFERENCE:
         return f"loss off by {difference:+.2%} from BF16 (allowed: {LARGEST_LOSS_DIFFERENCE:.0%})"
@@ -81,5 +81,5 @@ def _cosine(sums: torch.Tensor) -> float:
 
 
 def _finite(found: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no NaN: None stands for it."""
+    """Replace NaN, which JSON lacks, by None."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in found.items()}

@@ -1,4 +1,4 @@
-"""Who is timed. A contender that cannot run here keeps its row, with the reason: nothing is dropped silently."""
+"""Contenders of a benchmark. One that cannot run here keeps its row, with the reason: nothing is dropped silently."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -56,7 +56,7 @@ class Contender:
 
     @property
     def without_optimizer(self) -> "Contender":
-        """The same up to its gradients."""
+        """The same contender without its optimiser step."""
         return replace(self, optimizer=None, in_backward=False, offload=None)
 
     def to_dict(self) -> dict[str, Any]:
@@ -73,9 +73,9 @@ def make_contenders(
     compile: bool,
     optimizers: Sequence[str] = (),
 ) -> tuple[list[Contender], dict[str, str]]:
-    """The contenders that can run, baselines first, and the reasons of those that cannot.
+    """Return the contenders that can run, baselines first, and the reasons for those that cannot.
 
-    `optimizers`: whole steps, with each of these; what is not ours has AdamW.
+    `optimizers`: time whole steps with each of these; other libraries run AdamW.
     """
     for name in optimizers:
         check_choice("optimizer", name, OPTIMIZERS)
@@ -103,7 +103,7 @@ def make_contenders(
 
 
 def _check_recipe(item: str, case: Case, *, whole: bool) -> None:
-    """Before any process starts: on a GPU the reason would come after minutes."""
+    """Check a recipe before any process starts; on a GPU a worker would report it after minutes."""
     name, *extras = item.split("+")
     check_choice("recipe", name, tuple(RECIPES))
     for extra in extras:
@@ -153,7 +153,7 @@ def _with_optimizers(contenders: Sequence[Contender], names: Sequence[str]) -> l
 
 
 def _check_lora(recipes: Sequence[str], wgrad: str) -> None:
-    """The recipe of a frozen base is how its weights are kept."""
+    """Check that a frozen base can be stored by each recipe, and that no option concerns gradients of weights."""
     for item in recipes:
         if item.split("+")[0] not in FROZEN:
             raise UserError(f"--recipe {item}: with --mode lora one of {', '.join(FROZEN)}")

@@ -9,7 +9,7 @@ _TORCHAO_RECIPES = {"torchao": "tensorwise", "torchao-row": "rowwise"}
 
 
 def convert_by_torchao(model: nn.Module, kind: str) -> str:
-    """torchao's float8 training, in place. Returns one line about what it did."""
+    """Convert in place to torchao's float8 training. Returns one line about it."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     from torchao.float8.float8_linear import Float8Linear
 
@@ -24,7 +24,7 @@ def convert_by_torchao(model: nn.Module, kind: str) -> str:
 
 
 def convert_by_te(model: nn.Module) -> tuple[str, AbstractContextManager[Any]]:
-    """Transformer Engine's linears with delayed scaling, in place; and the context that a forward runs in."""
+    """Replace linears in place by Transformer Engine's, with delayed scaling. Also returns the context of a forward."""
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import DelayedScaling, Format
 
@@ -50,7 +50,7 @@ def convert_by_te(model: nn.Module) -> tuple[str, AbstractContextManager[Any]]:
 
 
 class _TEContext:
-    """`te.fp8_autocast` serves once; this one can be entered for every step."""
+    """Reusable `te.fp8_autocast`, which by itself can be entered once only."""
 
     def __init__(self, te: Any, recipe: Any) -> None:
         self._te, self._recipe = te, recipe

@@ -1,4 +1,4 @@
-"""A model made ready for one contender, and the training step that is timed.
+"""A model prepared for one contender, and the training step that is timed.
 
 Weights are random and come from the seed alone, so that every contender has the same ones, and so that they need no
 copy: between its turns a contender gives its weights' memory back and draws them again when its turn comes. (Eight
@@ -28,10 +28,10 @@ LEARNING_RATE = 1e-5
 
 
 class PreparedModel:
-    """`step()` is forward, loss, backward and, in FP8, the roll of the scaling histories that an optimiser would do.
+    """Model of a contender. `step()` runs forward, loss, backward and, in FP8, the roll of the scaling histories.
 
-    For a whole step the optimiser itself follows. Its states are given back between turns with the gradients, and made
-    anew in the next one's first step, which is not timed.
+    For a whole step the optimiser follows. Its states are freed between turns with the gradients, and created again in
+    the next turn's first step, which is not timed.
     """
 
     def __init__(self, case: Case, contender: Contender, layers: int | None = None) -> None:
@@ -76,7 +76,7 @@ class PreparedModel:
             self.context, self.scaling, self.summary = converted
 
     def _build_optimizer(self, contender: Contender) -> torch.optim.Optimizer:
-        """BF16 weights are rounded stochastically where they are ours; elsewhere as people have it."""
+        """Build the optimiser; BF16 weights are rounded stochastically in Octavo's, as usual in others."""
         trained = [p for p in self.model.parameters() if p.requires_grad]
         ours = contender.kind in OURS
         optimizer = build_optimizer(str(contender.optimizer), trained, LEARNING_RATE, stochastic_rounding=ours)
@@ -90,7 +90,7 @@ class PreparedModel:
         return optimizer
 
     def _freeze(self, contender: Contender) -> list[str]:
-        """As `FastLanguageModel` loads it: each weight quantised, one after the other, and the fused pieces."""
+        """Quantise each weight in turn and fuse, as `FastLanguageModel` does when it loads a model."""
         granularity = FROZEN[str(contender.recipe)]
         config = activation_config(granularity).replace(fp8_head=contender.fp8_head)
         self.scaling = FP8ScalingManager.from_config(config)
@@ -104,7 +104,7 @@ class PreparedModel:
         return loading.fuse(self.model)
 
     def _adapt(self) -> None:
-        """Adapters on the targets, in BF16, with B not zero, so that every gradient says something."""
+        """Add adapters to the targets, in BF16, with non-zero B, so that every gradient is informative."""
         options = {"r": self.case.rank, "lora_alpha": self.case.rank, "target_modules": self.case.target_modules}
         options["autocast_adapter_dtype"] = False
         self.model = loading.add_adapters(
@@ -116,7 +116,7 @@ class PreparedModel:
                 parameter.data = parameter.data.to(torch.bfloat16).normal_(0.0, INIT_STD, generator=generator)
 
     def _enter(self) -> None:
-        """Nothing is trained: gradients flow down to the embedding's output, which is kept for its own."""
+        """Keep the gradient of the embedding's output, where backward ends if nothing is trained."""
         self.model.enable_input_require_grads()
 
         def keep(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
@@ -133,11 +133,11 @@ class PreparedModel:
 
     @property
     def _plain(self) -> Any:
-        """The transformers model, without what PEFT put around it."""
+        """The transformers model inside PEFT's wrapper."""
         return self.model.get_base_model() if self.case.rank else self.model
 
     def step(self) -> Tensor:
-        """One training step; returns the loss, still on the device."""
+        """Run one training step; return the loss, still on the device."""
         with self.context:
             loss = self.case.family.loss(self.model, self.tokens_BT)
         loss.backward()
@@ -150,7 +150,7 @@ class PreparedModel:
 
     @property
     def reserved_bytes(self) -> int:
-        """Memory held that torch does not count as allocated."""
+        """Memory in use that torch does not count as allocated."""
         return graphs.reserved_bytes(self.model) if self._graphs else 0
 
     def _use_graphs(self, enabled: bool) -> None:
@@ -159,7 +159,7 @@ class PreparedModel:
 
     @property
     def untimed_steps(self) -> int:
-        """After `unpark`: a first one gets its memory back from the driver, and with graphs a second one records."""
+        """Steps to run after `unpark`: one gets its memory back from the driver; with graphs, a second one records."""
         return 2 if self._graphs else 1
 
     def check_recorded(self) -> None:
@@ -167,7 +167,7 @@ class PreparedModel:
             raise RuntimeError("no CUDA graph was recorded")
 
     def warm_layers(self) -> None:
-        """Compile the decoder layers at the real shapes, without the head: its logits take 17 GB at 8B.
+        """Compile the decoder layers at the real shapes, without the head, whose logits take 17 GB at 8B.
 
         All workers do this at the same time, so that their compilations overlap. (A model that is compiled as a
         whole is another graph at another depth: nothing to prepare.) The gradient that comes in is not the
@@ -179,7 +179,7 @@ class PreparedModel:
             hidden.float().square().mean().backward()
 
     def gradients(self) -> dict[str, Tensor | None]:
-        """What a step has left to be compared."""
+        """Return the gradients that a step has left, for comparison."""
         if self.case.frozen and not self.case.rank:
             return {"embedding's output": None if self._entry is None else self._entry.grad}
         return {name: p.grad for name, p in self.model.named_parameters() if p.requires_grad}
@@ -189,7 +189,7 @@ class PreparedModel:
         self.model.zero_grad(set_to_none=True)
 
     def park(self) -> None:
-        """Give back the memory of gradients, of states, of recordings, and of weights that can be drawn again."""
+        """Free gradients, states, recordings, and weights that can be drawn again."""
         self._use_graphs(False)
         if self._optimizer is not None:
             self._optimizer.state.clear()
@@ -202,7 +202,7 @@ class PreparedModel:
         self._use_graphs(True)
 
     def drop(self) -> None:
-        """Give back all memory, for good: what stays is the compiled code, which goes with the model."""
+        """Free all memory for good, except the compiled code, which belongs to the model."""
         self._give_back(self._matrices())
 
     def _give_back(self, weights: list[nn.Parameter]) -> None:
@@ -219,14 +219,14 @@ class PreparedModel:
         return [parameter for parameter in self.model.parameters() if parameter.dim() >= 2]
 
     def _draw(self) -> None:
-        """Every matrix from the seed. Norms and biases keep what the model gave them."""
+        """Draw every matrix from the seed. Norms and biases keep their initial values."""
         generator = torch.Generator(self.case.device).manual_seed(self.case.seed)
         for parameter in self._drawn:
             parameter.data.normal_(0.0, INIT_STD, generator=generator)
 
 
 def config_of(contender: Contender) -> FP8TrainingConfig:
-    """Only what was chosen is named, so that everything else is the library's default."""
+    """Return the FP8 configuration of a contender; everything not chosen is the library's default."""
     overrides: dict[str, Any] = {"fp8_head": True} if contender.fp8_head else {}
     overrides |= {"wgrad": contender.wgrad} if contender.wgrad else {}
     overrides |= {"activations": contender.activations} if contender.activations != "bf16" else {}

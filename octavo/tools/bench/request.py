@@ -1,4 +1,4 @@
-"""From a checked request to the files: measure, show, write, draw."""
+"""A checked request for a benchmark, and its run: measure, show, write, plot."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ RESULTS = Path("benchmarks/results")
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """What to measure. `part` is the whole `step`, or only `gemm` or `kernels`; the rest is for the step."""
+    """Request for a benchmark. `part`: the whole `step`, or only `gemm` or `kernels`; other fields are for the step."""
 
     part: str
     case: Case
@@ -40,8 +40,10 @@ class BenchRequest:
 
 
 def run_request(request: BenchRequest, *, out: Path | None, command: Sequence[str], console: Console) -> Path:
-    """Returns the path of the result file: in `out`, or `out` itself; without one, where a checkout has its results, or
-    here."""
+    """Measure, show and write; return the path of the result file.
+
+    The file is `out`, or lies in the folder `out`; by default in a checkout's results, or in the current folder.
+    """
     if out is None:
         out = RESULTS if RESULTS.is_dir() else Path()
     check_out(out)

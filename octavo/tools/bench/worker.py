@@ -1,4 +1,4 @@
-"""One contender in a process of its own: `python -m octavo.tools.bench.worker`, driven by JSON lines.
+"""A contender in its own process: `python -m octavo.tools.bench.worker`, driven by JSON lines.
 
 The first line is `{"case": …, "contender": …}`; every further one asks for something and gets one line back:
 
@@ -33,7 +33,7 @@ GIB = 2**30
 
 
 class Worker:
-    """What a worker knows between two lines."""
+    """State of a worker between two requests."""
 
     def __init__(self, case: Case, contender: Contender) -> None:
         self.case, self.contender = case, contender
@@ -102,7 +102,7 @@ class Worker:
 
 
 def scaling_rates(scaling: FP8ScalingManager | None) -> dict[str, dict[str, float]]:
-    """Underflow and saturation, mean and maximum over tensors, by operand (the last part of a tensor's name)."""
+    """Return underflow and saturation, mean and maximum over tensors, by operand (the last part of a tensor's name)."""
     if scaling is None:
         return {}
     by_operand: dict[str, list[dict[str, float]]] = {}
@@ -118,7 +118,7 @@ def scaling_rates(scaling: FP8ScalingManager | None) -> dict[str, dict[str, floa
 
 
 def serve(requests: TextIO, answers: TextIO) -> None:
-    """Answer until the input ends or something fails."""
+    """Answer requests until the input ends or something fails."""
     first = json.loads(requests.readline())
     worker = Worker(Case.from_dict(first["case"]), Contender(**first["contender"]))
     commands: dict[str, Callable[..., dict[str, Any]]] = {
@@ -140,7 +140,7 @@ def serve(requests: TextIO, answers: TextIO) -> None:
 
 
 def in_one_line(error: BaseException) -> str:
-    """What went wrong at the bottom: compilers wrap the error that matters in several of their own."""
+    """Return the root cause of an error, which compilers wrap in several of their own."""
     while error.__cause__ is not None:
         error = error.__cause__
     return "".join(traceback.format_exception_only(error)).strip().splitlines()[0][:300]

@@ -1,4 +1,4 @@
-"""Which option to take on a GPU, the code that runs it, and what cannot be had.
+"""Advice for a GPU: which option to take, the code that runs it, and what is impossible.
 
 First what fits without computing anything twice, then with checkpointing, then with checkpoints in host memory; where
 none of it fits, the same with states in host memory, or with master weights there, too. In each, first what keeps most:
@@ -23,7 +23,7 @@ BASELINES = {"hf": "bf16-compiled", "own": "octavo-bf16"}  # as the bench calls 
 
 @dataclass(frozen=True)
 class Advice:
-    """`option` is None if nothing fits. `batch`: what was asked for, or the largest that fits."""
+    """Advised option, or None if nothing fits. `batch`: the requested one, or the largest that fits."""
 
     option: Option | None
     batch: int
@@ -138,7 +138,7 @@ def _full_code(model: str, case: Case, option: Option) -> str:
 
 
 def _stepping(option: Option) -> str:
-    """When the optimiser's steps are computed, and where its states are."""
+    """Return the line that places the optimiser's steps and states."""
     if option.offload == "master":
         return 'trainer = FP8Trainer(model, optimizer, offload="master")'
     if option.in_backward:
@@ -171,7 +171,7 @@ def _keeps_less(option: Option) -> bool:
 
 
 def notes(case: Case, memories: Sequence[Memory], gpu: Gpu | None) -> list[str]:
-    """Remarks that the figures alone do not make, for this model on this GPU."""
+    """Return remarks that the figures alone do not make, for this model on this GPU."""
     found = []
     if gpu is not None:
         least = min(_standing(memory) for memory in memories)
@@ -208,5 +208,5 @@ def decoder_background(case: Case, memories: Sequence[Memory]) -> list[str]:
 
 
 def _standing(memory: Memory) -> int:
-    """What has to be there at once, with no token at all."""
+    """Return the bytes that must exist at once even without tokens."""
     return max(moment.weights + moment.gradients + moment.states for moment in memory.moments)

@@ -1,4 +1,4 @@
-"""States, and master weights, in host memory: what of them is on the GPU, and what the host has to hold.
+"""States and master weights in host memory: the part of them on the GPU, and the memory of the host.
 
 They come to the GPU for the step of their parameter, those of the next `AHEAD` on their way (`optim/host_states.py`).
 The parameters take turns, and after the last comes the first again:
@@ -21,7 +21,7 @@ from octavo.tools.shapes import Case
 
 
 def on_gpu(case: Case, option: Option) -> int:
-    """Bytes of states, with the buffers of those in host memory, and of their master weights."""
+    """Return bytes of states on the GPU, including buffers for offloaded states and master weights."""
     if option.offload is None:
         return persistent.states(case, option)
     vocabulary = persistent.vocabulary_parameters(case) * (1 if persistent.is_tied(case) else 2)
@@ -30,7 +30,7 @@ def on_gpu(case: Case, option: Option) -> int:
 
 
 def _at_once(case: Case) -> Counter[int]:
-    """Matrices of a layer by size, and how many of that size are among so many that follow one another."""
+    """Return how many matrices of each size may be on the GPU at once: the one being stepped, and the next ones."""
     sizes = [n * k for n, k in persistent.layer_matrices(case)]
     found: Counter[int] = Counter()
     for i in range(len(sizes)):
@@ -39,7 +39,7 @@ def _at_once(case: Case) -> Counter[int]:
 
 
 def on_host(case: Case, option: Option) -> int:
-    """Bytes of host memory, pinned; torch gives each tensor there a power of two."""
+    """Return bytes of pinned host memory; torch gives each tensor there a power of two."""
     found = 0
     if option.offload is not None:
         layer = [n * k for n, k in persistent.layer_matrices(case)]
@@ -52,7 +52,7 @@ def on_host(case: Case, option: Option) -> int:
 
 
 def _of_layers(case: Case, option: Option) -> tuple[float, ...]:
-    """Bytes of one number in each of the tensors that come and go."""
+    """Return bytes per element of each tensor that is transferred."""
     if option.offload == "master":
         return (FP32, *persistent.state_bytes(case, option, of_master=True))
     return persistent.state_bytes(case, option)

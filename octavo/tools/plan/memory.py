@@ -1,4 +1,4 @@
-"""The moments of a training step, what is in memory at each, and the peak: the largest of them.
+"""Moments of a training step, the memory at each, and the peak, which is the largest.
 
     head               the layers have kept what they need; head and loss run
     head's step        with the optimiser in backward: where the head has a master, both halves joined, and in FP32
@@ -58,7 +58,7 @@ def plan_decoder(case: Case, option: Option) -> Memory:
 
 
 def _gradients(case: Case, option: Option) -> dict[str, int]:
-    """Bytes of gradients at each moment. A tied head's is complete, and can be applied, at the embedding alone."""
+    """Return the bytes of gradients at each moment. A tied head's is complete only at the embedding."""
     if case.frozen:
         every = persistent.gradients(case, option)
         return {"head": 0, "last layer": 0, "first layer": every, "embedding": every}
@@ -73,7 +73,7 @@ def _gradients(case: Case, option: Option) -> dict[str, int]:
 
 
 def _activations(case: Case, option: Option, layer: Mapping[str, int]) -> tuple[int, int]:
-    """What layers have kept when the last goes backward, and when the first does."""
+    """Return the bytes that layers have saved when the last goes backward, and when the first does."""
     one = sum(layer.values())
     if option.checkpointing == "none":
         return case.layers * one, one
@@ -84,7 +84,7 @@ def _activations(case: Case, option: Option, layer: Mapping[str, int]) -> tuple[
 
 
 def _at_head(case: Case, option: Option, all_kept: int) -> int:
-    """Checkpointed layers have not begun to compute anything again."""
+    """Return the activations at the head, when checkpointed layers have not recomputed anything yet."""
     if option.checkpointing == "none":
         return all_kept
     inputs = case.layers if option.checkpointing == "layers" else min(case.layers, IN_FLIGHT)

@@ -1,4 +1,4 @@
-"""What stays in memory from step to step, weights and optimiser states, and the gradients between.
+"""Memory that persists from step to step, weights and optimiser states, and the gradients.
 
 states   bytes per number trained: adamw 2 of the weight's dtype (torch makes them like the weight); adamw8bit and
          adamwfp8 two of one byte, with an FP32 scale for 256; adamw4bit two of half a byte, with one for 128
@@ -15,7 +15,7 @@ LOW_BIT_STATES = {"adamw8bit": (1.0, 256), "adamwfp8": (1.0, 256), "adamw4bit": 
 
 
 def layer_matrices(case: Case) -> list[tuple[int, int]]:
-    """Outputs and inputs of each linear of a layer, one by one."""
+    """Return outputs and inputs of each linear of a layer."""
     s = Sizes.of(case)
     outputs = {"q_proj": s.q, "k_proj": s.kv, "v_proj": s.kv, "o_proj": s.k}
     outputs |= {"gate_proj": s.f, "up_proj": s.f, "down_proj": s.k}
@@ -24,12 +24,12 @@ def layer_matrices(case: Case) -> list[tuple[int, int]]:
 
 
 def is_tied(case: Case) -> bool:
-    """Whether embedding and head are one matrix."""
+    """Return True if embedding and head are one matrix."""
     return bool(case.config.get("tie_word_embeddings", False))
 
 
 def vocabulary_parameters(case: Case) -> int:
-    """Of the head, and as many of the embedding."""
+    """Return the number of parameters of the head, and thus of the embedding."""
     return case.vocabulary * int(case.config["hidden_size"])
 
 
@@ -68,12 +68,12 @@ def weights(case: Case, option: Option) -> int:
 
 
 def trained(case: Case) -> int:
-    """How many numbers have a gradient."""
+    """Return the number of parameters that have a gradient."""
     return case.adapter_parameters if case.frozen else parameters(case)
 
 
 def trained_bytes(case: Case, option: Option) -> int:
-    """Of one such number."""
+    """Return the bytes per trained parameter."""
     return option.adapter_bytes if case.frozen else option.weight_bytes
 
 
@@ -82,7 +82,7 @@ def gradients(case: Case, option: Option) -> int:
 
 
 def state_bytes(case: Case, option: Option, *, of_master: bool = False) -> tuple[float, ...]:
-    """Bytes of one number trained, by tensor: two moments, each with its scales if they are quantised; a low half."""
+    """Return the bytes of states per trained parameter, by tensor: two moments with their scales, and a low half."""
     if option.optimizer is None:
         return ()
     low = (LOW_HALF,) if option.masters and not of_master else ()
@@ -93,16 +93,16 @@ def state_bytes(case: Case, option: Option, *, of_master: bool = False) -> tuple
 
 
 def states(case: Case, option: Option) -> int:
-    """All of them, wherever they are."""
+    """Return the bytes of all states, on the GPU and on the host."""
     layers = case.layers * layer_parameters(case) if option.offload == "master" else 0
     others = (trained(case) - layers) * sum(state_bytes(case, option))
     return round(layers * sum(state_bytes(case, option, of_master=True)) + others)
 
 
 def master_gradient(case: Case, option: Option) -> int:
-    """FP32 masters want their gradient in FP32, one matrix after the other. (No optimiser of ours takes more.)
+    """Return bytes of the FP32 gradient of the largest matrix, since masters are stepped one by one.
 
-    Masters in halves are joined for the step, so stepped in backward they take as much again.
+    Split masters stepped in backward are joined, which takes as much again. (No optimiser of ours takes more.)
     """
     largest = FP32 * max(n * k for n, k in layer_matrices(case))
     if option.offload == "master":
@@ -111,5 +111,5 @@ def master_gradient(case: Case, option: Option) -> int:
 
 
 def vocabulary_master(case: Case, option: Option) -> int:
-    """The same of the embedding and of the head."""
+    """Return bytes of the joined master and FP32 gradient of the embedding or the head."""
     return 2 * FP32 * vocabulary_parameters(case) if option.masters and option.in_backward else 0

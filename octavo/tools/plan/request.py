@@ -1,4 +1,4 @@
-"""What a person asks for: a model, a mode, the tokens of a step. Checked here, so that what follows can trust it."""
+"""Request for a plan: a model, a mode, the tokens of a step. Checked here, so that later code can trust it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -20,9 +20,12 @@ _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attentio
 
 @dataclass(frozen=True)
 class Request:
-    """`gpu`: its name or its GiB; None leaves out what fits. `head`: of FP8 options. `offload`: only options that do so
-    are compared with BF16 (`none`: only those that do not); None: all of them. `seq`: None takes 2,048 tokens, or as
-    many as the model has positions."""
+    """Request for a plan, with the options of `octavo plan`.
+
+    `gpu`: its name or its GiB; None leaves out what fits. `head`: precision of the head in FP8 options. `offload`:
+    compare only options that do so with BF16 (`none`: only those that do not); None: all of them. `seq`: None takes
+    2,048 tokens, or the model's positions if fewer.
+    """
 
     model: str
     mode: str = "full"
@@ -87,12 +90,12 @@ def with_batch(case: Case, batch: int) -> Case:
 
 
 def with_sequence(case: Case, length: int) -> Case:
-    """One sequence, of so many tokens."""
+    """Return the case with one sequence of so many tokens."""
     return replace(case, tokens=length, seq=length)
 
 
 def checkpoint_name(model: str) -> str:
-    """What to load it by: a name on the Hub, or the folder that was given."""
+    """Return the name to load the model by: on the Hub, or the given folder."""
     if model in HUB:
         return HUB[model]
     path = Path(model)

@@ -1,4 +1,4 @@
-"""From a request to what is printed and written."""
+"""A plan from a request, printed and written."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from octavo.training.files import write_json
 
 
 def make_plan(request: Request) -> Plan:
-    """What every option takes for this step; with a GPU, what fits it."""
+    """Return the memory of every option for this step; with a GPU, also what fits it."""
     case = request.case
     fp8_head = request.head == "fp8"
     family = case.family
@@ -36,7 +36,7 @@ def make_plan(request: Request) -> Plan:
 
 
 def run_plan(plan: Plan, *, json: Path | None, console: Console, everything: bool = False) -> None:
-    """The short answer, or `everything`: each option, with what takes its memory."""
+    """Print the short answer, or with `everything` each option and its memory by kind; write JSON if asked."""
     if json is not None and (json.is_dir() or not json.parent.is_dir()):
         raise UserError(f"--json {json}: a file in a folder that exists is needed")
     show(console, plan, everything)

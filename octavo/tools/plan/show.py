@@ -1,4 +1,4 @@
-"""A plan on the terminal, and as JSON."""
+"""Output of a plan on the terminal, and as JSON."""
 
 import textwrap
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ COLOURS = dict(zip(KINDS, ("blue", "magenta", "yellow", "green", "red"), strict=
 
 @dataclass(frozen=True)
 class Plan:
-    """All that was found. `batches` and `sequences`: the largest and the longest of each option on `gpu`."""
+    """A complete plan. `batches` and `sequences`: the largest and the longest of each option on `gpu`."""
 
     model: str
     case: Case
@@ -41,7 +41,7 @@ class Plan:
 
 
 def show(console: Console, plan: Plan, everything: bool = False) -> None:
-    """The short answer; or all options, with what takes their memory, and then that."""
+    """Print the short answer; or all options, with their memory by kind, and then the answer."""
     if not console.is_terminal:  # a file or a pipe has no width of its own
         console = Console(file=console.file, width=PIPE_WIDTH)
     console.print(Text(title(plan.case), style="bold"))
@@ -70,7 +70,7 @@ def title(case: Case) -> str:
 
 
 def _table(plan: Plan, narrow: bool) -> Table:
-    """Narrow: with short headings, and without the moment of the peak; names are folded, figures never cut."""
+    """Return a table that fits narrow terminals: short headings, no moment of the peak, names folded, figures uncut."""
     caption = "GiB at the moment of the peak; ×: of the first row's"
     if plan.gpu is not None:
         caption += f"; most: sequences that fit {plan.gpu.name}, {plan.gpu.room:.1f} GiB of tensors"
@@ -167,7 +167,7 @@ def _batch(batch: int) -> str:
 
 
 def _bars(plan: Plan, columns: int) -> Text:
-    """One bar for each option, split by kind; a line where the GPU ends."""
+    """Return one bar for each option, split by kind, with a line where the GPU ends."""
     name_width = max(len(memory.option.name) for memory in plan.memories)
     bar = max(10, min(BAR, columns - name_width - 10))
     limit = None if plan.gpu is None else plan.gpu.room * GIB
@@ -195,7 +195,7 @@ def _bars(plan: Plan, columns: int) -> Text:
 
 
 def _cells(memory: Memory, longest: int, bar: int) -> list[str]:
-    """The kind of each cell of a bar. Rounding the ends of parts, not their lengths, keeps the whole right."""
+    """Return the kind of each cell of a bar. Rounding the ends of parts, not their lengths, keeps the sum right."""
     cells: list[str] = []
     so_far = 0
     for kind in KINDS:
@@ -220,7 +220,7 @@ def _show_code(console: Console, advice: Advice) -> None:
 
 
 def folded(code: str) -> str:
-    """A command's line goes on below after a backslash; lines of Python are short as they are."""
+    """Break a command's line after a backslash; lines of Python are short already."""
     if not code.startswith("octavo "):
         return code
     lines = textwrap.wrap(code, PIPE_WIDTH - 4, break_long_words=False, break_on_hyphens=False)
@@ -247,7 +247,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
 
 
 def _option(memory: Memory, plan: Plan, number: int) -> dict[str, Any]:
-    """In bytes, but for what says GiB."""
+    """Return an option's figures, in bytes except where a name says GiB."""
     return {
         "name": memory.option.full_name,
         "option": asdict(memory.option),

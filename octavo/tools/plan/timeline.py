@@ -1,4 +1,4 @@
-"""A moment of a step, with what is in memory then, and the peak: the largest of a step's moments."""
+"""Memory at the moments of a step, and the peak, which is the largest of them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ WORKSPACE = 66 * 2**20
 
 @dataclass(frozen=True)
 class Moment:
-    """Bytes by kind."""
+    """Bytes by kind at one moment of a step."""
 
     name: str
     weights: int
@@ -33,7 +33,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Memory:
-    """What a step of an option takes."""
+    """Memory that a step of an option takes."""
 
     option: Option
     moments: tuple[Moment, ...]
