@@ -18,8 +18,8 @@ import torch
 import triton
 
 import octavo
-from octavo.hf.build import build_causal_lm
 from octavo.tools.bench.cases import DECODERS
+from octavo.tools.bench.random_model import build_causal_lm
 from octavo.training.files import write_json
 
 SEQ, VOCABULARY, RANK = 2048, 4096, 16

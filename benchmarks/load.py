@@ -28,9 +28,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from octavo.hf.build import build_causal_lm
 from octavo.numerics.checks import check_choice
 from octavo.tools.bench.cases import LLAMAS
+from octavo.tools.bench.random_model import build_causal_lm
 from octavo.tools.bench.result import device_name, versions, without_folders
 from octavo.training.files import write_json
 

@@ -52,7 +52,7 @@ def subject_of(case, option):
 
 def layer_call(subject, case, option):
     """The second decoder layer, and what it is called with in a step."""
-    from octavo.hf.build import decoder_layers
+    from octavo.tools.bench.random_model import decoder_layers
 
     layer = decoder_layers(subject.model.get_base_model() if case.rank else subject.model)[1]
     found = []

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from octavo.convert import convert_to_fp8
-from octavo.hf import graphs, loading
-from octavo.hf.build import build_causal_lm, decoder_layers
+from octavo.decoders import graphs
+from octavo.decoders.fuse import fuse_loaded
 from octavo.models.bdh import BDH, BDHConfig
 from octavo.nn.autocast import fp8_autocast
 from octavo.nn.frozen import FP8FrozenLinear, activation_config
@@ -24,6 +24,7 @@ from octavo.optim import build_optimizer, offload_master, offload_states, step_i
 from octavo.tools.bench.cases import Case
 from octavo.tools.bench.contenders import FROZEN, OURS, Contender
 from octavo.tools.bench.peers import convert_by_te, convert_by_torchao
+from octavo.tools.bench.random_model import build_causal_lm, decoder_layers
 
 INIT_STD = 0.02
 LEARNING_RATE = 1e-5
@@ -111,14 +112,18 @@ class Subject:
                 frozen.in_fp8 = not contender.weights_only
                 self.model.set_submodule(name, frozen)
         self.scaling.to(self.case.device)
-        loading.install_lora()
-        return loading.fuse(self.model)
+        from octavo.hf import lora
+
+        lora.install()
+        return fuse_loaded(self.model).fused
 
     def _adapt(self) -> None:
         """Adapters on the targets, in BF16, with B not zero, so that every gradient says something."""
         options = {"r": self.case.rank, "lora_alpha": self.case.rank, "target_modules": self.case.target_modules}
         options["autocast_adapter_dtype"] = False
-        self.model = loading.add_adapters(
+        from octavo.hf.lora import add_adapters
+
+        self.model = add_adapters(
             self.model, checkpointing=False, seed=self.case.seed, max_seq_length=None, options=options
         )
         generator = torch.Generator(self.case.device).manual_seed(self.case.seed)

@@ -27,7 +27,7 @@ class Option:
     keep, as in `FP8TrainingConfig`. `in_backward`: gradients are applied there, one by one. `offload`: `optimizer` has
     states in host memory; `master` has FP32 weights there, too, and on the GPU FP8 weights in the layers.
     `wide_products`: a frozen FP8 base multiplies in BF16. `adapter_bytes`: beside FP8, PEFT makes adapters in FP32.
-    `joined_norms`: where `hf/layer.py` joins norms to what follows them. `masters`: BF16 weights that are trained have
+    `joined_norms`: where `decoders/forwards.py` joins norms to what follows them. `masters`: trained BF16 weights have
     FP32 masters (`optim/split_masters.py`), as with `FastLanguageModel` and `FP8Trainer`; `octavo bench` has none.
     """
 
