@@ -18,12 +18,12 @@ if TYPE_CHECKING:  # see the end
     from octavo.convert import ConversionReport as ConversionReport
     from octavo.convert import convert_to_fp8 as convert_to_fp8
     from octavo.convert import restore as restore
-    from octavo.fast import FastLanguageModel as FastLanguageModel
+    from octavo.decoders.graphs import use_cuda_graphs as use_cuda_graphs
     from octavo.hf.accelerate import setup_fp8_mixed_precision_training as setup_fp8_mixed_precision_training
     from octavo.hf.accelerate import watch_environment as watch_environment
     from octavo.hf.callback import OctavoCallback as OctavoCallback
     from octavo.hf.export import export_fp8 as export_fp8
-    from octavo.hf.graphs import use_cuda_graphs as use_cuda_graphs
+    from octavo.hf.fast import FastLanguageModel as FastLanguageModel
     from octavo.hf.quantizer import OctavoConfig as OctavoConfig
     from octavo.nn.autocast import FP8Autocast as FP8Autocast
     from octavo.nn.autocast import fp8_autocast as fp8_autocast
@@ -42,7 +42,7 @@ if TYPE_CHECKING:  # see the end
     from octavo.numerics import dequantize as dequantize
     from octavo.numerics import quantize as quantize
     from octavo.numerics import quantize_stochastic as quantize_stochastic
-    from octavo.optim.memory import measure_memory as measure_memory
+    from octavo.optim.step_memory import measure_memory as measure_memory
     from octavo.support import FP8Support as FP8Support
     from octavo.support import check_fp8_support as check_fp8_support
     from octavo.training.trainer import FP8Trainer as FP8Trainer
@@ -98,19 +98,19 @@ _WHERE = {
     "fp8_linear": "octavo.nn.functional",
     "fp8_matmul": "octavo.nn.functional",
     "get_fp8_autocast_context": "octavo.nn.autocast",
-    "measure_memory": "octavo.optim.memory",
+    "measure_memory": "octavo.optim.step_memory",
     "quantize": "octavo.numerics",
     "quantize_stochastic": "octavo.numerics",
     "restore": "octavo.convert",
 }
 # Not in `__all__`: these need transformers, accelerate or peft.
 _LATER = {
-    "FastLanguageModel": "octavo.fast",
+    "FastLanguageModel": "octavo.hf.fast",
     "OctavoCallback": "octavo.hf.callback",
     "OctavoConfig": "octavo.hf.quantizer",
     "export_fp8": "octavo.hf.export",
     "setup_fp8_mixed_precision_training": "octavo.hf.accelerate",
-    "use_cuda_graphs": "octavo.hf.graphs",
+    "use_cuda_graphs": "octavo.decoders.graphs",
     "watch_environment": "octavo.hf.accelerate",
 }
 

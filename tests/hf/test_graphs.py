@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import octavo
-from octavo.hf import graphs
-from octavo.hf.build import build_causal_lm
-from octavo.tools.bench.cases import LLAMAS
+from octavo.decoders import graphs
+from octavo.tools.bench.random_model import build_causal_lm
+from octavo.tools.shapes import LLAMAS
 
 
 def tiny():

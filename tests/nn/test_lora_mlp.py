@@ -6,7 +6,6 @@ from activation_cases import REFERENCES, least_cosine
 from bounds import cosine
 from torch import nn
 
-from octavo import ops_lora_mlp
 from octavo.nn.frozen import FP8FrozenLinear
 from octavo.nn.frozen_group import put_together
 from octavo.nn.lora import Adapter, Adapters
@@ -14,6 +13,7 @@ from octavo.nn.lora_mlp import frozen_mlp
 from octavo.nn.mlp import MLP
 from octavo.numerics.activation import ACTIVATIONS
 from octavo.numerics.norm import Norm
+from octavo.ops import lora_mlp as ops_lora_mlp
 
 K, F, R = 192, 256, 8
 NONE = Adapters((), (), ())

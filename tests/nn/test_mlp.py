@@ -10,11 +10,12 @@ from bounds import cosine
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from octavo import FP8TrainingConfig, ops_linear
+from octavo import FP8TrainingConfig
 from octavo.nn.mlp import MLP, fp8_mlp
 from octavo.numerics.activation import ACTIVATIONS, gated, gated_backward
 from octavo.numerics.scaling import new_rows
 from octavo.ops import Product
+from octavo.ops import linear as ops_linear
 
 CONFIGS = {
     **{name: FP8TrainingConfig.from_recipe(name) for name in ("delayed", "current", "channel", "block", "mx")},
@@ -79,8 +80,8 @@ def test_frozen_weights(trained, monkeypatch):
     for i, w in enumerate(leaves[1:]):
         w.requires_grad_(i in trained)
     layouts = []
-    quantize = ops_linear.quantize_directly
-    monkeypatch.setattr(ops_linear, "quantize_directly", lambda *a: (layouts.append(a[-1]), quantize(*a))[1])
+    quantize = ops_linear.quantize_group
+    monkeypatch.setattr(ops_linear, "quantize_group", lambda *a, **k: (layouts.append(a[4]), quantize(*a, **k))[1])
     y = fp8_mlp(*leaves, mlp_of(CONFIGS["delayed"]), rows(), rows())
     y.square().sum().backward()
     assert layouts[0] == ("both" if {0, 1} & set(trained) else "rows")  # x: its columns are for gate and up

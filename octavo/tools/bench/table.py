@@ -16,7 +16,7 @@ _HEADINGS = ("", "ms a step", f"× {BASELINE}", f"× {OWN_BASELINE}", "GiB", "TF
 
 
 def markdown(results: Sequence[dict[str, Any]]) -> str:
-    """One table for each result that timed a step."""
+    """Return one table for each result that timed a step."""
     parts = [_one(result) for result in results if result["kind"] == "step"]
     return "\n\n".join(parts)
 
