@@ -59,7 +59,9 @@ def kernels() -> str:
         key = (row["recipe"], row["operand"], "{:,} × {:,}".format(*row["shape"]))
         figures = f"{row['seconds'] * 1e6:.0f} ({row['moved_share_of_equal_copy']:.0%})"
         cells.setdefault(key, {})[row["layout"]] = figures
-    rows = [[f"{key[0]} {key[1]}", key[2], *(found.get(layout, "–") for layout in layouts)] for key, found in cells.items()]
+    rows = [
+        [f"{key[0]} {key[1]}", key[2], *(found.get(layout, "–") for layout in layouts)] for key, found in cells.items()
+    ]
     heading = provenance(result, "octavo bench --preset 8b --kernels")
     return heading + table(["recipe, operand", "elements", *(f"{layout}, µs" for layout in layouts)], rows)
 
@@ -67,8 +69,13 @@ def kernels() -> str:
 def frozen_products() -> str:
     (result,) = read("*-frozen-products.json")
     rows = [
-        [f"{row['model']}, {row['granularity']}", f"{row['fp8_ms']:.1f}", f"{row['bf16_ms']:.1f}"]
-        + [f"{row['fp8_gib']:.2f}", f"{row['bf16_gib']:.2f}"]
+        [
+            f"{row['model']}, {row['granularity']}",
+            f"{row['fp8_ms']:.1f}",
+            f"{row['bf16_ms']:.1f}",
+            f"{row['fp8_gib']:.2f}",
+            f"{row['bf16_gib']:.2f}",
+        ]
         for row in result["results"]
     ]
     headings = ["model, granularity", "FP8 products, ms", "BF16 products, ms", "FP8, GiB", "BF16, GiB"]
@@ -89,8 +96,13 @@ def load() -> str:
     (result,) = read("*-load.json")
     gib = 2**30
     rows = [
-        [row["way"], f"{row['loading']['seconds']:.1f}", f"{row['weights_bytes'] / gib:.2f}"]
-        + [f"{row['loading']['device_peak_allocated'] / gib:.2f}", f"{row['loading']['host_own'] / gib:.2f}"]
+        [
+            row["way"],
+            f"{row['loading']['seconds']:.1f}",
+            f"{row['weights_bytes'] / gib:.2f}",
+            f"{row['loading']['device_peak_allocated'] / gib:.2f}",
+            f"{row['loading']['host_own'] / gib:.2f}",
+        ]
         for row in result["rows"]
     ]
     headings = ["granularity", "seconds", "weights, GiB", "GPU peak, GiB", "host, GiB"]
@@ -103,8 +115,14 @@ def masters() -> str:
     for result in sorted(read("*-masters*.json"), key=lambda result: -len(result["ways"])):
         ways |= {row["way"]: row for row in result["ways"]}
     rows = [
-        [name, f"{row['cosine with FP32 weights, autocast']:.3f}", f"{row['moved in the first step']:.0%}"]
-        + [f"{row['bytes a parameter']:.1f}", f"{row['peak GiB']:.1f}", f"{row['step ms']:.1f}"]
+        [
+            name,
+            f"{row['cosine with FP32 weights, autocast']:.3f}",
+            f"{row['moved in the first step']:.0%}",
+            f"{row['bytes a parameter']:.1f}",
+            f"{row['peak GiB']:.1f}",
+            f"{row['step ms']:.1f}",
+        ]
         for name, row in ways.items()
     ]
     headings = ["weights", "cosine", "changed in a step", "bytes a parameter", "peak, GiB", "optimiser step, ms"]

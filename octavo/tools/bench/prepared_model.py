@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from octavo.convert import convert_to_fp8
-from octavo.hf import graphs, loading
-from octavo.hf.build import decoder_layers
+from octavo.decoders import graphs
+from octavo.decoders.fuse import fuse_loaded
 from octavo.nn.frozen import FP8FrozenLinear, activation_config
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 from octavo.optim import build_optimizer, offload_master, offload_states, step_in_backward
 from octavo.tools.bench.contenders import FROZEN, OURS, Contender
 from octavo.tools.bench.others import convert_by_te, convert_by_torchao
+from octavo.tools.bench.random_model import decoder_layers
 from octavo.tools.shapes import Case
 
 INIT_STD = 0.02
@@ -100,14 +101,18 @@ class PreparedModel:
                 frozen.in_fp8 = not contender.weights_only
                 self.model.set_submodule(name, frozen)
         self.scaling.to(self.case.device)
-        loading.install_lora()
-        return loading.fuse(self.model)
+        from octavo.hf import lora
+
+        lora.install()
+        return fuse_loaded(self.model).fused
 
     def _adapt(self) -> None:
         """Add adapters to the targets, in BF16, with non-zero B, so that every gradient is informative."""
         options = {"r": self.case.rank, "lora_alpha": self.case.rank, "target_modules": self.case.target_modules}
         options["autocast_adapter_dtype"] = False
-        self.model = loading.add_adapters(
+        from octavo.hf.lora import add_adapters
+
+        self.model = add_adapters(
             self.model, checkpointing=False, seed=self.case.seed, max_seq_length=None, options=options
         )
         generator = torch.Generator(self.case.device).manual_seed(self.case.seed)

@@ -16,7 +16,7 @@ _LARGEST_HEAD = 128
 
 
 def plainly_causal(like: Tensor) -> Tensor:
-    """A mask that says: causal and nothing else. Empty, of four dimensions, which transformers passes on as it is.
+    """A mask that means causal and nothing else: empty, of four dimensions, which transformers passes on unchanged.
 
     Given no mask, transformers reads the positions back from the GPU to see whether sequences are packed in them, and
     so waits for all that the GPU still has to do.
@@ -26,7 +26,7 @@ def plainly_causal(like: Tensor) -> Tensor:
 
 @cache
 def register() -> None:
-    """Make the name known to transformers, with the masks of `sdpa`."""
+    """Register this attention with transformers, with the masks of `sdpa`."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
@@ -45,7 +45,7 @@ def attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """`query[B, H, T, d]` over `key` and `value[B, G, T, d]`; returns `[B, T, H, d]`."""
+    """Attend with `query[B, H, T, d]` over `key` and `value[B, G, T, d]`; returns `[B, T, H, d]`."""
     if attention_mask is not None and attention_mask.numel() == 0:
         attention_mask = None
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal

@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.hf import attention
-from octavo.hf.graph_state import autocast_of, state_of, who_watches
+from octavo.decoders import attention
+from octavo.decoders.classes import HEAD
+from octavo.decoders.graph_state import autocast_of, state_of, who_watches
 from octavo.nn.linear import LinearInFP8
 from octavo.nn.versions import check_versions, versions_of
 
@@ -34,10 +35,10 @@ WITHOUT = "octavo.use_cuda_graphs(model, False) trains without"
 
 
 def use_cuda_graphs(model: nn.Module, enabled: bool = True, *, after: int = AFTER, most: int = MOST) -> None:
-    """Let the training steps of a fused decoder be replayed from CUDA graphs; its host then has little to do.
+    """Replay the training steps of a fused decoder from CUDA graphs, which leaves its host little to do.
 
     Call it when the model is complete, adapters included. For steps of the same shape, such as text cut to one length:
-    each shape is recorded when it comes for the time after `after`, up to `most` of them. Steps with padding, with
+    each shape is recorded when it has been computed `after` times, up to `most` shapes. Steps with padding, with
     `position_ids` (as where several sequences are packed into a row), with gradient checkpointing or without gradients
     are computed as before. What cannot be recorded is an error when its turn comes: a model with hooks, which a replay
     would not call, one that waits for the GPU in its forward, or one that is never twice the same.
@@ -62,7 +63,7 @@ def use_cuda_graphs(model: nn.Module, enabled: bool = True, *, after: int = AFTE
 
 
 def forget(causal: nn.Module) -> None:
-    """Without graphs from now on: recordings are of the recipe that was there."""
+    """Drop the recordings of a model, and record no more: they hold for the recipe that it had."""
     causal.__dict__.pop(_MARK, None)
 
 
@@ -73,7 +74,7 @@ def replayed(causal: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tens
 
 
 def without_full_mask(causal: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Where graphs are used, without a mask that masks nothing. To see that takes a wait for the GPU."""
+    """The arguments without a mask that masks nothing, where graphs are used: to look at one waits for the GPU."""
     mask = kwargs.get("attention_mask")
     if _MARK not in causal.__dict__ or not isinstance(mask, Tensor) or mask.dim() != 2 or not bool(mask.all()):
         return kwargs
@@ -96,7 +97,7 @@ def recordings(model: nn.Module) -> int:
 
 def _fused_model(model: nn.Module) -> Any:
     for module in model.modules():
-        if "_octavo_head" in module.__dict__:  # PEFT's wrappers have what their model has
+        if HEAD in module.__dict__:  # PEFT's wrappers have what their model has
             return module
     raise ValueError(
         f"use_cuda_graphs: {type(model).__name__} is not a decoder that Octavo has fused; load it by "
@@ -119,7 +120,7 @@ class _Graphs:
         self._changes: dict[Any, int] = {}  # in a row that came at once
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy of a model, or one that is saved whole, records by itself."""
+        """Leave the recordings out: a copy of a model, or one that is pickled, makes its own."""
         return {name: self.__dict__[name] for name in ("decoder", "after", "most", "adapted", "managers")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -145,7 +146,7 @@ class _Graphs:
             return _Replay.apply(recorded, tokens, *recorded.parameters)
 
     def _drop(self, key: Any, tokens: Tensor) -> None:
-        """Its turn comes again; but what changes all the time would be recorded all the time."""
+        """Drop a recording that is out of date. Raise if that keeps happening: each step would be recorded anew."""
         del self.recorded[key]
         self._seen[key] = 0
         at_once = self._replays[key] <= 1
@@ -182,7 +183,7 @@ class _Graphs:
 
 
 def _made(decoder: Any, tokens: Tensor) -> "_Recorded":
-    """A recording, which leaves random numbers as they were, also where it breaks off."""
+    """Record a step, and leave the random numbers as they were, also where recording breaks off."""
     generator = torch.cuda.default_generators[tokens.device.index]
     numbers = generator.get_state()
     complete = False
@@ -200,14 +201,14 @@ def _made(decoder: Any, tokens: Tensor) -> "_Recorded":
 
 
 def _wants_more(decoder: Any) -> bool:
-    """More than a graph gives: activations computed again, or all of them handed out."""
+    """Whether a step asks for more than a graph gives: activations computed again, or all of them returned."""
     config = getattr(decoder, "config", None)
     shown = any(getattr(config, name, False) for name in ("output_hidden_states", "output_attentions"))
     return shown or getattr(decoder, "gradient_checkpointing", False)
 
 
 def _renew(generator: torch.Generator, numbers: Tensor) -> None:
-    """A recording that breaks off leaves the generator recording, and every later random number would be an error."""
+    """Replace the generator's state: after a recording that broke off, every later random number would be an error."""
     fresh = torch.Generator(generator.device)
     fresh.set_state(numbers)
     generator.graphsafe_set_state(fresh)
@@ -215,7 +216,7 @@ def _renew(generator: torch.Generator, numbers: Tensor) -> None:
 
 @contextmanager
 def _no_cached_casts() -> Iterator[None]:
-    """Autocast keeps a weight's cast for later uses. A recording would read such a copy, and never the weight again."""
+    """Turn off autocast's cache of cast weights: a recording would read the copy, and never the weight again."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -226,7 +227,7 @@ def _no_cached_casts() -> Iterator[None]:
 
 @contextmanager
 def _no_waiting() -> Iterator[None]:
-    """What waits for the GPU is an error here. Within a recording it would be one, too, and break more."""
+    """Raise where something waits for the GPU. Within a recording it would raise, too, and break more."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that this is a prototype
@@ -238,7 +239,7 @@ def _no_waiting() -> Iterator[None]:
 
 
 def _only_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """The token numbers, if a step is given nothing else that matters, and each looks at all that came before."""
+    """The token ids, if a step is given nothing else that matters, and its mask is plainly causal; else None."""
     given = {name: value for name, value in kwargs.items() if name not in _IRRELEVANT}
     given = {name: value for name, value in given.items() if value is not None and value is not False}
     tokens = args[0] if args else given.pop("input_ids", None)
@@ -261,7 +262,7 @@ class _Recorded:
         self.tokens = tokens.clone()
         self.pool = torch.cuda.graph_pool_handle()
         self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        self._turn: weakref.ref[_Turn] | None = None
+        self._in_flight: weakref.ref[_InFlight] | None = None
         # Autograd remembers for a Parameter, as long as any graph has it, on which stream its gradient is added up;
         # that other stream cannot take part in a recording. So what is recorded has Parameters of its own, which lie
         # in the same memory.
@@ -294,30 +295,30 @@ class _Recorded:
         return torch.autograd.grad(hidden, self._inputs, gradient, allow_unused=True)
 
     def still_holds(self, decoder: Any) -> bool:
-        """Whether what was trained is trained still, where and how it was, and nothing else."""
+        """Whether the decoder is as it was recorded: the same Parameters trained, in the same memory and way."""
         return state_of(decoder) == self._state
 
     def is_waiting(self) -> bool:
-        """Whether a backward may yet come that needs what the last forward left."""
-        return self._turn is not None and self._turn() is not None
+        """Whether the backward of the last replayed forward may still come, and needs its activations."""
+        return self._in_flight is not None and self._in_flight() is not None
 
-    def begin(self) -> "_Turn":
-        turn = _Turn()
-        self._turn = weakref.ref(turn)
-        return turn
+    def begin(self) -> "_InFlight":
+        in_flight = _InFlight()
+        self._in_flight = weakref.ref(in_flight)
+        return in_flight
 
     def end(self) -> None:
-        self._turn = None
+        self._in_flight = None
 
     def copied_gradients(self) -> list[Tensor | None]:
-        """Not the recording's own: the next step writes there, and sums of several may be wanted."""
+        """Copies of the gradients: the next step writes over the recording's own, and several may be summed."""
         copies = iter(torch._foreach_mul([g for g in self.gradients if g is not None], 1.0))
         return [None if g is None else next(copies) for g in self.gradients]
 
 
 @contextmanager
 def _in_place_of(module: nn.Module, old: Sequence[nn.Parameter], new: Sequence[nn.Parameter]) -> Iterator[None]:
-    """While inside, modules have the new Parameters where they had the old ones."""
+    """Give modules the new Parameters in the place of the old ones, until the block ends."""
     other = dict(zip(map(id, old), new, strict=True))
     places = [
         (parameters, name, p)
@@ -334,8 +335,8 @@ def _in_place_of(module: nn.Module, old: Sequence[nn.Parameter], new: Sequence[n
             parameters[name] = p
 
 
-class _Turn:
-    """Lives as long as the graph of autograd that it is part of."""
+class _InFlight:
+    """A token of a replayed forward whose backward has not run: it lives as long as its autograd graph."""
 
 
 class _Replay(torch.autograd.Function):
@@ -343,7 +344,7 @@ class _Replay(torch.autograd.Function):
     def forward(ctx: Any, recorded: _Recorded, tokens: Tensor, *_parameters: Tensor) -> Tensor:
         recorded.tokens.copy_(tokens)
         recorded.forward.replay()
-        ctx.recorded, ctx.turn = recorded, recorded.begin()
+        ctx.recorded, ctx.in_flight = recorded, recorded.begin()
         ctx.versions = versions_of(recorded.read)
         return recorded.hidden.detach()
 
@@ -354,6 +355,6 @@ class _Replay(torch.autograd.Function):
         check_versions(recorded.read, ctx.versions)
         recorded.gradient.copy_(gradient)
         recorded.backward.replay()
-        ctx.turn = None
+        ctx.in_flight = None
         recorded.end()
         return None, None, *recorded.copied_gradients()

@@ -1,4 +1,4 @@
-"""What a recording of a decoder takes for granted beside the values of its tensors: it is right only while that holds.
+"""The state that a recording of a decoder depends on, beside the values of its tensors: it is right while that holds.
 
 A replay calls no Python: it reads the addresses, multiplies by the factors and draws the dropout that were there when
 it was recorded, and gives gradients to the Parameters that were trained. So before each replay all of it is compared.
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from octavo.hf.hooks import HOOKS
+from octavo.decoders.hooks import HOOKS
 
 _HARMLESS = "transformers.utils.output_capturing"  # stay for good where hidden states were asked for once
 # Of PEFT's layers and of dropout: which adapters, how strong. (Linears in FP8 have another `scaling`, always the same.)
@@ -19,7 +19,7 @@ _FLAGS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling", 
 
 
 def state_of(decoder: nn.Module) -> list[Any]:
-    """Equal lists: the same kernels on the same addresses, for the same Parameters."""
+    """A list that is equal as long as a step runs the same kernels on the same addresses, for the same Parameters."""
     found: list[Any] = [torch_module._has_any_global_hook()]
     todo = [decoder]
     while todo:
@@ -50,12 +50,12 @@ def state_of(decoder: nn.Module) -> list[Any]:
 
 
 def autocast_of(device: torch.device) -> Any:
-    """Torch's autocast, which decides in which dtype a decoder computes."""
+    """The dtype of torch's autocast, in which a decoder then computes; None where it is off."""
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
 def who_watches(decoder: nn.Module) -> str:
-    """The first module with a hook, or another forward than its class has: a replay calls neither. Empty if none."""
+    """The first module with a hook or a forward of its own, which a replay would not call, by name; empty if none."""
     if torch_module._has_any_global_hook():
         return "torch.nn.modules"
     for name, module in decoder.named_modules():

@@ -55,8 +55,10 @@ class _Probe:
 
 
 @dataclass
-class MovementCheck:
-    """Call `before_step` and `after_step` around the optimiser's step until `done`; `findings` then says what is left.
+class UpdateCheck:
+    """A check that trainable weights are updated, over the first optimiser steps.
+
+    Call `before_step` and `after_step` around the step until `done`; `findings` then says what is left.
 
     `after_step` raises a RuntimeError that lists the weights that should have moved. For an optimiser that will step
     within backward, call `watch` before it is made to: each weight is looked at when its gradient is complete.
@@ -108,7 +110,7 @@ class MovementCheck:
     def _look(
         self, name: str, optimizer: Any, parameter: nn.Parameter, group: dict[str, Any] | None, highest: float = 0.0
     ) -> None:
-        """`group`: the parameter's; None if the optimiser does not have it, and `highest` is the rate it might have."""
+        """Probe a weight. `group`: its parameter group; None if it has none, `highest` is the rate it might have."""
         self._pending[name], probe = _probe(optimizer, parameter, group, highest if group is None else group["lr"])
         if probe is not None:
             self._probes[name] = probe
@@ -189,7 +191,7 @@ class SampledWeights:
 def _probe(
     optimizer: Any, parameter: nn.Parameter, group: dict[str, Any] | None, rate: Any
 ) -> tuple[str, _Probe | None]:
-    """Why a weight cannot be judged in this step, or else its elements."""
+    """The reason why a weight cannot be judged in this step, or else a probe of its elements."""
     if parameter.grad is None:
         return "no gradient (not used by the forward, cut off from the loss, or kept by a sharding engine)", None
     if parameter.grad.layout != torch.strided:
@@ -210,7 +212,10 @@ def _probe(
 
 
 def _compare(probe: _Probe, optimizer: Any) -> Tensor:
-    """On the weight's device: it has a gradient, it moved, its update is below its rounding; elements, of them moved.
+    """Compare a weight with its probe, on its device.
+
+    Returns whether it has a gradient, whether it moved, whether its update is below its rounding, the number of
+    elements with a gradient, and of those the number that moved.
 
     Adam's first updates have the size of the learning rate, whatever the gradient. Of an optimiser that is none of
     that kind the update is taken to be lr × gradient, if the gradient is below one.
@@ -229,7 +234,7 @@ def _spread(weight: Tensor) -> Tensor:
 
 
 def _elements(optimizer: Any, parameter: Tensor, places: Tensor) -> Tensor:
-    """In the precision in which they are trained."""
+    """Elements of a weight in the precision in which they are trained."""
     if isinstance(parameter, DTensor) or held_of(parameter) is not None:
         values = _flat(full_precision(parameter))
         return values[places.to(values.device)]
@@ -237,7 +242,7 @@ def _elements(optimizer: Any, parameter: Tensor, places: Tensor) -> Tensor:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """The elements that are here: of a tensor that FSDP2 shards, this process's part."""
+    """The elements of a tensor on this process, flat: its part of one that FSDP2 shards."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.detach().reshape(-1)
 

@@ -1,6 +1,6 @@
-"""A module that computes otherwise: the same object, of a subclass with another forward, which pickles and copies.
+"""A module with another forward: the same object, of a subclass made for the class that it had, under the same name.
 
-The subclass is made for the class that the module had, and has its name.
+It pickles and copies like its parent. `give_class_back` undoes it.
 """
 
 from collections.abc import Callable
@@ -9,24 +9,42 @@ from typing import Any
 
 from torch import nn
 
-from octavo.hf import attention, frozen
+from octavo.decoders import attention
+from octavo.decoders.match import GATE_UP, QKV, base_of
 from octavo.nn.frozen import FP8FrozenLinear
 from octavo.nn.frozen_group import put_together, why_no_group
+from octavo.nn.linear import change_class
 
-QKV = ("q_proj", "k_proj", "v_proj")
-GATE_UP = ("gate_proj", "up_proj")
-ORIGINAL = "_octavo_original"  # where a module has the class that it had
+ORIGINAL = "_octavo_original"  # in a fused module: the class that it had
+HEAD = "_octavo_head"  # in a fused causal language model: its FP8 head, and that head's scaling state
 
 
 def take_class(module: Any, forward: Callable[..., Any]) -> None:
-    original: Any = type(module)
+    """Have a module compute `forward(module, original, ...)`, where `original` is the forward of its class.
+
+    In the place of another such forward, if it has one: a model may be loaded fused, and then converted.
+    """
+    original: Any = module.__dict__.get(ORIGINAL, type(module))
     module.__dict__[ORIGINAL] = original
     module.__class__ = _subclass(original, forward)
 
 
+def give_class_back(module: nn.Module) -> bool:
+    """Undo `take_class`. Returns whether there was anything to undo."""
+    original = module.__dict__.pop(ORIGINAL, None)
+    if original is not None:
+        change_class(module, original)
+        module.__dict__.pop(HEAD, None)
+    return original is not None
+
+
+def is_fused(module: nn.Module) -> bool:
+    return ORIGINAL in module.__dict__
+
+
 @cache
 def _subclass(cls: Any, forward: Callable[..., Any]) -> type[nn.Module]:
-    """With the name of its parent, which ends up in saved configurations, and its signature, which trainers read."""
+    """A subclass with its parent's name, which ends up in saved configurations, and signature, which trainers read."""
 
     @wraps(cls.forward)
     def fused(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -52,8 +70,8 @@ def _unpickled(cls: Any, forward: Callable[..., Any]) -> Any:
 
 
 def _put_group_together(module: nn.Module) -> None:
-    """Copies of frozen weights that lay side by side: each has come with its own part alone."""
+    """Put copies of frozen weights side by side again: each has come with its own part alone."""
     for names in (QKV, GATE_UP):
-        members = [frozen.base_of(getattr(module, name, None)) for name in names]
+        members = [base_of(getattr(module, name, None)) for name in names]
         if all(isinstance(member, FP8FrozenLinear) for member in members) and not why_no_group(members):
             put_together(members)

@@ -28,13 +28,16 @@ import torch
 from torch import nn
 
 from octavo.convert import convert_to_fp8
-from octavo.hf import export, loading
+from octavo.decoders.fuse import fuse_loaded
+from octavo.hf import export, reading, trl, untrained
 from octavo.hf.accelerate import watch_environment
 from octavo.nn.frozen import GRANULARITIES, FP8FrozenLinear
 from octavo.numerics import FP8TrainingConfig
 from octavo.numerics.checks import check_choice, check_positive_int
 from octavo.numerics.config import check_config
 
+LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+CHECKPOINTING = (True, False, "unsloth")
 MAX_SEQ_LENGTH = 2048  # unless the model has fewer positions
 # By `load_in_fp8`: the granularity of frozen weights, and the recipe of trained ones. For True, what is fastest: on an
 # 8B, LoRA per channel 1.50x (block 1.36x), full fine-tuning with delayed scaling 1.57x (block 1.28x, H200, 2026-11-16).
@@ -93,17 +96,20 @@ class FastLanguageModel:
         watch_environment(fp8_config)  # ACCELERATE_MIXED_PRECISION=fp8, set before or after, means Octavo from here on
         if device_map is None and torch.cuda.is_available():
             device_map = {"": torch.cuda.current_device()}
-        loading.check_name(model_name, kwargs)
-        words = loading.read_tokenizer(model_name, kwargs) if tokenizer else None
+        reading.check_name(model_name, kwargs)
+        words = reading.read_tokenizer(model_name, kwargs) if tokenizer else None
         dtype = dtype or torch.bfloat16
         frozen_fp8 = bool(load_in_fp8) and not full_finetuning
-        model = loading.read_model(
+        quantization = None
+        if frozen_fp8:
+            from octavo.hf.quantizer import OctavoConfig  # not before: it registers itself with transformers
+
+            quantization = OctavoConfig(_FROZEN[load_in_fp8], fp8_config, skip, fp8_products)
+        model = reading.read_model(
             model_name,
             dtype=dtype,
             device_map=device_map,
-            quantization=loading.octavo_config(_FROZEN[load_in_fp8], fp8_config, skip, fp8_products)
-            if frozen_fp8
-            else None,
+            quantization=quantization,
             options=kwargs,
             arguments=list(inspect.signature(FastLanguageModel.from_pretrained).parameters),
         )
@@ -111,16 +117,16 @@ class FastLanguageModel:
             _check_granularity(model, str(load_in_fp8))
         if full_finetuning and load_in_fp8:
             config = fp8_config or FP8TrainingConfig.from_recipe(_TRAINED[load_in_fp8])
-            model.octavo_report = convert_to_fp8(model, config.replace(skip=_with(config.skip, skip)))
+            convert_to_fp8(model, config.replace(skip=_with(config.skip, skip)))
         else:
-            model.octavo_fused = loading.fuse(model)
+            fuse_loaded(model)
         if not frozen_fp8:  # else what the checkpoint has is frozen, and what it lacks is not
             model.requires_grad_(full_finetuning)
         if full_finetuning:
-            loading.remember_masters(model, master_weights)
-        loading.explain_untrained(model)
-        loading.install_in_trl()
-        loading.add_saving()
+            untrained.remember_masters(model, master_weights)
+        untrained.explain_untrained(model)
+        trl.install()
+        export.add_saving()
         _set_length(model, words, max_seq_length, model_name)
         return model, words
 
@@ -128,7 +134,7 @@ class FastLanguageModel:
     def get_peft_model(
         model: nn.Module,
         r: int = 16,
-        target_modules: Sequence[str] | str = loading.LINEARS,
+        target_modules: Sequence[str] | str = LINEARS,
         lora_alpha: float = 16,
         lora_dropout: float = 0.0,
         bias: str = "none",
@@ -145,7 +151,7 @@ class FastLanguageModel:
         `peft.LoraConfig`.
         """
         check_positive_int("r", r)
-        if use_gradient_checkpointing not in loading.CHECKPOINTING:
+        if use_gradient_checkpointing not in CHECKPOINTING:
             raise ValueError(f"use_gradient_checkpointing={use_gradient_checkpointing!r}: True, False or 'unsloth'")
         if not isinstance(lora_dropout, (int, float)) or not 0 <= lora_dropout < 1:
             raise ValueError(f"lora_dropout={lora_dropout!r}: a probability below 1")
@@ -162,7 +168,9 @@ class FastLanguageModel:
             "modules_to_save": None if modules_to_save is None else list(modules_to_save),
             **kwargs,
         }
-        return loading.add_adapters(
+        from octavo.hf.lora import add_adapters  # which needs PEFT; models load without it
+
+        return add_adapters(
             model,
             checkpointing=use_gradient_checkpointing,
             seed=random_state,
@@ -207,7 +215,7 @@ def _check_loading(
 
 
 def _check_recipe(load_in_fp8: bool | str, full_finetuning: bool, fp8_config: FP8TrainingConfig | None) -> None:
-    """Where weights are trained, the configuration alone says what scales they have."""
+    """Raise if the scales of trained weights are named twice, and differently."""
     if full_finetuning and fp8_config is not None and isinstance(load_in_fp8, str):
         found = fp8_config.granularity
         if found != load_in_fp8:
@@ -253,11 +261,11 @@ def _check_granularity(model: nn.Module, asked: str) -> None:
 
 
 def _check_targets(model: nn.Module, targets: Any) -> None:
-    """A name that matches nothing is a mistake; PEFT minds only if none of them does."""
+    """Raise for a name that matches no module; PEFT minds only if none of them does."""
     if isinstance(targets, str):  # a pattern, or all-linear: PEFT's to judge
         return
     if not isinstance(targets, (list, tuple, set, frozenset)):
-        raise ValueError(f"target_modules={targets!r}: names of linears, such as {list(loading.LINEARS)}")
+        raise ValueError(f"target_modules={targets!r}: names of linears, such as {list(LINEARS)}")
     names = [name for name, _ in model.named_modules()]
     for target in targets:
         if not any(name == target or name.endswith(f".{target}") for name in names):

@@ -13,7 +13,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 def is_hooked(*modules: Any) -> bool:
-    """Whether calling one of these does more than its class says."""
+    """Whether calling one of these modules does more than its class says."""
     return bool(_has_any_global_hook()) or any(_has_own(module) for module in modules)
 
 
