@@ -11,7 +11,7 @@ from torch import nn
 
 from octavo.hf import attention, frozen
 from octavo.nn.frozen import FP8FrozenLinear
-from octavo.nn.frozen_group import put_together, why_no_group
+from octavo.nn.groups import put_together, why_no_group
 
 QKV = ("q_proj", "k_proj", "v_proj")
 GATE_UP = ("gate_proj", "up_proj")

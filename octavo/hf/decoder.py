@@ -20,14 +20,15 @@ from octavo.hf import attention, frozen, graphs
 from octavo.hf.classes import GATE_UP, ORIGINAL, QKV, take_class
 from octavo.hf.hooks import is_hooked
 from octavo.nn.frozen import FP8FrozenLinear
-from octavo.nn.frozen_group import put_together, why_no_group
+from octavo.nn.groups import put_together, why_no_group
 from octavo.nn.linear import FP8Linear, change_class
-from octavo.nn.linears import fp8_linears, given_weights
+from octavo.nn.linear_function import linear
 from octavo.nn.loss import FP8Head, linear_cross_entropy
-from octavo.nn.mlp import MLP, fp8_mlp
+from octavo.nn.mlp_function import gated_mlp
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 from octavo.numerics.cross_entropy import IGNORED
 from octavo.numerics.norm import Norm
+from octavo.ops.mlp import MLPSpec
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3")
 ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUTanh": "gelu_tanh"}
@@ -253,9 +254,8 @@ def product_of_group(members: list[Any], x: Tensor, norm: Norm | None = None) ->
         return None
     biases = [member.bias for member in members]
     bias = None if biases[0] is None else torch.cat(biases)
-    first = members[0]
-    weights = [member.weight for member in members]
-    return fp8_linears(x, weights, bias, first.product(x), first.group_rows, norm=norm, given=given_weights(members))
+    first, *others = members
+    return linear(x, first.as_weight(*others), first.spec(x), first.states, bias=bias, norm=norm)
 
 
 def are_one_group(members: Sequence[Any]) -> bool:
@@ -317,9 +317,8 @@ def trained_mlp(module: Any, x: Tensor, norm: Norm | None = None) -> Tensor | No
         return None
     if not are_one_group((gate, up)):
         return None
-    mlp = MLP(gate.product(x), ACTIVATIONS[type(module.act_fn).__name__], in_fp8=gate.config.activations == "fp8")
-    given = given_weights((gate, up, down))
-    return fp8_mlp(x, gate.weight, up.weight, down.weight, mlp, gate.group_rows, down.rows, norm=norm, given=given)
+    mlp = MLPSpec(gate.spec(x), ACTIVATIONS[type(module.act_fn).__name__], saves_fp8=gate.config.activations == "fp8")
+    return gated_mlp(x, gate.as_weight(up), down.as_weight(), mlp, gate.states, down.states, norm=norm)
 
 
 def nothing_is_trained(name: str) -> str:

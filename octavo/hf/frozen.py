@@ -11,11 +11,12 @@ from torch import Tensor
 
 from octavo.hf.hooks import is_hooked
 from octavo.nn.frozen import FP8FrozenLinear
-from octavo.nn.frozen_group import why_no_group
-from octavo.nn.lora import Adapter, Adapters, frozen_lora
-from octavo.nn.lora_mlp import frozen_mlp
-from octavo.nn.mlp import MLP
+from octavo.nn.groups import why_no_group
+from octavo.nn.linear_function import linear
+from octavo.nn.mlp_function import gated_mlp
 from octavo.numerics.norm import Norm
+from octavo.ops.adapters import Adapter, Adapters
+from octavo.ops.mlp import MLPSpec
 
 
 def base_of(module: Any) -> Any:
@@ -40,10 +41,8 @@ def product_of_group(members: Sequence[Any], x: Tensor, norm: Norm | None = None
     if adapters is None:
         return None
     bias = None if bases[0].bias is None else torch.cat([base.bias for base in bases])
-    one = bases[0]
-    return frozen_lora(
-        x, [base.quantized for base in bases], bias, one.product(x), (one.row_x, one.row_g), adapters, norm=norm
-    )  # fmt: skip
+    one, *others = bases
+    return linear(x, one.as_weight(*others), one.spec(x), one.states, bias=bias, norm=norm, adapters=adapters)
 
 
 def why_no_mlp(gate: Any, up: Any, down: Any) -> str:
@@ -72,13 +71,10 @@ def mlp(
     adapters, adapters_down = _adapters_of((gate, up)), _adapters_of((down,))
     if adapters is None or adapters_down is None:
         return None
-    bases = [base_of(member) for member in (gate, up, down)]
-    weights = [base.quantized for base in bases]
-    rows, rows_down = ((base.row_x, base.row_g) for base in (bases[0], bases[2]))
-    how = MLP(bases[0].product(x), activation)
-    return frozen_mlp(
-        x, weights[:2], weights[2], how, rows, rows_down, adapters, adapters_down, norm=norm, residual=residual
-    )
+    gate, up, down = (base_of(member) for member in (gate, up, down))
+    how: dict[str, Any] = {"adapters": adapters, "adapters_down": adapters_down, "norm": norm, "residual": residual}
+    mlp = MLPSpec(gate.spec(x), activation)
+    return gated_mlp(x, gate.as_weight(up), down.as_weight(), mlp, gate.states, down.states, **how)
 
 
 def _adapters_of(members: Sequence[Any]) -> Adapters | None:

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from octavo.hf.hooks import is_hooked
 from octavo.nn.frozen import FP8FrozenLinear, quantize_weight
-from octavo.nn.lora import Adapter, Adapters, frozen_lora
+from octavo.nn.linear_function import linear
 from octavo.numerics.quantize import Quantized
+from octavo.ops.adapters import Adapter, Adapters
 
 
 @cache
@@ -84,9 +85,9 @@ class FP8LoraLinear(peft_layer.Linear):
         base = self.base_layer
         downs, ups = zip(*[self.matrices(name) for name in adapters], strict=True)
         places = tuple(Adapter(0, base.out_features, float(self.scaling[name])) for name in adapters)
-        return frozen_lora(
-            x, [base.quantized], base.bias, base.product(x), (base.row_x, base.row_g), Adapters(places, downs, ups),
-            x_is_kept=base.input_is_kept, residual=residual,
+        return linear(
+            x, base.as_weight(), base.spec(x), base.states, bias=base.bias, adapters=Adapters(places, downs, ups),
+            residual=residual, x_is_saved=base.input_is_kept,
         )  # fmt: skip
 
     def fusible(self, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> list[str] | None:

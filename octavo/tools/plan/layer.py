@@ -19,7 +19,7 @@ layers count alike: the first of a model with a frozen embedding need not keep i
 from dataclasses import dataclass
 
 from octavo.numerics.quantize import BLOCK
-from octavo.ops.lora_mlp import part_rows
+from octavo.ops.mlp import part_rows
 from octavo.tools.bench.cases import MEMBERS, TARGETS, Case
 from octavo.tools.plan.options import Option
 

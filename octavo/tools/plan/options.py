@@ -91,7 +91,7 @@ class Option:
 
 
 def blocks_fit(case: Case) -> bool:
-    """Whether q, k and v, and gate and up, can be one product each in blocks: `nn/frozen_group.py`."""
+    """Whether q, k and v, and gate and up, can be one product each in blocks: `nn/groups.py`."""
     config = case.config
     kv_heads = config.get("num_key_value_heads") or config["num_attention_heads"]
     outputs = (config["num_attention_heads"] * case.head_dim, kv_heads * case.head_dim, config["intermediate_size"])
