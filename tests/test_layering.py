@@ -17,7 +17,6 @@ ORDER = [
     "support",
     "kernels",
     "ops",
-    "ops_bdh",
     "nn",
     "optim",
     "models",
@@ -27,11 +26,12 @@ ORDER = [
     "hf.accelerate",
     "fast",
     "training",
-    "rl",
     "tools",
     "cli",
 ]
-ONLY_IN = {"triton": {"kernels"}, "transformers": {"hf", "rl"}, "accelerate": {"hf", "rl"}, "peft": {"hf", "rl"}}
+KERNELS = {"kernels", "models.bdh.kernels"}
+ONLY_IN = {"triton": KERNELS, "transformers": {"hf"}, "accelerate": {"hf"}, "peft": {"hf"}}
+MODELS_USED_IN = {"models", "training", "tools"}
 MODULES = sorted(ROOT.rglob("*.py"))
 
 
@@ -58,15 +58,31 @@ def imports(path):
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_imports_go_down_only(path):
     here = room(path)
+    where = ".".join(path.relative_to(ROOT).parts)
     for name in imports(path):
         top, _, rest = name.partition(".")
-        assert here.split(".")[0] in ONLY_IN.get(top, {here.split(".")[0]}), f"{name} belongs in {ONLY_IN[top]}"
+        assert any(where.startswith(f"{place}.") for place in ONLY_IN.get(top, {where.split(".")[0]})), (
+            f"{name} belongs in {ONLY_IN[top]}"
+        )
         if top == "octavo" and rest and here in ORDER:
             there = room_of(rest.split("."))
             if there in ORDER:
                 assert ORDER.index(there) <= ORDER.index(here), f"{here} may not import {there}"
             else:
                 assert (here, there) == ("cli", "__version__"), f"{here} imports {name}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_models_can_be_removed(path):
+    """Only what trains, plans or measures these models imports them, and triton comes with a kernel's first use."""
+    here = path.relative_to(ROOT).parts[0]
+    tree = ast.parse(path.read_text())
+    for name in imports(path):
+        assert here in MODELS_USED_IN or not name.startswith("octavo.models"), f"{here} imports {name}"
+    if here == "models" and "kernels" not in path.parts:
+        for node in tree.body:
+            if isinstance(node, ast.ImportFrom):
+                assert ".kernels" not in node.module, f"{path} imports {node.module} when it is imported"
 
 
 def test_files_are_short():

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.hf import decoder, export, layer
-from octavo.nn import planner
+from octavo.nn import cost_model
 from octavo.nn.frozen import FP8FrozenLinear
 from octavo.nn.report import FP8
 from octavo.numerics import FP8TrainingConfig
@@ -216,7 +216,7 @@ def plan_products(model: nn.Module) -> str:
     modules = dict(model.named_modules())
     together = decoder.outputs_with_group(modules)
     linears = {name: module for name, module in modules.items() if isinstance(module, FP8FrozenLinear)}
-    reason = planner.why_not_frozen(
+    reason = cost_model.why_not_frozen(
         (linear.in_features, linear.out_features / together.get(name, linear.out_features), linear.out_features)
         for name, linear in linears.items()
     )

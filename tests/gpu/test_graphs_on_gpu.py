@@ -10,16 +10,16 @@ import octavo
 from octavo.hf import graphs
 from octavo.hf.build import build_causal_lm
 from octavo.nn.frozen import FP8FrozenLinear
-from octavo.tools.bench.cases import LLAMAS, Case
 from octavo.tools.bench.contenders import Contender
-from octavo.tools.bench.subject import Subject
+from octavo.tools.bench.prepared_model import PreparedModel
+from octavo.tools.shapes import LLAMAS, Case
 
 SHAPE = {**LLAMAS["tiny"], "hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "vocab_size": 512}
 
 
 def make(recipe="channel", *, compile=False):
     case = Case("small", SHAPE, 3, 256, 128, 0, "cuda", frozen=True, rank=8)
-    return Subject(case, Contender(f"octavo {recipe}", "octavo", compile, recipe)).model.train()
+    return PreparedModel(case, Contender(f"octavo {recipe}", "octavo", compile, recipe)).model.train()
 
 
 def make_full(recipe):

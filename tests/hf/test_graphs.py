@@ -15,7 +15,7 @@ from torch import nn
 import octavo
 from octavo.hf import graphs
 from octavo.hf.build import build_causal_lm
-from octavo.tools.bench.cases import LLAMAS
+from octavo.tools.shapes import LLAMAS
 
 
 def tiny():
