@@ -122,7 +122,7 @@ def _why_nothing(modules: dict[str, nn.Module]) -> str:
 
 def restore(model: nn.Module) -> None:
     """Undo `convert_to_fp8`, or `fuse` of a BDH: the same modules, Parameters and hooks, of the classes they had."""
-    if any(isinstance(module, FP8Linear) and module.held is not None for module in model.modules()):
+    if any(isinstance(module, FP8Linear) and module.fp8_only is not None for module in model.modules()):
         raise ValueError(
             f"{type(model).__name__} has weights in FP8 only: call remove() on what offload_master returned first"
         )

@@ -9,9 +9,11 @@ from torch import nn
 from torch.nn.functional import silu
 
 from octavo import FP8Linear, FP8TrainingConfig, convert_to_fp8, fp8_autocast
-from octavo.nn.linears import fp8_linears
-from octavo.nn.mlp import MLP, fp8_mlp
+from octavo.nn.linear_function import linear
+from octavo.nn.mlp_function import gated_mlp
 from octavo.numerics import FP8ScalingManager
+from octavo.ops.mlp import MLPSpec
+from octavo.ops.weight import Weight
 
 FACTORS = (2.0, 10.0, 1000.0)
 KINDS = ("linear", "converted", "autocast", "batched", "self product", "group", "mlp", "mlp, FP8 activations")
@@ -44,10 +46,11 @@ class Layer(nn.Module):
             self.scaling = self.context.scaling
         else:
             self.scaling = FP8ScalingManager.from_config(config, device)
-            # Rows of a linear that shares its manager: state of x, w and g.
+            # Linears that share its manager: scaling state of x, w and g.
             parts = [FP8Linear(16, 16, config=config, scaling=self.scaling, name=name) for name in ("first", "second")]
-            self.rows = [part.rows for part in parts]
-            self.product = parts[0].product(torch.zeros(1, 16, device=device, dtype=dtype))
+            self.states = [part.states for part in parts]
+            self.weight_states = [part.row_w for part in parts]
+            self.spec = parts[0].spec(torch.zeros(1, 16, device=device, dtype=dtype))
 
     def forward(self, x):
         if self.kind in ("linear", "converted"):
@@ -56,9 +59,11 @@ class Layer(nn.Module):
             with self.context:
                 return self.plain(x, list(self.weights))
         if self.kind == "group":
-            return fp8_linears(x, list(self.weights), None, self.product, self.rows[0])
-        mlp = MLP(self.product, "silu", in_fp8="FP8" in self.kind)
-        return fp8_mlp(x, *self.weights, mlp, *self.rows)
+            return linear(x, Weight(list(self.weights), state=self.weight_states[0]), self.spec, self.states[0])
+        mlp = MLPSpec(self.spec, "silu", saves_fp8="FP8" in self.kind)
+        gate, up, down = self.weights
+        weights = Weight([gate, up], state=self.weight_states[0]), Weight([down], state=self.weight_states[1])
+        return gated_mlp(x, *weights, mlp, *self.states)
 
     def plain(self, x, weights):
         if self.kind == "batched":

@@ -12,7 +12,7 @@ from torch import nn
 from octavo.decoders import attention
 from octavo.decoders.match import GATE_UP, QKV, base_of
 from octavo.nn.frozen import FP8FrozenLinear
-from octavo.nn.frozen_group import put_together, why_no_group
+from octavo.nn.groups import put_together, why_no_group
 from octavo.nn.linear import change_class
 
 ORIGINAL = "_octavo_original"  # in a fused module: the class that it had

@@ -112,7 +112,7 @@ def _norm_to_join(norm: Any, follower: Any, linear: Any, h: Tensor) -> Norm | No
     if is_hooked(norm, follower) or not is_fused(follower) or norm.weight.dtype != h.dtype:
         return None
     base = base_of(linear)
-    if not isinstance(base, LinearInFP8) or base.product(h).out_dtype != h.dtype:
+    if not isinstance(base, LinearInFP8) or base.spec(h).out_dtype != h.dtype:
         return None  # under autocast, the residual stream is wider than what is added to it
     joins = joins_norm(linear.config, linear.recipe) if type(linear) is FP8Linear else not norm.weight.requires_grad
     return Norm(norm.weight, norm.variance_epsilon) if joins else None

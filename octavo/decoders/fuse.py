@@ -23,7 +23,7 @@ from octavo.decoders.match import GATE_UP, MLP, NORMS, QKV, base_of
 from octavo.decoders.products import why_no_frozen_mlp
 from octavo.nn import cost_model
 from octavo.nn.frozen import FP8FrozenLinear
-from octavo.nn.frozen_group import put_together, why_no_group
+from octavo.nn.groups import put_together, why_no_group
 from octavo.nn.linear import FP8Linear
 from octavo.nn.model_report import report_of
 from octavo.nn.report import FP8, REPORT, ConversionReport, dtype_name

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from octavo.decoders.hooks import is_hooked
 from octavo.decoders.match import activation_of, base_of
+from octavo.nn import mlp_function
 from octavo.nn.frozen import FP8FrozenLinear
-from octavo.nn.frozen_group import why_no_group
+from octavo.nn.groups import why_no_group
 from octavo.nn.linear import FP8Linear
-from octavo.nn.linears import fp8_linears, given_weights
-from octavo.nn.lora import Adapter, Adapters, frozen_lora
-from octavo.nn.lora_mlp import frozen_mlp
-from octavo.nn.mlp import MLP, fp8_mlp
+from octavo.nn.linear_function import linear
 from octavo.numerics.norm import Norm
+from octavo.ops.adapters import Adapter, Adapters
+from octavo.ops.mlp import MLPSpec
 
 
 def linear_group(members: Sequence[Any], x: Tensor, norm: Norm | None = None) -> Tensor | None:
@@ -59,17 +59,15 @@ def _trained_group(members: Sequence[Any], x: Tensor, norm: Norm | None) -> Tens
         return None
     biases = [member.bias for member in members]
     bias = None if biases[0] is None else torch.cat(biases)
-    first = members[0]
-    weights = [member.weight for member in members]
-    return fp8_linears(x, weights, bias, first.product(x), first.group_rows, norm=norm, given=given_weights(members))
+    first, *others = members
+    return linear(x, first.as_weight(*others), first.spec(x), first.states, bias=bias, norm=norm)
 
 
 def _trained_mlp(gate: Any, up: Any, down: Any, x: Tensor, activation: str, norm: Norm | None) -> Tensor | None:
     if is_hooked(down) or not _share_scales((gate, up)):
         return None
-    mlp = MLP(gate.product(x), activation, in_fp8=gate.config.activations == "fp8")
-    given = given_weights((gate, up, down))
-    return fp8_mlp(x, gate.weight, up.weight, down.weight, mlp, gate.group_rows, down.rows, norm=norm, given=given)
+    spec = MLPSpec(gate.spec(x), activation, saves_fp8=gate.config.activations == "fp8")
+    return mlp_function.gated_mlp(x, gate.as_weight(up), down.as_weight(), spec, gate.states, down.states, norm=norm)
 
 
 def _share_scales(members: Sequence[Any]) -> bool:
@@ -86,11 +84,11 @@ def frozen_product(
     residual: Tensor | None = None,
 ) -> Tensor:
     """The outputs of frozen linears side by side, with adapters. `residual`: is added to them."""
-    one = bases[0]
-    bias = one.bias if len(bases) == 1 or one.bias is None else torch.cat([base.bias for base in bases])
-    return frozen_lora(
-        x, [base.quantized for base in bases], bias, one.product(x), (one.row_x, one.row_g), adapters,
-        x_is_kept=all(base.input_is_kept for base in bases), norm=norm, residual=residual,
+    one, *others = bases
+    bias = one.bias if not others or one.bias is None else torch.cat([base.bias for base in bases])
+    return linear(
+        x, one.as_weight(*others), one.spec(x), one.states, bias=bias, adapters=adapters, norm=norm, residual=residual,
+        x_is_saved=all(base.input_is_kept for base in bases),
     )  # fmt: skip
 
 
@@ -102,13 +100,11 @@ def _frozen_mlp(
     adapters, adapters_down = _adapters_of((gate, up)), _adapters_of((down,))
     if adapters is None or adapters_down is None:
         return None
-    bases = [base_of(member) for member in (gate, up, down)]
-    weights = [base.quantized for base in bases]
-    rows, rows_down = ((base.row_x, base.row_g) for base in (bases[0], bases[2]))
-    how = MLP(bases[0].product(x), activation)
-    return frozen_mlp(
-        x, weights[:2], weights[2], how, rows, rows_down, adapters, adapters_down, norm=norm, residual=residual
-    )
+    gate, up, down = (base_of(member) for member in (gate, up, down))
+    return mlp_function.gated_mlp(
+        x, gate.as_weight(up), down.as_weight(), MLPSpec(gate.spec(x), activation), gate.states, down.states,
+        adapters=adapters, adapters_down=adapters_down, norm=norm, residual=residual,
+    )  # fmt: skip
 
 
 def why_no_frozen_mlp(gate: Any, up: Any, down: Any) -> str:

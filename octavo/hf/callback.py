@@ -353,7 +353,9 @@ def _resumed(folder: str | None, args: TrainingArguments, state: TrainerState) -
 
 def _read_again(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Path) -> None:
     """Read masters and their states again, in FP32: the Trainer read them into BF16 weights before there were any."""
-    missing = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, FP8Linear) and m.held is not None}
+    missing = {
+        f"{name}.weight" for name, m in model.named_modules() if isinstance(m, FP8Linear) and m.fp8_only is not None
+    }
     for file in sorted(checkpoint.glob("*.safetensors")):
         weights = load_file(file)
         missing -= weights.keys()

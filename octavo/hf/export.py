@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from octavo.nn.fp8_only import full_precision
 from octavo.nn.frozen import SCALE_NAME, FP8FrozenLinear, quantize_weight
-from octavo.nn.held import full_precision
 from octavo.numerics.checks import check_choice
 from octavo.numerics.formats import E4M3
 from octavo.numerics.quantize import BLOCK, Quantized

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from octavo.decoders.hooks import is_hooked
 from octavo.decoders.products import frozen_product
 from octavo.nn.frozen import FP8FrozenLinear, quantize_weight
-from octavo.nn.lora import Adapter, Adapters
 from octavo.numerics.quantize import Quantized
+from octavo.ops.adapters import Adapter, Adapters
 
 
 @cache

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from octavo.nn.held import full_precision, held_of
+from octavo.nn.fp8_only import full_precision, offloaded_of
 from octavo.optim.split_masters import master_at
 
 ELEMENTS = 64
@@ -235,7 +235,7 @@ def _spread(weight: Tensor) -> Tensor:
 
 def _elements(optimizer: Any, parameter: Tensor, places: Tensor) -> Tensor:
     """Elements of a weight in the precision in which they are trained."""
-    if isinstance(parameter, DTensor) or held_of(parameter) is not None:
+    if isinstance(parameter, DTensor) or offloaded_of(parameter) is not None:
         values = _flat(full_precision(parameter))
         return values[places.to(values.device)]
     return master_at(optimizer, parameter, places)

@@ -7,7 +7,7 @@ For the columns, whose scales are next, a program may leave the largest magnitud
 which there are as many as programs. (Atomics instead would be one for every 16 elements of 8,192 × 4,096.)
 
 A row may be multiplied by a factor per column on the way: a frozen weight's channel scales, which backward folds into
-the gradient (see `ops_frozen.py`). The product is rounded to the dtype of `x`, as if it had gone through memory.
+the gradient (see `ops/weight.py`). The product is rounded to the dtype of `x`, as if it had gone through memory.
 """
 
 import triton

@@ -1,6 +1,6 @@
 """A linear whose weight is frozen in FP8: what LoRA trains its adapters on.
 
-The FP8 copy is the only one, one byte an element, and serves forward and dgrad alike (see `ops_frozen.py`). It is held
+The FP8 copy is the only one, one byte an element, and serves forward and dgrad alike (see `ops/weight.py`). It is held
 as bytes, its scales as integers with their bits: `.to(bfloat16)` on a model turns every floating-point tensor into
 BF16, float8 ones silently, too, and would ruin both. The state dict shows them as what they are, `weight` in float8
 and `weight_scale_inv` in FP32: the names of Hugging Face's FP8 checkpoints. (`inv` is theirs: it is the factor that
@@ -11,17 +11,15 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from octavo.nn.linear import LinearInFP8
-from octavo.nn.versions import check_versions, versions_of
+from octavo.nn.linear_function import linear
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 from octavo.numerics.checks import check_choice
 from octavo.numerics.config import check_config
 from octavo.numerics.formats import Format, format_of
 from octavo.numerics.quantize import BLOCK, Quantized, quantize
-from octavo.ops import Product
-from octavo.ops import frozen as ops_frozen
+from octavo.ops.weight import Weight
 from octavo.support import require_tensor_cores
 
 GRANULARITIES = ("block", "channel", "tensor")
@@ -32,7 +30,7 @@ class FrozenTensor(nn.Parameter):
     """A Parameter, so that it moves and is sharded like one, that cannot be trained and says why."""
 
     def __new__(cls, data: Tensor, requires_grad: bool = False) -> Self:
-        """As Accelerate makes Parameters anew that it has moved."""
+        """Signature that Accelerate uses to re-create Parameters after moving them."""
         return super().__new__(cls, data, requires_grad=False).requires_grad_(requires_grad)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "FrozenTensor":
@@ -63,9 +61,9 @@ class FP8FrozenLinear(LinearInFP8):
     """y = x · wᵀ + b with w in FP8. Gradients flow to x (and b), never to w."""
 
     granularity: str
-    is_planned: bool = False  # whether its products are in FP8: that was not asked for, but is what pays
-    high_dtype: torch.dtype  # of the weight before it was quantised, and so of what PEFT puts beside it
-    input_is_kept: bool = False  # by what comes before, for its own backward: then adapters keep it, too, as it is
+    is_planned: bool = False  # `in_fp8` was chosen by the cost model rather than by the user
+    high_dtype: torch.dtype  # dtype of the weight before it was quantised, and so of PEFT's adapters beside it
+    input_is_kept: bool = False  # the module before saves it for its own backward: adapters then save it as it is, too
 
     def __init__(
         self,
@@ -173,16 +171,17 @@ class FP8FrozenLinear(LinearInFP8):
         return scale
 
     @property
-    def is_filled(self) -> bool:
-        return isinstance(self.weight, FrozenTensor)
-
-    @property
     def quantized(self) -> Quantized:
         """The weight as FP8 and FP32, without a copy."""
         if self.format is None:
             raise RuntimeError("this FP8FrozenLinear has no weight yet: load one, or call fill")
         scale: Tensor = getattr(self, SCALE_NAME)
         return Quantized(self.weight.detach().view(self.format.dtype), scale.detach().view(torch.float32))
+
+    def as_weight(self, *others: "FP8FrozenLinear") -> Weight:
+        """Return the weight as products take it, with those of others side by side."""
+        parts, scales = zip(*(member.quantized for member in (self, *others)), strict=True)
+        return Weight(parts, scales)
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return self.quantized.dequantize(dtype)
@@ -200,9 +199,7 @@ class FP8FrozenLinear(LinearInFP8):
             raise ValueError(f"input has {input.shape[-1]} features; this FP8FrozenLinear takes {self.in_features}")
         if input.numel() == 0:
             return nn.functional.linear(input, self.dequantize(input.dtype), self.bias)
-        x = input.reshape(-1, self.in_features)
-        y = _FrozenLinear.apply(x, self.bias, self.product(input), self.row_x, self.row_g, *self.quantized)
-        return y.reshape(*input.shape[:-1], self.out_features)
+        return linear(input, self.as_weight(), self.spec(input), self.states, bias=self.bias)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         self.high_dtype = fn(torch.empty(0, dtype=self.high_dtype, device=self.weight.device)).dtype
@@ -265,37 +262,3 @@ def activation_config(granularity: str) -> FP8TrainingConfig:
 def quantize_weight(weight: Tensor, granularity: str, format: str = "E4M3") -> Quantized:
     """A weight `[N, K]` with one scale per tensor, per row, or per 128×128 block."""
     return quantize(weight.detach(), format=format, granularity=granularity, block=(BLOCK, BLOCK))
-
-
-class _FrozenLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        bias: Tensor | None,
-        product: Product,
-        row_x: Tensor,
-        row_g: Tensor,
-        data: Tensor,
-        scale: Tensor,
-    ) -> Tensor:
-        ctx.weight, ctx.versions = Quantized(data, scale), versions_of((data, scale))
-        ctx.row_g, ctx.product = row_g, product
-        ctx.like = (x.dtype, bias.dtype if bias is not None else None)
-        return ops_frozen.frozen_linear(x, [ctx.weight], bias, row_x, product)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        x_dtype, bias_dtype = ctx.like
-        dx = dbias = None
-        if ctx.needs_input_grad[0]:
-            check_versions(ctx.weight, ctx.versions)
-            dx = ops_frozen.frozen_linear_backward(g, [ctx.weight], ctx.row_g, ctx.product, x_dtype)
-        if ctx.needs_input_grad[1]:
-            dbias = _bias_gradient(g, bias_dtype)
-        return dx, dbias, None, None, None, None, None
-
-
-def _bias_gradient(g: Tensor, dtype: torch.dtype) -> Tensor:
-    return g.float().sum(dim=0).to(dtype)

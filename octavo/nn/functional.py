@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from octavo import ops
 from octavo.nn.autocast import is_weight
-from octavo.nn.linears import fp8_linears
+from octavo.nn.linear_function import linear
 from octavo.nn.product import fp8_product
 from octavo.numerics.config import FP8_FORMATS, OperandRecipe
 from octavo.numerics.formats import FORMATS, Format, format_of, get_format
@@ -26,6 +26,8 @@ from octavo.numerics.multiplier import as_factor, checked_factor
 from octavo.numerics.quantize import Quantized, dequantize, quantize_by
 from octavo.numerics.scaling import SCALE, new_rows
 from octavo.ops import Product
+from octavo.ops.linear import LinearSpec
+from octavo.ops.weight import Weight
 
 Scale = Tensor | float | None
 
@@ -100,7 +102,10 @@ def fp8_linear(
     x, w = _not_double(x), _not_double(w)
     bias = bias if bias is None else _not_double(bias)
     if all(t.element_size() > 1 and (f is None or not f.dim()) for t, f in zip((x, w), factors, strict=True)):
-        return _nan_if_mistaken(fp8_linears(x, (w,), bias, product, _state(x.device, factors)), factors).to(dtype)
+        state_x, state_w, state_g = _state(x.device, factors)
+        spec = LinearSpec(product.a, product.b, product.g, product.out_dtype, record=False)
+        y = linear(x, Weight([w], state=state_w), spec, (state_x, state_g), bias=bias)
+        return _nan_if_mistaken(y, factors).to(dtype)
     return _GivenLinear.apply(x, w, bias, *factors, product).to(dtype)
 
 

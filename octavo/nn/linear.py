@@ -1,9 +1,9 @@
 """`nn.Linear` in FP8: y = x · wᵀ + b, dx = g · w, dw = gᵀ · x, each one FP8 product.
 
 The weight stays the high-precision Parameter it was (`weight_master` is another name for it), so optimisers,
-checkpoints and state-dict keys do not notice. Where it is held in FP8 only (`nn/held.py`), checkpoints have its master.
+checkpoints and state-dict keys do not notice. Where it is FP8-only (`nn/fp8_only.py`), checkpoints have its master.
 Scaling state lives in three rows of a `FP8ScalingManager`, beside the module: not in its state dict, not touched by
-`.to(dtype)`.
+`.to(dtype)`. `nn/linear_function.py` has the equations.
 """
 
 from typing import Any, Self
@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from octavo.nn.held import HeldWeight
-from octavo.nn.linears import fp8_linears
+from octavo.nn.fp8_only import OffloadedWeight
+from octavo.nn.linear_function import linear
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 from octavo.numerics.config import Recipe, check_config
-from octavo.ops import Product
+from octavo.ops.linear import LinearSpec, linear_spec
+from octavo.ops.weight import Weight
 from octavo.support import announce_emulation, require_tensor_cores
 
 
@@ -32,12 +33,15 @@ def change_class(module: Any, cls: type[nn.Module]) -> None:
 
 
 class LinearInFP8(nn.Linear):
-    """What linears in FP8 have in common, whether they train their weight or hold it frozen."""
+    """Base class of linears in FP8, whether their weight is trained or frozen."""
 
     config: FP8TrainingConfig
     scaling: FP8ScalingManager
     recipe: Recipe
-    in_fp8: bool = True  # its products; else, of a frozen weight, it is dequantised for each of them
+    is_trained: bool = False
+    row_x: Tensor  # scaling state of the input
+    row_g: Tensor  # scaling state of the gradient
+    in_fp8: bool = True  # compute products in FP8; else a frozen weight is dequantised for each of them
 
     @property
     def scaling_manager(self) -> FP8ScalingManager:
@@ -48,8 +52,13 @@ class LinearInFP8(nn.Linear):
     def scaling_device(self) -> torch.device:
         return torch.device("cpu") if self.weight.device.type == "meta" else self.weight.device
 
-    def product(self, input: Tensor) -> Product:
-        """How to multiply this input."""
+    @property
+    def states(self) -> tuple[Tensor, Tensor]:
+        """Scaling state of input and gradient."""
+        return self.row_x, self.row_g
+
+    def spec(self, input: Tensor) -> LinearSpec:
+        """Return how to multiply this input."""
         if self.config.emulate is False and not torch.compiler.is_compiling():
             require_tensor_cores(input.device, self.config)  # it may have been moved since
         if "_is_replica" in self.__dict__:
@@ -58,19 +67,20 @@ class LinearInFP8(nn.Linear):
                 "use one process per GPU (torch.nn.parallel.DistributedDataParallel, accelerate launch)"
             )
         autocast = torch.is_autocast_enabled(input.device.type)
-        return Product(
-            a=self.recipe.x,
-            b=self.recipe.w,
-            g=self.recipe.g,
-            out_dtype=torch.get_autocast_dtype(input.device.type) if autocast else input.dtype,
-            b_is_nk=True,
+        recipe, accumulation = self.recipe, self.config.fast_accumulation
+        fields = (
+            recipe.x if self.in_fp8 else None,
+            recipe.w if self.is_trained else None,
+            recipe.g if self.in_fp8 else None,
+            torch.get_autocast_dtype(input.device.type) if autocast else input.dtype,
             # Evaluation may forget `no_grad`: it is to leave no trace either.
-            record=torch.is_grad_enabled() and self.training,
-            emulate=self.config.emulate is True,
-            fast_forward=self.config.fast_accumulation != "none",
-            fast_backward=self.config.fast_accumulation == "all",
-            in_fp8=self.in_fp8,
+            torch.is_grad_enabled() and self.training,
+            self.config.emulate is True,
+            accumulation != "none",
+            accumulation == "all",
         )
+        # Dynamo warns of functions with a cache, and traces what they compute anyway.
+        return LinearSpec(*fields) if torch.compiler.is_compiling() else linear_spec(*fields)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
@@ -81,7 +91,8 @@ class LinearInFP8(nn.Linear):
 class FP8Linear(LinearInFP8):
     """A linear layer that multiplies in FP8, forward and backward. Any leading dimensions, any sizes."""
 
-    held: HeldWeight | None = None
+    is_trained = True
+    fp8_only: OffloadedWeight | None = None
 
     def __init__(
         self,
@@ -117,7 +128,7 @@ class FP8Linear(LinearInFP8):
         return new
 
     def _enable_fp8(self, config: FP8TrainingConfig, scaling: FP8ScalingManager | None, name: str) -> None:
-        """What makes a linear an FP8 one. `scaling`: share this manager; whoever made it lets it follow optimisers."""
+        """Add what an FP8 linear has. `scaling`: share this manager; whoever made it lets it follow optimisers."""
         require_tensor_cores(self.weight.device, config)
         announce_emulation(self.weight.device, config.emulate)
         if scaling is None:
@@ -132,12 +143,12 @@ class FP8Linear(LinearInFP8):
         )
 
     @classmethod
-    def take_over(cls, linear: nn.Module, config: FP8TrainingConfig, scaling: FP8ScalingManager, name: str) -> Self:
+    def take_over(cls, module: nn.Module, config: FP8TrainingConfig, scaling: FP8ScalingManager, name: str) -> Self:
         """Make this very module an FP8 one: what else refers to it, and its hooks, stay."""
-        linear.__class__ = cls
-        assert isinstance(linear, cls)
-        linear._enable_fp8(config, scaling, name)
-        return linear
+        module.__class__ = cls
+        assert isinstance(module, cls)
+        module._enable_fp8(config, scaling, name)
+        return module
 
     def give_back(self) -> None:
         """Undo `take_over`."""
@@ -148,7 +159,16 @@ class FP8Linear(LinearInFP8):
     @property
     def weight_master(self) -> Tensor:
         """The high-precision weight that the optimiser updates."""
-        return self.weight if self.held is None else self.held.read()
+        return self.weight if self.fp8_only is None else self.fp8_only.read()
+
+    def as_weight(self, *others: "FP8Linear") -> Weight:
+        """Return the weight as products take it, with those side by side of others that share its scaling state."""
+        members = (self, *others)
+        if self.fp8_only is None:
+            return Weight([member.weight for member in members], state=self.row_w)
+        parts = [member.fp8_only.data for member in members if member.fp8_only is not None]
+        scale = self.fp8_only.group_scale if others else self.fp8_only.scale
+        return Weight(parts, (scale,), parameters=[member.weight for member in members])
 
     def forward(self, input: Tensor) -> Tensor:
         if input.shape[-1] != self.in_features:
@@ -157,27 +177,12 @@ class FP8Linear(LinearInFP8):
             self.scaling.to(input.device)  # as with weights that Accelerate brings to a GPU for each call
         if input.numel() == 0:
             # Nothing to quantise; keeps the graph.
-            weight = self.weight if self.held is None else self.weight_master.to(input)
+            weight = self.weight if self.fp8_only is None else self.weight_master.to(input)
             return nn.functional.linear(input, weight, self.bias)
-        return fp8_linears(input, (self.weight,), self.bias, self.product(input), self.rows, given=self.given)
-
-    @property
-    def given(self) -> tuple[Tensor, ...]:
-        """The weight as it is held, if that is in FP8 only."""
-        return () if self.held is None else (self.held.data,)
-
-    @property
-    def rows(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Scaling state of input, weight and gradient. Of a weight that is in FP8 already: its scale."""
-        return self.row_x, self.row_w if self.held is None else self.held.scale, self.row_g
-
-    @property
-    def group_rows(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The same for the product of all linears that it shares rows with."""
-        return self.row_x, self.row_w if self.held is None else self.held.group_scale, self.row_g
+        return linear(input, self.as_weight(), self.spec(input), self.states, bias=self.bias)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        if self.held is not None:
+        if self.fp8_only is not None:
             probe = self.weight.new_zeros(1)
             moved = fn(probe)
             if moved.device != probe.device or moved.dtype != probe.dtype:
@@ -190,7 +195,7 @@ class FP8Linear(LinearInFP8):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.held is not None:
+        if self.fp8_only is not None:
             destination[prefix + "weight"] = self.weight_master
 
     def _load_from_state_dict(
@@ -203,10 +208,10 @@ class FP8Linear(LinearInFP8):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        loaded = state_dict.get(prefix + "weight") if self.held is not None else None
-        if self.held is not None and loaded is not None:
+        loaded = state_dict.get(prefix + "weight") if self.fp8_only is not None else None
+        if self.fp8_only is not None and loaded is not None:
             if loaded.shape == self.weight.shape:
-                self.held.load(loaded)
+                self.fp8_only.load(loaded)
             else:
                 error_msgs.append(
                     f"{prefix}weight has shape {tuple(loaded.shape)}; this linear takes {tuple(self.weight.shape)}"
@@ -219,5 +224,5 @@ class FP8Linear(LinearInFP8):
             missing_keys.remove(prefix + "weight")
 
     def extra_repr(self) -> str:
-        held = "" if self.held is None else ", weight in FP8 only"
-        return f"{super().extra_repr()}, fp8={self.recipe}, scaling={self.config.scaling}{held}"
+        state = "" if self.fp8_only is None else ", weight in FP8 only"
+        return f"{super().extra_repr()}, fp8={self.recipe}, scaling={self.config.scaling}{state}"

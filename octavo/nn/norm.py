@@ -1,4 +1,4 @@
-"""A norm joined to the product that follows it, in one autograd function: its backward takes x from what that keeps.
+"""A norm joined to the product that follows it, in one autograd function: its backward takes x as the product saves it.
 
 Autograd functions take tensors one by one, so a norm comes in as its weight and its eps, or as None and None.
 """
@@ -16,14 +16,14 @@ def parts_of(norm: Norm | None) -> tuple[Tensor | None, float | None]:
 
 
 def normed(h: Tensor, weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor | None]:
-    """x, and 1 / rms of each row; h itself and None if there is no norm."""
+    """Return x, and 1 / rms of each row; h itself and None if there is no norm."""
     return (h, None) if weight is None or eps is None else rms_norm(h, Norm(weight, eps))
 
 
 def normed_again(h: Tensor, weight: Tensor | None, inverse: Tensor | None) -> Tensor:
-    """x, from what was kept of it in high precision: what went into the norm, or x itself if there is none.
+    """Return x from what was saved in high precision: the input of the norm, or x itself if there is none.
 
-    Empty if nothing was kept, because nothing needs it.
+    Empty if nothing was saved, because nothing needs it.
     """
     return h if weight is None or inverse is None or h.numel() == 0 else weight * (h.float() * inverse).to(h.dtype)
 
@@ -31,20 +31,20 @@ def normed_again(h: Tensor, weight: Tensor | None, inverse: Tensor | None) -> Te
 def back_through(
     dx: Tensor, x: Quantized, weight: Tensor | None, eps: float | None, inverse: Tensor, *, needs: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of h and of the norm's weight, from dx and from x as it was kept, which may have rows for padding.
+    """Return the gradients of h and of the norm's weight, from dx and from x as it was saved, maybe with padding rows.
 
-    In high precision, h was kept in its place. Without a norm, dx is the gradient of h.
+    In high precision, h was saved in its place. Without a norm, dx is the gradient of h.
     """
     if weight is None or eps is None:
         return dx if needs[0] else None, None
-    if not any(needs):  # then nothing was kept for it
+    if not any(needs):  # then nothing was saved for it
         return None, None
     norm = Norm(weight, eps)
     normed = None
     if is_high_precision(x):
         normed = x.data.float() * inverse
-        kept = weight.float() * normed
+        saved = weight.float() * normed
     else:
-        kept = Quantized(x.data, unpack_scale(x.scale)).dequantize(torch.float32)[: dx.shape[0]]
-    dh = rms_norm_backward(dx, kept, norm, inverse, normed) if needs[0] else None
-    return dh, weight_gradient(dx, kept, norm) if needs[1] else None
+        saved = Quantized(x.data, unpack_scale(x.scale)).dequantize(torch.float32)[: dx.shape[0]]
+    dh = rms_norm_backward(dx, saved, norm, inverse, normed) if needs[0] else None
+    return dh, weight_gradient(dx, saved, norm) if needs[1] else None

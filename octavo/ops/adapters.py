@@ -1,4 +1,4 @@
-"""What adapters compute beside a frozen product, for the operators in `ops_lora.py` and `ops_lora_mlp.py`.
+"""LoRA adapters beside a product, for the implementations of the linear and of the gated MLP.
 
     forward    t = x · [A₁; A₂; …]ᵀ        yᵢ += sᵢ · tᵢ · Bᵢᵀ
     backward   uᵢ = sᵢ · gᵢ · Bᵢ           dBᵢ = sᵢ · gᵢᵀ · tᵢ          dA = uᵀ · x
@@ -20,7 +20,7 @@ from octavo.support import has_fp8_tensor_cores
 
 @dataclass(frozen=True)
 class Adapter:
-    """Outputs `first` to `last` have an adapter, times `scaling`."""
+    """Where an adapter is: outputs `first` to `last`, times `scaling`."""
 
     first: int
     last: int
@@ -46,17 +46,12 @@ class Adapters:
     downs: tuple[Tensor, ...]
     ups: tuple[Tensor, ...]
 
-    @property
-    def encoded(self) -> str:
+    def encode(self) -> str:
+        """The places as one string: custom operators take no dataclasses."""
         return ",".join(f"{place.first}:{place.last}:{place.scaling!r}" for place in self.places)
 
-    @property
-    def given(self) -> tuple[list[Tensor], list[Tensor], str]:
-        """As operators take them."""
-        return list(self.downs), list(self.ups), self.encoded
-
     @classmethod
-    def decode(cls, downs: Sequence[Tensor], ups: Sequence[Tensor], text: str) -> "Adapters":
+    def decode(cls, text: str, downs: Sequence[Tensor], ups: Sequence[Tensor]) -> "Adapters":
         return cls(_places(text), tuple(downs), tuple(ups))
 
     @property
@@ -65,21 +60,21 @@ class Adapters:
 
     @property
     def spans(self) -> tuple[tuple[int, int, float], ...]:
-        """As kernels take the places: the first output, how many, the factor."""
+        """The places as kernels take them: the first output, how many, the factor."""
         return _spans(self.places)
 
     def down(self, dtype: torch.dtype) -> Tensor:
-        """All A, one below the other."""
+        """Return all A, one below the other."""
         return as_dtype(torch.cat(self.downs) if len(self.downs) > 1 else self.downs[0], dtype)
 
     def parts(self, t: Tensor) -> Sequence[Tensor]:
-        """Each adapter's columns of `x · [A₁; A₂; …]ᵀ`."""
+        """Return each adapter's columns of `x · [A₁; A₂; …]ᵀ`."""
         return t.split(self.ranks, dim=1) if self.downs else ()
 
     def split(self, da: Tensor, db: Tensor) -> list[Tensor | None]:
-        """From the gradients of all A, one below the other, and of all B, one after the other, those of each adapter.
+        """Split the gradients of all A, one below the other, and of all B, one after the other, by adapter.
 
-        All A, then all B; None for those of what was not needed.
+        All A come first, then all B; None for those that were not needed.
         """
         none = [None] * len(self.downs)
         das = da.split(self.ranks) if da.numel() else none
@@ -90,13 +85,17 @@ class Adapters:
         ]
 
 
-def narrowed(x: Tensor, adapters: Adapters, dtype: torch.dtype) -> Tensor:
+NO_ADAPTERS = Adapters((), (), ())
+
+
+def project_down(x: Tensor, adapters: Adapters, dtype: torch.dtype) -> Tensor:
+    """Compute `x[M, K] · Aᵀ` for all adapters side by side; empty if there are none."""
     # t = x · Aᵀ
     return as_dtype(x, dtype) @ adapters.down(dtype).t() if adapters.downs else x.new_empty(0, dtype=dtype)
 
 
 def add_to(y: Tensor, t: Tensor, adapters: Adapters, residual: Tensor | None = None) -> None:
-    """The adapters' outputs to y, and `residual`, if there is one."""
+    """Add the adapters' outputs to y, and `residual`, if there is one."""
     # y += s · t · Bᵀ
     if has_fp8_tensor_cores(y.device):
         from octavo.kernels import adapter_outputs as kernel
@@ -111,7 +110,7 @@ def add_to(y: Tensor, t: Tensor, adapters: Adapters, residual: Tensor | None = N
 
 
 def add_to_input(dx: Tensor, u: Tensor, a: Tensor) -> None:
-    """What `u[M, ΣR]` gives through all A, one below the other."""
+    """Add to dx the part of the gradient that comes through the adapters: `u[M, ΣR]` times all A."""
     # dx += u · A
     if has_fp8_tensor_cores(dx.device):
         from octavo.kernels import adapter_outputs as kernel
@@ -123,11 +122,11 @@ def add_to_input(dx: Tensor, u: Tensor, a: Tensor) -> None:
     dx.addmm_(as_dtype(u, dx.dtype), a)
 
 
-class Gradients:
-    """The gradients of all A, one below the other, and of all B, one after the other, added up over parts of a batch.
+class AdapterGradients:
+    """Gradients of all A, one below the other, and of all B, one after the other, added up over parts of a batch.
 
-    `g[M, N]`: of the outputs, of all tokens. `factor[N]`: it comes multiplied by this. Where there are kernels they add
-    up in FP32, else it is done in the dtype of g.
+    `g[M, N]`: the gradient of the outputs, of all tokens. `factor[N]`: it comes multiplied by this.
+    Where there are kernels they add up in FP32, else it is done in the dtype of g.
     """
 
     def __init__(
@@ -159,13 +158,13 @@ class Gradients:
 
         return kernel.can_multiply(g, self.adapters.ups)
 
-    def widen(self, g: Tensor, t: Tensor) -> Tensor:
-        """u, the gradient of t, of all adapters side by side, for the next tokens; adds to those of B on the way.
+    def grad_projected(self, g: Tensor, t: Tensor) -> Tensor:
+        """Return u, the gradient of t, for the next tokens, all adapters side by side; add to the gradients of B.
 
         In FP32 where a kernel adds it up, else in the dtype of g.
         """
         if self._u is None:
-            return self._widen_by_products(g, t)
+            return self._project_by_products(g, t)
         from octavo.kernels import adapter_gradients as kernel
 
         u = self._u[self._rows : self._rows + g.shape[0]]
@@ -174,7 +173,7 @@ class Gradients:
         kernel.add_gradients(g, t, self.adapters.ups, self.adapters.spans, self.factor, u, d)
         return u
 
-    def _widen_by_products(self, g: Tensor, t: Tensor) -> Tensor:
+    def _project_by_products(self, g: Tensor, t: Tensor) -> Tensor:
         adapters = self.adapters
         u = g.new_empty(g.shape[0], self.ranks)
         beta = 0 if self._db is None else 1
@@ -199,22 +198,22 @@ class Gradients:
         return [d.view(up.shape) for d, up in zip(self._db.split([up.numel() for up in ups]), ups, strict=True)]
 
     def add_a(self, u: Tensor, x: Quantized) -> None:
-        """From x in FP8, or in high precision with an empty scale; of as many tokens as u, or of more for padding."""
+        """Add to the gradients of A. x: in FP8, or in high precision with an empty scale; may have rows of padding."""
         # dA += uᵀ · x
         rows, dtype = u.shape[0], self._like.dtype
         if is_high_precision(x):
-            wide = as_dtype(x.data, dtype)
+            x_hp = as_dtype(x.data, dtype)
         else:
             scale = unpack_scale(x.scale)
-            kept = x if x.data.shape[0] == rows else Quantized(x.data[:rows], scale[:rows] if scale.dim() else scale)
-            if self._add_kept(u, kept):
+            saved = x if x.data.shape[0] == rows else Quantized(x.data[:rows], scale[:rows] if scale.dim() else scale)
+            if self._add_from_fp8(u, saved):
                 return
-            wide = dequantize(kept, dtype)
+            x_hp = dequantize(saved, dtype)
         u = as_dtype(u, dtype)
-        self._da = u.t() @ wide if self._da is None else self._da.addmm_(u.t(), wide)
+        self._da = u.t() @ x_hp if self._da is None else self._da.addmm_(u.t(), x_hp)
 
-    def _add_kept(self, u: Tensor, x: Quantized) -> bool:
-        """Whether there is a kernel for it, which has done it then."""
+    def _add_from_fp8(self, u: Tensor, x: Quantized) -> bool:
+        """Use the kernel that reads FP8, if there is one; return whether it was used."""
         if not has_fp8_tensor_cores(u.device):
             return False
         from octavo.kernels import adapter_gradients as kernel
@@ -227,7 +226,7 @@ class Gradients:
         return True
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """In the dtype of the first A and B; empty where not needed."""
+        """Return both gradients, in the dtype of the first A and B; empty where not needed."""
         if self.needs_b and self.factor is not None and self._u is None:
             for place, d in zip(self.adapters.places, self._each_db(), strict=True):
                 d.div_(self.factor[place.first : place.last, None])
@@ -235,3 +234,17 @@ class Gradients:
         da = as_dtype(self._da, a[0].dtype) if self.needs_a and self._da is not None else self._like.new_empty(0)
         db = as_dtype(self._db, b[0].dtype) if self.needs_b and self._db is not None else self._like.new_empty(0)
         return da, db
+
+
+def fake_projected(x: Tensor, downs: list[Tensor], rows: int | torch.SymInt, dtype: torch.dtype) -> Tensor:
+    return x.new_empty([rows, sum(a.shape[0] for a in downs)] if downs else [0], dtype=dtype)
+
+
+def fake_gradients(
+    like: Tensor, downs: list[Tensor], ups: list[Tensor], needs_a: bool, needs_b: bool
+) -> tuple[Tensor, Tensor]:
+    k = downs[0].shape[1] if downs else 0
+    shape = [sum(a.shape[0] for a in downs), k] if needs_a else [0]
+    size = [sum(b.numel() for b in ups)] if needs_b else [0]
+    a_dtype, b_dtype = (downs[0].dtype if needs_a else like.dtype), (ups[0].dtype if needs_b else like.dtype)
+    return like.new_empty(shape, dtype=a_dtype), like.new_empty(size, dtype=b_dtype)

@@ -28,12 +28,6 @@ class Product:
     emulate: bool = False  # by the specification even where there are kernels
     fast_forward: bool = True  # tensor cores may keep about 14 bits of a running sum
     fast_backward: bool = False
-    in_fp8: bool = True  # else, beside a frozen weight, in `out_dtype`, by what that weight dequantises to
-
-    @property
-    def frozen_recipes(self) -> tuple[str, str]:
-        """Of a and of g, as the operators of frozen weights take them: empty where nothing is quantised."""
-        return (self.a.encode(), self.g.encode()) if self.in_fp8 else ("", "")
 
 
 def gemm_nt(
@@ -68,9 +62,7 @@ def multiply(
     Operands in high precision (`is_high_precision`) are multiplied as they are: two matrices, without a batch.
     """
     if is_high_precision(b):
-        if bias is None:
-            return torch.mm(a.data, b.data.t(), out=out)
-        return torch.addmm(as_dtype(bias, out_dtype), a.data, b.data.t(), out=out)
+        return _multiply_hp(a.data, b.data, bias, out_dtype, out)
     on_tensor_cores = not emulate and has_fp8_tensor_cores(a.data.device)
     if on_tensor_cores and not batch and kernels.is_one_call(a, b, bias, out_dtype):
         return kernels.one_call(a, b, out_dtype, fast, out)
@@ -82,6 +74,13 @@ def multiply(
     else:
         y = kernels.gemm_nt(a, b, bias=bias, out_dtype=out_dtype, batch=torch.Size(batch), fast=fast)
     return y if out is None else out.copy_(y)
+
+
+def _multiply_hp(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, out: Tensor | None) -> Tensor:
+    into = out if out is not None and out.dtype == a.dtype else None
+    y = torch.mm(a, b.t(), out=into) if bias is None else torch.addmm(as_dtype(bias, a.dtype), a, b.t(), out=into)
+    y = as_dtype(y, out_dtype)
+    return y if out is None or into is not None else out.copy_(y)
 
 
 def _gemm_nt_fake(a: Tensor, b: Tensor, out_dtype: torch.dtype, batch: list[int]) -> Tensor:

@@ -86,15 +86,3 @@ def check_values(what: str, operands: dict[str, Any]) -> None:
             f"{next(iter(real.values()))}. Weights that were offloaded come back when their own module is called; else "
             "give the model its weights (model.to_empty, then load_state_dict)"
         )
-
-
-def install(library: torch.library.Library, name: str, implementation: Any, fake: Any) -> None:
-    """Register an operator whose schema is defined by hand."""
-    library.impl(name, _in_range(f"octavo.{name}", implementation), "CompositeExplicitAutograd")
-
-    def shapes(*args: Any) -> Any:
-        arguments = getattr(torch.ops.octavo, name).default._schema.arguments
-        check_values(f"octavo::{name}", {a.name: value for a, value in zip(arguments, args, strict=False)})
-        return fake(*args)
-
-    torch.library.register_fake(f"octavo::{name}", shapes, lib=library)

@@ -1,52 +1,122 @@
-"""Weights as the right operand of a product, for the implementations of operators: quantised here, or in FP8 already.
+"""`Weight`: the right operand of a linear, and the only place that knows in which state it is.
 
-A weight that is in FP8 already is one copy of one byte an element, `[N, K]`. Forward takes it as it is. Backward
-contracts over N, so it wants it transposed: into a scratch buffer that lives no longer than the operator.
+| state    | `parts`                       | `scales`                 | a product takes                         |
+| -------- | ----------------------------- | ------------------------ | --------------------------------------- |
+| trained  | Parameters, in high precision | none                     | the parts, quantised in every call      |
+| FP8-only | FP8; the master is elsewhere  | one tensor for all parts | the FP8 copy                            |
+| frozen   | FP8                           | one tensor for each part | the FP8 copy, or what it dequantises to |
+
+A stored weight (FP8-only or frozen) is one copy of one byte an element, `[N, K]`. Forward takes it as it is. Backward
+contracts over N, so it wants it transposed: into a scratch buffer that lives no longer than the operator. What becomes
+of the scales depends on what they belong to:
+
+    tensor     nothing: there is one
+    block      they are transposed, too
+    channel    a scale per row n would differ along the contracted dimension: it is multiplied into g before g is
+               quantised (`row_factor`), and the weight goes without
+
+    y_MN  = xq_MK · wq_NKᵀ                  dx_MK = (g · s)q_MN · wq_KNᵀ
+
+In high precision the transposed weight is a view: products take it either way.
 """
 
 from collections.abc import Sequence
+from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from octavo.numerics import OperandRecipe, Quantized
-from octavo.ops.gemm import multiply
-from octavo.ops.quantize import quantize_group, transpose_bytes
+from octavo.numerics.gemm import constant_along_k
+from octavo.numerics.quantize import BLOCK
+from octavo.ops.quantize import dequantize, is_high_precision, quantize_group, transpose_bytes
 
 
-def weight_gemm(
-    a: Quantized, weights: Sequence[Tensor], row: Tensor, recipe: OperandRecipe, *, bias: Tensor | None = None,
-    record: bool = False, transpose: bool = False, dtype: torch.dtype, fast: bool, emulate: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`a[M, K] · w[N, K]ᵀ + bias`, or with `transpose` `a[M, N] · w[N, K]`, for `w` the weights side by side.
+class Weight(NamedTuple):
+    """Matrices `[Nᵢ, K]` that are one right operand, side by side: `[N, K]`."""
 
-    `row`: their scaling state; of weights that are in FP8 already, their scale: one for all, or one per block. Returned
-    beside the product is what backward takes as the row of a delayed scale: the scale that forward used. (The row may
-    have changed by then.) Empty where there is no such thing.
-    """
-    scale = row.new_empty(0)
-    if is_fp8(weights[0]):
-        w = Quantized(joined(weights), row)
-        w = Quantized(transpose_bytes(w.data), row.t().contiguous()) if transpose else w
-    else:
-        layout, known = ("columns", row if recipe.delayed else None) if transpose else ("rows", None)
-        w = quantize_group(weights, row, recipe, record, layout, scale=known)[0]
-        if recipe.delayed and not transpose:
-            scale = w.scale
-    return multiply(a, w, bias, dtype, [], fast, emulate), scale
+    parts: Sequence[Tensor]
+    scales: Sequence[Tensor] = ()  # of a trained weight in backward: the delayed scale that forward used
+    state: Tensor | None = None  # scaling state of a trained weight
+    parameters: Sequence[Tensor] = ()  # the Parameters behind FP8-only parts
+
+    @property
+    def is_stored(self) -> bool:
+        """True if the parts are in FP8 already."""
+        return self.parts[0].dtype.itemsize == 1
+
+    @property
+    def trained(self) -> Sequence[Tensor]:
+        """The tensors that gradients go to; none if the weight is frozen."""
+        return self.parameters if self.is_stored else self.parts
+
+    @property
+    def out_features(self) -> int:
+        return sum(part.shape[0] for part in self.parts)
+
+    def forward_operand(self, recipe: OperandRecipe | None, record: bool, dtype: torch.dtype | None) -> Quantized:
+        """The operand `[N, K]` of `y = x · wᵀ`: quantised by `recipe`, or as stored; dequantised if `dtype` is given.
+
+        `recipe`: None for a frozen weight.
+        """
+        if self.is_stored:
+            return self._joined(dtype)
+        assert recipe is not None and self.state is not None
+        return quantize_group(self.parts, self.state, recipe, record, "rows")[0]
+
+    def used_scale(self, operand: Quantized, recipe: OperandRecipe | None) -> Tensor:
+        """The scale that backward has to use again: a delayed one. (The state may have changed by then.) Else empty."""
+        if self.is_stored or recipe is None or not recipe.delayed:
+            return operand.data.new_empty(0, dtype=torch.float32)
+        return operand.scale
+
+    def dgrad_operand(self, recipe: OperandRecipe | None, dtype: torch.dtype | None) -> Quantized:
+        """The operand `[K, N]` of `dx = g · w`, without its `row_factor`."""
+        if not self.is_stored:
+            assert recipe is not None and self.state is not None
+            known = self.scales[0] if self.scales else None
+            return quantize_group(self.parts, self.state, recipe, False, "columns", scale=known)[0]
+        w = self._joined(dtype)
+        if is_high_precision(w):
+            return Quantized(w.data.t(), w.scale)
+        data = transpose_bytes(w.data)
+        folds = recipe is None and _has_row_scales(w.scale, data.shape[1])
+        return Quantized(data, _ones(data.shape[0], data.device) if folds else w.scale.t().contiguous())
+
+    def row_factor(self, recipe: OperandRecipe | None, dtype: torch.dtype | None) -> Tensor | None:
+        """The scales `[N]` that g has to be multiplied by, where a frozen weight in FP8 has one per row."""
+        is_frozen_fp8 = self.is_stored and recipe is None and dtype is None
+        folds = is_frozen_fp8 and _has_row_scales(self.scales[0], self.parts[0].shape[0])
+        return joined(self.scales).view(-1) if folds else None
+
+    def gradient_dtype(self, g: Tensor) -> torch.dtype:
+        """The dtype of dw: the weight's own; for FP8 weights, that of g."""
+        return g.dtype if self.is_stored else self.parts[0].dtype
+
+    def _joined(self, dtype: torch.dtype | None) -> Quantized:
+        """Stored parts as one: in FP8, or dequantised to `dtype`, with an empty scale."""
+        one = len(self.parts) == 1
+        if dtype is None or one or can_join(self.parts, self.scales):
+            whole = (
+                Quantized(self.parts[0], self.scales[0]) if one else Quantized(joined(self.parts), joined(self.scales))
+            )
+            return whole if dtype is None else Quantized(dequantize(whole, dtype), whole.scale.new_empty(0))
+        parts = [dequantize(Quantized(*part), dtype) for part in zip(self.parts, self.scales, strict=True)]
+        return Quantized(torch.cat(parts), self.scales[0].new_empty(0))
 
 
-def is_fp8(weight: Tensor) -> bool:
-    return weight.dtype.itemsize == 1
-
-
-def gradient_dtype(weight: Tensor, g: Tensor) -> torch.dtype:
-    """That of the weight's gradient: the weight's own, or what gradients are in where the weight is in FP8."""
-    return g.dtype if is_fp8(weight) else weight.dtype
+def can_join(parts: Sequence[Tensor], scales: Sequence[Tensor]) -> bool:
+    """True if the scales one below the other are those of the parts one below the other."""
+    weights = [Quantized(*part) for part in zip(parts, scales, strict=True)]
+    kinds = {(w.data.dtype, constant_along_k(w)) for w in weights}
+    if len(kinds) > 1 or any(w.scale.dim() == 0 for w in weights):
+        return False
+    return constant_along_k(weights[0]) or all(w.data.shape[0] % BLOCK == 0 for w in weights[:-1])
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Matrices side by side, `[ΣN, K]`: a view where they lie so in memory, else a copy."""
+    """Return matrices side by side, `[ΣN, K]`: a view where they lie so in memory, else a copy."""
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -56,7 +126,7 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 def are_neighbours(parts: Sequence[Tensor]) -> bool:
-    """Whether each begins in memory where the one before ends."""
+    """True if each part begins in memory where the one before ends."""
     end = parts[0].data_ptr()
     for part in parts:
         if part.data_ptr() != end or not part.is_contiguous():
@@ -64,3 +134,12 @@ def are_neighbours(parts: Sequence[Tensor]) -> bool:
         end += part.nbytes
     # Not by chance: in one piece of memory.
     return parts[0].untyped_storage().data_ptr() == parts[-1].untyped_storage().data_ptr()
+
+
+def _has_row_scales(scale: Tensor, rows: int) -> bool:
+    return scale.dim() > 0 and tuple(scale.shape) == (rows, 1)
+
+
+@cache
+def _ones(rows: int, device: torch.device) -> Tensor:
+    return torch.ones(rows, 1, dtype=torch.float32, device=device)

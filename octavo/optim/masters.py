@@ -16,7 +16,7 @@ Norms, embedding, head and biases stay as they are on the GPU, and only their st
 import torch
 from torch import Tensor, nn
 
-from octavo.nn.held_group import HeldGroup, linears_by_product, why_not_held
+from octavo.nn.groups import FP8OnlyGroup, linears_by_product, why_not_fp8_only
 from octavo.nn.linear import FP8Linear
 from octavo.optim.host_states import HostStates
 from octavo.optim.in_backward import InBackward, require_free
@@ -32,11 +32,11 @@ class OffloadedMasters(InBackward):
         # All of them before any weight is freed: if the host has too little memory, the model is unchanged.
         masters: dict[Tensor, Tensor] = {p: _master_of(p) for p in weights}
         super().__init__(optimizer, states=HostStates(optimizer, masters))
-        self._product: dict[Tensor, HeldGroup] = {}
+        self._product: dict[Tensor, FP8OnlyGroup] = {}
         for linears in products:
-            group = HeldGroup(linears)
+            group = FP8OnlyGroup(linears)
             group.write([p.detach().float() for p in group.parameters])
-            group.hold(self._read, self._load)
+            group.attach(self._read, self._load)
             self._product |= dict.fromkeys(group.parameters, group)
         self._handles.append(optimizer.register_step_pre_hook(lambda *_: self._apply_rest()))
 
@@ -48,7 +48,7 @@ class OffloadedMasters(InBackward):
             self._apply_product(group)
 
     @torch.no_grad()
-    def _apply_product(self, group: HeldGroup) -> None:
+    def _apply_product(self, group: FP8OnlyGroup) -> None:
         masters = [self._bring(parameter) for parameter in group.parameters]
         for parameter, master in zip(group.parameters, masters, strict=True):
             if parameter.grad is not None:
@@ -97,7 +97,7 @@ class OffloadedMasters(InBackward):
     def remove(self) -> None:
         self.states.wait()
         for group in dict.fromkeys(self._product.values()):
-            group.let_go()
+            group.detach()
         super().remove()
 
 
@@ -138,12 +138,12 @@ def _products(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[F
         where = ", ".join(names[id(linear)] for linear in linears)
         if not all(mine):
             raise ValueError(f"{where} are one product, and the optimiser trains only some of them: train all or none")
-        if any(linear.held is not None for linear in linears):
+        if any(linear.fp8_only is not None for linear in linears):
             raise ValueError(
                 f"offload_master of {where}: another optimiser has their masters; call remove() on what offload_master "
                 "returned for that one first"
             )
-        reason = why_not_held(linears)
+        reason = why_not_fp8_only(linears)
         if reason:
             raise ValueError(f"offload_master of {where}: {reason}")
         if linears[0].weight.device.type == "meta":

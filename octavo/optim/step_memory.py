@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from octavo.nn.held import held_of
+from octavo.nn.fp8_only import offloaded_of
 from octavo.optim.in_backward import steps_in_backward
 
 GIB, MIB = 2**30, 2**20
@@ -136,14 +136,14 @@ def _states(optimizer: Any, of_model: Mapping[int, Tensor]) -> Iterator[Tensor]:
         yield from (value for value in state.values() if isinstance(value, Tensor) and value.dim())
     for group in optimizer.param_groups:
         yield from (parameter for parameter in group["params"] if id(parameter) not in of_model)
-    for held in map(held_of, of_model.values()):
+    for held in map(offloaded_of, of_model.values()):
         if held is not None:
             yield held.read()
 
 
 def _weight_bytes(x: Tensor) -> int:
     """Return the bytes of a weight; a Parameter in FP8 only has shape and dtype but no memory of its own."""
-    held = held_of(x)
+    held = offloaded_of(x)
     return tensor_bytes(x if held is None else held.data)
 
 

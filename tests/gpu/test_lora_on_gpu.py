@@ -21,15 +21,16 @@ from octavo.kernels import dequantize as dequantizing
 from octavo.kernels import gated_lora
 from octavo.kernels import quantize as kernel
 from octavo.nn.frozen import FP8FrozenLinear
-from octavo.nn.frozen_group import put_together
-from octavo.nn.lora import Adapter, Adapters, frozen_lora
-from octavo.nn.lora_mlp import frozen_mlp
-from octavo.nn.mlp import MLP
+from octavo.nn.groups import put_together
+from octavo.nn.linear_function import linear as fp8_linear
+from octavo.nn.mlp_function import gated_mlp
 from octavo.numerics.activation import ACTIVATIONS, from_kept, gated, gated_backward, keep
 from octavo.numerics.formats import E4M3
 from octavo.numerics.norm import Norm
 from octavo.numerics.operand import quantize_operand
 from octavo.numerics.quantize import Quantized, quantize
+from octavo.ops.adapters import Adapter, Adapters
+from octavo.ops.mlp import MLPSpec
 
 BF16 = torch.bfloat16
 WIDTHS = [64, 300, 1000, 4096, 6144, 14336, 28672, 32768]
@@ -227,14 +228,14 @@ def test_linears_and_mlp(granularity, tokens, compiled):
     both = adapters_of((Adapter(0, f, 2.0), Adapter(f, 2 * f, 0.5)), k)
     last = adapters_of((Adapter(0, k, 1.0),), f)
     wide = [linear.dequantize(torch.float32) for linear in linears]
-    weights = [linear.quantized for linear in linears]
-    rows = [(linear.row_x, linear.row_g) for linear in (gate, down)]
 
     def group(x, **options):
-        return frozen_lora(x, weights[:2], None, gate.product(x), rows[0], both, **options)
+        return fp8_linear(x, gate.as_weight(up), gate.spec(x), gate.states, adapters=both, **options)
 
     def mlp(x, **options):
-        return frozen_mlp(x, weights[:2], weights[2], MLP(gate.product(x), "silu"), *rows, both, last, **options)
+        weights, how = (gate.as_weight(up), down.as_weight()), MLPSpec(gate.spec(x), "silu")
+        adapters = {"adapters": both, "adapters_down": last}
+        return gated_mlp(x, *weights, how, gate.states, down.states, **adapters, **options)
 
     def linear(x):
         return product(x, torch.cat(wide[:2]), both)
@@ -246,7 +247,7 @@ def test_linears_and_mlp(granularity, tokens, compiled):
     wrap = torch.compile(fullgraph=True) if compiled else lambda function: function
     x = torch.randn(tokens, k, device="cuda", dtype=BF16, requires_grad=True)
     compare(wrap(group), linear, x, matrices(both))
-    compare(wrap(lambda x: group(x, x_is_kept=True)), linear, x, matrices(both))
+    compare(wrap(lambda x: group(x, x_is_saved=True)), linear, x, matrices(both))
     compare(wrap(mlp), reference, x, matrices(both, last))
 
     norm = Norm(torch.rand(k, device="cuda", dtype=BF16) + 0.5, 1e-5)

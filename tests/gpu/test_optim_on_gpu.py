@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from octavo import FP8TrainingConfig, convert_to_fp8
-from octavo.nn.held import full_precision
+from octavo.nn.fp8_only import full_precision
 from octavo.numerics.split import join
 from octavo.optim import (
     OPTIMIZERS,
@@ -181,7 +181,10 @@ def test_masters_on_the_host_are_what_fp32_weights_would_be(name, recipe):
     for linear in (module for module in model if isinstance(module, nn.Linear)):
         assert linear.weight.untyped_storage().nbytes() == 4
         torch.testing.assert_close(
-            linear.held.data.float() * _spread(linear.held.scale), linear.weight_master.cuda(), rtol=2**-4, atol=1e-3
+            linear.fp8_only.data.float() * _spread(linear.fp8_only.scale),
+            linear.weight_master.cuda(),
+            rtol=2**-4,
+            atol=1e-3,
         )
         assert optimizer.state[linear.weight]["exp_avg"].device.type == "cpu"
 

@@ -11,7 +11,7 @@ from torch import nn
 from octavo import FP8TrainingConfig
 from octavo.nn.frozen import GRANULARITIES, SCALE_NAME, FP8FrozenLinear, FrozenTensor, quantize_weight
 from octavo.numerics.quantize import Quantized
-from octavo.ops.frozen import turn
+from octavo.ops.weight import Weight
 
 SIZES = [(300, 200), (128, 256), (576, 192), (16, 1), (1, 16), (33, 7)]
 
@@ -79,11 +79,12 @@ def test_products_in_high_precision_take_autocast_and_graphs():
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_turning_the_weight_changes_no_product(granularity):
+def test_transposing_the_weight_changes_no_product(granularity):
     weight = quantize_weight(torch.randn(200, 300).mul_(torch.logspace(-2, 2, 200)[:, None]), granularity)
     g = torch.randn(5, 200)
-    turned = turn(weight)
-    found = (g if turned.factor is None else g * turned.factor) @ turned.weight.dequantize().T
+    w = Weight([weight.data], [weight.scale])
+    factor = w.row_factor(None, None)
+    found = (g if factor is None else g * factor) @ w.dgrad_operand(None, None).dequantize().T
     torch.testing.assert_close(found, g @ weight.dequantize(), rtol=1e-5, atol=1e-4)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from octavo.nn.frozen import FP8FrozenLinear
-from octavo.nn.frozen_group import put_together, why_no_group
+from octavo.nn.groups import put_together, why_no_group
 from octavo.numerics.quantize import Quantized
 from octavo.ops.weight import are_neighbours, joined
 

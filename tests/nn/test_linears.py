@@ -7,10 +7,11 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from octavo import FP8Linear, FP8TrainingConfig
-from octavo.nn.linears import fp8_linears
+from octavo.nn.linear_function import linear
 from octavo.numerics.scaling import SATURATED, SCALE, UNDERFLOW, new_rows
-from octavo.ops import Product
 from octavo.ops import linear as ops_linear
+from octavo.ops.linear import LinearSpec
+from octavo.ops.weight import Weight
 
 CONFIGS = {
     **{name: FP8TrainingConfig.from_recipe(name) for name in ("delayed", "current", "channel", "block", "mx")},
@@ -21,9 +22,14 @@ SIZES = (24, 40, 17)  # outputs of the three weights
 K = 33
 
 
-def product_of(config, dtype=torch.float32, record=True):
+def spec_of(config, dtype=torch.float32, record=True):
     recipe = config.recipe
-    return Product(recipe.x, recipe.w, recipe.g, out_dtype=dtype, b_is_nk=True, record=record)
+    return LinearSpec(recipe.x, recipe.w, recipe.g, dtype, record=record)
+
+
+def group(x, weights, bias, spec, rows):
+    """`rows`: scaling state of x, w and g."""
+    return linear(x, Weight(weights, state=rows[1]), spec, rows[::2], bias=bias)
 
 
 def rows():
@@ -42,7 +48,7 @@ def test_values_and_gradients(name, dtype):
     config = CONFIGS[name]
     x, weights = build(dtype)
     bias = nn.Parameter(torch.randn(sum(SIZES)))
-    y = fp8_linears(x, weights, bias, product_of(config, torch.float32), rows())
+    y = group(x, weights, bias, spec_of(config, torch.float32), rows())
     g = torch.randn_like(y)
     y.backward(g)
     assert y.shape == (2, 13, sum(SIZES))
@@ -66,8 +72,8 @@ def test_a_group_is_separate_linears_with_a_shared_scale(name):
         for w in weights:
             w[0, 0] = 4.5  # the same amax, so the same scale, alone or together
     group_rows = rows()
-    together = fp8_linears(x, weights, None, product_of(config), group_rows)
-    alone = torch.cat([fp8_linears(x, [w], None, product_of(config), rows()) for w in weights], dim=-1)
+    together = group(x, weights, None, spec_of(config), group_rows)
+    alone = torch.cat([group(x, [w], None, spec_of(config), rows()) for w in weights], dim=-1)
     torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
     if config.scaling == "delayed":
         assert group_rows[1][SCALE] == torch.tensor(4.5) / config.recipe.w.format.max
@@ -82,7 +88,7 @@ def test_frozen_weights_cost_nothing(name, trained, monkeypatch):
     layouts = []
     quantize = ops_linear.quantize_group
     monkeypatch.setattr(ops_linear, "quantize_group", lambda *a, **k: (layouts.append(a[4]), quantize(*a, **k))[1])
-    y = fp8_linears(x, weights, None, product_of(CONFIGS[name]), rows())
+    y = group(x, weights, None, spec_of(CONFIGS[name]), rows())
     saved = [t for t in y.grad_fn.next_functions[0][0].saved_tensors if t is not None]
     y.backward(torch.randn_like(y))
     assert layouts == (["both", "both"] if trained else ["rows", "rows"])  # x, then g
@@ -96,7 +102,7 @@ def test_an_input_without_gradient(monkeypatch):
     layouts = []
     quantize = ops_linear.quantize_group
     monkeypatch.setattr(ops_linear, "quantize_group", lambda *a, **k: (layouts.append(a[4]), quantize(*a, **k))[1])
-    fp8_linears(x.detach(), weights, None, product_of(CONFIGS["delayed"]), rows()).sum().backward()
+    group(x.detach(), weights, None, spec_of(CONFIGS["delayed"]), rows()).sum().backward()
     assert layouts == ["both", "columns"] and all(w.grad is not None for w in weights)
 
 
@@ -105,7 +111,7 @@ def test_only_the_bias_is_trained():
     bias = nn.Parameter(torch.zeros(sum(SIZES)))
     state = rows()
     frozen = [w.detach() for w in weights]
-    fp8_linears(x.detach(), frozen, bias, product_of(CONFIGS["delayed"]), state).sum().backward()
+    group(x.detach(), frozen, bias, spec_of(CONFIGS["delayed"]), state).sum().backward()
     torch.testing.assert_close(bias.grad, torch.full_like(bias, 26.0))
     assert not state[2].any()  # nothing asked for the gradient in FP8
 
@@ -113,7 +119,7 @@ def test_only_the_bias_is_trained():
 def test_output_dtype_and_record():
     x, weights = build(torch.bfloat16)
     state = rows()
-    y = fp8_linears(x, weights, None, product_of(CONFIGS["delayed"], torch.float16, record=False), state)
+    y = group(x, weights, None, spec_of(CONFIGS["delayed"], torch.float16, record=False), state)
     assert y.dtype == torch.float16 and not any(row.any() for row in state)
 
 
@@ -123,7 +129,7 @@ def test_one_graph_under_compile(name):
     x, weights = build()
     bias = nn.Parameter(torch.randn(sum(SIZES)))
     leaves = [x, bias, *weights]
-    product = product_of(CONFIGS[name])
+    product = spec_of(CONFIGS[name])
     counter = CompileCounterWithBackend("aot_eager")
 
     def run(function, state):
@@ -131,9 +137,9 @@ def test_one_graph_under_compile(name):
         return [y, *torch.autograd.grad(y.square().sum(), leaves)]
 
     eager_rows, compiled_rows = rows(), rows()
-    compiled = torch.compile(fp8_linears, backend=counter, fullgraph=True)
+    compiled = torch.compile(group, backend=counter, fullgraph=True)
     for _ in range(2):
-        for a, b in zip(run(fp8_linears, eager_rows), run(compiled, compiled_rows), strict=True):
+        for a, b in zip(run(group, eager_rows), run(compiled, compiled_rows), strict=True):
             torch.testing.assert_close(a, b)
     assert counter.frame_count == 1
     for a, b in zip(eager_rows, compiled_rows, strict=True):
@@ -158,10 +164,10 @@ def test_zero_rows_change_nothing(name, compiled, monkeypatch):
     x, weights = build()
     bias = nn.Parameter(torch.randn(sum(SIZES)))
     g = torch.randn(2, 13, sum(SIZES))
-    function = torch.compile(fp8_linears, backend="aot_eager", fullgraph=True) if compiled else fp8_linears
+    function = torch.compile(group, backend="aot_eager", fullgraph=True) if compiled else group
 
     def run(state):
-        y = function(x, weights, bias, product_of(CONFIGS[name]), state)
+        y = function(x, weights, bias, spec_of(CONFIGS[name]), state)
         return y, *torch.autograd.grad(y, (x, *weights, bias), g)
 
     plain, state = run(plain_rows := rows()), rows()
@@ -181,5 +187,5 @@ def test_nothing_is_kept_without_gradients(monkeypatch):
     monkeypatch.setattr(ops_linear, "quantize_group", lambda *a, **k: (layouts.append(a[4]), quantize(*a, **k))[1])
     for context in (torch.no_grad(), torch.inference_mode()):
         with context:
-            fp8_linears(x, weights, None, product_of(CONFIGS["delayed"], record=False), rows())
+            group(x, weights, None, spec_of(CONFIGS["delayed"], record=False), rows())
     assert layouts == ["rows", "rows"]

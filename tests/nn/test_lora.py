@@ -6,9 +6,10 @@ from bounds import cosine
 from torch import nn
 
 from octavo.nn.frozen import GRANULARITIES, FP8FrozenLinear, quantize_weight
-from octavo.nn.frozen_group import put_together
-from octavo.nn.lora import Adapter, Adapters, frozen_lora
+from octavo.nn.groups import put_together
+from octavo.nn.linear_function import linear
 from octavo.numerics.norm import Norm
+from octavo.ops.adapters import Adapter, Adapters
 
 K, N, R = 300, 320, 8
 PARTS = [Adapter(0, 192, 2.0), Adapter(256, 320, 0.5)]  # outputs 192 to 256 have none
@@ -25,9 +26,9 @@ def build(granularity, dtype=torch.bfloat16):
 
 
 def run(frozen, matrices, x, **options):
-    rows = (frozen.row_x, frozen.row_g)
     adapters = Adapters(tuple(PARTS), *zip(*matrices, strict=True))
-    return frozen_lora(x, [frozen.quantized], frozen.bias, frozen.product(x), rows, adapters, **options)
+    how = {"bias": frozen.bias, "adapters": adapters, **options}
+    return linear(x, frozen.as_weight(), frozen.spec(x), frozen.states, **how)
 
 
 def reference(frozen, matrices, x):
@@ -77,9 +78,9 @@ def check_side_by_side(parts):
     """In high precision they give, as one, what each gives by what it dequantises to."""
     for part in parts:
         part.in_fp8 = False
-    x, adapters = torch.randn(5, K), Adapters((), (), ())
-    rows = (parts[0].row_x, parts[0].row_g)
-    y = frozen_lora(x, [part.quantized for part in parts], None, parts[0].product(x), rows, adapters)
+    x = torch.randn(5, K)
+    first, *others = parts
+    y = linear(x, first.as_weight(*others), first.spec(x), first.states)
     torch.testing.assert_close(y, torch.cat([x @ part.dequantize(torch.float32).T for part in parts], dim=1))
 
 

@@ -7,13 +7,13 @@ from bounds import cosine
 from torch import nn
 
 from octavo.nn.frozen import FP8FrozenLinear
-from octavo.nn.frozen_group import put_together
-from octavo.nn.lora import Adapter, Adapters
-from octavo.nn.lora_mlp import frozen_mlp
-from octavo.nn.mlp import MLP
+from octavo.nn.groups import put_together
+from octavo.nn.mlp_function import gated_mlp
 from octavo.numerics.activation import ACTIVATIONS
 from octavo.numerics.norm import Norm
-from octavo.ops import lora_mlp as ops_lora_mlp
+from octavo.ops import mlp as ops_mlp
+from octavo.ops.adapters import Adapter, Adapters
+from octavo.ops.mlp import MLPSpec
 
 K, F, R = 192, 256, 8
 NONE = Adapters((), (), ())
@@ -50,9 +50,9 @@ CASES = {
 
 def run(linears, adapters, last, x, activation="silu", **options):
     gate, up, down = linears
-    rows = [(linear.row_x, linear.row_g) for linear in (gate, down)]
-    how = MLP(gate.product(x), activation)
-    return frozen_mlp(x, [gate.quantized, up.quantized], down.quantized, how, *rows, adapters, last, **options)
+    how = {"adapters": adapters, "adapters_down": last, **options}
+    mlp = MLPSpec(gate.spec(x), activation)
+    return gated_mlp(x, gate.as_weight(up), down.as_weight(), mlp, gate.states, down.states, **how)
 
 
 def reference(linears, adapters, last, x, activation="silu"):
@@ -194,7 +194,7 @@ def test_backward_in_parts(granularity, in_fp8, monkeypatch):
         return [m.grad for m in tensors]
 
     whole = step()
-    monkeypatch.setattr(ops_lora_mlp, "part_rows", lambda *_: 32)
+    monkeypatch.setattr(ops_mlp, "part_rows", lambda *_: 32)
     parts = step()
     assert torch.equal(parts[0], whole[0])  # dx is the same, token by token
     for found, expected in zip(parts[1:], whole[1:], strict=True):

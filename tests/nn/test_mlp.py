@@ -11,11 +11,13 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from octavo import FP8TrainingConfig
-from octavo.nn.mlp import MLP, fp8_mlp
+from octavo.nn.mlp_function import gated_mlp
 from octavo.numerics.activation import ACTIVATIONS, gated, gated_backward
 from octavo.numerics.scaling import new_rows
-from octavo.ops import Product
 from octavo.ops import linear as ops_linear
+from octavo.ops.linear import LinearSpec
+from octavo.ops.mlp import MLPSpec
+from octavo.ops.weight import Weight
 
 CONFIGS = {
     **{name: FP8TrainingConfig.from_recipe(name) for name in ("delayed", "current", "channel", "block", "mx")},
@@ -27,7 +29,13 @@ K, HIDDEN = 40, 72
 
 def mlp_of(config, activation="silu", dtype=torch.float32, **options):
     recipe = config.recipe
-    return MLP(Product(recipe.x, recipe.w, recipe.g, out_dtype=dtype, b_is_nk=True), activation, **options)
+    return MLPSpec(LinearSpec(recipe.x, recipe.w, recipe.g, dtype), activation, **options)
+
+
+def run_mlp(x, gate, up, down, mlp, rows, rows_down):
+    """`rows`, `rows_down`: scaling state of input, weight and gradient of each product."""
+    weights = Weight([gate, up], state=rows[1]), Weight([down], state=rows_down[1])
+    return gated_mlp(x, *weights, mlp, rows[::2], rows_down[::2])
 
 
 def rows():
@@ -51,7 +59,7 @@ def exact(leaves, activation):
 @pytest.mark.parametrize("in_fp8", [False, True])
 def test_values_and_gradients(name, activation, dtype, in_fp8):
     leaves = build(dtype)
-    y = fp8_mlp(*leaves, mlp_of(CONFIGS[name], activation, dtype, in_fp8=in_fp8), rows(), rows())
+    y = run_mlp(*leaves, mlp_of(CONFIGS[name], activation, dtype, saves_fp8=in_fp8), rows(), rows())
     g = torch.randn_like(y)
     found = torch.autograd.grad(y, leaves, g)
     doubles = [leaf.detach().double().requires_grad_() for leaf in leaves]
@@ -70,7 +78,7 @@ def test_gate_and_up_are_not_exchanged():
     """Only one of the halves has an activation."""
     x, gate, up, down = build()
     wrong = exact((x, up, gate, down), "silu")
-    y = fp8_mlp(x, gate, up, down, mlp_of(CONFIGS["current"]), rows(), rows())
+    y = run_mlp(x, gate, up, down, mlp_of(CONFIGS["current"]), rows(), rows())
     assert cosine(y, exact((x, gate, up, down), "silu")) > 0.99 > 0.9 > cosine(y, wrong)
 
 
@@ -82,17 +90,17 @@ def test_frozen_weights(trained, monkeypatch):
     layouts = []
     quantize = ops_linear.quantize_group
     monkeypatch.setattr(ops_linear, "quantize_group", lambda *a, **k: (layouts.append(a[4]), quantize(*a, **k))[1])
-    y = fp8_mlp(*leaves, mlp_of(CONFIGS["delayed"]), rows(), rows())
+    y = run_mlp(*leaves, mlp_of(CONFIGS["delayed"]), rows(), rows())
     y.square().sum().backward()
     assert layouts[0] == ("both" if {0, 1} & set(trained) else "rows")  # x: its columns are for gate and up
-    assert layouts[2] == ("both" if 2 in trained else "rows")  # g, after h: its columns are for down
+    assert layouts[1] == ("both" if 2 in trained else "rows")  # g: its columns are for down
     assert [w.grad is not None for w in leaves[1:]] == [i in trained for i in range(3)]
     assert leaves[0].grad is not None
 
 
 def test_h_is_not_kept():
     leaves = build()
-    y = fp8_mlp(*leaves, mlp_of(CONFIGS["delayed"]), rows(), rows())
+    y = run_mlp(*leaves, mlp_of(CONFIGS["delayed"]), rows(), rows())
     saved = [t for t in y.grad_fn.next_functions[0][0].saved_tensors if t is not None]
     shapes = [tuple(t.shape) for t in saved]
     assert (57, 2 * HIDDEN) in shapes and (K, 57) in shapes
@@ -104,7 +112,7 @@ def test_gate_and_up_are_kept_in_half_as_much():
     leaves = build()
     kept = []
     for in_fp8 in (False, True):
-        y = fp8_mlp(*leaves, mlp_of(CONFIGS["delayed"], in_fp8=in_fp8), rows(), rows())
+        y = run_mlp(*leaves, mlp_of(CONFIGS["delayed"], saves_fp8=in_fp8), rows(), rows())
         saved = [t for t in y.grad_fn.next_functions[0][0].saved_tensors if t is not None]
         saved = [t for t in saved if t.shape == (57, 2 * HIDDEN)]
         kept.append((y, [t.element_size() for t in saved]))
@@ -116,9 +124,9 @@ def test_gate_and_up_are_kept_in_half_as_much():
 def test_one_graph_under_compile(name, in_fp8):
     torch._dynamo.reset()
     leaves = build()
-    mlp = mlp_of(CONFIGS[name], in_fp8=in_fp8)
+    mlp = mlp_of(CONFIGS[name], saves_fp8=in_fp8)
     counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(fp8_mlp, backend=counter, fullgraph=True)
+    compiled = torch.compile(run_mlp, backend=counter, fullgraph=True)
 
     def run(function, state):
         y = function(*leaves, mlp, *state)
@@ -126,7 +134,7 @@ def test_one_graph_under_compile(name, in_fp8):
 
     states = (rows(), rows()), (rows(), rows())
     for _ in range(2):
-        for a, b in zip(run(fp8_mlp, states[0]), run(compiled, states[1]), strict=True):
+        for a, b in zip(run(run_mlp, states[0]), run(compiled, states[1]), strict=True):
             torch.testing.assert_close(a, b)
     assert counter.frame_count == 1
     for a, b in zip(states[0], states[1], strict=True):
@@ -166,7 +174,7 @@ def test_zero_rows_change_nothing(name, compiled, monkeypatch):
     torch._dynamo.reset()
     leaves = build()
     g = torch.randn(3, 19, K)
-    function = torch.compile(fp8_mlp, backend="aot_eager", fullgraph=True) if compiled else fp8_mlp
+    function = torch.compile(run_mlp, backend="aot_eager", fullgraph=True) if compiled else run_mlp
 
     def run():
         y = function(*leaves, mlp_of(CONFIGS[name]), rows(), rows())

@@ -11,8 +11,8 @@ from torch._dynamo.backends.debugging import aot_eager
 
 from octavo import FP8Trainer, FP8TrainingConfig, convert_to_fp8, restore
 from octavo.hf.export import export_fp8, save_merged
+from octavo.nn.fp8_only import full_precision
 from octavo.nn.frozen import quantize_weight
-from octavo.nn.held import full_precision
 from octavo.nn.linear import FP8Linear
 from octavo.optim import OPTIMIZERS, build_optimizer, masters, offload_master, step_in_backward, steps_in_backward
 from octavo.optim.step_memory import measure_memory
@@ -138,8 +138,8 @@ def test_a_byte_on_the_device_and_four_on_the_host():
     assert linear.weight.isnan().all()
     with pytest.raises(RuntimeError, match="single memory location"), torch.no_grad():
         linear.weight.add_(1)
-    assert linear.held.data.dtype == torch.float8_e4m3fn and linear.held.data.shape == (64, 64)
-    assert linear.held.data.untyped_storage().nbytes() == (64 + 32 + 32) * 64  # with k and v
+    assert linear.fp8_only.data.dtype == torch.float8_e4m3fn and linear.fp8_only.data.shape == (64, 64)
+    assert linear.fp8_only.data.untyped_storage().nbytes() == (64 + 32 + 32) * 64  # with k and v
     assert full_precision(linear.weight).dtype == optimizer.state[linear.weight]["exp_avg"].dtype == torch.float32
     assert linear.weight_master is full_precision(linear.weight)
     norm = model.model.norm.weight
@@ -203,12 +203,12 @@ def test_weights_saved_and_loaded(tmp_path):
         assert torch.equal(other.model.layers[1].mlp.up_proj.weight, master)
     again = converted(dtype=torch.bfloat16)
     offload_master(again, torch.optim.SGD(again.parameters(), lr=0.1))
-    held = again.model.layers[1].mlp.up_proj.held
+    held = again.model.layers[1].mlp.up_proj.fp8_only
     FP8Trainer(again, torch.optim.SGD(again.parameters(), lr=0.1), convert_model_to_fp8=False).load_model(
         tmp_path / "own"
     )
     assert torch.equal(held.read(), master)
-    original = model.model.layers[1].mlp.up_proj.held
+    original = model.model.layers[1].mlp.up_proj.fp8_only
     assert torch.equal(held.data.view(torch.uint8), original.data.view(torch.uint8))
     assert torch.equal(held.scale, original.scale)
 
@@ -267,7 +267,7 @@ def test_one_weight_of_a_product_alone():
     for name, old in before.items():
         expected = old - 1 if name == "k_proj" else old
         assert torch.equal(getattr(attention, name).weight_master, expected)
-        held = getattr(attention, name).held
+        held = getattr(attention, name).fp8_only
         torch.testing.assert_close(held.data.float() * held.scale, expected, rtol=2**-4, atol=0.01)
     assert attention.k_proj.weight.grad is None
 

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
-from octavo.nn.held_group import GRANULARITIES as HELD
+from octavo.nn.groups import GRANULARITIES as HELD
 from octavo.numerics import FP8TrainingConfig
 from octavo.numerics.checks import check_choice
 from octavo.numerics.config import RECIPES

@@ -25,7 +25,7 @@ from octavo.numerics.config import RECIPES, OperandRecipe, Recipe
 from octavo.numerics.operand import LAYOUTS
 from octavo.numerics.quantize import BLOCK
 from octavo.numerics.scaling import SCALE, new_rows
-from octavo.ops import linear as ops_linear
+from octavo.ops import gated as ops_gated
 from octavo.tools.bench.result import FAILED, TIMED
 from octavo.tools.bench.timing import time_each, try_device_time
 from octavo.tools.shapes import Case
@@ -128,12 +128,12 @@ def _quantize(recipe: OperandRecipe, layout: str, row: Tensor, x: Tensor) -> lis
 
 
 def _gated(recipe: Recipe, row: Tensor, gate_up: Tensor) -> list[Quantized]:
-    return [ops_linear.gated_quantize(gate_up, row, recipe.x, "silu", record=True)]
+    return [ops_gated.gated_quantize(gate_up, row, recipe.x, "silu", record=True)]
 
 
 def _gated_backward(recipe: Recipe, row: Tensor, dh: Tensor, gate_up: Tensor) -> list[Quantized]:
     h_scale = torch.full((), 2.0**-6, device=dh.device)  # of |h| up to 7: only the time matters here
-    return list(ops_linear.gated_quantize_backward(dh, gate_up, h_scale, row, recipe.g, recipe.x, "silu"))
+    return list(ops_gated.gated_quantize_backward(dh, gate_up, h_scale, row, recipe.g, recipe.x, "silu"))
 
 
 def copy_bandwidth(device: str, moved: int | None = None) -> float:

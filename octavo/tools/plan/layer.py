@@ -6,7 +6,7 @@ Letters: M tokens, K width, Q and KV outputs of q and of k or v, F hidden of the
     norms          compiled: their inputs in BF16. Eager: in FP32, and what is multiplied by a trained weight.
                    Before products of a frozen FP8 base: nothing but 1/rms (`numerics/norm.py`)
     BF16 linears   their input, where the weight is trained or has an adapter; gate, up, and eager silu(gate)
-    FP8, trained   inputs of q/k/v, o and gate/up in FP8; gate and up in BF16 (`nn/linears.py`, `nn/mlp.py`), in FP8
+    FP8, trained   inputs of q/k/v, o and gate/up in FP8; gate and up in BF16 (`nn/*_function.py`), in FP8
                    with `activations="fp8"`, which per tensor joins norms, too
     FP8, frozen    inputs of q/k/v and gate/up in FP8, or as they are where products are not in FP8; gate and up in FP8
                    (`nn/lora.py`, `nn/lora_mlp.py`)
@@ -19,7 +19,7 @@ layers count alike: the first of a model with a frozen embedding need not keep i
 from dataclasses import dataclass
 
 from octavo.numerics.quantize import BLOCK
-from octavo.ops.lora_mlp import part_rows
+from octavo.ops.mlp import part_rows
 from octavo.tools.plan.options import Option
 from octavo.tools.shapes import MEMBERS, TARGETS, Case
 

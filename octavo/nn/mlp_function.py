@@ -1,0 +1,198 @@
+"""The gated MLP of a decoder: y = (act(x · w_gateᵀ) · (x · w_upᵀ)) · w_downᵀ, as one autograd function.
+
+Shapes: M tokens, K width, F hidden. With weights that are trained:
+
+    forward    xq_MK → gu_M2F = xq · [w_gate; w_up]ᵀ → hq_MF (activation and quantising: one kernel) → y = hq · w_downᵀ
+    backward   gq_MK → dh_MF = gq · w_down
+               one kernel: dgu_M2F in both layouts, and h again, transposed
+               dw_down = gqT · hqTᵀ     dx = dguq · [w_gate; w_up]     dw_gate_up = dguqT · xqTᵀ
+    saved      xqT_KM in FP8 and gu_M2F, in FP8 if asked for; h is computed again in backward, where gate and up are
+               read anyway
+
+With frozen weights, and adapters (s, A and B as in `linear_function.py`):
+
+    forward    xq_MK → gu_M2F = xq · [w_gate; w_up]ᵀ → one kernel: adapters, h, gu in FP8 → hq_MF → y = hq · w_downᵀ
+    backward   gq_MK → dh_MF = gq · w_down → one kernel: adapters, h again, dgu_M2F → dguq → dx = dguq · [w_gate; w_up]
+    saved      xq_MK and guq_M2F in FP8 (1×128, whatever the weights have scales for), and t, which is narrow
+
+Forward computes h from gate and up in high precision; only backward sees them rounded. Where products are in high
+precision (`LinearSpec.x` is None), frozen weights are dequantised, nothing else is quantised but the saved gate and up
+(not even those in FP32), and x is saved as in `linear_function.py`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from octavo.nn.linear_function import AS_IS, States, how_to_save
+from octavo.nn.norm import back_through, normed, normed_again, parts_of
+from octavo.nn.versions import check_versions, versions_of
+from octavo.numerics.norm import Norm
+from octavo.numerics.quantize import Quantized
+from octavo.ops import mlp as ops
+from octavo.ops.adapters import NO_ADAPTERS, Adapter, Adapters
+from octavo.ops.mlp import MLPCall, MLPSpec
+from octavo.ops.quantize import as_dtype
+from octavo.ops.weight import Weight
+
+Places = tuple[tuple[Adapter, ...], tuple[Adapter, ...]]
+
+
+def gated_mlp(
+    x: Tensor,
+    gate_up: Weight,
+    down: Weight,
+    mlp: MLPSpec,
+    states: States,
+    states_down: States,
+    *,
+    norm: Norm | None = None,
+    adapters: Adapters = NO_ADAPTERS,
+    adapters_down: Adapters = NO_ADAPTERS,
+    residual: bool = False,
+) -> Tensor:
+    """Compute `x[..., K]` through the MLP.
+
+    `states`, `states_down`: scaling state of the input and of the gradient of each product. `norm`: x goes through it
+    first. `residual`: x itself is added to the result. Adapters go beside frozen weights only.
+    """
+    trained = (*gate_up.trained, *down.trained)
+    low = len(adapters.places), len(adapters_down.places)
+    if trained and any(low):
+        raise ValueError("adapters in an MLP of trained weights: compute its linears one by one (nn.linear_function)")
+    matrices = (*adapters.downs, *adapters.ups, *adapters_down.downs, *adapters_down.ups)
+    saves = torch.is_grad_enabled() and (x.requires_grad or any(m.requires_grad for m in matrices))
+    save_x = how_to_save(x, gate_up, mlp.linear, norm, adapters)
+    stored = tuple(t for w in (gate_up, down) if w.is_stored for t in (*w.parts, *w.scales))
+    sizes = tuple((len(w.parts), len(w.scales)) if w.is_stored else (0, 0) for w in (gate_up, down))
+    y = _GatedMLP.apply(
+        x.reshape(-1, x.shape[-1]), *parts_of(norm), residual, mlp, (save_x, saves),
+        (adapters.places, adapters_down.places), (len(trained), *sizes), *states, *states_down, gate_up.state,
+        down.state, *trained, *matrices, *stored,
+    )  # fmt: skip
+    return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+Sizes = tuple[int, tuple[int, int], tuple[int, int]]  # trained tensors; parts and scales of each product, if stored
+_BEFORE = 14  # arguments of `forward` before the trained tensors
+
+
+class _GatedMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        norm_weight: Tensor | None,
+        norm_eps: float | None,
+        residual: bool,
+        mlp: MLPSpec,
+        saves: tuple[str, bool],
+        places: Places,
+        sizes: Sizes,
+        state_x: Tensor,
+        state_dgate_up: Tensor,
+        state_h: Tensor,
+        state_g: Tensor,
+        state_w: Tensor | None,
+        state_w_down: Tensor | None,
+        *tensors: Tensor,
+    ) -> Tensor:
+        low = 2 * (len(places[0]) + len(places[1]))
+        trained, matrices, stored = tensors[: sizes[0]], tensors[sizes[0] : sizes[0] + low], tensors[sizes[0] + low :]
+        adapters = _sort(matrices, places)
+        weights = _weights(trained, stored, sizes)
+        spec, (save_x, saves_gate_up) = mlp.linear, saves
+        h = x
+        x, inverse = normed(h, norm_weight, norm_eps)
+        x = x if spec.x else as_dtype(x, spec.out_dtype)
+        call = MLPCall.encode(mlp, sizes[0] == 0, "" if save_x == AS_IS else save_x, saves_gate_up, *adapters)
+        y, *saved, w_scale, w_down_scale = ops.gated_mlp(
+            x, state_x, state_h, *weights[0], state_w, *weights[1], state_w_down, h if residual else None,
+            *_lists(adapters), call, spec.out_dtype,
+        )  # fmt: skip
+        if save_x == AS_IS:
+            saved[0] = x if inverse is None else h
+        parts = (*weights[0][0], *weights[1][0])
+        # As in `linear_function.py`: frozen weights and scaling state are not saved as tensors are.
+        ctx.save_for_backward(
+            *saved, w_scale, w_down_scale, inverse, norm_weight, *matrices, *(parts if trained else ())
+        )
+        ctx.frozen, ctx.scales = () if trained else parts, (weights[0][1], weights[1][1])
+        ctx.versions = () if trained else versions_of((*parts, *weights[0][1], *weights[1][1]))
+        ctx.states = (state_g, state_dgate_up), (state_w, state_w_down)
+        ctx.spec, ctx.call, ctx.save_x, ctx.places, ctx.trained = spec, call, save_x, places, sizes[0]
+        ctx.x_dtype, ctx.eps, ctx.residual = h.dtype, norm_eps, residual
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        everything = ctx.saved_tensors
+        saved, (*w_scales, inverse, norm_weight), rest = list(everything[:7]), everything[7:11], everything[11:]
+        low = 2 * (len(ctx.places[0]) + len(ctx.places[1]))
+        matrices, (gate, up, down) = rest[:low], rest[low:] or ctx.frozen
+        check_versions((*ctx.frozen, *ctx.scales[0], *ctx.scales[1]), ctx.versions)
+        adapters = _sort(matrices, ctx.places)
+        needs_x, needs_norm = ctx.needs_input_grad[:2]
+        needs_trained = ctx.needs_input_grad[_BEFORE : _BEFORE + ctx.trained] or (False, False, False)
+        needs_low = ctx.needs_input_grad[_BEFORE + ctx.trained :][:low]
+        needs = [needs_x or needs_norm, needs_trained[0] or needs_trained[1], needs_trained[2]]
+        kept = Quantized(*saved[:2])
+        if ctx.save_x == AS_IS:
+            saved[0] = normed_again(saved[0], norm_weight, inverse)
+        scales = [[used] if used.numel() else list(given) for used, given in zip(w_scales, ctx.scales, strict=True)]
+        (state_g, state_dgate_up), (state_w, state_w_down) = ctx.states
+        dx, dgate_up, ddown, *found = ops.gated_mlp_backward(
+            g, state_g, state_dgate_up, saved, [gate, up], scales[0], state_w, [down], scales[1], state_w_down,
+            *_lists(adapters), ctx.call, [*needs, *_any_of(needs_low, ctx.places)], ctx.x_dtype,
+        )  # fmt: skip
+        dh, dnorm = back_through(dx, kept, norm_weight, ctx.eps, inverse, needs=(needs_x, needs_norm))
+        if ctx.residual and dh is not None:
+            dh = dh + g
+        gradients: list[Tensor | None] = [None] * ctx.trained
+        if needs[1]:
+            gradients[:2] = dgate_up.split([gate.shape[0], up.shape[0]])
+        if needs[2]:
+            gradients[2] = ddown
+        for each, pair in zip(adapters, (found[:2], found[2:]), strict=True):
+            gradients += each.split(*pair)
+        wanted = (*needs_trained[: ctx.trained], *needs_low)
+        gradients = [d if needed else None for d, needed in zip(gradients, wanted, strict=True)]
+        unused = len(ctx.needs_input_grad) - _BEFORE - len(gradients)
+        return dh, dnorm, *[None] * (_BEFORE - 2), *gradients, *[None] * unused
+
+
+def _weights(
+    trained: Sequence[Tensor], stored: Sequence[Tensor], sizes: Sizes
+) -> tuple[tuple[list[Tensor], list[Tensor]], tuple[list[Tensor], list[Tensor]]]:
+    """Return the parts and scales of gate and up, and those of down."""
+    (parts, scales), (parts_down, _) = sizes[1:]
+    first, last = stored[: parts + scales], stored[parts + scales :]
+    gate_up = (list(first[:parts]), list(first[parts:])) if parts else (list(trained[:2]), [])
+    return gate_up, (list(last[:parts_down]), list(last[parts_down:])) if parts_down else (list(trained[2:]), [])
+
+
+def _sort(matrices: Sequence[Tensor], places: Places) -> tuple[Adapters, Adapters]:
+    """Return the adapters of gate and up, and those of down, from all A, then all B of each."""
+    n, last = len(places[0]), len(places[1])
+    first = Adapters(places[0], tuple(matrices[:n]), tuple(matrices[n : 2 * n]))
+    rest = matrices[2 * n :]
+    return first, Adapters(places[1], tuple(rest[:last]), tuple(rest[last:]))
+
+
+def _lists(adapters: tuple[Adapters, Adapters]) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
+    first, last = adapters
+    return list(first.downs), list(first.ups), list(last.downs), list(last.ups)
+
+
+def _any_of(needs: Sequence[bool], places: Places) -> list[bool]:
+    """Say for any A and any B of gate and up, and of down, whether its gradient is needed."""
+    found, start = [], 0
+    for each in places:
+        middle, end = start + len(each), start + 2 * len(each)
+        found += [any(needs[start:middle]), any(needs[middle:end])]
+        start = end
+    return found
