@@ -233,12 +233,12 @@ def _unit(config: dict[str, Any]) -> str:
 
 def _held_out_cards(label: str, unit: str, summary: dict[str, dict[str, Any]]) -> list[str]:
     """Return the loss of a finished run on held-out text, and that of BF16."""
-    found = {name: _held_out(result) for name, result in summary.items() if "held_out_loss" in result}
-    if label.lower() not in found:
+    losses = {name: _held_out(result) for name, result in summary.items() if "held_out_loss" in result}
+    if label.lower() not in losses:
         return []
-    ours, theirs = found[label.lower()], found.get("bf16", math.nan)
+    ours, theirs = losses[label.lower()], losses.get("bf16", math.nan)
     note = f"{unit}; on text never trained on"
-    if label != "BF16" and "bf16" in found:
+    if label != "BF16" and "bf16" in losses:
         note += f"; BF16 {_significant(theirs)}"
         if math.isfinite(ours) and math.isfinite(theirs) and theirs:
             note += f", {100 * (ours / theirs - 1):+.2f} %"

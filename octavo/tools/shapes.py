@@ -234,11 +234,11 @@ class Case:
         body = sum(linear.parameters for linear in self.linears if linear.name != "head") * self.products * self.tokens
         head = self.products * self.matmul_parameters * self.tokens - body
         body += self.attention_flops if self.is_bdh else 0
-        found = {"fp8": 0, "bf16": 0}
-        found["fp8" if fp8 else "bf16"] += body
-        found["fp8" if fp8 and fp8_head else "bf16"] += head
-        found["bf16"] += 6 * self.adapter_parameters * self.tokens
-        return found
+        flops = {"fp8": 0, "bf16": 0}
+        flops["fp8" if fp8 else "bf16"] += body
+        flops["fp8" if fp8 and fp8_head else "bf16"] += head
+        flops["bf16"] += 6 * self.adapter_parameters * self.tokens
+        return flops
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

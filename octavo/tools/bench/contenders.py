@@ -93,14 +93,14 @@ def make_contenders(
         raise UserError(f"--head {head}: BDH's head of {case.vocabulary} bytes stays in BF16; leave it out")
 
     reasons = {name: reason for name in against if (reason := _why_not(name, case, compile))}
-    found = [_other(name, compile) for name in against if name not in reasons]
+    chosen = [_other(name, compile) for name in against if name not in reasons]
     for item in recipes:
         recipe, *extras = item.split("+")
         if extras:
-            found.append(_with_extras(recipe, extras, compile))
+            chosen.append(_with_extras(recipe, extras, compile))
         else:
-            found += _own(recipe, case, head, wgrad if recipe == "block" else "recipe", compile)
-    return _with_optimizers(found, optimizers) if optimizers else found, reasons
+            chosen += _own(recipe, case, head, wgrad if recipe == "block" else "recipe", compile)
+    return _with_optimizers(chosen, optimizers) if optimizers else chosen, reasons
 
 
 def _check_recipe(item: str, case: Case, *, whole: bool) -> None:
@@ -144,13 +144,13 @@ def _with_extras(recipe: str, extras: Sequence[str], compile: bool) -> Contender
 
 
 def _with_optimizers(contenders: Sequence[Contender], names: Sequence[str]) -> list[Contender]:
-    found = []
+    whole_steps = []
     for contender in contenders:
         if contender.kind in OURS:
-            found += [replace(contender, name=f"{contender.name} {name}", optimizer=name) for name in names]
+            whole_steps += [replace(contender, name=f"{contender.name} {name}", optimizer=name) for name in names]
         else:
-            found.append(replace(contender, optimizer="adamw"))
-    return found
+            whole_steps.append(replace(contender, optimizer="adamw"))
+    return whole_steps
 
 
 def _check_lora(recipes: Sequence[str], wgrad: str) -> None:
@@ -168,11 +168,11 @@ def _own(recipe: str, case: Case, head: str, wgrad: str, compile: bool) -> list[
     if case.is_bdh:
         plain = Contender(f"octavo {recipe}", "octavo", compile, recipe)
         return [plain, Contender(f"octavo {recipe} fused", "octavo-fused", False, recipe)]
-    found = []
+    contenders = []
     for fp8_head in {"bf16": (False,), "fp8": (True,), "both": (False, True)}[head]:
         for w in {"recipe": (None,), "channel": ("channel",), "both": (None, "channel")}[wgrad]:
-            found.append(_octavo(recipe, fp8_head, w, compile))
-    return found
+            contenders.append(_octavo(recipe, fp8_head, w, compile))
+    return contenders
 
 
 def _octavo(recipe: str, fp8_head: bool, wgrad: str | None, compile: bool) -> Contender:

@@ -253,10 +253,10 @@ def _build(case: Case) -> nn.Module:
         with torch.device(case.device):
             return BDH(BDHConfig(**shape, layers=case.layers)).to(torch.bfloat16)
     model = build_causal_lm(case.config, layers=case.layers, positions=case.seq, device=case.device)
-    found = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
-    if found != case.matmul_parameters:
+    count = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
+    if count != case.matmul_parameters:
         raise ValueError(
-            f"{case.name}: its linears hold {found:,} weights, the bench's formula for a dense decoder says "
+            f"{case.name}: its linears hold {count:,} weights, the bench's formula for a dense decoder says "
             f"{case.matmul_parameters:,}: TFLOP/s would be wrong; use a Llama-like configuration"
         )
     return model

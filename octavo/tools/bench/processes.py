@@ -54,10 +54,10 @@ class WorkerProcess:
         line = stdout.readline()
         if not line:
             raise WorkerError(self._last_words())
-        found = json.loads(line)
-        if "error" in found:
-            raise WorkerError(found["error"])
-        return found
+        reply = json.loads(line)
+        if "error" in reply:
+            raise WorkerError(reply["error"])
+        return reply
 
     def kill(self) -> None:
         self._process.kill()

@@ -32,23 +32,23 @@ def on_gpu(case: Case, option: Option) -> int:
 def _at_once(case: Case) -> Counter[int]:
     """Return how many matrices of each size may be on the GPU at once: the one being stepped, and the next ones."""
     sizes = [n * k for n, k in persistent.layer_matrices(case)]
-    found: Counter[int] = Counter()
+    largest: Counter[int] = Counter()
     for i in range(len(sizes)):
-        found |= Counter((sizes * 2)[i : i + 1 + AHEAD])
-    return found
+        largest |= Counter((sizes * 2)[i : i + 1 + AHEAD])
+    return largest
 
 
 def on_host(case: Case, option: Option) -> int:
     """Return bytes of pinned host memory; torch gives each tensor there a power of two."""
-    found = 0
+    total = 0
     if option.offload is not None:
         layer = [n * k for n, k in persistent.layer_matrices(case)]
-        found += case.layers * sum(_power_of_two(n * each) for n in layer for each in _of_layers(case, option))
+        total += case.layers * sum(_power_of_two(n * each) for n in layer for each in _of_layers(case, option))
         vocabulary = [persistent.vocabulary_parameters(case)] * (1 if persistent.is_tied(case) else 2)
-        found += sum(_power_of_two(n * each) for n in vocabulary for each in persistent.state_bytes(case, option))
+        total += sum(_power_of_two(n * each) for n in vocabulary for each in persistent.state_bytes(case, option))
     if option.checkpointing == "offload":
-        found += case.layers * layer_input(case, option)
-    return found
+        total += case.layers * layer_input(case, option)
+    return total
 
 
 def _of_layers(case: Case, option: Option) -> tuple[float, ...]:

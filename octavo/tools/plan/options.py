@@ -87,8 +87,8 @@ class Option:
             "states on the host": self.offload == "optimizer",
             "master on the host": self.offload == "master",
         }
-        found = ", ".join(word for word, holds in words.items() if holds)
-        return f"with {found}" if found else ""
+        effort = ", ".join(word for word, holds in words.items() if holds)
+        return f"with {effort}" if effort else ""
 
     @property
     def full_name(self) -> str:

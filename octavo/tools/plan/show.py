@@ -126,7 +126,7 @@ def _shown(plan: Plan) -> list[int]:
         options = [(i, memories[i].option) for i in plain]
         return next((i for i, o in options if o.code in codes and (o.weight_bytes == 2 or codes[1] == o.code)), 0)
 
-    found = {
+    chosen = {
         0,
         first("own", "bdh-bf16"),
         first("fp8", "bdh-fp8"),
@@ -135,8 +135,8 @@ def _shown(plan: Plan) -> list[int]:
         least(range(len(memories))),
     }
     if plan.advice is not None and plan.advice.option is not None:
-        found |= {i for i, memory in enumerate(memories) if memory.option == plan.advice.option}
-    return sorted(found)
+        chosen |= {i for i, memory in enumerate(memories) if memory.option == plan.advice.option}
+    return sorted(chosen)
 
 
 def _short_table(plan: Plan) -> Table:
