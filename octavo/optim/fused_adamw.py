@@ -49,7 +49,8 @@ def with_fused_step(optimizer_class: Any) -> Any:
                 on_cpu = all(p.device.type == "cpu" for p in left)  # a CPU may lack what compiling needs
                 try:
                     with set_stance("force_eager") if on_cpu else nullcontext():
-                        super(optimizer_class, self).step()  # past the class that torch may have put step hooks around
+                        # Not optimizer_class.step, which torch may have wrapped in hooks.
+                        super(optimizer_class, self).step()
                 finally:
                     self.param_groups = groups
             return loss

@@ -16,7 +16,7 @@ from torch import Tensor
 from octavo.optim.split_masters import LOW, has_master, joined
 from octavo.optim.transfers import State, Transfers, Trip, is_moved, mapped
 
-AHEAD = 2  # parameters whose states are on their way
+AHEAD = 2  # parameters whose states are prefetched
 _MASTER = "master"
 
 
@@ -26,13 +26,13 @@ class HostStates:
     def __init__(self, optimizer: torch.optim.Optimizer, masters: Mapping[Tensor, Tensor] | None = None) -> None:
         self.optimizer = optimizer
         self._rooms: dict[Tensor, State] = {p: {_MASTER: master} for p, master in (masters or {}).items()}
-        self._written: dict[Tensor, Any] = {}  # when the room will be
+        self._written: dict[Tensor, Any] = {}  # event after which the host copy is complete
         self._coming: dict[Tensor, Trip] = {}
         self._here: dict[Tensor, Trip] = {}
-        self._after: dict[Tensor, Tensor] = {}  # the parameter that came next in the step before
+        self._after: dict[Tensor, Tensor] = {}  # the parameter that followed in the previous step
         self._last: Tensor | None = None
         self._transfers: dict[torch.device, Transfers] = {}
-        self._order: list[Any] = []  # of parameters in a checkpoint that is being loaded, and their states
+        self._order: list[Any] = []  # parameters of a checkpoint that is being loaded, and below their states
         self._loaded: dict[Any, State] = {}
         self._hooks = [
             optimizer.register_state_dict_pre_hook(lambda _optimizer: self.wait()),
@@ -49,7 +49,7 @@ class HostStates:
         self._of(parameter).wait_for(trip)
         state = dict(trip.state)
         master = state.pop(_MASTER, None)
-        if state:  # else it is the optimiser's to make
+        if state:  # else the optimiser creates it
             self.optimizer.state[parameter] = state
         for following in self._following(parameter):
             if following not in self._coming and following not in self._here:
@@ -154,10 +154,10 @@ class HostStates:
             room = self._rooms.pop(parameter, {})
             if _MASTER in room:
                 self._rooms[parameter] = {_MASTER: room[_MASTER]}
-            del room  # its memory is taken again
+            del room  # frees its memory for the loaded state
             state = optimizer.state.get(parameter, {}) | self._loaded.pop(i, {})
             if state:
-                # torch's rule: in the dtype of what is stepped.
+                # As in torch: the dtype of the tensor that is stepped.
                 in_fp32 = self._is_stepped_in_fp32(parameter)
                 self._settle(parameter, state, torch.float32 if in_fp32 else parameter.dtype)
 

@@ -15,7 +15,7 @@ class PerParameter:
         self.optimizer = optimizer
         self.states = states
         self._step = plain_step(optimizer)
-        # By number: loading a checkpoint puts new groups in the place of the old ones.
+        # Index of its group: loading a checkpoint replaces the group objects.
         self._group = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
         is_left_to_others(optimizer, True)
 

@@ -147,7 +147,7 @@ def line(steps: Ints, values: Floats) -> dict[str, list[Any]]:
 def _extremes(values: Floats, indices: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
     finite = indices[np.isfinite(values[indices])]
     if len(finite) == 0:
-        return indices[:1]  # one gap says what many would
+        return indices[:1]  # one gap is enough
     return finite[[values[finite].argmin(), values[finite].argmax()]]
 
 

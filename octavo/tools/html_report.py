@@ -4,13 +4,13 @@
     config.json         the run's settings
     metrics_bf16.jsonl  optional: the same run in BF16, for comparison
     products.json       optional: every matrix product, its precision and, where it is not FP8, the reason
-    sample.json         optional: a held-out line, and how the trained model went on
-    summary.json        optional: of a run that has ended; the memory of its steps
+    sample.json         optional: a held-out line, and the trained model's continuation
+    summary.json        optional: results of a finished run; the memory of its steps
 
 The page loads nothing: style, script and numbers are in the file, and a content security policy keeps it so.
 `report_template.html` is the layout, `report.js` fills it, `charts.js` draws its lines and `charts.py` thins them; this
-module has the headline figures and puts it all together. Everything that comes
-from the folder goes through `html.escape` or through JSON without a `<`, so a run's own text cannot become markup.
+module computes the headline figures and assembles the page. All text from the folder passes through `html.escape` or
+through JSON without a `<`, so it cannot become markup.
 """
 
 import html
@@ -89,7 +89,7 @@ def _page(folder: Path) -> str:
         ),
         "script": _asset("charts.js") + _asset("report.js"),
     }
-    # One pass, so that a "{{config}}" in someone's sample stays what it is.
+    # One pass, so that a "{{config}}" in a sample is not replaced.
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _asset("report_template.html"))
 
 

@@ -34,10 +34,10 @@ from octavo.training.errors import UserError
 FLOPS_FORMULA = "6 * matmul parameters * tokens + causal attention (half of every score matrix), forward and backward"
 LORA_FLOPS_FORMULA = "4 * matmul parameters * tokens + 6 * adapter parameters * tokens + causal attention"
 CHECK_LAYERS = 2
-LARGEST_ON_CPU = 50_000_000  # parameters; more take minutes a step where FP8 is emulated
+LARGEST_ON_CPU = 50_000_000  # parameters; larger models take minutes per step with emulated FP8
 MODES = ("full", "lora")
 RANK = 32
-# The linears with adapters, by the names of `Case.linears`, and what each is made of.
+# Linears with adapters, by the names of `Case.linears`, and the members of each.
 TARGETS = {"all": ("qkv", "o", "gate_up", "down"), "attention": ("qkv", "o"), "mlp": ("gate_up", "down")}
 MEMBERS = {
     "qkv": ("q_proj", "k_proj", "v_proj"),
@@ -141,7 +141,7 @@ class Case:
     seed: int
     device: str
     frozen: bool = False  # LoRA: the weights are not trained
-    rank: int = 0  # of the adapters beside frozen weights; 0: there are none
+    rank: int = 0  # rank of the adapters beside frozen weights; 0: none
     targets: str = "all"  # which linears have adapters
 
     def __post_init__(self) -> None:
@@ -326,5 +326,5 @@ def read_config(path: Path, given: str) -> dict[str, Any]:
     experts = [name for name in _EXPERTS if values.get(name)]
     if experts:
         raise UserError(f"{given}: {experts[0]}={values[experts[0]]}: this counts dense decoders only")
-    values.pop("_name_or_path", None)  # results hold the configuration, and this may be a folder of the machine
+    values.pop("_name_or_path", None)  # written to results, and may be a local path
     return values

@@ -122,7 +122,7 @@ class FP8Trainer:
         self.skipped_steps = 0
         self.grad_norm: Tensor | None = None
         self.last_step: Step | None = None
-        self._loss_sum: Tensor | None = None  # of the micro-batches so far, each divided by their number
+        self._loss_sum: Tensor | None = None  # sum so far of losses / gradient_accumulation_steps
         self._fp8: FP8Autocast | None = None
         self._saved: Path | None = None
         self.scaling: FP8ScalingManager | None = None
@@ -140,7 +140,7 @@ class FP8Trainer:
 
     def _set_up_fp8(self, convert: bool) -> None:
         converted = [m for m in self.model.modules() if isinstance(m, LinearInFP8)]
-        if converted:  # before, or loaded with its weights frozen in FP8: adapters beside them stay as they are
+        if converted:  # earlier, or loaded with weights frozen in FP8, whose adapters stay as they are
             self.report = report_of(self.model)
             self.scaling = converted[0].scaling
             logger.info("%s", self.report.summary())

@@ -17,7 +17,7 @@ BASELINE = "bf16-compiled"
 OWN_BASELINE = "octavo-bf16"
 AGAINST = ("bf16-eager", BASELINE, OWN_BASELINE, "torchao", "torchao-row", "te", "unsloth")
 EXTRAS = ("fp8-head", "wgrad-channel", "graphs", "fp8-activations", "weights-only")
-STEP_EXTRAS = ("in-backward", "offload-optimizer", "offload-master")  # of whole steps: see `octavo.optim`
+STEP_EXTRAS = ("in-backward", "offload-optimizer", "offload-master")  # for whole steps: see `octavo.optim`
 OURS = ("octavo", "octavo-bf16", "octavo-fused")
 HEADS = ("bf16", "fp8", "both")
 WGRADS = ("recipe", "channel", "both")
@@ -25,7 +25,7 @@ FROZEN = {
     "block": "block",
     "channel": "channel",
     "current": "tensor",
-}  # recipes, and what a frozen weight has scales per
+}  # recipes, and the granularity of a frozen weight's scales
 _PACKAGES = {"torchao": "torchao", "torchao-row": "torchao", "te": "transformer_engine", "unsloth": "unsloth"}
 
 
@@ -46,7 +46,7 @@ class Contender:
     graphs: bool = False  # replayed from CUDA graphs
     weights_only: bool = False  # a frozen base in FP8, products in BF16
     activations: str = "bf16"
-    optimizer: str | None = None  # a whole step is timed, with this one's part in it
+    optimizer: str | None = None  # if given, whole steps are timed, including its update
     in_backward: bool = False
     offload: str | None = None
 

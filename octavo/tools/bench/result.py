@@ -19,7 +19,7 @@ from octavo.tools.shapes import FLOPS_FORMULA, LORA_FLOPS_FORMULA, Case, usual_t
 from octavo.training.errors import UserError
 from octavo.training.files import disk_errors, write_json
 
-# What became of a contender.
+# Status of a contender.
 TIMED, WRONG, FAILED, NOT_RUN = "timed", "wrong", "failed", "not run"
 VERSION = 1
 _PACKAGES = ("triton", "transformers", "peft", "torchao", "transformer_engine", "unsloth")
@@ -122,7 +122,7 @@ def versions() -> dict[str, str]:
         try:
             packages[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            continue  # its row, if it has one, says so
+            continue  # its row, if any, gives the reason
     return packages
 
 

@@ -1,14 +1,14 @@
 """States and master weights in host memory: the part of them on the GPU, and the memory of the host.
 
-They come to the GPU for the step of their parameter, those of the next `AHEAD` on their way (`optim/host_states.py`).
-The parameters take turns, and after the last comes the first again:
+They are copied to the GPU for the step of their parameter, and those of the next `AHEAD` are prefetched
+(`optim/host_states.py`). Parameters are stepped in a cycle:
 
     in backward      head, norm, last layer, …, first layer, embedding, and again the head, …
     all in step()    embedding, first layer, …, last layer, norm, head, and again the embedding, …
 
-They land in buffers that are kept and used again (`optim/transfers.py`), so at every moment there are as many of each
-size as turns that follow one another ever want: of the vocabulary's two, for head and embedding, or one if they are
-tied. Masters are of layers' weights alone. Norms are too small to count.
+They are copied into buffers that are reused (`optim/transfers.py`), so there are as many of each size as consecutive
+parameters ever need at once: two of the vocabulary's, for head and embedding, or one if they are tied. Only weights of
+layers have masters. Norms are too small to count.
 """
 
 from collections import Counter

@@ -3,7 +3,7 @@
 Letters: M tokens, K width, Q and KV outputs of q and of k or v, F hidden of the MLP, R rank. Everything is in bytes.
 
     attention      q, k, v, its output, one FP32 number for each head and token
-    norms          compiled: their inputs in BF16. Eager: in FP32, and what is multiplied by a trained weight.
+    norms          compiled: their inputs in BF16. Eager: in FP32, and the inputs of trained weights.
                    Before products of a frozen FP8 base: nothing but 1/rms (`numerics/norm.py`)
     BF16 linears   their input, where the weight is trained or has an adapter; gate, up, and eager silu(gate)
     FP8, trained   inputs of q/k/v, o and gate/up in FP8; gate and up in BF16 (`nn/linears.py`, `nn/mlp.py`), in FP8
@@ -12,8 +12,8 @@ Letters: M tokens, K width, Q and KV outputs of q and of k or v, F hidden of the
                    (`nn/lora.py`, `nn/lora_mlp.py`)
     adapters       x · Aᵀ of each
 
-What `torch.compile` keeps is what its partitioner chooses; the choices here are those it made for these layers. All
-layers count alike: the first of a model with a frozen embedding need not keep its input, one tensor too many here.
+The partitioner of `torch.compile` chooses what to save; the choices here are those it made for these layers. All layers
+count alike, though the first of a model with a frozen embedding need not save its input: one tensor too many here.
 """
 
 from dataclasses import dataclass

@@ -8,13 +8,13 @@ from octavo.numerics.quantize import BLOCK
 from octavo.optim import OPTIMIZERS
 from octavo.tools.shapes import Case
 
-# Of BDH: plain, under torch's autocast, under Octavo's, and its fused layers.
+# Codes of BDH: plain, under torch's autocast, under Octavo's, and its fused layers.
 BDH_NAMES = {"bdh-fp32": "FP32", "bdh-bf16": "BF16 autocast", "bdh-fp8": "FP8 autocast", "bdh-fused": "FP8 fused"}
 CODES = ("hf", "own", "fp8", *BDH_NAMES)
 RECIPES = ("delayed", "channel", "block")
 CHECKPOINTING = ("none", "layers", "offload")
 OFFLOADS = ("optimizer", "master")
-BY_EXACTNESS = ("adamw", "adamw8bit", "adamwfp8", "adamw4bit")  # of the optimiser's states
+BY_EXACTNESS = ("adamw", "adamw8bit", "adamwfp8", "adamw4bit")  # optimisers by the precision of their states
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Option:
     activations: str = "bf16"
     in_backward: bool = False
     offload: str | None = None
-    weight_bytes: int = 2  # of a weight that is trained, or is not in FP8
+    weight_bytes: int = 2  # per weight that is trained, or not in FP8
     adapter_bytes: int = 2
     joined_norms: bool = True
     masters: bool = False

@@ -32,7 +32,7 @@ def make_plan(request: Request) -> Plan:
         memories,
         gpu,
         [] if gpu is None else [largest_batch(case, option, gpu) for option in options],
-        # Of BDH each length would be a step to simulate.
+        # For BDH each length would need another simulated step.
         [] if gpu is None or case.is_bdh else [longest_sequence(case, option, gpu) for option in options],
         None if gpu is None else advise(request.model, case, options, gpu),
         notes(case, memories, gpu),
