@@ -86,7 +86,7 @@ def joined(state: dict[str, Any]) -> dict[str, Any]:
     return whole
 
 
-def is_left_to_others(optimizer: torch.optim.Optimizer, left: bool) -> None:
+def leave_to_others(optimizer: torch.optim.Optimizer, left: bool) -> None:
     """Mark an optimiser whose parameters are stepped singly, within `in_fp32`, and not before its own step."""
     if left:
         _attach(optimizer)
@@ -96,12 +96,12 @@ def is_left_to_others(optimizer: torch.optim.Optimizer, left: bool) -> None:
 @contextmanager
 def in_fp32(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> Iterator[None]:
     """Replace those of `parameters` that have masters by them, with FP32 gradients; split them again at the end."""
-    raised: list[_Raised] = []
+    raised: list[_JoinedParameter] = []
     changed = False
     try:
         for parameter in parameters:
             if has_master(optimizer, parameter):
-                raised.append(_Raised(optimizer, parameter))
+                raised.append(_JoinedParameter(optimizer, parameter))
         yield
         changed = True
     finally:
@@ -109,7 +109,7 @@ def in_fp32(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> I
             one.lower(changed=changed)
 
 
-class _Raised:
+class _JoinedParameter:
     """A parameter that currently holds its own FP32 master."""
 
     @torch.no_grad()
@@ -160,7 +160,7 @@ class _Masters:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._pre = optimizer.register_step_pre_hook(self._step)
         self._post = optimizer.register_step_post_hook(lambda *_: self._end())
-        optimizer.register_state_dict_post_hook(_cut)
+        optimizer.register_state_dict_post_hook(_split_states)
         self._hidden: list[tuple[Any, Tensor]] = []
         self._fused_adamw = FusedSplitAdamW()
         self._whole = ExitStack()
@@ -262,13 +262,13 @@ def _portions(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
         yield some
 
 
-def _cut(_optimizer: Any, saved: dict[str, Any]) -> dict[str, Any]:
+def _split_states(_optimizer: Any, saved: dict[str, Any]) -> dict[str, Any]:
     """Split FP32 states of parameters with masters into halves that `load_state_dict` leaves unchanged."""
-    states = {i: _cut_state(state) if LOW in state else state for i, state in saved["state"].items()}
+    states = {i: _split_state(state) if LOW in state else state for i, state in saved["state"].items()}
     return {**saved, "state": states}
 
 
-def _cut_state(state: dict[str, Any]) -> dict[str, Any]:
+def _split_state(state: dict[str, Any]) -> dict[str, Any]:
     halves: dict[str, Any] = {}
     for name, value in state.items():
         if name != "step" and type(value) is Tensor and value.dtype == torch.float32:

@@ -108,8 +108,8 @@ class FP8Trainer:
             )
         if release_gradients or offload == "master":
             why = "release_gradients=True" if release_gradients else "offload='master'"
-            _require_each_gradient_alone(why, model, gradient_accumulation_steps, max_grad_norm)
-        self.gradients = _what_gradients_are(gradients, model, gradient_accumulation_steps)
+            _check_release(why, model, gradient_accumulation_steps, max_grad_norm)
+        self.gradients = _gradients_kind(gradients, model, gradient_accumulation_steps)
         self.model = model
         self.optimizer = optimizer
         self.fp8_config = check_config(fp8_config)
@@ -217,7 +217,7 @@ class FP8Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         self._loss_sum = None
         if self._released is not None:
-            self._released.begin_anew()
+            self._released.reset()
         dropped = self.micro_step % self.gradient_accumulation_steps
         self.micro_step -= dropped
         if self._sums is not None:
@@ -357,7 +357,7 @@ class FP8Trainer:
             logger.warning("the saved state is of a version without random number states: dropout will differ")
 
 
-def _what_gradients_are(asked: str | None, model: nn.Module, accumulation: int) -> str:
+def _gradients_kind(asked: str | None, model: nn.Module, accumulation: int) -> str:
     if asked is not None:
         check_choice("gradients", asked, GRADIENTS)
     if accumulation > 1:
@@ -371,7 +371,7 @@ def _what_gradients_are(asked: str | None, model: nn.Module, accumulation: int) 
     return dtype
 
 
-def _require_each_gradient_alone(why: str, model: nn.Module, accumulation: int, limit: float | None) -> None:
+def _check_release(why: str, model: nn.Module, accumulation: int, limit: float | None) -> None:
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise ValueError(f"{why} with DistributedDataParallel: gradients would be applied before they are averaged")
     if accumulation > 1:

@@ -207,7 +207,7 @@ class PreparedModel:
         self._use_graphs(False)
         if self._optimizer is not None:
             self._optimizer.state.clear()
-        self._give_back(self._drawn)
+        self._free(self._drawn)
 
     def unpark(self) -> None:
         for storage, size in self._storages:
@@ -217,9 +217,9 @@ class PreparedModel:
 
     def drop(self) -> None:
         """Free all memory for good, except the compiled code, which belongs to the model."""
-        self._give_back(self._matrices())
+        self._free(self._matrices())
 
-    def _give_back(self, weights: list[nn.Parameter]) -> None:
+    def _free(self, weights: list[nn.Parameter]) -> None:
         self.forget_gradients()
         self._storages = []
         for storage in (weight.untyped_storage() for weight in weights):
