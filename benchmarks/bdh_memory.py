@@ -18,11 +18,10 @@ from typing import Any
 import torch
 
 from octavo import fp8_autocast
-from octavo.models.bdh import BDH, PRESETS, BDHConfig
-from octavo.models.bdh_fused import fuse
+from octavo.models.bdh import BDH, PRESETS, BDHConfig, fuse
 from octavo.optim import build_optimizer, measure_memory
+from octavo.tools.bdh.plan import plan_bdh
 from octavo.tools.bench.result import device_name, versions
-from octavo.tools.plan.bdh import plan_bdh
 from octavo.tools.plan.options import Option
 from octavo.tools.shapes import make_case
 from octavo.training.files import write_json

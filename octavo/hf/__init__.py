@@ -1,1 +1,1 @@
-"""Everything that imports transformers, accelerate, peft or trl."""
+"""What talks to Hugging Face's libraries: loading into FP8, adapters, export, the Trainer, Accelerate and TRL."""

@@ -14,7 +14,7 @@ _FP8_DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}  # 
 
 
 def read_layout(found: Mapping[str, Any]) -> tuple[str, str, list[str]]:
-    """Granularity, name of the scales and linears left alone, of a checkpoint in FP8."""
+    """Read granularity, name of the scales and linears left alone from the configuration of a checkpoint in FP8."""
     method = getattr(found.get("quant_method"), "value", found.get("quant_method"))
     if method == METHOD:
         return found["granularity"], SCALE_NAME, list(found.get("skip", ()))

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from octavo import ops_frozen
 from octavo.nn.linear import LinearInFP8
 from octavo.nn.versions import check_versions, versions_of
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
@@ -22,6 +21,7 @@ from octavo.numerics.config import check_config
 from octavo.numerics.formats import Format, format_of
 from octavo.numerics.quantize import BLOCK, Quantized, quantize
 from octavo.ops import Product
+from octavo.ops import frozen as ops_frozen
 from octavo.support import require_tensor_cores
 
 GRANULARITIES = ("block", "channel", "tensor")
@@ -265,24 +265,6 @@ def activation_config(granularity: str) -> FP8TrainingConfig:
 def quantize_weight(weight: Tensor, granularity: str, format: str = "E4M3") -> Quantized:
     """A weight `[N, K]` with one scale per tensor, per row, or per 128×128 block."""
     return quantize(weight.detach(), format=format, granularity=granularity, block=(BLOCK, BLOCK))
-
-
-def insist_on_fp8(model: nn.Module) -> None:
-    """Somebody asked for products in FP8, whether they pay or not."""
-    linears = [module for module in model.modules() if isinstance(module, FP8FrozenLinear)]
-    changed = [linear for linear in linears if linear.is_planned and not linear.in_fp8]
-    for linear in changed:
-        linear.in_fp8 = True
-    for module in model.modules():
-        said, report = module.__dict__.get("octavo_fused"), module.__dict__.get("octavo_report")
-        if changed and said is not None:
-            said.append(f"since then, products in FP8, as asked for ({len(changed)})")
-        if changed and report is not None:
-            now = {name.removesuffix(".base_layer"): linear for name, linear in module.named_modules()}  # under PEFT
-            for entry in report.entries:
-                found = now.get(entry.name)
-                if isinstance(found, FP8FrozenLinear) and found in changed:
-                    entry.precision, entry.reason, entry.formats = "fp8", "", str(found.recipe)
 
 
 class _FrozenLinear(torch.autograd.Function):

@@ -26,6 +26,7 @@ import numpy as np
 
 from octavo.optim.step_memory import in_words
 from octavo.tools.charts import COLUMNS, SATURATED, Floats, Ints, Run, line, read_run, scaling_series, smooth, spans
+from octavo.tools.families import family_of
 from octavo.tools.run_memory import RunMemory, memory_rows, run_memories
 from octavo.training.files import sync_folder, write_durable
 from octavo.training.run_folder import read_summary
@@ -228,7 +229,7 @@ def _cards(
 
 
 def _unit(config: dict[str, Any]) -> str:
-    return "nats per byte" if config.get("model") == "bdh" else "nats per token"
+    return f"nats per {family_of(config.get('model')).predicts}"
 
 
 def _held_out_cards(label: str, unit: str, summary: dict[str, dict[str, Any]]) -> list[str]:

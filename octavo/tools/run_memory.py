@@ -14,9 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from octavo.optim.step_memory import NOT_MEASURED, StepMemory, in_words
-from octavo.tools.plan.bdh import plan_bdh
-from octavo.tools.plan.options import Option
-from octavo.tools.shapes import Case
+from octavo.tools.families import family_of
 from octavo.training.run_folder import memory_of, read_config, read_summary
 
 
@@ -42,7 +40,7 @@ class RunMemory:
 
 
 def run_memories(config: Mapping[str, Any], summary: Mapping[str, Any]) -> list[RunMemory]:
-    """Return the memory of each precision, from a run's `config.json` and `summary.json`."""
+    """Return the memory in each precision, from a run's `config.json` and `summary.json`."""
     memories = []
     for precision, result in summary.items():
         measured = memory_of(result)
@@ -53,20 +51,8 @@ def run_memories(config: Mapping[str, Any], summary: Mapping[str, Any]) -> list[
 
 
 def planned_memory(config: Mapping[str, Any]) -> StepMemory | None:
-    """Return the planned memory for a run's settings in `config.json`. FP8: one scale per tensor, on tensor cores."""
-    if config.get("model") != "bdh" or "shape" not in config:
-        return None
-    precision, fp8 = config["precision"], config["fp8"]
-    if precision == "fp8" and (config.get("emulated") or fp8.get("granularity") != "tensor"):
-        return None
-    shape = dict(config["shape"])
-    dropout = shape.pop("dropout")
-    tokens = config["batch"] * config["seq"]
-    case = Case(config["model"], {"model_type": "bdh", **shape}, shape["layers"], tokens, config["seq"], 0, "cpu")
-    option = Option(f"bdh-{precision}", optimizer=config["optimizer"], weight_bytes=4, compiled=False)
-    memory = plan_bdh(case, option, accumulates=config["micro_batches"] > 1, dropout=dropout)
-    last = memory.moments[-1]  # the optimiser's, when all gradients are there
-    return StepMemory("plan", last.weights, last.gradients, last.states, memory.host, memory.peak.total)
+    """Return the plan for a run, from its `config.json`; None where the plan does not cover it."""
+    return family_of(config.get("model")).planned_run(config)
 
 
 def memory_rows(memories: list[RunMemory]) -> tuple[list[str], list[list[str]]]:

@@ -27,8 +27,9 @@ from typing import Any, Self
 
 import torch
 
-from octavo.models.bdh import PRESETS as BDH_SIZES
 from octavo.numerics.checks import check_choice, check_positive_int
+from octavo.tools import bdh
+from octavo.tools.families import Family, family_of
 from octavo.training.errors import UserError
 
 FLOPS_FORMULA = "6 * matmul parameters * tokens + causal attention (half of every score matrix), forward and backward"
@@ -112,7 +113,8 @@ POSITIONS = {
     "qwen3-8b": 40960,
     "qwen3-32b": 40960,
 }
-PRESETS = (*DECODERS, *(f"bdh-{size}" for size in BDH_SIZES))
+SHAPES = {**DECODERS, **bdh.SHAPES}
+PRESETS = tuple(SHAPES)
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class Case:
-    """One model at one depth, and the tokens of a step. `config`: a Hugging Face configuration, or BDH's fields."""
+    """One model at one depth, and the tokens of a step. `config`: a Hugging Face configuration, or one of `SHAPES`."""
 
     name: str
     config: Mapping[str, Any]
@@ -154,12 +156,14 @@ class Case:
             raise ValueError(f"tokens={self.tokens}: whole sequences of seq={self.seq}, so a multiple of it")
 
     @property
-    def is_bdh(self) -> bool:
-        return self.config["model_type"] == "bdh"
+    def family(self) -> Family:
+        """What the tools do differently for models of this kind."""
+        return family_of(self.config["model_type"])
 
     @property
     def vocabulary(self) -> int:
-        return int(self.config["vocabulary" if self.is_bdh else "vocab_size"])
+        """The number of different tokens."""
+        return self.family.vocabulary(self.config)
 
     @property
     def head_dim(self) -> int:
@@ -167,26 +171,8 @@ class Case:
 
     @property
     def linears(self) -> list[Linear]:
-        """Every product with a weight. q/k/v and gate/up are one each, as they share their input."""
-        config = self.config
-        if self.is_bdh:
-            d, h, n = config["dim"], config["heads"], config["neurons"]
-            return [
-                Linear("encoder", h * n, d, self.layers),
-                Linear("encoder_v", n, d, h * self.layers),
-                Linear("decoder", d, h * n, self.layers),
-                Linear("head", config["vocabulary"], d, 1),
-            ]
-        hidden, intermediate = config["hidden_size"], config["intermediate_size"]
-        heads = config["num_attention_heads"]
-        kv_heads = config.get("num_key_value_heads") or heads
-        return [
-            Linear("qkv", (heads + 2 * kv_heads) * self.head_dim, hidden, self.layers),
-            Linear("o", hidden, heads * self.head_dim, self.layers),
-            Linear("gate_up", 2 * intermediate, hidden, self.layers),
-            Linear("down", hidden, intermediate, self.layers),
-            Linear("head", config["vocab_size"], hidden, 1),
-        ]
+        """Every product with a weight."""
+        return self.family.linears(self)
 
     @property
     def matmul_parameters(self) -> int:
@@ -194,19 +180,13 @@ class Case:
 
     @property
     def parameters(self) -> int:
-        """Number of the model's parameters, without norms and biases (BDH's layers share theirs)."""
-        layers = self.layers if self.is_bdh else 1
-        products = sum(linear.parameters // (layers if linear.name != "head" else 1) for linear in self.linears)
-        head = next(linear for linear in self.linears if linear.name == "head")
-        return products + head.parameters  # the embedding is as large as the head
+        """The number of the model's values, norms and biases apart."""
+        return self.family.parameters(self)
 
     @property
     def attention_flops(self) -> int:
-        config = self.config
-        if self.is_bdh:
-            width = config["heads"] * (config["neurons"] + config["dim"])
-            return 3 * self.seq * self.tokens * width * self.layers
-        return 6 * self.seq * self.tokens * config["num_attention_heads"] * self.head_dim * self.layers
+        """FLOPs of causal attention in a step."""
+        return self.family.attention_flops(self)
 
     @property
     def adapter_parameters(self) -> int:
@@ -230,10 +210,10 @@ class Case:
         return own + 6 * self.adapter_parameters * self.tokens + self.attention_flops
 
     def gemm_flops(self, fp8: bool, fp8_head: bool) -> dict[str, int]:
-        """Return FLOPs of all GEMMs by the precision they can run in; BDH's attention consists of GEMMs."""
+        """FLOPs of all GEMMs by the precision they could run in. Attention counts if it is made of GEMMs alone."""
         body = sum(linear.parameters for linear in self.linears if linear.name != "head") * self.products * self.tokens
         head = self.products * self.matmul_parameters * self.tokens - body
-        body += self.attention_flops if self.is_bdh else 0
+        body += self.family.attention_gemm_flops(self)
         flops = {"fp8": 0, "bf16": 0}
         flops["fp8" if fp8 else "bf16"] += body
         flops["fp8" if fp8 and fp8_head else "bf16"] += head
@@ -281,7 +261,7 @@ def make_case(
     case = Case(
         name=name,
         config=values,
-        layers=values["layers" if values["model_type"] == "bdh" else "num_hidden_layers"] if layers is None else layers,
+        layers=family_of(values["model_type"]).depth(values) if layers is None else layers,
         tokens=usual_tokens(name) if tokens is None else tokens,
         seq=(64 if name.endswith("tiny") else 2048) if seq is None else seq,
         seed=seed,
@@ -290,8 +270,7 @@ def make_case(
         rank=(RANK if mode == "lora" else 0) if rank is None else rank,
         targets=targets or "all",
     )
-    if case.frozen and case.is_bdh:
-        raise UserError("--mode lora: BDH has no nn.Linear to put adapters on; use --mode full")
+    case.family.check_mode(mode)
     if device == "cpu" and case.parameters > LARGEST_ON_CPU and not force:
         raise UserError(
             f"{case.name} with {case.layers} layers has {case.parameters:,} parameters: on a CPU a step takes minutes "
@@ -307,9 +286,7 @@ def usual_tokens(name: str) -> int:
 
 def _preset(name: str) -> dict[str, Any]:
     check_choice("preset", name, PRESETS)
-    if name in DECODERS:
-        return DECODERS[name]
-    return {"model_type": "bdh", "vocabulary": 256, **BDH_SIZES[name.removeprefix("bdh-")]}
+    return SHAPES[name]
 
 
 def read_config(path: Path, given: str) -> dict[str, Any]:

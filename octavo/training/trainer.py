@@ -26,8 +26,8 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from octavo.convert import can_convert, convert_to_fp8
 from octavo.nn.autocast import FP8Autocast, fp8_autocast
-from octavo.nn.frozen_report import report_of
 from octavo.nn.linear import LinearInFP8
+from octavo.nn.model_report import report_of
 from octavo.nn.report import Report
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 from octavo.numerics.checks import check_choice

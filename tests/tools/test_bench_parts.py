@@ -11,7 +11,7 @@ import torch
 from bench_cases import preset
 
 from octavo import ops
-from octavo.hf import graphs
+from octavo.decoders import graphs
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 from octavo.numerics.config import RECIPES
 from octavo.numerics.operand import LAYOUTS

@@ -9,5 +9,5 @@
 | `worker.py`, `processes.py` | one contender in a process of its own, and the parent's end of it |
 | `request.py`, `runner.py` | a checked request, and its interleaved run |
 | `gemm.py`, `kernels.py`, `timing.py` | the parts: GEMMs, quantising, device time |
-| `result.py`, `show.py`, `plot.py`, `table.py` | figures, the file, the terminal, the picture, the README |
+| `result.py`, `show.py`, `plot.py`, `table.py` | figures, the file, the terminal, the picture, Markdown tables |
 """

@@ -89,8 +89,7 @@ def make_contenders(
         check_choice("against", name, AGAINST)
     if wgrad != "recipe" and "block" not in recipes:
         raise UserError(f"--wgrad {wgrad}: a choice within the block recipe; add block to --recipe")
-    if case.is_bdh and head != "bf16":
-        raise UserError(f"--head {head}: BDH's head of {case.vocabulary} bytes stays in BF16; leave it out")
+    case.family.check_head(case, head)
 
     reasons = {name: reason for name in against if (reason := _why_not(name, case, compile))}
     chosen = [_other(name, compile) for name in against if name not in reasons]
@@ -99,7 +98,7 @@ def make_contenders(
         if extras:
             chosen.append(_with_extras(recipe, extras, compile))
         else:
-            chosen += _own(recipe, case, head, wgrad if recipe == "block" else "recipe", compile)
+            chosen += case.family.contenders(recipe, head, wgrad if recipe == "block" else "recipe", compile)
     return _with_optimizers(chosen, optimizers) if optimizers else chosen, reasons
 
 
@@ -111,8 +110,8 @@ def _check_recipe(item: str, case: Case, *, whole: bool) -> None:
         check_choice(f"recipe {name}+", extra, EXTRAS + STEP_EXTRAS)
         if extra in STEP_EXTRAS and not whole:
             raise UserError(f"--recipe {item}: {extra} is of whole steps; add --optimizer adamw, or leave it out")
-    if extras and case.is_bdh:
-        raise UserError(f"--recipe {item}: what follows a + is for decoders; for {case.name} use --recipe {name}")
+    if extras:
+        case.family.check_extras(item, case)
     if "wgrad-channel" in extras and name != "block":
         raise UserError(f"--recipe {item}: wgrad-channel is a choice within the block recipe")
     if "weights-only" in extras and not case.frozen:
@@ -164,10 +163,8 @@ def _check_lora(recipes: Sequence[str], wgrad: str) -> None:
         raise UserError("--wgrad: with --mode lora no weight has a gradient; leave it out")
 
 
-def _own(recipe: str, case: Case, head: str, wgrad: str, compile: bool) -> list[Contender]:
-    if case.is_bdh:
-        plain = Contender(f"octavo {recipe}", "octavo", compile, recipe)
-        return [plain, Contender(f"octavo {recipe} fused", "octavo-fused", False, recipe)]
+def decoder_contenders(recipe: str, head: str, wgrad: str, compile: bool) -> list[Contender]:
+    """Return Octavo's own ways to run a decoder in a recipe."""
     contenders = []
     for fp8_head in {"bf16": (False,), "fp8": (True,), "both": (False, True)}[head]:
         for w in {"recipe": (None,), "channel": ("channel",), "both": (None, "channel")}[wgrad]:
@@ -199,8 +196,4 @@ def _why_not(name: str, case: Case, compile: bool) -> str:
         return "PEFT does not wrap its linears"
     if name == BASELINE and not compile:
         return "left out by --no-compile"
-    if case.is_bdh and package is not None:
-        return "BDH has no nn.Linear to convert"
-    if case.is_bdh and name == OWN_BASELINE:
-        return "BDH's fused code is FP8 only"
-    return ""
+    return case.family.why_not(name, package is not None)

@@ -20,12 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo import ops, ops_linear
+from octavo import ops
 from octavo.numerics import FP8TrainingConfig, Quantized
 from octavo.numerics.config import RECIPES, OperandRecipe, Recipe
 from octavo.numerics.operand import LAYOUTS
 from octavo.numerics.quantize import BLOCK
 from octavo.numerics.scaling import SCALE, new_rows
+from octavo.ops import linear as ops_linear
 from octavo.tools.bench.result import FAILED, TIMED
 from octavo.tools.bench.timing import time_each, try_device_time
 from octavo.tools.shapes import Case
@@ -73,7 +74,7 @@ def works(case: Case) -> Iterator[Work]:
                 run, reads = partial(_quantize, how, layout), passes(how, layout)
                 before = partial(_quantize, how, "rows") if layout == "columns" else None
                 yield Work(name, operand, layout, (shape,), run, reads, before=before)
-        if not case.is_bdh:
+        if "intermediate_size" in case.config:
             m, f = case.tokens, case.config["intermediate_size"]
             forward, backward = gated_passes(recipe, m * f)
             yield Work(name, "swiglu", "rows", ((m, 2 * f),), partial(_gated, recipe), *forward)

@@ -14,15 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from octavo.convert import convert_to_fp8
-from octavo.hf import graphs, loading
-from octavo.hf.build import build_causal_lm, decoder_layers
-from octavo.models.bdh import BDH, BDHConfig
-from octavo.nn.autocast import fp8_autocast
+from octavo.decoders import graphs
+from octavo.decoders.fuse import fuse_loaded
 from octavo.nn.frozen import FP8FrozenLinear, activation_config
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 from octavo.optim import build_optimizer, offload_master, offload_states, step_in_backward
 from octavo.tools.bench.contenders import FROZEN, OURS, Contender
 from octavo.tools.bench.others import convert_by_te, convert_by_torchao
+from octavo.tools.bench.random_model import decoder_layers
 from octavo.tools.shapes import Case
 
 INIT_STD = 0.02
@@ -38,7 +37,7 @@ class PreparedModel:
 
     def __init__(self, case: Case, contender: Contender, layers: int | None = None) -> None:
         self.case = replace(case, layers=case.layers if layers is None else layers)
-        self.model: Any = _build(self.case)
+        self.model: Any = self.case.family.build(self.case)
         self._storages: list[tuple[torch.UntypedStorage, int]] = []
         self._drawn = self._matrices()
         self._draw()
@@ -73,18 +72,9 @@ class PreparedModel:
             self.summary, self.context = convert_by_te(self.model)
         elif kind == "octavo-bf16":
             self.summary = convert_to_fp8(self.model, precision="bf16", tokens=tokens).summary()
-        elif kind == "octavo-fused":
-            from octavo.models.bdh_fused import fuse
-
-            self.scaling = fuse(self.model, config_of(contender)).scaling
-            self.summary = "BDH's fused FP8 code"
-        elif kind == "octavo" and self.case.is_bdh:
-            context = fp8_autocast(config_of(contender), model=self.model)
-            self.context, self.scaling = context, context.scaling
-            self.summary = "BDH's own code under fp8_autocast"
-        elif kind == "octavo":
-            report = convert_to_fp8(self.model, config_of(contender), precision="fp8", tokens=tokens)
-            self.scaling, self.summary = report.scaling, report.summary()
+        elif kind in ("octavo", "octavo-fused"):
+            converted = self.case.family.convert(self.model, kind, config_of(contender), tokens)
+            self.context, self.scaling, self.summary = converted
 
     def _build_optimizer(self, contender: Contender) -> torch.optim.Optimizer:
         """Build the optimiser; BF16 weights are rounded stochastically in Octavo's, as usual in others."""
@@ -111,14 +101,18 @@ class PreparedModel:
                 frozen.in_fp8 = not contender.weights_only
                 self.model.set_submodule(name, frozen)
         self.scaling.to(self.case.device)
-        loading.install_lora()
-        return loading.fuse(self.model)
+        from octavo.hf import lora
+
+        lora.install()
+        return fuse_loaded(self.model).fused
 
     def _adapt(self) -> None:
         """Add adapters to the targets, in BF16, with non-zero B, so that every gradient is informative."""
         options = {"r": self.case.rank, "lora_alpha": self.case.rank, "target_modules": self.case.target_modules}
         options["autocast_adapter_dtype"] = False
-        self.model = loading.add_adapters(
+        from octavo.hf.lora import add_adapters
+
+        self.model = add_adapters(
             self.model, checkpointing=False, seed=self.case.seed, max_seq_length=None, options=options
         )
         generator = torch.Generator(self.case.device).manual_seed(self.case.seed)
@@ -136,7 +130,7 @@ class PreparedModel:
         self.model.get_input_embeddings().register_forward_hook(keep)
 
     def _compile(self) -> None:
-        if self.case.is_bdh:
+        if not self.case.family.compiles_layers:
             self.model.compile(fullgraph=True)
             return
         for layer in decoder_layers(self._plain):
@@ -150,10 +144,7 @@ class PreparedModel:
     def step(self) -> Tensor:
         """Run one training step; return the loss, still on the device."""
         with self.context:
-            if self.case.is_bdh:
-                loss = self.model(self.tokens_BT, self.tokens_BT)[1]
-            else:
-                loss = self.model(input_ids=self.tokens_BT, labels=self.tokens_BT, use_cache=False).loss
+            loss = self.case.family.loss(self.model, self.tokens_BT)
         loss.backward()
         if self._optimizer is not None:
             self._optimizer.step()
@@ -183,11 +174,11 @@ class PreparedModel:
     def warm_layers(self) -> None:
         """Compile the decoder layers at the real shapes, without the head, whose logits take 17 GB at 8B.
 
-        All workers do this at the same time, so that their compilations overlap. (BDH's loop over its layers is one
-        graph, and another one at another depth: nothing to prepare.) The incoming gradient is not the loss's and spoils
-        the scaling histories, so the model is of no use afterwards.
+        All workers do this at the same time, so that their compilations overlap. (A model that is compiled as a
+        whole is another graph at another depth: nothing to prepare.) The gradient that comes in is not the
+        loss's, so scaling histories are spoiled: a prepared model is of no use after it.
         """
-        if not self.case.is_bdh:
+        if self.case.family.compiles_layers:
             with self.context:
                 hidden = self._plain.base_model(input_ids=self.tokens_BT, use_cache=False).last_hidden_state
             hidden.float().square().mean().backward()
@@ -245,18 +236,3 @@ def config_of(contender: Contender) -> FP8TrainingConfig:
     overrides |= {"wgrad": contender.wgrad} if contender.wgrad else {}
     overrides |= {"activations": contender.activations} if contender.activations != "bf16" else {}
     return FP8TrainingConfig.from_recipe(str(contender.recipe), **overrides)
-
-
-def _build(case: Case) -> nn.Module:
-    if case.is_bdh:
-        shape = {name: case.config[name] for name in ("dim", "heads", "neurons", "vocabulary")}
-        with torch.device(case.device):
-            return BDH(BDHConfig(**shape, layers=case.layers)).to(torch.bfloat16)
-    model = build_causal_lm(case.config, layers=case.layers, positions=case.seq, device=case.device)
-    count = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
-    if count != case.matmul_parameters:
-        raise ValueError(
-            f"{case.name}: its linears hold {count:,} weights, the bench's formula for a dense decoder says "
-            f"{case.matmul_parameters:,}: TFLOP/s would be wrong; use a Llama-like configuration"
-        )
-    return model

@@ -7,7 +7,6 @@
     persistent.py weights, gradients, optimiser states
     host.py       states and master weights that are in host memory
     memory.py     the moments of a step, and the peak: the largest of them (`timeline.py`)
-    bdh.py        the same of a BDH, from a step that is simulated (`simulate.py`)
     gpus.py       what fits a GPU
     advice.py     which option to take, the code that runs it, and claims that cannot hold
     show.py       on the terminal, and as JSON

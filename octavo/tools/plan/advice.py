@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from octavo.numerics.quantize import BLOCK
-from octavo.tools.plan.bdh import NOTE
 from octavo.tools.plan.gpus import Gpu, fits, largest_batch
 from octavo.tools.plan.memory import plan_memory
-from octavo.tools.plan.options import BDH_NAMES, BY_EXACTNESS, CHECKPOINTING, OFFLOADS, Option, blocks_fit, why_wide
+from octavo.tools.plan.options import BY_EXACTNESS, CHECKPOINTING, CODES, OFFLOADS, Option, blocks_fit, why_wide
 from octavo.tools.plan.request import checkpoint_name, with_batch
 from octavo.tools.plan.timeline import GIB, Memory
 from octavo.tools.shapes import DECODERS, Case
@@ -35,7 +34,7 @@ class Advice:
 
 def advise(model: str, case: Case, options: Sequence[Option], gpu: Gpu) -> Advice:
     asked = case.tokens // case.seq
-    ranked = sorted((option for option in options if _can_be_advised(option, gpu)), key=_rank)
+    ranked = sorted((option for option in options if _can_be_advised(case, option, gpu)), key=_rank)
     option = next((option for option in ranked if fits(case, option, gpu)), None)
     why = ""
     if option is None:
@@ -49,23 +48,22 @@ def advise(model: str, case: Case, options: Sequence[Option], gpu: Gpu) -> Advic
     why += f"{memory.peak_gib:.1f} of {gpu.room:.1f} GiB"
     if memory.host:
         why += f", and {memory.host_gib:.1f} GiB of host memory"
-    write = _bdh_code if case.is_bdh else _lora_code if case.frozen else _full_code
-    check = "" if case.is_bdh else _check(model, case, option, gpu)
-    return Advice(option, case.tokens // case.seq, why, write(model, case, option), check)
+    code = case.family.code(model, case, option)
+    check = case.family.bench_command(model, case, option, gpu)
+    return Advice(option, case.tokens // case.seq, why, code, check)
 
 
-def _can_be_advised(option: Option, gpu: Gpu) -> bool:
-    """Return True for Octavo's own options with BF16 weights and measured speed; FP8 if the GPU has it."""
-    if option.code in BDH_NAMES:
-        return option.code in (("bdh-fp8", "bdh-fused") if gpu.has_fp8 else ("bdh-bf16",))
-    return option.code != "hf" and option.weight_bytes == 2 and (option.code == "fp8") == gpu.has_fp8
+def _can_be_advised(case: Case, option: Option, gpu: Gpu) -> bool:
+    """Return True for Octavo's own code, in FP8 where the GPU has it, with the weights whose speed is measured."""
+    family = case.family
+    return option.code in family.advised[gpu.has_fp8] and option.weight_bytes == family.weight_bytes
 
 
 def _rank(option: Option) -> tuple[int | bool, ...]:
     offload = 0 if option.offload is None else 1 + OFFLOADS.index(option.offload)
     checkpointing = CHECKPOINTING.index(option.checkpointing)
     states = BY_EXACTNESS.index(str(option.optimizer))
-    where = offload > 0, checkpointing, offload, option.code == "bdh-fused"
+    where = offload > 0, checkpointing, offload, CODES.index(option.code)
     return *where, option.in_backward, option.activations == "fp8", states, option.recipe == "block"
 
 
@@ -80,6 +78,11 @@ def _loading(model: str, case: Case, arguments: Sequence[str]) -> list[str]:
 
 def _compiling(option: Option, decoder: str) -> list[str]:
     return [f"for layer in {decoder}.layers:", "    layer.compile()"] if option.compiled else []
+
+
+def decoder_code(model: str, case: Case, option: Option) -> str:
+    """Return the code that trains a decoder as the option says."""
+    return (_lora_code if case.frozen else _full_code)(model, case, option)
 
 
 def _lora_code(model: str, case: Case, option: Option) -> str:
@@ -104,28 +107,6 @@ def _lora_code(model: str, case: Case, option: Option) -> str:
         f"    use_gradient_checkpointing={kind!r},",
         ")",
         *_compiling(option, "model.get_base_model().model"),
-    ]
-    return "\n".join(lines)
-
-
-def _bdh_code(model: str, case: Case, option: Option) -> str:
-    """Return the command, or the code of the fused layers, which no command runs."""
-    size, batch = model.removeprefix("bdh-"), case.tokens // case.seq
-    if option.code != "bdh-fused":
-        precision = option.code.removeprefix("bdh-")
-        return f"octavo train --size {size} --precision {precision} --optimizer {option.optimizer} " + (
-            f"--layers {case.layers} --batch {batch} --seq {case.seq} --micro-batches 1"
-        )
-    shape = {**case.config, "layers": case.layers}
-    del shape["model_type"]
-    lines = [
-        "from octavo.models import BDH, BDHConfig",
-        "from octavo.models.bdh_fused import fuse",
-        "from octavo.optim import build_optimizer",
-        "",
-        f"model = BDH(BDHConfig({', '.join(f'{name}={value}' for name, value in shape.items())}))",
-        "fuse(model.cuda())",
-        f"optimizer = build_optimizer({option.optimizer!r}, model.parameters(), lr=1e-3)",
     ]
     return "\n".join(lines)
 
@@ -165,8 +146,8 @@ def _stepping(option: Option) -> str:
     return ""
 
 
-def _check(model: str, case: Case, option: Option, gpu: Gpu) -> str:
-    """Return the command that measures its forward and backward; the bench neither checkpoints nor saves less."""
+def decoder_bench(model: str, case: Case, option: Option, gpu: Gpu) -> str:
+    """The command that measures forward and backward of it. The bench neither checkpoints nor keeps less."""
     plain = Option("hf", optimizer=None, compiled=option.compiled)
     baselines = [name for code, name in BASELINES.items() if fits(case, replace(plain, code=code), gpu)]
     if option.checkpointing != "none" or not option.compiled or _keeps_less(option) or not baselines:
@@ -193,7 +174,7 @@ def notes(case: Case, memories: Sequence[Memory], gpu: Gpu | None) -> list[str]:
     """Return remarks that the figures alone do not make, for this model on this GPU."""
     lines = []
     if gpu is not None:
-        least = min(_standing(memory) for memory in memories)
+        least = min(_persistent_bytes(memory) for memory in memories)
         if least > gpu.room * GIB:
             what = "weights, and adapters with their states," if case.frozen else "weights, gradients and states"
             lines.append(
@@ -202,15 +183,11 @@ def notes(case: Case, memories: Sequence[Memory], gpu: Gpu | None) -> list[str]:
             )
         if not gpu.has_fp8:
             lines.append(f"{gpu.name} has no FP8 tensor cores: FP8 would be emulated there, slowly. Take BF16.")
-    if not case.is_bdh and case.frozen and why_wide(case):
-        lines.append(f"FP8 weights: products in BF16, since {why_wide(case)}; fp8_products=True insists on FP8.")
-    return lines
+    return lines + case.family.notes(case)
 
 
-def background(case: Case, memories: Sequence[Memory]) -> list[str]:
+def decoder_background(case: Case, memories: Sequence[Memory]) -> list[str]:
     """Return how to read the table of all options."""
-    if case.is_bdh:
-        return [NOTE]
     remarks = []
     if case.frozen and not why_wide(case) and not blocks_fit(case):
         remarks.append(
@@ -230,6 +207,6 @@ def background(case: Case, memories: Sequence[Memory]) -> list[str]:
     return remarks
 
 
-def _standing(memory: Memory) -> int:
+def _persistent_bytes(memory: Memory) -> int:
     """Return the bytes that must exist at once even without tokens."""
     return max(moment.weights + moment.gradients + moment.states for moment in memory.moments)

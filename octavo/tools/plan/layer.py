@@ -19,7 +19,7 @@ count alike, though the first of a model with a frozen embedding need not save i
 from dataclasses import dataclass
 
 from octavo.numerics.quantize import BLOCK
-from octavo.ops_lora_mlp import part_rows
+from octavo.ops.lora_mlp import part_rows
 from octavo.tools.plan.options import Option
 from octavo.tools.shapes import MEMBERS, TARGETS, Case
 

@@ -15,7 +15,6 @@ one layer after the other: the ends decide. Gradients are made anew in each step
 from collections.abc import Mapping
 
 from octavo.tools.plan import host, persistent
-from octavo.tools.plan.bdh import plan_bdh
 from octavo.tools.plan.head import head_bytes
 from octavo.tools.plan.layer import BF16, INPUT, backward_buffers, kept, layer_input
 from octavo.tools.plan.options import Option
@@ -26,8 +25,12 @@ IN_FLIGHT = 2  # inputs of layers in transfer to and from the host
 
 
 def plan_memory(case: Case, option: Option) -> Memory:
-    if case.is_bdh:
-        return plan_bdh(case, option)
+    """Return the memory that a training step takes."""
+    return case.family.memory(case, option)
+
+
+def plan_decoder(case: Case, option: Option) -> Memory:
+    """Return the memory that a training step of a decoder takes."""
     layer = kept(case, option)
     all_kept, one_kept = _activations(case, option, layer)
     weights, states = persistent.weights(case, option), host.on_gpu(case, option)

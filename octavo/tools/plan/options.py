@@ -6,11 +6,10 @@ from octavo.nn.cost_model import why_not_frozen
 from octavo.numerics.checks import check_choice
 from octavo.numerics.quantize import BLOCK
 from octavo.optim import OPTIMIZERS
+from octavo.tools import bdh
 from octavo.tools.shapes import Case
 
-# Codes of BDH: plain, under torch's autocast, under Octavo's, and its fused layers.
-BDH_NAMES = {"bdh-fp32": "FP32", "bdh-bf16": "BF16 autocast", "bdh-fp8": "FP8 autocast", "bdh-fused": "FP8 fused"}
-CODES = ("hf", "own", "fp8", *BDH_NAMES)
+CODES = ("hf", "own", "fp8", *bdh.CODES)
 RECIPES = ("delayed", "channel", "block")
 CHECKPOINTING = ("none", "layers", "offload")
 OFFLOADS = ("optimizer", "master")
@@ -74,8 +73,8 @@ class Option:
     def name(self) -> str:
         fp8 = "FP8 activations" if self.activations == "fp8" else f"FP8 {self.recipe}"
         fp8 = f"FP8 weights {self.recipe}" if self.wide_products else fp8
-        who = {"hf": "BF16 Hugging Face", "own": "BF16 Octavo", "fp8": fp8, **BDH_NAMES}[self.code]
-        weights = ", FP32 weights" if self.weight_bytes == 4 and self.code not in BDH_NAMES else ""
+        who = {"hf": "BF16 Hugging Face", "own": "BF16 Octavo", "fp8": fp8, **bdh.CODES}[self.code]
+        weights = ", FP32 weights" if self.weight_bytes == 4 and self.code not in bdh.CODES else ""
         return f"{who}{weights}, {self.optimizer}{' in backward' if self.in_backward else ''}"
 
     @property

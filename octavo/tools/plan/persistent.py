@@ -43,9 +43,12 @@ def norm_parameters(case: Case) -> int:
 
 
 def parameters(case: Case) -> int:
-    """Return the number of the model's parameters, without biases and adapters."""
-    if case.is_bdh:
-        return case.parameters
+    """All of the model's, biases apart, adapters apart."""
+    return case.family.trained_values(case)
+
+
+def decoder_parameters(case: Case) -> int:
+    """Return the number of a decoder's values, biases and adapters apart."""
     matrices = case.layers * layer_parameters(case) + vocabulary_parameters(case) * (1 if is_tied(case) else 2)
     return matrices + norm_parameters(case)
 

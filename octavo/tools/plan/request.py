@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from octavo.numerics.checks import check_choice, check_positive_int
+from octavo.tools.families import family_of
 from octavo.tools.plan.options import OFFLOADS
-from octavo.tools.shapes import DECODERS, HUB, MODES, POSITIONS, PRESETS, RANK, TARGETS, Case, make_case, read_config
+from octavo.tools.shapes import HUB, MODES, POSITIONS, PRESETS, RANK, SHAPES, TARGETS, Case, read_config
 from octavo.training.errors import UserError
 
 HEADS = ("bf16", "fp8")
-BDHS = tuple(name for name in PRESETS if name not in DECODERS)
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # whose layers `layer.py` describes
 SEQ = 2048
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -42,8 +42,7 @@ class Request:
     def __post_init__(self) -> None:
         check_choice("mode", self.mode, MODES)
         check_choice("head", self.head, HEADS)
-        if self.model in BDHS:
-            self._check_bdh()
+        family_of(SHAPES.get(self.model, {}).get("model_type")).check_request(self)
         for option in ("rank", "targets"):
             if self.mode == "full" and (given := getattr(self, option)) is not None:
                 raise UserError(f"--{option} {given}: without --mode lora there are no adapters; leave it out")
@@ -64,36 +63,18 @@ class Request:
                 f"--seq {self.seq}: {self.model} has {positions} positions (max_position_embeddings); ask for no more"
             )
 
-    def _check_bdh(self) -> None:
-        if self.mode == "lora":
-            raise UserError("--mode lora: BDH has no nn.Linear to put adapters on; use --mode full")
-        if self.offload in OFFLOADS:
-            raise UserError(f"--offload {self.offload}: is planned for decoders alone; leave it out for {self.model}")
-        if self.head != "bf16":
-            raise UserError(f"--head {self.head}: BDH's head of bytes stays in BF16; leave it out")
-
     @cached_property
     def case(self) -> Case:
         """The model and the step that memory is planned for."""
-        if self.model in BDHS:
-            return make_case(
-                preset=self.model,
-                config=None,
-                layers=self.layers,
-                tokens=self.batch * (self.seq or SEQ),
-                seq=self.seq or SEQ,
-                seed=0,
-                device="cpu",
-                force=True,
-            )
         config = _config(self.model)
-        _check_config(self.model, config)
+        family = family_of(config["model_type"])
+        family.check_config(self.model, config)
         frozen = self.mode == "lora"
         seq = self.seq or min(SEQ, config.get("max_position_embeddings") or SEQ)
         return Case(
-            name=self.model if self.model in DECODERS else _name(self.model),
+            name=self.model if self.model in SHAPES else _name(self.model),
             config=config,
-            layers=config["num_hidden_layers"] if self.layers is None else self.layers,
+            layers=family.depth(config) if self.layers is None else self.layers,
             tokens=self.batch * seq,
             seq=seq,
             seed=0,
@@ -122,8 +103,9 @@ def checkpoint_name(model: str) -> str:
 
 
 def _config(model: str) -> dict[str, Any]:
-    if model in DECODERS:
-        return {**DECODERS[model], "max_position_embeddings": POSITIONS[model]}
+    if model in SHAPES:
+        positions = {"max_position_embeddings": POSITIONS[model]} if model in POSITIONS else {}
+        return {**SHAPES[model], **positions}
     path = Path(model)
     if not path.exists():
         raise UserError(
@@ -142,8 +124,8 @@ def _name(model: str) -> str:
     return path.parent.name if path.name == "config.json" else path.stem if path.is_file() else path.name
 
 
-def _check_config(model: str, config: Mapping[str, Any]) -> None:
-    """Check a configuration from a file, which may hold anything."""
+def check_decoder(model: str, config: Mapping[str, Any]) -> None:
+    """Refuse a decoder's configuration that the plan does not cover: one from a file may hold anything."""
     kind = config["model_type"]
     if kind not in FAMILIES:
         raise UserError(

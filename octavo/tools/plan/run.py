@@ -5,11 +5,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from octavo.tools.plan.advice import advise, background, notes
-from octavo.tools.plan.bdh import bdh_options
+from octavo.tools.plan.advice import advise, notes
 from octavo.tools.plan.gpus import find_gpu, largest_batch, longest_sequence
 from octavo.tools.plan.memory import plan_memory
-from octavo.tools.plan.options import options_of
 from octavo.tools.plan.request import Request
 from octavo.tools.plan.show import Plan, show, to_dict
 from octavo.training.errors import UserError
@@ -20,10 +18,8 @@ def make_plan(request: Request) -> Plan:
     """Return the memory of every option for this step; with a GPU, also what fits it."""
     case = request.case
     fp8_head = request.head == "fp8"
-    if case.is_bdh:
-        options = bdh_options()
-    else:
-        options = options_of(case, compiled=request.compiled, fp8_head=fp8_head, offload=request.offload)
+    family = case.family
+    options = family.options(case, compiled=request.compiled, fp8_head=fp8_head, offload=request.offload)
     gpu = None if request.gpu is None else find_gpu(request.gpu)
     memories = [plan_memory(case, option) for option in options]
     return Plan(
@@ -32,11 +28,10 @@ def make_plan(request: Request) -> Plan:
         memories,
         gpu,
         [] if gpu is None else [largest_batch(case, option, gpu) for option in options],
-        # For BDH each length would need another simulated step.
-        [] if gpu is None or case.is_bdh else [longest_sequence(case, option, gpu) for option in options],
+        [longest_sequence(case, option, gpu) for option in options] if gpu and family.plans_sequences else [],
         None if gpu is None else advise(request.model, case, options, gpu),
         notes(case, memories, gpu),
-        background(case, memories),
+        family.background(case, memories),
     )
 
 

@@ -63,10 +63,7 @@ def show(console: Console, plan: Plan, everything: bool = False) -> None:
 
 
 def title(case: Case) -> str:
-    what = f"LoRA of rank {case.rank} on {case.targets} linears" if case.frozen else "full fine-tuning"
-    what = "training" if case.is_bdh else what
-    count = persistent.parameters(case)
-    size = f"{count / 1e6:.0f} million" if case.is_bdh else f"{count / 1e9:.2f} billion"
+    size, what = case.family.describe(case)
     return (
         f"{case.name}, {size} parameters, {case.layers} layers: {what}, {case.tokens // case.seq} × {case.seq:,} tokens"
     )
@@ -113,23 +110,22 @@ def _table(plan: Plan, narrow: bool) -> Table:
 
 
 def _shown(plan: Plan) -> list[int]:
-    """Return the options of the short table: BF16, plain FP8, least memory by rising effort, and the advised one."""
-    memories = plan.memories
+    """The short table's options: BF16, plain FP8, what takes least with ever more effort, and the advised one."""
+    memories, family = plan.memories, plan.case.family
     plain = [i for i, memory in enumerate(memories) if not memory.option.section]
     on_gpu = [i for i, memory in enumerate(memories) if not memory.option.offload]
 
     def least(among: Sequence[int]) -> int:
         return min(among, key=lambda i: memories[i].peak.total)
 
-    def first(*codes: str) -> int:
-        """Return the bytes of weights in BF16, except BDH's."""
+    def first(code: str) -> int:
         options = [(i, memories[i].option) for i in plain]
-        return next((i for i, o in options if o.code in codes and (o.weight_bytes == 2 or codes[1] == o.code)), 0)
+        return next((i for i, o in options if o.code == code and o.weight_bytes == family.weight_bytes), 0)
 
     chosen = {
         0,
-        first("own", "bdh-bf16"),
-        first("fp8", "bdh-fp8"),
+        first(family.advised[False][0]),
+        first(family.advised[True][0]),
         least(plain),
         least(on_gpu),
         least(range(len(memories))),
