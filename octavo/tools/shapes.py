@@ -157,7 +157,7 @@ class Case:
 
     @property
     def family(self) -> Family:
-        """What the tools do differently for models of this kind."""
+        """Behaviour of the tools that differs for models of this kind."""
         return family_of(self.config["model_type"])
 
     @property
