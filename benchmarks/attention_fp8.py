@@ -1,4 +1,4 @@
-"""Would attention in FP8 pay? A flash attention forward in FP8, written here, against cuDNN's BF16 on the same GPU.
+"""Does attention in FP8 pay? A flash attention forward in FP8, written here, against cuDNN's BF16 on the same GPU.
 
     python benchmarks/attention_fp8.py --out attention.json
 
@@ -43,7 +43,7 @@ def _forward_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """q[B·H, T, D], k[B·G, T, D], v[B·G, D, T] in FP8; o[B·H, T, D]. `qk_scale` includes 1/√D and log2 e. Causal."""
+    """Causal attention of q[B·H, T, D], k[B·G, T, D], v[B·G, D, T] in FP8. `qk_scale` includes 1/√D and log2 e."""
     m0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # the longest first
     bh = tl.program_id(1).to(tl.int64)
     bg = (bh // H) * (H // GROUP) + bh % H // GROUP
@@ -78,7 +78,7 @@ def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
 def fp8_forward(
     q: Tensor, k: Tensor, v: Tensor, scales: tuple[Tensor, Tensor], tile: tuple[int, int, int, int]
 ) -> Tensor:
-    """q, k as they are, v transposed."""
+    """Run the kernel on q and k as they are, and v transposed."""
     b, h, t, d = q.shape
     block_m, block_n, warps, stages = tile
     out = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)

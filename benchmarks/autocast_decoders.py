@@ -1,4 +1,4 @@
-"""Does a decoder learn the same under the autocast as converted? Loss of small ones of every family, after 300 steps.
+"""Does a decoder learn the same under the autocast as converted? Losses of small decoders of each family, 300 steps.
 
     python benchmarks/autocast_decoders.py [--seeds 3] [--families Llama Qwen3] [--device cuda] [--out FILE]
 
@@ -67,7 +67,7 @@ def build(family: str, device: str) -> Any:
 
 @cache
 def text(held_out: bool) -> torch.Tensor:
-    """A megabyte of source, or the megabyte after it."""
+    """Return a megabyte of source text, or the megabyte after it."""
     found = b"".join(path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")))
     return torch.frombuffer(bytearray(found[2**20 * held_out :][: 2**20]), dtype=torch.uint8)
 
@@ -84,7 +84,7 @@ def _generator(seed: int) -> torch.Generator:
 
 
 def train(family: str, run: str, steps: int, device: str, seed: int = 0) -> float:
-    """The loss on held-out text after so many steps of AdamW."""
+    """Return the loss on held-out text after so many steps of AdamW."""
     model = build(family, device)
     context: Any = nullcontext()
     if run == "converted":

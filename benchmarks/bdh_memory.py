@@ -1,4 +1,4 @@
-"""What a training step of BDH takes on the GPU: FP32, BF16 and FP8 with low-bit states, and what was planned for it.
+"""Memory of a training step of BDH on the GPU: FP32, BF16 and FP8 with low-bit states, measured and planned.
 
     python benchmarks/bdh_memory.py                    # BDH 100M, 4 × 2,048 tokens
 
@@ -18,13 +18,12 @@ from typing import Any
 import torch
 
 from octavo import fp8_autocast
-from octavo.models.bdh import BDH, PRESETS, BDHConfig
-from octavo.models.bdh_fused import fuse
+from octavo.models.bdh import BDH, PRESETS, BDHConfig, fuse
 from octavo.optim import build_optimizer, measure_memory
-from octavo.tools.bench.cases import make_case
+from octavo.tools.bdh.plan import plan_bdh
 from octavo.tools.bench.result import device_name, versions
-from octavo.tools.plan.bdh import plan_bdh
 from octavo.tools.plan.options import Option
+from octavo.tools.shapes import make_case
 from octavo.training.files import write_json
 
 WAYS = (

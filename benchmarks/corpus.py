@@ -1,4 +1,4 @@
-"""The text that `parity.py` trains on: one file, built here, carried to a GPU machine that has no network.
+"""Text that `parity.py` trains on: one file, built here, and copied to a GPU machine without a network.
 
     python benchmarks/corpus.py                # → build/corpus.npz.xz, about two minutes on two cores
 
@@ -56,7 +56,7 @@ FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 6, "pb": 1, "lp": 1, "lc": 3}]
 
 @dataclass(frozen=True)
 class Corpus:
-    """Token ids to train on and held out, the spelling of every token, and where the text came from."""
+    """Token ids to train on and held out, the spelling of every token, and the source of the text."""
 
     train: np.ndarray
     held_out: np.ndarray
@@ -64,7 +64,7 @@ class Corpus:
     about: dict[str, Any]
 
     def as_bytes(self, part: np.ndarray) -> np.ndarray:
-        """A part as the bytes its tokens spell, uint8."""
+        """Return a part as the bytes its tokens spell, uint8."""
         return np.frombuffer(b"".join(map(self.spellings.__getitem__, part.tolist())), np.uint8)
 
 
@@ -96,7 +96,7 @@ def load_corpus(path: Path) -> Corpus:
 
 
 def byte_corpus(paths: list[Path]) -> Corpus:
-    """A corpus whose tokens are the bytes themselves, the last third held out: for trying the scripts out."""
+    """Return a corpus whose tokens are bytes, the last third held out, for trying out the scripts."""
     text = np.frombuffer(b"\0".join(path.read_bytes() for path in paths), np.uint8).astype(np.uint16)
     split = len(text) * 2 // 3
     about = {"sources": {"files of this repository": {"files": len(paths), "bytes": len(text)}}}
@@ -141,7 +141,7 @@ def composition(part: list[tuple[str, str]], tokens: int) -> dict[str, Any]:
 
 
 def limit(pieces: list[tuple[str, str]], source: str, most: int) -> list[tuple[str, str]]:
-    """The pieces, of `source` only as many as fit into `most` bytes."""
+    """Return the pieces; from `source` only as many as fit into `most` bytes."""
     kept, size = [], 0
     for piece in pieces:
         if piece[0] == source:
@@ -153,7 +153,7 @@ def limit(pieces: list[tuple[str, str]], source: str, most: int) -> list[tuple[s
 
 
 def collect(work: Path) -> tuple[list[tuple[str, str]], dict[str, str]]:
-    """Every piece of text as (source, text), in sorted order, and the packages' file names."""
+    """Return every piece of text as (source, text), in sorted order, and the packages' file names."""
     stdlib = Path(sysconfig.get_paths()["stdlib"])
     paths = [p for p in sorted(stdlib.rglob("*.py")) if not SKIPPED_FOLDERS & set(p.relative_to(stdlib).parts)]
     pieces = [("stdlib", piece) for path in paths for piece in read_pieces(path)]
@@ -169,7 +169,7 @@ def collect(work: Path) -> tuple[list[tuple[str, str]], dict[str, str]]:
 
 
 def unpack(package: str, work: Path) -> tuple[Path, str]:
-    """The folder a Debian package was unpacked into, downloaded first if need be, and its file name."""
+    """Return the folder of an unpacked Debian package, downloaded first if needed, and its file name."""
     work.mkdir(parents=True, exist_ok=True)
     if not list(work.glob(f"{package}_*.deb")):
         subprocess.run(["apt-get", "download", package], cwd=work, check=True)
@@ -181,7 +181,7 @@ def unpack(package: str, work: Path) -> tuple[Path, str]:
 
 
 def read_pieces(path: Path) -> Iterator[str]:
-    """The text of a file, in pieces of about `PIECE` bytes cut at line ends; a piece that is not UTF-8 is left out."""
+    """Return the text of a file in pieces of about `PIECE` bytes cut at line ends, without those that are not UTF-8."""
     content = path.read_bytes()
     if path.suffix in (".gz", ".dz"):
         content = gzip.decompress(content)
@@ -215,8 +215,11 @@ def learn_tokenizer(texts: list[str]) -> Any:
 
 
 def token_spellings(tokenizer: Any) -> list[bytes]:
-    """The bytes of every token. Byte-level BPE writes bytes as printable letters: the printable ones of Latin-1 as
-    themselves, the other 68 as the letters from 256 on."""
+    """Return the bytes of every token.
+
+    Byte-level BPE writes bytes as printable letters: the printable ones of Latin-1 as themselves, the other 68 as the
+    letters from 256 on.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     byte_of = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

@@ -1,6 +1,6 @@
-"""Products of a base frozen in FP8: in FP8, or in BF16 by dequantised weights? Where each is faster, and by how much.
+"""Products of a base frozen in FP8, computed in FP8 or in BF16 with dequantised weights: which is faster, and where.
 
-    python benchmarks/frozen_products.py     # on a GPU; `nn/planner.py` draws its line from this
+    python benchmarks/frozen_products.py     # on a GPU; `nn/cost_model.py` draws its line from this
 
 A few layers of each size with adapters of rank 16, from CUDA graphs, forward and backward. Ratios below 1: FP8 is the
 faster of the two.
@@ -18,8 +18,8 @@ import torch
 import triton
 
 import octavo
-from octavo.tools.bench.cases import DECODERS
-from octavo.tools.bench.random_model import build_causal_lm
+from octavo.tools.random_model import build_causal_lm
+from octavo.tools.shapes import DECODERS
 from octavo.training.files import write_json
 
 SEQ, VOCABULARY, RANK = 2048, 4096, 16
@@ -27,7 +27,7 @@ LAYERS = {"135m": 8, "360m": 8, "qwen3-0.6b": 8, "1b": 8, "8b": 4}
 
 
 def time_steps(model: Any, rows: int) -> tuple[float, float]:
-    """Median milliseconds of a step, and GiB at its peak."""
+    """Return the median milliseconds of a step, and GiB at its peak."""
     tokens = torch.randint(VOCABULARY, (rows, SEQ), device="cuda")
 
     def step() -> None:

@@ -1,4 +1,4 @@
-"""How true is one gradient? A Llama of the 1B shape, some way into its training, and its gradient in every precision.
+"""How accurate is one gradient? A Llama of the 1B shape early in training, and its gradient in every precision.
 
     python benchmarks/corpus.py                       # once: the text
     python benchmarks/gradients.py --out gradients.json
@@ -35,7 +35,7 @@ KINDS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_p
 
 
 def train_a_little(model: nn.Module, windows: Tensor, lr: float) -> float:
-    """In BF16, with the learning rate rising over the first half."""
+    """Train in BF16, with the learning rate rising over the first half."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     for step, window in enumerate(windows):
         optimizer.param_groups[0]["lr"] = lr * min(1.0, 2 * (step + 1) / len(windows))
@@ -49,7 +49,7 @@ def train_a_little(model: nn.Module, windows: Tensor, lr: float) -> float:
 
 
 def gradients(model: nn.Module, windows: Tensor, scaling: Any, autocast: bool) -> Iterator[tuple[float, list[Tensor]]]:
-    """Loss and gradients of each batch. Delayed scales first see the batches once, as they would have in training."""
+    """Yield loss and gradients of each batch. Delayed scales see the batches once before, as they would in training."""
     for warm in (True, False) if scaling is not None else (False,):
         for window in windows:
             with torch.autocast(window.device.type, torch.bfloat16, enabled=autocast):
@@ -68,7 +68,7 @@ def kind_of(name: str) -> str:
 
 
 class Comparison:
-    """Sums over parameters, per kind."""
+    """Sums over parameters, by kind."""
 
     def __init__(self) -> None:
         self.sums: dict[str, list[float]] = {}

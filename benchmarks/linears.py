@@ -3,7 +3,7 @@
     python benchmarks/linears.py --out linears.json
 
 Times are the GPU's own (replayed from CUDA graphs), so they show what a step gains that keeps the GPU busy. Beside them
-stands what `octavo.nn.planner` expects.
+stands what `octavo.nn.cost_model` expects.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from octavo import FP8TrainingConfig, convert_to_fp8
-from octavo.nn import planner
+from octavo.nn import cost_model
 
 TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
 SHAPES = ((256, 256), (512, 512), (512, 2048), (1024, 1024), (1024, 4096), (2048, 2048), (2048, 8192), (4096, 4096),
@@ -25,7 +25,7 @@ COPIES = 2  # of the linear, run one after the other
 
 
 def milliseconds(linears: list[nn.Linear], tokens: int) -> float:
-    """Forward and backward of one linear."""
+    """Return the milliseconds of forward and backward of one linear."""
     inputs, outputs = linears[0].in_features, linears[0].out_features
     like: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     xs = [torch.randn(tokens, inputs, **like, requires_grad=True) for _ in linears]
@@ -70,7 +70,7 @@ def main() -> None:
             bf16 = milliseconds(made, tokens)
             convert_to_fp8(nn.Sequential(*made), FP8TrainingConfig.from_recipe(options.recipe, skip=()))
             fp8 = milliseconds(made, tokens)
-            expected = planner.estimate(tokens, inputs, outputs)
+            expected = cost_model.estimate(tokens, inputs, outputs)
             rows.append({"tokens": tokens, "inputs": inputs, "outputs": outputs, "bf16_ms": bf16, "fp8_ms": fp8})
             rows[-1] |= {"expected_bf16_ms": expected.bf16 * 1e3, "expected_fp8_ms": expected.fp8 * 1e3}
             right = (fp8 < bf16) == expected.pays

@@ -1,4 +1,4 @@
-"""What does loading into FP8 take? Memory, seconds, and proof that what was loaded trains.
+"""Cost of loading into FP8: memory and seconds, and proof that the loaded model trains.
 
     python benchmarks/load.py --preset 8b --out load.json
 
@@ -29,9 +29,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from octavo.numerics.checks import check_choice
-from octavo.tools.bench.cases import LLAMAS
-from octavo.tools.bench.random_model import build_causal_lm
 from octavo.tools.bench.result import device_name, versions, without_folders
+from octavo.tools.random_model import build_causal_lm
+from octavo.tools.shapes import LLAMAS
 from octavo.training.files import write_json
 
 WAYS = ("bf16", "block", "channel", "tensor")
@@ -45,7 +45,7 @@ MEMORY = Path("/dev/shm")
 
 
 def shards(shapes: dict[str, torch.Size], limit: int) -> Iterator[list[str]]:
-    """The names of each file's tensors: in order, up to `limit` bytes, or one that is larger."""
+    """Return the tensor names of each file: in order, up to `limit` bytes, or a single larger one."""
     names: list[str] = []
     size = 0
     for name, shape in shapes.items():
@@ -59,20 +59,20 @@ def shards(shapes: dict[str, torch.Size], limit: int) -> Iterator[list[str]]:
 
 
 def tensors_of(preset: str) -> tuple[Any, dict[str, torch.Size]]:
-    """The configuration, and the shape of every tensor."""
+    """Return the configuration, and the shape of every tensor."""
     values = LLAMAS[preset]
     model: Any = build_causal_lm(values, layers=values["num_hidden_layers"], positions=SEQUENCE, device="meta")
     return model.config, {name: tensor.shape for name, tensor in model.state_dict().items()}
 
 
 def random_tensor(name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
-    """Norms are ones, matrices as they are initialised."""
+    """Return ones for norms, and random values as in an initialisation for matrices."""
     made = torch.empty(shape, dtype=torch.bfloat16, device=generator.device)
     return made.fill_(1.0) if "norm" in name else made.normal_(0.0, INIT_STD, generator=generator)
 
 
 def write_checkpoint(folder: Path, preset: str, device: str, limit: int = SHARD_BYTES) -> dict[str, Any]:
-    """A checkpoint as Hugging Face writes them. No more than `WRITERS` shards are in memory."""
+    """Write a checkpoint as Hugging Face does. At most `WRITERS` shards are in memory."""
     start = time.perf_counter()
     config, shapes = tensors_of(preset)
     parts = list(shards(shapes, limit))
@@ -95,7 +95,7 @@ def write_checkpoint(folder: Path, preset: str, device: str, limit: int = SHARD_
 
 
 def choose_folder(size: int) -> Path:
-    """Memory if it has room, else the disk."""
+    """Return a folder in memory if it has room, else on the disk."""
     for folder in (MEMORY, Path(tempfile.gettempdir())):
         if folder.is_dir() and shutil.disk_usage(folder).free > ROOM * size:
             return folder
@@ -153,7 +153,7 @@ def synchronize(device: str) -> None:
 
 
 def memory(device: str) -> dict[str, int]:
-    """Bytes, so far."""
+    """Return memory figures of this process, in bytes: peaks and what is in use."""
     status = Path("/proc/self/status").read_text()
     own = re.search(r"^RssAnon:\s+(\d+) kB$", status, re.MULTILINE)
     found = {
@@ -171,7 +171,7 @@ def memory(device: str) -> dict[str, int]:
 
 
 def in_a_fresh_process(task: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """`write`, or a way to load. Writing, too: a process that has met the GPU keeps memory there."""
+    """Run `write`, or a way to load, in a new process, since one that has used the GPU keeps memory there."""
     command = [sys.executable, __file__, "--task", task, "--folder", str(folder)]
     command += ["--preset", options.preset, "--device", options.device]
     run = subprocess.run(command, stdout=subprocess.PIPE, text=True)

@@ -1,4 +1,4 @@
-"""The longest sequence that a LoRA step takes within so much GPU memory: BF16 against FP8, and against the plan.
+"""Longest sequence of a LoRA step within a given GPU memory: BF16 against FP8, and against the plan.
 
     python benchmarks/longest.py --preset 8b --gib 24 --ways bf16,channel,block
 
@@ -20,12 +20,12 @@ from typing import Any
 import torch
 
 from octavo.optim import build_optimizer
-from octavo.tools.bench.cases import LLAMAS, Case, make_case
 from octavo.tools.bench.contenders import FROZEN, Contender
+from octavo.tools.bench.prepared_model import PreparedModel
 from octavo.tools.bench.result import device_name, versions
-from octavo.tools.bench.subject import Subject
 from octavo.tools.plan.gpus import CONTEXT_GIB, STRIDE, Gpu, longest_sequence
 from octavo.tools.plan.options import Option
+from octavo.tools.shapes import LLAMAS, Case, make_case
 from octavo.training.files import write_json
 
 RANK = 32
@@ -35,7 +35,7 @@ WAYS = ("bf16", "octavo-bf16", *FROZEN)
 
 
 def longest(fits: Callable[[int], bool], first: int) -> int:
-    """The largest multiple of the stride that fits, all smaller ones doing so; 0 if none does. Begins at `first`."""
+    """Return the largest multiple of the stride that fits, if all smaller ones do; 0 if none. Starts at `first`."""
     low, high = 0, max(first // STRIDE, 1)
     while fits(high * STRIDE):
         low, high = high, high + max(high // 8, 1)
@@ -57,7 +57,7 @@ def contender_of(way: str) -> Contender:
 
 
 def planned(case: Case, way: str, gib: float) -> int:
-    """torch's limit does not count CUDA's context, but what lies idle between tensors."""
+    """Return the planned length. torch's limit excludes CUDA's context, and includes fragmentation."""
     code = {"bf16": "hf", "octavo-bf16": "own"}.get(way, "fp8")
     recipe = way if code == "fp8" else None
     option = Option(code, recipe, optimizer="adamw", compiled=False, adapter_bytes=2)
@@ -70,23 +70,23 @@ def measure(way: str, preset: str, layers: int | None, gib: float) -> dict[str, 
         mode="lora", rank=RANK,
     )  # fmt: skip
     torch.cuda.set_per_process_memory_fraction(gib * GIB / torch.cuda.get_device_properties(0).total_memory)
-    subject = Subject(case, contender_of(way))
-    optimizer = build_optimizer("adamw", [p for p in subject.model.parameters() if p.requires_grad], lr=1e-5)
+    prepared = PreparedModel(case, contender_of(way))
+    optimizer = build_optimizer("adamw", [p for p in prepared.model.parameters() if p.requires_grad], lr=1e-5)
     tried: dict[int, float | None] = {}
 
     def fits(length: int) -> bool:
-        subject.tokens_BT = torch.randint(case.vocabulary, (1, length), device="cuda")
+        prepared.tokens_BT = torch.randint(case.vocabulary, (1, length), device="cuda")
         torch.cuda.reset_peak_memory_stats()
         try:
             for _ in range(2):  # the states are there from the second on
-                subject.step()
+                prepared.step()
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
             torch.cuda.synchronize()
             tried[length] = torch.cuda.max_memory_allocated() / GIB
         except torch.OutOfMemoryError:
             tried[length] = None
-            subject.forget_gradients()
+            prepared.forget_gradients()
         gc.collect()
         torch.cuda.empty_cache()
         return tried[length] is not None

@@ -1,4 +1,4 @@
-"""What BF16 weights lose of their updates in full fine-tuning, with FP32 masters and without: moves and memory.
+"""Updates that BF16 weights lose in full fine-tuning, with FP32 masters and without; and the memory of each way.
 
     python benchmarks/master_weights.py --size 1b --out benchmarks/results/DATE-masters.json      # a GPU, a minute
     python benchmarks/master_weights.py --size tiny                                                     # a CPU
@@ -31,23 +31,24 @@ from torch import Tensor, nn
 from octavo.numerics.split import join
 from octavo.optim import build_optimizer, keep_masters
 from octavo.optim.split_masters import LOW
-from octavo.tools.bench.random_model import build_causal_lm
+from octavo.tools.random_model import build_causal_lm
+from octavo.tools.shapes import LLAMAS
 
 LR, STEPS = 1e-5, 20
 LLAMA = {"model_type": "llama", "rope_theta": 500000.0, "rms_norm_eps": 1e-5}
+FIELDS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
 SIZES: dict[str, tuple[dict[str, int], int, int]] = {  # shape, layers, tokens of a step
     "tiny": ({"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2,
               "vocab_size": 512}, 2, 512),
     "small": ({"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "num_key_value_heads": 4,
                "vocab_size": 8192}, 4, 1024),
-    "1b": ({"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8,
-            "vocab_size": 128256}, 16, 4096),
+    "1b": ({name: LLAMAS["1b"][name] for name in FIELDS}, 16, 4096),
 }  # fmt: skip
 SEQUENCE = 256
 
 
 class Copies:
-    """FP32 copies of all weights, and their FP32 gradients, beside BF16 weights: 16 bytes a parameter."""
+    """FP32 copies of all weights, and their FP32 gradients, beside BF16 weights: 16 bytes per parameter."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
@@ -69,7 +70,7 @@ class Copies:
 
 
 class Kahan:
-    """BF16 weights with what the last rounding left out, in BF16; BF16 means, by AdamW's equations: 10 bytes."""
+    """BF16 weights with the error of the last rounding in BF16, and BF16 moments, by AdamW's equations: 10 bytes."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
@@ -124,7 +125,7 @@ WAYS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
 
 
 def batches(size: str, device: str) -> Iterator[Tensor]:
-    """Tokens that can be learnt: each follows from the one before, with some noise."""
+    """Return learnable tokens: each follows from the one before, with some noise."""
     shape, _, tokens = SIZES[size]
     generator = torch.Generator().manual_seed(1)
     rows, vocabulary = tokens // SEQUENCE, shape["vocab_size"]
@@ -138,7 +139,7 @@ def batches(size: str, device: str) -> Iterator[Tensor]:
 
 
 def values(optimizer: Any, parameters: list[nn.Parameter]) -> list[Tensor]:
-    """Copies of the weights, in the precision in which they are trained."""
+    """Return copies of the weights, in the precision in which they are trained."""
     if isinstance(optimizer, Copies):
         return [c.detach().clone() for c in optimizer.copies]
     if isinstance(optimizer, Kahan):
@@ -148,7 +149,7 @@ def values(optimizer: Any, parameters: list[nn.Parameter]) -> list[Tensor]:
 
 
 def run(way: str, size: str, device: str) -> tuple[dict[str, Any], list[Tensor]]:
-    """Figures of one way, and its moves."""
+    """Return the figures of one way, and its updates."""
     shape, layers, _ = SIZES[size]
     torch.manual_seed(0)
     model = build_causal_lm(LLAMA | shape, layers=layers, positions=SEQUENCE, device=device)

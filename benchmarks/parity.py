@@ -82,7 +82,7 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def plan(options: argparse.Namespace) -> list[tuple[Task, str]]:
-    """Every run to do, the most important first."""
+    """Return every run to do, the most important first."""
     tasks = []
     for task in (TINY if options.tiny else TASKS).values():
         if options.only in (None, task.name):
@@ -106,7 +106,7 @@ def plan(options: argparse.Namespace) -> list[tuple[Task, str]]:
 
 
 def put_data(task: Task, corpus: Corpus, device: torch.device) -> tuple[Task, Data]:
-    """The task's text on the device; Llama's shape gets the vocabulary of the corpus."""
+    """Return the task and its text on the device; Llama's shape gets the vocabulary of the corpus."""
     if task.unit == "byte":
         return task, Data.put(corpus.as_bytes(corpus.train), corpus.as_bytes(corpus.held_out), device)
     shape = task.shape | {"vocab_size": len(corpus.spellings), "max_position_embeddings": task.sequence}
@@ -118,7 +118,7 @@ def machine_name(device: torch.device) -> str:
 
 
 def read_earlier(path: Path, tasks: dict[str, Any], gpu: str, about: dict[str, Any]) -> list[dict[str, Any]]:
-    """The complete runs of an earlier sitting; it must have been the same experiment on the same kind of machine."""
+    """Return the complete runs of an earlier session of the same experiment on the same kind of machine."""
     if not path.exists():
         return []
     earlier = json.loads(path.read_text())
@@ -183,7 +183,7 @@ def main(arguments: list[str] | None = None) -> Path:
 def run_safely(
     task: Task, data: Data, run: str, device: torch.device, backend: str | None, deadline: float
 ) -> dict[str, Any]:
-    """One run; what goes wrong in it is its result, and the next run starts afresh."""
+    """Run once; an error is the result of its run, and the next run starts afresh."""
     began = time.perf_counter()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()

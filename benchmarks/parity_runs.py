@@ -31,6 +31,7 @@ import octavo
 from octavo import FP8TrainingConfig
 from octavo.models import BDH, BDHConfig
 from octavo.optim import build_optimizer, set_learning_rate
+from octavo.tools.shapes import LLAMAS
 
 BF16 = ("bf16", "bf16-noise1", "bf16-noise2")
 FP8 = {
@@ -56,15 +57,6 @@ NOISE = 2.0**-9
 CHECK = 25
 WARM = 10  # steps not timed: they compile
 SEED = 0
-LLAMA_1B = {
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "tie_word_embeddings": True,
-}
 LLAMA_TINY = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -74,6 +66,7 @@ LLAMA_TINY = {
     "head_dim": 16,
     "tie_word_embeddings": True,
 }
+LLAMA_1B = {name: LLAMAS["1b"][name] for name in LLAMA_TINY}
 
 
 @dataclass(frozen=True)
@@ -91,7 +84,7 @@ class Task:
     held_out_tokens: int
 
     def rate(self, step: int) -> float:
-        """Of step 1, 2, …, steps."""
+        """Return the rate of step 1, 2, …, steps."""
         if step <= self.warmup:
             return self.lr * step / self.warmup
         return self.lr * 0.5 * (1 + math.cos(math.pi * (step - self.warmup) / max(self.steps - self.warmup, 1)))
@@ -110,13 +103,13 @@ class Data:
         return cls(*(torch.tensor(part.astype(dtype, copy=False), device=device) for part in (train, held_out)))
 
     def train_starts(self, task: Task, seed: int = SEED) -> Tensor:
-        """Where the sequences of every step begin, [steps, batch, 1]; drawn on the CPU, so alike on every machine."""
+        """Return the starts of every step's sequences, [steps, batch, 1]; drawn on the CPU, so alike everywhere."""
         generator = torch.Generator().manual_seed(seed)
         starts = torch.randint(len(self.train) - task.sequence, (task.steps, task.batch, 1), generator=generator)
         return starts.to(self.train.device)
 
     def held_out_starts(self, task: Task) -> Tensor:
-        """Sequences without overlap, spread evenly over the part, [batches, batch, 1]."""
+        """Return starts of sequences without overlap, spread evenly over the part, [batches, batch, 1]."""
         batches = math.ceil(task.held_out_tokens / (task.batch * (task.sequence - 1)))
         count = batches * task.batch
         if count * (task.sequence + 1) > len(self.held_out):
@@ -126,7 +119,7 @@ class Data:
 
 
 def split_run(run: str) -> tuple[str, str, int]:
-    """`block+adamw4bit-seed2` is `block`, with that optimiser and seed 2."""
+    """Split `block+adamw4bit-seed2` into `block`, that optimiser and seed 2."""
     name, _, seed = run.partition("-seed")
     recipe, _, optimizer = name.partition("+")
     return recipe, optimizer or "adamw", int(seed) if seed else SEED
@@ -166,7 +159,7 @@ class Subject:
                 layer.compile(dynamic=False, backend=compile_backend)
 
     def loss(self, window: Tensor) -> Tensor:
-        """Of sequences [batch, sequence + 1]. Llama shifts by itself, so it predicts one token less of each."""
+        """Return the loss of sequences [batch, sequence + 1]. Llama shifts by itself, and predicts one token less."""
         tokens, targets = window[:, :-1], window[:, 1:]
         with ExitStack() as stack:
             stack.enter_context(torch.autocast(self.device.type, torch.bfloat16))
@@ -177,7 +170,7 @@ class Subject:
             return self.forward(input_ids=tokens, labels=tokens).loss
 
     def leave_fp8(self) -> None:
-        """For good: the trained weights, in BF16 from here on."""
+        """Continue for good with the trained weights in BF16."""
         if self.autocast is not None:
             self.autocast = None
         else:
@@ -185,7 +178,7 @@ class Subject:
         self.forward = self.model
 
     def fp8_found(self) -> dict[str, Any]:
-        """What ran in FP8, and mean and largest share of elements that underflowed or saturated, over all steps."""
+        """Return the products in FP8, and mean and largest share of underflow and saturation over all steps."""
         if self.report is None:
             return {}
         if not self.report.in_fp8:
@@ -285,7 +278,7 @@ def train(
 
 
 def evaluate(subject: Subject, task: Task, data: Data) -> tuple[float | None, int]:
-    """The mean loss on held-out text, and over how many predictions."""
+    """Return the mean loss on held-out text, and the number of predictions."""
     offsets = torch.arange(task.sequence + 1, device=data.held_out.device)
     starts = data.held_out_starts(task)
     losses = [subject.loss(data.held_out[batch + offsets].long()).detach() for batch in starts]
@@ -294,13 +287,13 @@ def evaluate(subject: Subject, task: Task, data: Data) -> tuple[float | None, in
 
 
 def curve(losses: Tensor, every: int = 10) -> dict[str, list[Any]]:
-    """The mean of every ten losses, at the step of the last of them."""
+    """Return the mean of every ten losses, at the step of the last of them."""
     parts = losses.double().split(every)
     ends = np.cumsum([len(part) for part in parts])
     return {"step": ends.tolist(), "loss": [finite_or_none(part.mean()) for part in parts]}
 
 
 def finite_or_none(value: Tensor) -> float | None:
-    """JSON has no NaN."""
+    """Replace non-finite numbers, which JSON lacks, by None."""
     number = value.item()
     return number if math.isfinite(number) else None

@@ -1,4 +1,4 @@
-"""What `parity.py` found, as a Markdown table and, with `--png`, as curves.
+"""Summary of `parity.py`'s results as a Markdown table and, with `--png`, as curves.
 
     python benchmarks/parity_summary.py benchmarks/results/<date>-h200-parity.json --png parity.png
     python benchmarks/parity_summary.py part1.json part2.json --merged parity.json    # runs that went side by side
@@ -42,7 +42,7 @@ def read_records(paths: list[Path]) -> list[dict[str, Any]]:
 
 
 def merge(records: list[dict[str, Any]]) -> dict[str, Any]:
-    """One record of runs that were done in several processes: the same experiment, on the same kind of machine."""
+    """Return one record of runs done in several processes: the same experiment, on the same kind of machine."""
     whole = records[0] | {"tasks": {}, "runs": [], "not_run": [], "command": []}
     for record in records:
         for field in ("gpu", "versions", "corpus", "shared_gpu"):
@@ -59,13 +59,13 @@ def merge(records: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def summarise(record: dict[str, Any]) -> str:
-    """One table for each task of a result file."""
+    """Return one table for each task of a result file."""
     return "\n\n".join(task_table(record, name) for name in record["tasks"])
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """BF16's held-out loss by seed, the scatter it is judged by, and where that comes from."""
+    """BF16's held-out loss by seed, the scatter that differences are judged by, and its source."""
 
     by_seed: dict[int, float]
     spread: float
@@ -88,11 +88,11 @@ class Baseline:
 
     @property
     def allowed(self) -> float:
-        """As a share of the mean."""
+        """Return the allowed difference as a share of the mean."""
         return max(SHARE, 2 * self.spread / self.mean)
 
     def difference(self, run: dict[str, Any]) -> float | None:
-        """To BF16 with the same seed, as a share; None if there is no such run, or nothing to compare."""
+        """Return the difference to BF16 with the same seed, as a share; None if there is nothing to compare."""
         exact = self.by_seed.get(seed_of(run))
         return None if exact is None or run["status"] != "complete" else run["held_out_loss"] / exact - 1
 
@@ -195,7 +195,7 @@ def verdict(run: dict[str, Any], runs: list[dict[str, Any]], baseline: Baseline)
 
 
 def plot(records: list[dict[str, Any]], path: Path) -> None:
-    """For each task: the loss curves, and below them each curve's difference to the mean of the BF16 ones."""
+    """Plot, for each task, the loss curves and each curve's difference to the mean of the BF16 ones."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -224,7 +224,7 @@ def plot(records: list[dict[str, Any]], path: Path) -> None:
 
 
 def mean_curve(runs: list[dict[str, Any]]) -> dict[int, float]:
-    """Loss by step, averaged over the runs."""
+    """Return the loss by step, averaged over the runs."""
     if not runs:
         return {}
     losses = zip(*(run["curve"]["loss"] for run in runs), strict=True)

@@ -1,4 +1,4 @@
-"""What the compiler makes of the kernels, for a Hopper GPU, on any machine: registers, spills, programs that fit.
+"""Compiled kernels for a Hopper GPU, on any machine: registers, spills, programs that fit.
 
     python benchmarks/registers.py                     # quantising and SwiGLU at the shapes of an 8B
     python benchmarks/registers.py "block g" swiglu    # what has these in its name
@@ -33,8 +33,8 @@ from rich.table import Table
 from octavo.kernels import gated, gated_scaled, quantize
 from octavo.numerics import FP8TrainingConfig
 from octavo.numerics.scaling import new_rows
-from octavo.tools.bench.cases import make_case
 from octavo.tools.bench.kernels import Work, works
+from octavo.tools.shapes import make_case
 
 MULTIPROCESSORS = 132  # of an H100 or H200; each has
 REGISTERS, SHARED, WARPS = 65_536, 227 * 1024, 64
@@ -63,7 +63,7 @@ class Found:
 
 
 class Compiler:
-    """Stands in for launching kernels: compiles them, and keeps what was found."""
+    """Stand-in for launching kernels: compiles them, and records the results."""
 
     def __init__(self, sass: Path | None = None) -> None:
         self.sass = sass
@@ -116,7 +116,7 @@ def ask(what: str, file: str) -> str:
 
 
 def longest_loop(code: str) -> int:
-    """Instructions between the target of a jump backwards and the jump."""
+    """Return the number of instructions between the target of a backward jump and the jump."""
     lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", code)
     places = {int(address, 16): i for i, (address, _) in enumerate(lines)}
     longest = 0
@@ -128,7 +128,7 @@ def longest_loop(code: str) -> int:
 
 
 def launch(work: Work) -> None:
-    """As `work.run` would on a GPU, on tensors without contents."""
+    """Run `work.run` as on a GPU, on tensors without contents."""
     recipe = FP8TrainingConfig.from_recipe(work.recipe).recipe
     inputs = [torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in work.shapes]
     row, columns = new_rows(device="meta"), work.layout == "columns"

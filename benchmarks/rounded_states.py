@@ -1,4 +1,4 @@
-"""What rounding an optimiser's states does to the moves of weights, some of which gradients reach now and then only.
+"""Effect of rounding an optimiser's states on the updates of weights, some of which get gradients rarely.
 
     pip install 'octavo[optim]'
     python benchmarks/rounded_states.py          # on a CPU, two minutes
@@ -31,7 +31,7 @@ class Unbounded(Step):
 
 
 def simulate(name: str, kind: type[Step], spread: float, beta: float, *, steady: bool = False) -> tuple[float, ...]:
-    """Relative error of the moves, the largest, and their sum over that of the exact ones."""
+    """Return the relative error of the updates, the largest, and their sum over that of the exact ones."""
     generator = torch.Generator().manual_seed(0)
     sizes = torch.exp(spread * torch.randn(SHAPE, generator=generator))
     shares = torch.tensor([1.0, 0.3, 0.03])[torch.randint(3, SHAPE, generator=generator)]

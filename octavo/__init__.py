@@ -42,7 +42,7 @@ if TYPE_CHECKING:  # see the end
     from octavo.numerics import dequantize as dequantize
     from octavo.numerics import quantize as quantize
     from octavo.numerics import quantize_stochastic as quantize_stochastic
-    from octavo.optim.memory import measure_memory as measure_memory
+    from octavo.optim.step_memory import measure_memory as measure_memory
     from octavo.support import FP8Support as FP8Support
     from octavo.support import check_fp8_support as check_fp8_support
     from octavo.training.trainer import FP8Trainer as FP8Trainer
@@ -98,7 +98,7 @@ _WHERE = {
     "fp8_linear": "octavo.nn.functional",
     "fp8_matmul": "octavo.nn.functional",
     "get_fp8_autocast_context": "octavo.nn.autocast",
-    "measure_memory": "octavo.optim.memory",
+    "measure_memory": "octavo.optim.step_memory",
     "quantize": "octavo.numerics",
     "quantize_stochastic": "octavo.numerics",
     "restore": "octavo.convert",

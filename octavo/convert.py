@@ -11,14 +11,13 @@ from collections.abc import Sequence
 from torch import nn
 
 from octavo.decoders import fuse, match
-from octavo.models.bdh_fused import is_fused, unfuse
-from octavo.nn import planner
+from octavo.nn import cost_model
 from octavo.nn.attention import NOT_ON_A_GPU
 from octavo.nn.choice import Choice, Filter
 from octavo.nn.linear import FP8Linear, LinearInFP8
 from octavo.nn.model_report import entries_of, entry_of, shapes_of
 from octavo.nn.report import FP8, REPORT, ConversionReport, Entry, dtype_name
-from octavo.nn.undo import all_or_nothing
+from octavo.nn.undo import Fused, all_or_nothing
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 from octavo.numerics.checks import check_choice, check_positive_int
 from octavo.numerics.config import check_config
@@ -131,8 +130,8 @@ def restore(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FP8Linear):
             module.give_back()
-        if is_fused(module):
-            unfuse(module)
+        if isinstance(module, Fused):
+            module.unfuse()
         unfused += fuse.restore(module)
     for module in model.modules():
         _detach_report(module, unfused=unfused > 0)
@@ -140,9 +139,7 @@ def restore(model: nn.Module) -> None:
 
 def is_converted(model: nn.Module) -> bool:
     """Whether `convert_to_fp8` has been here, or BDH was fused: on the model, or on a part of it."""
-    return any(
-        isinstance(module, FP8Linear) or _CONVERTED in module.__dict__ or is_fused(module) for module in model.modules()
-    )
+    return any(isinstance(module, FP8Linear | Fused) or _CONVERTED in module.__dict__ for module in model.modules())
 
 
 def can_convert(model: nn.Module, config: FP8TrainingConfig) -> bool:
@@ -181,7 +178,7 @@ def _entries(modules: dict[str, nn.Module], choice: Choice, precision: str, toke
 
 
 def _why_not_worth_it(linear: nn.Linear, config: FP8TrainingConfig, tokens: int | None, outputs: int) -> str:
-    """The planner's verdict, where FP8 is for speed: in emulation nothing pays, it is there for its numerics."""
+    """The cost model's verdict, where FP8 is for speed: in emulation nothing pays, it is there for its numerics."""
     if tokens is None or config.emulate is True or not has_fp8_tensor_cores(linear.weight.device):
         return ""
-    return planner.why_not(tokens, linear.in_features, outputs)
+    return cost_model.why_not(tokens, linear.in_features, outputs)

@@ -1,4 +1,4 @@
-"""Can this device run FP8 matrix products?"""
+"""FP8 support of a device."""
 
 import logging
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ _announced: set[str] = set()
 
 @dataclass(frozen=True)
 class FP8Support:
-    """True where FP8 tensor cores can be used; prints what was found and what to do instead."""
+    """Result of `check_fp8_support`: true if the device has FP8 tensor cores; printed, it names the alternatives."""
 
     supported: bool
     device: str
@@ -37,12 +37,12 @@ class FP8Support:
 
 @cache
 def has_fp8_tensor_cores(device: torch.device) -> bool:
-    """`check_fp8_support` as a fact that does not change: asked for every product."""
+    """Return a cached `check_fp8_support`, since every product asks."""
     return bool(check_fp8_support(device))
 
 
 def emulation_on(device: torch.device | str, emulate: bool | None) -> str:
-    """One line that says FP8 is emulated on this device, and why; empty where it is not, or nothing runs (`meta`)."""
+    """Return a line that says that FP8 is emulated on this device and why; empty if it is not, or on `meta`."""
     device = torch.device(device)
     if device.type == "meta" or (emulate is not True and has_fp8_tensor_cores(device)):
         return ""
@@ -52,7 +52,7 @@ def emulation_on(device: torch.device | str, emulate: bool | None) -> str:
 
 
 def announce_emulation(device: torch.device | str, emulate: bool | None) -> None:
-    """Log that line: once for each kind of device, and not where emulation was asked for."""
+    """Log that FP8 is emulated: once for each kind of device, and not where emulation was requested."""
     line = "" if emulate else emulation_on(device, emulate)
     if line and line not in _announced:
         _announced.add(line)
@@ -60,19 +60,19 @@ def announce_emulation(device: torch.device | str, emulate: bool | None) -> None
 
 
 def leave_emulation_unannounced(device: torch.device | str) -> None:
-    """For a caller that says it in its own way."""
+    """Suppress `announce_emulation` for this device, for a caller that reports emulation itself."""
     _announced.add(emulation_on(device, None))
 
 
 def require_tensor_cores(device: torch.device | str | None, config: FP8TrainingConfig) -> None:
-    """Raise where `config.emulate=False` cannot be kept: no FP8 tensor cores here. On `meta` nothing runs yet."""
+    """Raise if `config.emulate` is False and the device has no FP8 tensor cores; `meta` computes nothing and passes."""
     device = torch.device("cuda" if device is None else device)
     if config.emulate is False and device.type != "meta" and not has_fp8_tensor_cores(device):
         raise RuntimeError(f"emulate=False: {check_fp8_support(device)}")
 
 
 def check_fp8_support(device: torch.device | str | int | None = None) -> FP8Support:
-    """Look at a device (the current CUDA device if not given)."""
+    """Check whether a device (default: the current CUDA device) can run FP8 matrix products."""
     device = torch.device("cuda" if device is None else device)
     if device.type != "cuda" or not torch.cuda.is_available():
         where = "no CUDA device is visible" if device.type == "cuda" else f"{device.type} has no FP8 tensor cores"

@@ -1,6 +1,6 @@
 """What tests of the bench time."""
 
-from octavo.tools.bench.cases import Case, make_case
+from octavo.tools.shapes import Case, make_case
 
 
 def preset(name: str, **options) -> Case:

@@ -11,9 +11,9 @@ from test_cli import SMALL, assert_one_line, rows
 from octavo.cli.bench import AGAINST, OPTIMIZERS, PRESETS
 from octavo.cli.plan import GPUS
 from octavo.optim import OPTIMIZERS as ALL_OPTIMIZERS
-from octavo.tools.bench.cases import PRESETS as ALL_PRESETS
 from octavo.tools.bench.contenders import AGAINST as ALL_AGAINST
 from octavo.tools.plan.gpus import GPUS as ALL_GPUS
+from octavo.tools.shapes import PRESETS as ALL_PRESETS
 
 Invoke = Callable[..., tuple[int, str, str]]
 TRAIN = ("train", "--steps", "4", "--out", "run", *SMALL)

@@ -9,7 +9,7 @@ from torch import nn
 import octavo
 from octavo import FP8Linear, FP8TrainingConfig, convert_to_fp8, fp8_autocast, restore
 from octavo.models import BDH, BDHConfig
-from octavo.models.bdh_fused import fuse, unfuse
+from octavo.models.bdh import fuse, unfuse
 
 TINY = BDHConfig(dim=16, heads=2, neurons=32, layers=1)
 
@@ -181,6 +181,10 @@ def test_a_fused_bdh_is_restored_as_the_error_advises():
         with pytest.raises((RuntimeError, ValueError)):
             fuse(outer["bdh"], refused)
         assert state(outer) == before
+    fuse(outer["bdh"])
+    restore(outer)
+    assert type(outer["bdh"]) is BDH and type(outer["linear"]) is nn.Linear
+    assert not any("octavo" in key for module in outer.modules() for key in module.__dict__)
 
 
 def test_every_public_name_is_listed():

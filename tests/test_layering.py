@@ -10,20 +10,12 @@ import pytest
 import octavo
 
 ROOT = Path(octavo.__file__).parent
-# A room may import from the rooms before it. `support` and `ops…` are single files; `fp8_training` only re-exports.
+# A room may import from the rooms before it. `support` is a single file; `fp8_training` only re-exports.
 ORDER = [
     "numerics",
     "support",
     "kernels",
     "ops",
-    "ops_weights",
-    "ops_linear",
-    "ops_frozen",
-    "ops_adapters",
-    "ops_lora",
-    "ops_lora_mlp",
-    "ops_loss",
-    "ops_bdh",
     "nn",
     "optim",
     "models",
@@ -31,19 +23,18 @@ ORDER = [
     "convert",
     "hf",
     "training",
-    "rl",
     "tools",
     "cli",
 ]
-# Rooms, or single files, that may import what not everybody has.
+# Packages, or single files, that may import what not everybody has.
+KERNELS = {"kernels", "models.bdh.kernels"}
 ONLY_IN = {
-    "triton": {"kernels"},
-    "transformers": {"decoders", "hf", "rl", "tools/bench/random_model.py"},
-    "accelerate": {"hf", "rl"},
-    "peft": {"hf", "rl"},
+    "triton": KERNELS,
+    "transformers": {"decoders.attention", "decoders.causal_lm", "decoders.match", "hf", "tools.random_model"},
+    "accelerate": {"hf"},
+    "peft": {"hf"},
 }
-# The files of `decoders` that import transformers, inside the functions that need it: importing octavo does not.
-USES_TRANSFORMERS = {"decoders/attention.py", "decoders/causal_lm.py", "decoders/match.py"}
+MODELS_USED_IN = {"models", "training", "tools"}
 MODULES = sorted(ROOT.rglob("*.py"))
 
 
@@ -65,18 +56,31 @@ def imports(path):
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_imports_go_down_only(path):
     here = room(path)
+    where = ".".join(path.relative_to(ROOT).parts)
     for name in imports(path):
         top, _, rest = name.partition(".")
-        file = path.relative_to(ROOT).as_posix()
-        assert {here, file} & ONLY_IN.get(top, {here}), f"{name} belongs in {ONLY_IN[top]}"
-        if top == "transformers" and here == "decoders":
-            assert file in USES_TRANSFORMERS, f"{file} imports {name}"
+        assert any(where.startswith(f"{place}.") for place in ONLY_IN.get(top, {where.split(".")[0]})), (
+            f"{name} belongs in {ONLY_IN[top]}"
+        )
         if top == "octavo" and rest and here in ORDER:
             there = rest.split(".")[0]
             if there in ORDER:
                 assert ORDER.index(there) <= ORDER.index(here), f"{here} may not import {there}"
             else:
                 assert (here, there) == ("cli", "__version__"), f"{here} imports {name}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_models_can_be_removed(path):
+    """Only what trains, plans or measures these models imports them, and triton comes with a kernel's first use."""
+    here = path.relative_to(ROOT).parts[0]
+    tree = ast.parse(path.read_text())
+    for name in imports(path):
+        assert here in MODELS_USED_IN or not name.startswith("octavo.models"), f"{here} imports {name}"
+    if here == "models" and "kernels" not in path.parts:
+        for node in tree.body:
+            if isinstance(node, ast.ImportFrom):
+                assert ".kernels" not in node.module, f"{path} imports {node.module} when it is imported"
 
 
 def test_files_are_short():

@@ -75,18 +75,15 @@ def test_outputs_do_not_share_memory(name, shape):
 @by_recipe
 def test_opcheck_quantize(name):
     recipe = RECIPES[name].encode()
-    for x, record, transpose in (
-        (randn(33, 7).mT, True, False),
-        (randn(2, 3, 5).bfloat16(), True, True),
-        (randn(1, 9), False, True),
+    for x, record, layout in (
+        (randn(33, 7).mT, True, "rows"),
+        (randn(2, 3, 5).bfloat16(), True, "columns"),
+        (randn(1, 9), False, "columns"),
+        (randn(7, 33), True, "both"),
+        (randn(2, 3, 5), False, "both"),
+        (randn(1, 9), True, "both"),
     ):
-        opcheck(torch.ops.octavo.quantize, (x, torch.zeros(ROW), recipe, record, transpose))
-
-
-@by_recipe
-@pytest.mark.parametrize(("shape", "record"), [((7, 33), True), ((2, 3, 5), False), ((1, 9), True)])
-def test_opcheck_quantize_both(name, shape, record):
-    opcheck(torch.ops.octavo.quantize_both, (randn(*shape), torch.zeros(ROW), RECIPES[name].encode(), record))
+        opcheck(torch.ops.octavo.quantize, (x, torch.zeros(ROW), recipe, record, layout, None))
 
 
 PRODUCTS = [

@@ -1,52 +1,40 @@
-"""The README keeps its word: its code runs, its commands, options and paths exist."""
+"""README and docs keep their word: their code runs, their commands, options, paths and links exist."""
 
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from pages import PAGES, README, ROOT, blocks, examples, run_each
 
-ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-RUN_EACH = """
-import os, sys
-import accelerate, octavo, peft
-from transformers import LlamaForCausalLM
-for code in sys.argv[1:]:
-    if not os.fork():
-        exec(code, {"__name__": "__main__"})
-        sys.exit()
-    if os.wait()[1]:
-        sys.exit("This example failed:\\n" + code)
-"""
-
-
-def blocks(language):
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+PLAN = ROOT / "docs" / "plan.md"
+LOGS = [page for page in PAGES if page.name == "LOG.md" or page.parent.name == "log"]
 
 
 def test_python_runs():
-    """Each example in a process of its own; they share what took longest, the imports."""
-    run = subprocess.run([sys.executable, "-c", RUN_EACH, *blocks("python")], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
+    """Examples that need Hugging Face's libraries run in `tests/hf/test_docs.py`."""
+    codes = examples(hugging_face=False)
+    assert len(codes) > 5
+    run_each(codes, imports=("octavo.nn", "octavo.optim", "octavo.models"))
 
 
-def test_first_example_is_eight_lines_around_the_model():
-    example = blocks("python")[0]
-    assert len(example.strip().splitlines()) <= 11
+def test_the_readme_is_short():
+    assert len(README.read_text().splitlines()) <= 220
+    for example in blocks(README, "python"):
+        assert len(example.strip().splitlines()) <= 20
+
+
+def test_readme_figures_name_no_commit():
+    assert not re.search(r"-dirty|\+[0-9a-f]{7}\b", README.read_text())
 
 
 def test_make_targets_exist():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    named = set(re.findall(r"make ([a-z-]+)", " ".join(p.read_text() for p in PAGES)))
+    named = set(re.findall(r"make ((?:test|train|lint|types|clean)[a-z-]*)", " ".join(p.read_text() for p in PAGES)))
     assert named and named <= targets
 
 
 def test_options_exist(invoke):
-    lines = "\n".join(blocks("sh")).splitlines()
-    for command in ("train", "bench", "plan"):
+    lines = "\n".join(code for page in PAGES for code in blocks(page, "sh")).splitlines()
+    for command in ("train", "bench", "plan", "generate"):
         code, help_text, _ = invoke(command, "--help")
         assert code == 0
         options = {o for line in lines if f"octavo {command}" in line for o in re.findall(r"(--[a-z0-9-]+)", line)}
@@ -54,18 +42,37 @@ def test_options_exist(invoke):
 
 
 def test_the_plan_shown_is_what_is_printed(invoke):
-    assert "octavo plan 8b --mode lora --gpu 24 " in README
+    assert "octavo plan 8b --mode lora --gpu 24 " in PLAN.read_text()
     code, printed, _ = invoke("plan", "8b", "--mode", "lora", "--gpu", "24")
     assert code == 0
-    (shown,) = blocks("text")
+    (shown,) = blocks(PLAN, "text")
     assert [line.rstrip() for line in printed.splitlines()] == shown.splitlines()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in LOGS], ids=lambda p: p.name)
 def test_paths_exist(page):
-    paths = re.findall(r"`((?:octavo|tests|docs|examples|benchmarks)/[\w./-]+)`", page.read_text())
+    paths = re.findall(r"(?<![\w/])((?:octavo|tests|docs|examples|benchmarks)/[\w./-]*\w)", page.read_text())
     for path in paths:
         assert (ROOT / path).exists(), path
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_lead_somewhere(page):
+    for target, anchor in re.findall(r"\]\(([\w./-]*)(#[\w-]+)?\)", page.read_text()):
+        file = page.parent / target if target else page
+        assert file.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
+            anchors = {"#" + re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+            assert anchor in anchors, f"{target}{anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_lines_are_short(page):
+    """Prose and code; tables, commands and what is generated are as long as they are."""
+    text = re.sub(r"<!-- ([\w-]+):begin -->.*?<!-- \1:end -->", "", page.read_text(), flags=re.DOTALL)
+    long = [line for line in text.splitlines() if len(line) > 120 and not line.startswith(("|", "`octavo "))]
+    assert not long, long[0]
 
 
 def test_continuous_integration_runs_the_test_command():

@@ -2,7 +2,7 @@
 
     accelerate launch --config_file examples/accelerate/fp8.yaml examples/accelerate/loop.py
 
-The one line for FP8 is `octavo.watch_environment()`; whether FP8 is on is then said by the launcher's YAML.
+The one line for FP8 is `octavo.watch_environment()`; the launcher's YAML then turns FP8 on or off.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""A model to an FP8 checkpoint that transformers and vLLM read: 128×128 blocks, `weight` and `weight_scale_inv`.
+"""Export to an FP8 checkpoint that transformers and vLLM read: 128×128 blocks, `weight` and `weight_scale_inv`.
 
 python examples/hf/export.py MODEL OUT
 """

@@ -1,4 +1,4 @@
-"""A checkpoint that is in FP8 already, straight into Octavo's layers, by transformers' own door; then plain PEFT.
+"""Load a checkpoint that is in FP8 already into Octavo's layers with `from_pretrained`; then train with plain PEFT.
 
     python examples/hf/load_prequantized.py MODEL
 

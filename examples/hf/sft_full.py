@@ -1,4 +1,4 @@
-"""Full fine-tuning with products in FP8, with transformers' stock Trainer. Weights are in BF16, with FP32 masters.
+"""Full fine-tuning with products in FP8 in transformers' stock Trainer. Weights are in BF16, with FP32 masters.
 
 python examples/hf/sft_full.py MODEL [--data text.txt] [--steps 100] [--out full]
 """

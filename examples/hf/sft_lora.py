@@ -1,4 +1,4 @@
-"""LoRA on a base in FP8, with TRL's stock trainer.
+"""LoRA on a base in FP8 with TRL's stock trainer.
 
     python examples/hf/sft_lora.py MODEL [--data texts.txt] [--steps 100] [--out lora]
 

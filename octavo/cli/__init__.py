@@ -1,4 +1,4 @@
-"""The `octavo` command: it reads the command line and hands over to the library. Nothing is computed here.
+"""The `octavo` command: reads the command line and calls the library. Nothing is computed here.
 
 Exit codes: 0 done; 1 the run could not go on; 2 the request cannot be met; 130 and 143 stopped by Ctrl-C and SIGTERM.
 An error that a person can act on is one line on stderr, a few where memory runs out; a traceback means a bug in Octavo.
@@ -25,7 +25,7 @@ for command in (train.train, generate.generate, plan.plan, bench.bench):
 
 
 def main() -> None:
-    """The entry point."""
+    """Run the command; the entry point."""
     try:
         app()
     except UserError as error:

@@ -79,9 +79,9 @@ def bench(
 
     Correctness first; then every contender in a process of its own, interleaved. Random weights, nothing is downloaded.
     """
-    from octavo.tools.bench.cases import make_case
     from octavo.tools.bench.contenders import make_contenders
-    from octavo.tools.bench.plan import BenchPlan, run_plan
+    from octavo.tools.bench.request import BenchRequest, run_request
+    from octavo.tools.shapes import make_case
 
     if gemm and kernels:
         raise UserError("--gemm and --kernels time different parts: give one of them")
@@ -112,7 +112,7 @@ def bench(
             compile=compile,
             optimizers=names(optimizer) if optimizer is not None else (),
         )
-        plan = BenchPlan(part, case, contenders, reasons, rounds, steps, warmup)
+        request = BenchRequest(part, case, contenders, reasons, rounds, steps, warmup)
     except ValueError as error:
         raise UserError(str(error)) from error
-    run_plan(plan, out=out, command=["octavo", *sys.argv[1:]], console=Console())
+    run_request(request, out=out, command=["octavo", *sys.argv[1:]], console=Console())

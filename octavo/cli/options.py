@@ -1,4 +1,4 @@
-"""Options as the commands declare them."""
+"""Helpers to declare the options of commands."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ def option(panel: str, name: str, text: str) -> Any:
 
 
 def _per_operand(kind: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Reads `value`, or `x,w,g` with a value each."""
+    """Return a parser of `value`, or of `x,w,g` with a value each."""
 
     def parse(text: str) -> Any:
         values = [kind(part.strip()) for part in text.split(",")]
@@ -27,5 +27,5 @@ def operand_option(name: str, text: str, kind: Callable[[str], Any]) -> Any:
 
 
 def names(text: str) -> list[str]:
-    """Reads `one,two`."""
+    """Parse `one,two`."""
     return [name.strip() for name in text.split(",")]

@@ -18,7 +18,7 @@ def plan(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help=f"{', '.join(PRESETS)}; or a config.json, or a folder with one.")
     ],
-    mode: Annotated[str, option("Training", "--mode", "full, lora or grpo (to come) (default: full).")] = "full",
+    mode: Annotated[str, option("Training", "--mode", "full or lora (default: full).")] = "full",
     batch: Annotated[int, option("Training", "--batch", "Sequences a step (default: 4).")] = 4,
     seq: Annotated[
         int | None, option("Training", "--seq", "Tokens a sequence (default: 2048, or the model's positions).")
@@ -63,7 +63,7 @@ def plan(
             offload=offload,
             gpu=gpu,
         )
-        found = make_plan(request)
+        result = make_plan(request)
     except ValueError as error:
         raise UserError(str(error)) from error
-    run_plan(found, json=json, console=Console(), everything=all)
+    run_plan(result, json=json, console=Console(), everything=all)

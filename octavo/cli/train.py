@@ -137,8 +137,8 @@ def train(
     """
     options = {name: value for name, value in locals().items() if value is not None}
 
-    from octavo.tools.memory import show_memory
-    from octavo.tools.report import write_report
+    from octavo.tools.html_report import write_report
+    from octavo.tools.run_memory import show_memory
     from octavo.training.files import disk_errors
     from octavo.training.loop import train as run_training
     from octavo.training.run_folder import REPORT, find_run, read_settings

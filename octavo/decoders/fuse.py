@@ -21,7 +21,7 @@ from octavo.decoders.forwards import attention_forward, joins_norm, layer_forwar
 from octavo.decoders.hooks import is_hooked
 from octavo.decoders.match import GATE_UP, MLP, NORMS, QKV, base_of
 from octavo.decoders.products import why_no_frozen_mlp
-from octavo.nn import planner
+from octavo.nn import cost_model
 from octavo.nn.frozen import FP8FrozenLinear
 from octavo.nn.frozen_group import put_together, why_no_group
 from octavo.nn.linear import FP8Linear
@@ -121,7 +121,8 @@ class Frozen:
         self.linears = [module for module in model.modules() if isinstance(module, FP8FrozenLinear)]
         self.config = self.linears[0].config if self.linears else None
         self.scaling = self.linears[0].scaling if self.linears else None
-        high = next((dtype_name(m.lm_head.weight) for m in model.modules() if match.is_causal_lm(m)), "")
+        heads = (module.get_submodule("lm_head") for module in model.modules() if match.is_causal_lm(module))
+        high = next((dtype_name(head.weight) for head in heads if isinstance(head, nn.Linear)), "")
         self.head_dtype = "BF16" if high == "bfloat16" else high
 
     def fuse_attention(self, piece: Piece) -> Outcome | None:
@@ -229,7 +230,7 @@ def plan_products(model: nn.Module) -> str:
     modules = dict(model.named_modules())
     together = match.outputs_of_groups(modules)
     linears = {name: module for name, module in modules.items() if isinstance(module, FP8FrozenLinear)}
-    reason = planner.why_not_frozen(
+    reason = cost_model.why_not_frozen(
         (linear.in_features, linear.out_features / together.get(name, linear.out_features), linear.out_features)
         for name, linear in linears.items()
     )

@@ -1,4 +1,4 @@
-"""Models that ship with Octavo, written from their equations, with nothing about FP8 in them."""
+"""Models that ship with Octavo, each in a folder of its own that can be removed as a whole."""
 
 from octavo.models.bdh import BDH, BDHConfig
 

@@ -4,8 +4,8 @@
     p = softmax(s)                   FP32
     o = dropout(p) · v               FP8 product
 
-This is the specification of FP8 attention: it holds the whole score matrix, as no fused kernel would. There is no such
-kernel, because it would not pay: `NOT_ON_A_GPU` says what was measured.
+This is the specification of FP8 attention; unlike a fused kernel, it holds the whole score matrix. There is no such
+kernel, because it would not pay: `NOT_ON_A_GPU` has the measurements.
 """
 
 import math
@@ -24,6 +24,7 @@ NOT_ON_A_GPU = (
 
 
 def refuse_on_gpu(query: Tensor) -> None:
+    """Raise if attention would run in FP8 on a GPU."""
     if query.is_cuda:
         raise ValueError(f"fp8_dpa=True: {NOT_ON_A_GPU}")
 
@@ -40,9 +41,9 @@ def fp8_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor | str:
-    """`scaled_dot_product_attention` with its signature; `multiply(a, b)` is `a @ b`. Or the reason why not.
+    """Compute `scaled_dot_product_attention` in FP8, or return the reason why that is not possible.
 
-    A reason against the second product alone does not discard the first: that one is then in high precision.
+    `multiply(a, b)` is `a @ b`. If only the second product cannot run in FP8, it runs in high precision.
     """
     if not _fits(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa):
         return "arguments that do not fit, or that torch alone takes"
@@ -61,7 +62,7 @@ def fp8_attention(
         scores = scores + attn_mask
     weights = torch.softmax(scores, dim=-1)
     if attn_mask is not None:
-        weights = weights.nan_to_num(0.0)  # a row with everything masked attends to nothing, as in torch
+        weights = weights.nan_to_num(0.0)  # a query with all keys masked attends to nothing, as in torch
     weights = torch.nn.functional.dropout(weights, dropout_p).to(value.dtype)
     return multiply(weights, value, or_high=True)
 
@@ -75,7 +76,7 @@ def _fits(
     is_causal: bool,
     enable_gqa: bool,
 ) -> bool:
-    """Whether these are shapes and dtypes that torch takes, too, and without broadcasting one to another."""
+    """Return True for shapes and dtypes that torch accepts without broadcasting."""
     if not query.dim() == key.dim() == value.dim() >= (3 if enable_gqa else 2):
         return False
     batch = -3 if enable_gqa else -2

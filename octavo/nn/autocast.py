@@ -1,20 +1,21 @@
 """The FP8 autocast: inside it, matrix products of any spelling run in FP8, forward and backward.
 
-    context = fp8_autocast(FP8TrainingConfig())        # keep it: it holds the scaling histories
+    context = fp8_autocast(FP8TrainingConfig())        # create it once: it holds the scaling histories
     for batch in batches:
         with context:
             loss = model(batch)                        # `@`, matmul, bmm, einsum, linear, ...
         loss.backward()
-        optimizer.step()                               # histories roll here, by themselves
+        optimizer.step()                               # updates the scaling histories, too
     print(context.report)                              # every product, in FP8 or not, and why
 
-Products are told apart by their order: the n-th product after entering is the n-th of every step. Under
-`torch.compile` they are told apart when traced. Which operand is the weight does not depend on its place: it is the
-one that is a Parameter or a view of one. Under `no_grad` nothing is learned: evaluation leaves the histories alone.
+Products are identified by their order: the n-th product after entering is the n-th of every step. Under `torch.compile`
+they are identified when traced. The weight is the operand that is a Parameter or a view of one, on whichever side it
+stands. Under `no_grad` the histories are not updated, so evaluation does not change them.
 
-In high precision stay, with the reason in the report: weights that `config.skip` names, products that contract fewer
-than 16 elements, products by a vector, and regions of `torch.autocast(enabled=False)` entered inside the context.
-(`transformers` enters such a region only where torch's autocast is enabled; otherwise it cannot be seen.)
+These products stay in high precision, with the reason in the report: those of weights that `config.skip` names, those
+that contract fewer than 16 elements, those by a vector, and those in regions of `torch.autocast(enabled=False)` entered
+inside the context. (`transformers` enters such a region only where torch's autocast is enabled; otherwise it cannot be
+detected.)
 """
 
 import itertools
@@ -45,19 +46,20 @@ from octavo.numerics.scaling import new_rows
 from octavo.ops import Product
 from octavo.support import announce_emulation, require_tensor_cores
 
-_PLAIN = (Tensor, nn.Parameter, FakeTensor)  # fake: of `octavo plan`, which computes shapes alone
+_PLAIN = (Tensor, nn.Parameter, FakeTensor)  # FakeTensor: for `octavo plan`, which computes only shapes
 # FP8 GEMMs contract multiples of 16 elements, and one BF16 instruction of the tensor cores contracts 16: a shorter
-# product is padded and takes as long in FP8, plus the quantising. And the fewer the terms of a sum, the less their
-# rounding errors cancel: rotary positions are an outer product, of which neighbours would become equal.
+# product is padded and takes as long in FP8, plus the quantisation. Also, the fewer the terms of a sum, the less their
+# rounding errors cancel: rotary positions are an outer product, in which neighbours would become equal.
 SHORTEST_CONTRACTION = 16
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LIBRARY_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 
 
 class FP8Autocast(TorchFunctionMode):
-    """The context that `fp8_autocast` returns. Reusable, nestable; the innermost one decides.
+    """The context that `fp8_autocast` returns. It can be reused and nested; the innermost context decides.
 
-    Attributes: `scaling`, the manager with every product's histories and statistics; `report`, what ran in FP8.
+    Attributes: `scaling`, the manager with the histories and statistics of every product; `report`, the products that
+    ran in FP8 and those that did not.
     """
 
     def __init__(
@@ -76,10 +78,10 @@ class FP8Autocast(TorchFunctionMode):
         self.report = Report("products under fp8_autocast", scaling=self.scaling, emulate=self.config.emulate)
         self._recipe = self.config.recipe
         self._names = WeightNames(self.config, model)
-        self._rows: Tensor | None = None  # [3 · max_products, ROW]: a, b and g of each product
-        self._ordinal = 0  # of the next product since entering
+        self._state: Tensor | None = None  # [3 · max_products, ROW]: scaling state of a, b and g of each product
+        self._ordinal = 0  # number of products since entering
         self._outer: list[int] = []
-        self._autocasts: list[int] = []  # how many regions of torch.autocast were around when entered
+        self._autocasts: list[int] = []  # number of torch.autocast regions around each entry
         self._traced = 0  # products found while compiling; they take slots from the end
         self._entries: dict[int, Entry] = {}
         self._weights: dict[int, tuple[bool, bool]] = {}  # which of a and b is a weight
@@ -92,7 +94,7 @@ class FP8Autocast(TorchFunctionMode):
 
     @property
     def scaling_manager(self) -> FP8ScalingManager:
-        """Another name for `scaling`."""
+        """The same as `scaling`."""
         return self.scaling
 
     def __enter__(self) -> Self:
@@ -120,15 +122,15 @@ class FP8Autocast(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is checkpoint:
-            # Only while compiling is `checkpoint` a torch function, and its body traced with this mode switched off.
-            # Dynamo forbids to change the stack of modes for the first time in there: so once out here.
+            # `checkpoint` is a torch function only while compiling, and its body is traced with this mode off. Dynamo
+            # does not allow the stack of modes to change for the first time in there, so change it once out here.
             with self:
                 pass
             return func(self._within(args[0]), *args[1:], **kwargs)
         compute = FUNCTIONS.get(func)
         if compute is None:
             return func(*args, **kwargs)
-        # Without this, a context further out would take over what an inner, disabled one leaves alone.
+        # Without this, an outer context would run in FP8 what an inner, disabled one leaves in high precision.
         with torch._C.DisableTorchFunction():
             if not torch.compiler.is_compiling():
                 checkpointing.attach_to_recomputation()
@@ -162,7 +164,10 @@ class FP8Autocast(TorchFunctionMode):
         b_is_nk: bool = False,
         or_high: bool = False,
     ) -> Tensor | str:
-        """`a @ b + bias` in FP8 (`a @ bᵀ` if `b_is_nk`), or the reason why not; with `or_high`, then `a @ b` itself."""
+        """Return `a @ b + bias` in FP8 (`a @ bᵀ` if `b_is_nk`), or the reason why it cannot run in FP8.
+
+        `or_high`: in that case compute `a @ b` in high precision and return it.
+        """
         reason = self._why_not(a, b, b_is_nk)
         if reason and or_high:
             self._count_high_precision(op, reason, (a, b))
@@ -174,8 +179,8 @@ class FP8Autocast(TorchFunctionMode):
             slot = _trace_slot(self._key, op, str(a.device), a_is_weight, b_is_weight)
         else:
             slot = self._next_slot(op, a, b)
-        assert self._rows is not None
-        rows = (self._rows[3 * slot], self._rows[3 * slot + 1], self._rows[3 * slot + 2])
+        assert self._state is not None
+        state = (self._state[3 * slot], self._state[3 * slot + 1], self._state[3 * slot + 2])
         autocast = torch.is_autocast_enabled(a.device.type)
         product = Product(
             a=self._recipe.w if a_is_weight else self._recipe.x,
@@ -190,10 +195,10 @@ class FP8Autocast(TorchFunctionMode):
             fast_forward=self.config.fast_accumulation != "none",
             fast_backward=self.config.fast_accumulation == "all",
         )
-        return fp8_product(a, b, bias, product, rows)
+        return fp8_product(a, b, bias, product, state)
 
     def _why_not(self, a: Tensor, b: Tensor, b_is_nk: bool) -> str:
-        """The reason why a product cannot run in FP8; empty if it can."""
+        """Return why a product cannot run in FP8; empty if it can."""
         for x in (a, b):
             if type(x) not in _PLAIN:
                 return f"operand of type {type(x).__name__}"
@@ -218,14 +223,14 @@ class FP8Autocast(TorchFunctionMode):
         return "left alone: config.skip names its weight" if self._names.is_skipped(a, b) else ""
 
     def _next_slot(self, op: str, a: Tensor, b: Tensor) -> int:
-        """The slot of the next product in order."""
+        """Return the slot of the next product, and register it when it first comes."""
         if self.scaling.step_count != self._steps_seen:  # a step inside the context: products start over
             self._steps_seen, self._ordinal = self.scaling.step_count, 0
         start = self._ordinal
         self._prepare(a.device)
         self._ordinal += 1
         if start not in self._entries and len(self._entries) >= self.max_products and not torch.is_grad_enabled():
-            return self.max_products  # the spare slot: nothing is learned from it
+            return self.max_products  # the spare slot, whose scaling state is never registered
         if start not in self._entries:
             weight = self._names.name_of(a, b)
             shapes = f"{list(a.shape)} @ {list(b.shape)}"
@@ -237,12 +242,12 @@ class FP8Autocast(TorchFunctionMode):
         return start
 
     def position(self) -> int:
-        """Number of products since entering."""
+        """Return the number of products since entering."""
         return self._ordinal
 
     @contextmanager
     def at(self, position: int) -> Iterator[None]:
-        """This context as if `position` products had gone before: for a recomputation."""
+        """Enter this context as if `position` products had run in it before, for a recomputation."""
         before = self._ordinal
         with self:
             self._ordinal, self._steps_seen = position, self.scaling.step_count
@@ -252,14 +257,14 @@ class FP8Autocast(TorchFunctionMode):
                 self._ordinal = before
 
     def _prepare(self, device: torch.device) -> None:
-        """Have rows for all products on `device`."""
-        if self._rows is not None and self._rows.device == device:
+        """Allocate the scaling state of all products on `device`, unless it is there."""
+        if self._state is not None and self._state.device == device:
             return
         require_tensor_cores(device, self.config)
         announce_emulation(device, self.config.emulate)
-        self._rows = new_rows(3 * (self.max_products + 1), device=device)
+        self._state = new_rows(3 * (self.max_products + 1), device=device)
         for slot, entry in self._entries.items():
-            self._register_rows(slot, entry.name)
+            self._register_state(slot, entry.name)
 
     def _enter_product(self, slot: int, entry: Entry, weights: tuple[bool, bool]) -> None:
         if len(self._entries) >= self.max_products:
@@ -271,14 +276,14 @@ class FP8Autocast(TorchFunctionMode):
         self._entries[slot] = entry
         self._weights[slot] = weights
         self.report.entries.append(entry)
-        self._register_rows(slot, entry.name)
+        self._register_state(slot, entry.name)
 
-    def _register_rows(self, slot: int, name: str) -> None:
-        assert self._rows is not None
+    def _register_state(self, slot: int, name: str) -> None:
+        assert self._state is not None
         a, b = (self._recipe.w if is_weight else self._recipe.x for is_weight in self._weights[slot])
         for i, (operand, recipe) in enumerate((("a", a), ("b", b), ("g", self._recipe.g))):
-            row = self._rows[3 * slot + i]
-            self.scaling.register(f"{name}.{operand}", recipe.format, recipe.margin, row)
+            state = self._state[3 * slot + i]
+            self.scaling.register(f"{name}.{operand}", recipe.format, recipe.margin, state)
 
     def _count_high_precision(self, op: str, reason: str, args: tuple[Any, ...]) -> None:
         if torch.compiler.is_compiling():
@@ -296,13 +301,13 @@ class FP8Autocast(TorchFunctionMode):
         self._high_precision[key].calls += 1
 
 
-# Dynamo calls a function with a constant result at trace time, but passes it constants only: the context by its key.
+# Dynamo calls a function with a constant result at trace time, but passes it only constants: a context by its key.
 _CONTEXTS: WeakValueDictionary[int, FP8Autocast] = WeakValueDictionary()
 _KEYS = itertools.count()
 
 
 def _constant_when_traced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """All that `torch.compiler.assume_constant_result` does, but that imports Dynamo: 2 of 5 s of `import octavo`."""
+    """Do as `torch.compiler.assume_constant_result`, which imports Dynamo: 2 of 5 s of `import octavo`."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
@@ -314,14 +319,14 @@ def _note_traced(key: int, op: str, reason: str) -> None:
 
 @_constant_when_traced
 def _autocast_depth() -> int:
-    """How many regions of `torch.autocast`, enabled or not, are around."""
+    """Return the number of `torch.autocast` regions around the caller, enabled or not."""
     torch.autocast_increment_nesting()
     return torch.autocast_decrement_nesting()
 
 
 @_constant_when_traced
 def _trace_slot(key: int, op: str, device: str, a_is_weight: bool, b_is_weight: bool) -> int:
-    """While compiling: a slot of its own for every product traced, counted from the end."""
+    """Return a slot for a product that is traced, counted from the end."""
     checkpointing.refuse_compiled_inside()
     context = _CONTEXTS[key]
     context._prepare(torch.device(device))
@@ -333,13 +338,13 @@ def _trace_slot(key: int, op: str, device: str, a_is_weight: bool, b_is_weight: 
 
 
 def _broadcast(a: Tensor, b: Tensor) -> bool:
-    """Whether the leading dimensions of two batches of matrices go together."""
+    """Return True if the leading dimensions of two batches of matrices can be broadcast."""
     leading = zip(reversed(a.shape[:-2]), reversed(b.shape[:-2]), strict=False)
     return all(n == m or n == 1 or m == 1 for n, m in leading)
 
 
 def _caller() -> str:
-    """File and line of the first frame outside torch and this package."""
+    """Return file and line of the first frame outside torch and this package."""
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_LIBRARY_FOLDERS):
         frame = frame.f_back
@@ -353,11 +358,11 @@ def fp8_autocast(
     model: nn.Module | None = None,
     max_products: int = 2048,
 ) -> FP8Autocast:
-    """A context in which matrix products run in FP8.
+    """Return a context in which matrix products run in FP8.
 
-    Make it once and enter it for every forward, in one thread: it holds the scaling histories. With `model`, the report
-    names the weights, and only optimisers of that model roll the histories. Without it, `config.skip` applies to the
-    weights of the modules that call the products; `torch.compile` needs `model`, or an empty `skip`.
+    Create it once and enter it for every forward, in one thread: it holds the scaling histories. With `model`, the
+    report names the weights, and only optimisers of that model update the histories. Without it, `config.skip` applies
+    to the weights of the modules that call the products; `torch.compile` needs `model`, or an empty `skip`.
     `enabled=False` makes a region of high precision inside another context.
     """
     config = check_config(config)

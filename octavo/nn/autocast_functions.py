@@ -1,9 +1,10 @@
-"""The torch functions the autocast takes over, each in terms of one `multiply`.
+"""The torch functions that the autocast replaces, each in terms of one `multiply`.
 
-`multiply(op, a, b, bias=..., b_is_nk=...)` is `a @ b + bias` (`a @ bᵀ`) in FP8, or a string: the reason why not. Every
-function here has the signature of the torch function it stands for, after `multiply`, and returns a tensor or such a
-reason; torch then computes it, or raises its own error. So arguments that torch refuses are a reason as well: `mm` of
-three dimensions could be multiplied, but is a mistake. `FUNCTIONS` maps each spelling to it.
+`multiply(op, a, b, bias=..., b_is_nk=...)` returns `a @ b + bias` (`a @ bᵀ`) in FP8, or a string: the reason why it
+cannot run in FP8. Each function here has the signature of the torch function it replaces, after `multiply`, and returns
+a tensor or such a reason; torch then computes the function, or raises its own error. Arguments that torch refuses are
+therefore a reason as well: `mm` of three dimensions could be multiplied, but is a mistake. `FUNCTIONS` maps each torch
+function to its replacement.
 """
 
 from collections.abc import Callable
@@ -94,12 +95,12 @@ def _attention(multiply: Multiply, *args: Any, **kwargs: Any) -> Tensor | str:
 
 
 def _refused(out: Tensor | None, extra: tuple[Any, ...], more: dict[str, Any]) -> str:
-    """Why arguments beyond the operands leave it to torch: the result's memory, or its dtype, or an old signature."""
+    """Return why arguments beyond the operands leave the call to torch: `out=`, a dtype, or an old signature."""
     return OUT if out is not None else MISFIT if extra or more else ""
 
 
 def _misfits(dim: int, a: Tensor, b: Tensor) -> str:
-    """Unless both are matrices (2), or batches (3) of equally many: matmul alone broadcasts."""
+    """Return a reason unless both are matrices (`dim` 2) or batches (3) of equal size: only matmul broadcasts."""
     fits = (
         isinstance(a, Tensor) and isinstance(b, Tensor) and a.dim() == b.dim() == dim and a.shape[:-2] == b.shape[:-2]
     )
@@ -107,7 +108,7 @@ def _misfits(dim: int, a: Tensor, b: Tensor) -> str:
 
 
 def _cannot_add(input: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) -> str:
-    """Unless `beta * input` can be expanded to the shape of `alpha * a @ b`, and is of its kind."""
+    """Return a reason unless `beta * input` can be added to `alpha * a @ b` as torch does."""
     shape = (*a.shape[:-1], b.shape[-1])
     fits = (
         all(isinstance(factor, int | float) for factor in (beta, alpha))
@@ -123,7 +124,7 @@ def _is_bias(bias: Tensor, input: Tensor, weight: Tensor) -> bool:
 
 
 def _is_like(x: Tensor, other: Tensor) -> bool:
-    """Whether the two can be added: on one device, of one dtype, unless torch's autocast casts them."""
+    """Return True if the two can be added: on one device, and of one dtype unless torch's autocast casts them."""
     if not isinstance(x, Tensor) or not isinstance(other, Tensor) or x.device != other.device:
         return False
     return x.dtype == other.dtype or (x.is_floating_point() and torch.is_autocast_enabled(x.device.type))
@@ -133,7 +134,7 @@ def _add(input: Tensor, product: Tensor | str, beta: float, alpha: float) -> Ten
     if isinstance(product, str):
         return product
     product = product if alpha == 1 else product * alpha
-    # With beta = 0 the input is not read at all: not even a NaN in it counts.
+    # With beta = 0 torch does not read the input: a NaN in it does not propagate.
     return product if beta == 0 else product + (beta * input).to(product.dtype)
 
 

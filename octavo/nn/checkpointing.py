@@ -1,4 +1,4 @@
-"""Recomputing under `torch.utils.checkpoint` as the forward ran.
+"""Recomputation under `torch.utils.checkpoint` in the contexts of the forward.
 
 Activation checkpointing runs a region again during backward. The recomputation must run under the contexts that were
 active around the region in forward, no more and no fewer:
@@ -8,10 +8,10 @@ active around the region in forward, no more and no fewer:
 - A context entered inside the region is entered again by the region's own code. It is not attached: the rest of the
   region would be recomputed in FP8.
 
-torch offers no hook for that, but both kinds of region keep their function where the Python stack leads:
+torch offers no hook for that, but both kinds of region hold their function where the Python stack leads:
 
-- not reentrant: `checkpoint` holds a suspended generator `gen`, that a frame with `recompute_fn`, and that a cell `fn`;
-- reentrant: `CheckpointFunction.forward` holds a `ctx` with `run_function`.
+- not reentrant: `checkpoint` has a suspended generator `gen`, whose frame has a `recompute_fn`, which has a cell `fn`;
+- reentrant: `CheckpointFunction.forward` has a `ctx` with `run_function`.
 """
 
 import sys
@@ -27,7 +27,7 @@ _ATTACHED = "octavo_attached"
 
 
 class Context(Protocol):
-    """A context that can be entered again in a recomputation, where it was in forward when the region began."""
+    """A context that a recomputation can enter again at the position where the region began in forward."""
 
     def position(self) -> int: ...
 
@@ -35,7 +35,7 @@ class Context(Protocol):
 
 
 class Place(NamedTuple):
-    """Where a context was entered: inside how many regions."""
+    """A context that was entered, and the number of regions around it then."""
 
     context: Context
     regions: int
@@ -50,12 +50,12 @@ _THREAD = _Thread()
 
 
 def enter(context: Context) -> None:
-    """Note where `context` is entered."""
+    """Record where `context` is entered."""
     _THREAD.places.append(Place(context, len(_regions())))
 
 
 def leave(context: Context) -> None:
-    """Forget where `context` was entered last. Nothing to forget where it was entered while compiling."""
+    """Forget where `context` was entered last; nothing if it was entered while compiling."""
     for i in reversed(range(len(_THREAD.places))):
         if _THREAD.places[i].context is context:
             del _THREAD.places[i]
@@ -63,15 +63,15 @@ def leave(context: Context) -> None:
 
 
 def attach_to_recomputation() -> None:
-    """Have every checkpointed region around the caller recomputed under the contexts around it."""
+    """Have every checkpointed region around the caller recomputed in the contexts around that region."""
     for holder, attribute, around in _to_attach(_regions()):
         setattr(holder, attribute, _within(around, getattr(holder, attribute)))
 
 
 def refuse_compiled_inside() -> None:
-    """Raise if products are compiled inside a region that nothing is attached to.
+    """Raise if products are compiled inside a region without attached contexts.
 
-    They would never attach: compiled code runs without asking any context.
+    They would never be attached, because compiled code runs without calling any context.
     """
     if _to_attach(_regions()):
         raise RuntimeError(
@@ -81,7 +81,7 @@ def refuse_compiled_inside() -> None:
 
 
 def _to_attach(regions: list[tuple[Any, str]]) -> list[tuple[Any, str, list[Context]]]:
-    """The regions that nothing is attached to, each with the contexts around it."""
+    """Return the regions without attached contexts, each with the contexts around it."""
     found = []
     for depth, (holder, attribute) in enumerate(regions):
         around = [place.context for place in _THREAD.places if place.regions <= depth]
@@ -91,7 +91,7 @@ def _to_attach(regions: list[tuple[Any, str]]) -> list[tuple[Any, str, list[Cont
 
 
 def _within(contexts: list[Context], function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, run in these contexts as they are now."""
+    """Wrap `function` to run in these contexts at their present positions."""
     positions = [context.position() for context in contexts]
 
     def recompute(*args: Any, **kwargs: Any) -> Any:
@@ -105,7 +105,7 @@ def _within(contexts: list[Context], function: Callable[..., Any]) -> Callable[.
 
 
 def _regions() -> list[tuple[Any, str]]:
-    """The holder of each region's function in forward, and its attribute; outermost first."""
+    """Return the object and the attribute that hold each region's function, outermost first."""
     found: list[tuple[Any, str]] = []
     frame: Any = sys._getframe(2)
     while frame is not None:

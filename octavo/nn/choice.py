@@ -1,4 +1,4 @@
-"""Which linears of a model are to run in FP8: `skip`, a filter, and adapters, which are left alone unless named."""
+"""The choice of linears to convert: by `skip`, by a filter, and without adapters unless they are named."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,13 +8,13 @@ from octavo.nn.linear import LinearInFP8
 from octavo.nn.names import is_skipped, matches
 from octavo.numerics import FP8TrainingConfig
 
-_WHOLE_COPIES = ("modules_to_save",)  # of PEFT: trained copies of whole layers, as large as those
+_WHOLE_COPIES = ("modules_to_save",)  # PEFT's trained copies of whole layers, as large as those layers
 
 Filter = Callable[[str, nn.Linear], bool]
 
 
 class Choice:
-    """Which linears are to be converted, by all that a caller may say about it."""
+    """The linears to convert, by everything that a caller can say about it."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class Choice:
         self.adapters = _adapters(modules)
 
     def why_not(self, name: str, linear: nn.Linear) -> str:
-        """Why this linear stays as it is; empty if it does not."""
+        """Return why this linear is not converted; empty if it is."""
         if is_skipped(name, self.config):
             return "left alone: config.skip names it"
         if type(linear) is not nn.Linear:
@@ -50,7 +50,7 @@ class Choice:
         return ""
 
     def check_names(self) -> None:
-        """A name that names nothing is a mistake."""
+        """Raise if a name in `skip` or `include` matches no module."""
         for pattern in self.config.skip:
             if pattern not in FP8TrainingConfig.skip and not any(matches(name, pattern) for name in self.modules):
                 raise ValueError(f"skip={pattern!r}: no module of the model has that name, or matches that pattern")
@@ -73,7 +73,7 @@ def _parents(name: str) -> list[str]:
 
 
 def _adapters(modules: dict[str, nn.Module]) -> set[str]:
-    """Names of what is inside adapters: by what PEFT's layers say of themselves, and by the names that LoRA has."""
+    """Return the names of modules inside adapters, from PEFT's `adapter_layer_names` and from LoRA's names."""
     inside: list[str] = []
     for name, module in modules.items():
         kinds = getattr(module, "adapter_layer_names", ())

@@ -18,10 +18,10 @@ _MISFIT = "einsum whose equation does not fit its operands"
 
 
 def einsum(multiply: Multiply, equation: str, operands: list[Tensor]) -> Tensor | str:
-    """The result, or the reason why it is not a chain of matrix products.
+    """Return the result, or the reason why it is not a chain of matrix products.
 
-    `multiply(a, b)` is `a @ b`. A reason against a later product of a chain does not discard those before it: that one
-    is then in high precision.
+    `multiply(a, b)` is `a @ b`. If a later product of a chain cannot run in FP8, it runs in high precision and the
+    earlier ones stay.
     """
     if len(operands) < 2:
         return "einsum of one operand"
@@ -30,7 +30,7 @@ def einsum(multiply: Multiply, equation: str, operands: list[Tensor]) -> Tensor 
         return parsed
     inputs, output = parsed
     left, left_indices = operands[0], inputs[0]
-    for position, keep in enumerate(_kept(inputs, output), start=1):
+    for position, keep in enumerate(_intermediate(inputs, output), start=1):
         contracted = _contract(
             partial(multiply, or_high=position > 1), left, left_indices, operands[position], inputs[position], keep
         )
@@ -40,18 +40,18 @@ def einsum(multiply: Multiply, equation: str, operands: list[Tensor]) -> Tensor 
     return left.permute([left_indices.index(i) for i in output])
 
 
-def _kept(inputs: list[str], output: str) -> list[str]:
-    """Indices of the intermediate result after each operand but the first."""
-    kept, left = [], inputs[0]
+def _intermediate(inputs: list[str], output: str) -> list[str]:
+    """Return the indices of the intermediate result after each operand but the first."""
+    results, left = [], inputs[0]
     for position in range(1, len(inputs)):
         later = set(output).union(*inputs[position + 1 :])
         left = "".join(i for i in dict.fromkeys(left + inputs[position]) if i in later)
-        kept.append(left)
-    return kept
+        results.append(left)
+    return results
 
 
 def _parse(equation: str, operands: list[Tensor]) -> tuple[list[str], str] | str:
-    """Indices of each operand and of the result, with the ellipsis written out; or why this cannot be done."""
+    """Return the indices of each operand and of the result, with the ellipsis written out; or why that fails."""
     left, arrow, right = equation.replace(" ", "").partition("->")
     inputs = left.split(",")
     if any(i in _ELLIPSIS_INDICES for i in equation):
@@ -84,14 +84,14 @@ def _is_term(term: str) -> bool:
 
 
 def _why_no_products(inputs: list[str], output: str, operands: list[Tensor]) -> str:
-    """The reason found before anything is computed; empty if every operand contracts with those before it."""
+    """Return why the operands are no chain of products, before anything is computed; empty if they are one."""
     sizes: dict[str, int] = {}
     for indices, x in zip(inputs, operands, strict=True):
         for i, size in zip(indices, x.shape, strict=True):
             if sizes.setdefault(i, size) != size:
                 return "einsum that broadcasts an index of size 1"
     left = inputs[0]
-    for indices, keep in zip(inputs[1:], _kept(inputs, output), strict=True):
+    for indices, keep in zip(inputs[1:], _intermediate(inputs, output), strict=True):
         if not set(left) & set(indices) - set(keep):
             return "einsum that contracts nothing"
         if not set(left) & set(keep) - set(indices) or not set(indices) & set(keep) - set(left):

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from octavo import ops_frozen
 from octavo.nn.linear import LinearInFP8
 from octavo.nn.versions import check_versions, versions_of
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
@@ -22,6 +21,7 @@ from octavo.numerics.config import check_config
 from octavo.numerics.formats import Format, format_of
 from octavo.numerics.quantize import BLOCK, Quantized, quantize
 from octavo.ops import Product
+from octavo.ops import frozen as ops_frozen
 from octavo.support import require_tensor_cores
 
 GRANULARITIES = ("block", "channel", "tensor")

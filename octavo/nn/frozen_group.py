@@ -10,7 +10,7 @@ import torch
 
 from octavo.nn.frozen import SCALE_NAME, FP8FrozenLinear, FrozenTensor
 from octavo.numerics.quantize import BLOCK
-from octavo.ops_weights import are_neighbours
+from octavo.ops.weight import are_neighbours
 
 
 def why_no_group(members: Sequence[FP8FrozenLinear]) -> str:

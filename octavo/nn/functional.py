@@ -1,13 +1,13 @@
 """Products in FP8 as plain functions, with gradients: `fp8_linear` and `fp8_matmul`.
 
-They are the products of `FP8Linear`, without its state: forward in E4M3, the gradient in E5M2, one scale per tensor,
-kernels on a GPU and the specification elsewhere. A scale may be given for each operand, as a factor or as what
-`FP8ScalingManager.get_scale` returns (see `numerics/multiplier.py`); without one, and for the gradient, it comes from
-the tensor itself.
+They compute the products of `FP8Linear` without its state: forward in E4M3, the gradient in E5M2, one scale per tensor,
+by kernels on a GPU and by the specification elsewhere. A scale may be given for each operand, as a factor or as
+returned by `FP8ScalingManager.get_scale` (see `numerics/multiplier.py`); without one, and for the gradient, the scale
+is computed from the tensor.
 
-`fp8_linear` also takes operands that are in FP8 already, and scales of rows or blocks. No gradient reaches FP8 data.
-The gradients of the others contract along another dimension than forward, so with more than one scale an operand is
-quantised anew for them, with one scale per channel.
+`fp8_linear` also takes operands that are in FP8 already, and scales of rows or blocks. FP8 data gets no gradient. The
+gradients of the others contract along another dimension than forward, so an operand with more than one scale is
+quantised again for them, with one scale per channel.
 """
 
 from typing import Any
@@ -40,9 +40,9 @@ def fp8_matmul(
     granularity: str = "tensor",
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`a[..., M, K] @ b[..., K, N]` in FP8, forward and backward; returns `a`'s dtype unless told.
+    """Compute `a[..., M, K] @ b[..., K, N]` in FP8, forward and backward. The result has the dtype of `a` by default.
 
-    `format`: `HYBRID` (E4M3, gradients in E5M2), or one for all three. Scales that are given are of whole tensors.
+    `format`: `HYBRID` (E4M3, gradients in E5M2), or one for all three. Given scales apply to whole tensors.
     """
     if a.dim() < 2 or b.dim() < 2 or a.shape[-1] != b.shape[-2]:
         raise ValueError(f"fp8_matmul takes [..., M, K] and [..., K, N]; got {tuple(a.shape)} and {tuple(b.shape)}")
@@ -56,13 +56,13 @@ def fp8_matmul(
         a=OperandRecipe(forward, granularity, delayed=scale_a is not None),
         b=OperandRecipe(forward, granularity, delayed=scale_b is not None),
         g=OperandRecipe(backward, granularity),
-        out_dtype=_wide(dtype),
+        out_dtype=_at_most_fp32(dtype),
         a_is_weight=is_weight(a),
         b_is_weight=is_weight(b),
         record=False,
     )
     factors = [_one(scale_a, a, forward, "scale_a"), _one(scale_b, b, forward, "scale_b")]
-    y = fp8_product(_not_double(a), _not_double(b), None, product, _rows(a.device, factors))
+    y = fp8_product(_not_double(a), _not_double(b), None, product, _state(a.device, factors))
     return _nan_if_mistaken(y, factors).to(dtype)
 
 
@@ -76,10 +76,11 @@ def fp8_linear(
     format: Format | str = "HYBRID",
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`x[..., K] · w[N, K]ᵀ + bias` in FP8, forward and backward; returns `x`'s dtype, FP32 for FP8 data, unless told.
+    """Compute `x[..., K] · w[N, K]ᵀ + bias` in FP8, forward and backward.
 
-    FP8 tensors are taken as they are, with their scales; others are quantised with the scale that is given, or with
-    their own. `format`: `HYBRID` (E4M3, gradients in E5M2), or one for all three.
+    The result has the dtype of `x` by default, FP32 for FP8 data. FP8 tensors are used as they are, with their scales;
+    others are quantised with the given scale, or with their own. `format`: `HYBRID` (E4M3, gradients in E5M2), or one
+    for all three.
     """
     forward, backward = _formats(format)
     if x.dim() < 1 or w.dim() != 2 or x.shape[-1] != w.shape[-1]:
@@ -89,7 +90,7 @@ def fp8_linear(
         a=OperandRecipe(forward, delayed=scale_x is not None),
         b=OperandRecipe(forward, delayed=scale_w is not None),
         g=OperandRecipe(backward),
-        out_dtype=_wide(dtype),
+        out_dtype=_at_most_fp32(dtype),
         b_is_nk=True,
         record=False,
     )
@@ -99,12 +100,12 @@ def fp8_linear(
     x, w = _not_double(x), _not_double(w)
     bias = bias if bias is None else _not_double(bias)
     if all(t.element_size() > 1 and (f is None or not f.dim()) for t, f in zip((x, w), factors, strict=True)):
-        return _nan_if_mistaken(fp8_linears(x, (w,), bias, product, _rows(x.device, factors)), factors).to(dtype)
+        return _nan_if_mistaken(fp8_linears(x, (w,), bias, product, _state(x.device, factors)), factors).to(dtype)
     return _GivenLinear.apply(x, w, bias, *factors, product).to(dtype)
 
 
 class _GivenLinear(torch.autograd.Function):
-    """A linear with operands in FP8 already, or with several scales for one."""
+    """A linear with operands that are in FP8 already, or that have several scales."""
 
     @staticmethod
     def forward(
@@ -145,7 +146,7 @@ class _GivenLinear(torch.autograd.Function):
 
 
 def _formats(format: Format | str) -> tuple[Format, Format]:
-    """The formats of both operands, and of the gradient."""
+    """Return the format of both operands, and that of the gradient."""
     if isinstance(format, Format):
         return format, format
     name = str(format).upper()
@@ -176,7 +177,7 @@ def _one(scale: Scale, x: Tensor, format: Format, name: str) -> Tensor | None:
 
 
 def _nan_if_mistaken(y: Tensor, factors: list[Tensor | None]) -> Tensor:
-    """Where a factor is NaN, y too: rows take what is not above 0 for no scale. (A CPU has raised by now.)"""
+    """Make y NaN where a factor is NaN, which the scaling state would take for no scale. (A CPU has raised by now.)"""
     if y.device.type == "cpu" and not torch.compiler.is_compiling():
         return y
     for factor in factors:
@@ -184,13 +185,13 @@ def _nan_if_mistaken(y: Tensor, factors: list[Tensor | None]) -> Tensor:
     return y
 
 
-def _rows(device: torch.device, factors: list[Tensor | None]) -> tuple[Tensor, Tensor, Tensor]:
-    """Scaling state for one product: with the scales that are given."""
-    rows = new_rows(3, device=device)
-    for row, factor in zip(rows, factors, strict=False):
+def _state(device: torch.device, factors: list[Tensor | None]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return new scaling state for one product, with the given scales."""
+    states = new_rows(3, device=device)
+    for state, factor in zip(states, factors, strict=False):
         if factor is not None:
-            row[SCALE] = factor.float()
-    return rows[0], rows[1], rows[2]
+            state[SCALE] = factor.float()
+    return states[0], states[1], states[2]
 
 
 def _rows_of(x: Tensor, scale: Tensor | None, recipe: OperandRecipe) -> Quantized:
@@ -203,13 +204,13 @@ def _rows_of(x: Tensor, scale: Tensor | None, recipe: OperandRecipe) -> Quantize
 
 
 def _columns_of(x: Tensor, scale: Tensor | None, recipe: OperandRecipe) -> Quantized:
-    """Transposed, with scales along the other dimension."""
+    """Return x transposed, with scales along the other dimension."""
     single = scale is None or not scale.dim()
     format = format_of(x.dtype) if x.element_size() == 1 else recipe.format
-    turned = OperandRecipe(format, "tensor" if single else "channel", delayed=single and scale is not None)
+    transposed = OperandRecipe(format, "tensor" if single else "channel", delayed=single and scale is not None)
     value = dequantize(x, scale) if x.element_size() == 1 else x
-    row = _rows(x.device, [scale if single else None])[0]
-    return ops.quantize(value.reshape(-1, x.shape[-1]), row, turned, record=False, layout="columns")[0]
+    state = _state(x.device, [scale if single else None])[0]
+    return ops.quantize(value.reshape(-1, x.shape[-1]), state, transposed, record=False, layout="columns")[0]
 
 
 def _gemm(a: Quantized, b: Quantized, dtype: torch.dtype, fast: bool, bias: Tensor | None = None) -> Tensor:
@@ -225,5 +226,5 @@ def _not_double(x: Tensor) -> Tensor:
     return x.float() if x.dtype == torch.float64 else x
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def _at_most_fp32(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float64 else dtype

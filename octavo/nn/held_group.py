@@ -16,7 +16,7 @@ from octavo.nn.held import HeldWeight
 from octavo.nn.linear import FP8Linear
 from octavo.numerics.quantize import BLOCK
 from octavo.numerics.scaling import new_rows
-from octavo.ops import quantize_group
+from octavo.ops.quantize import quantize_group
 
 GRANULARITIES = ("tensor", "block")
 

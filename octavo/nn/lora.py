@@ -23,13 +23,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from octavo import ops_lora
 from octavo.nn.norm import back_through, normed, normed_again, parts_of
 from octavo.nn.versions import check_versions, versions_of
 from octavo.numerics.norm import Norm
 from octavo.numerics.quantize import Quantized
-from octavo.ops import Product, as_dtype
-from octavo.ops_adapters import Adapter, Adapters
+from octavo.ops import lora as ops_lora
+from octavo.ops.adapters import Adapter, Adapters
+from octavo.ops.gemm import Product
+from octavo.ops.quantize import as_dtype
 
 __all__ = ["Adapter", "Adapters", "frozen_lora"]
 

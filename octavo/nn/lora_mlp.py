@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from octavo import ops_lora_mlp
 from octavo.nn.mlp import MLP
 from octavo.nn.norm import back_through, normed, normed_again, parts_of
 from octavo.nn.versions import check_versions, versions_of
 from octavo.numerics.norm import Norm
 from octavo.numerics.quantize import Quantized
-from octavo.ops import as_dtype
-from octavo.ops_adapters import Adapter, Adapters
+from octavo.ops import lora_mlp as ops_lora_mlp
+from octavo.ops.adapters import Adapter, Adapters
+from octavo.ops.quantize import as_dtype
 
 Rows = tuple[Tensor, Tensor]
 

@@ -1,18 +1,18 @@
-"""The LM head and its cross entropy, in chunks of tokens, so that the logits of a batch are never all in memory.
+"""The LM head and its cross entropy in chunks of tokens, so that the logits of a batch are never all in memory.
 
 Shapes: T tokens, K width, V vocabulary. For every chunk of tokens:
 
     l_TV = h · wᵀ      loss, and dl in place of l      dh_TK = dl · w      dw_VK += dlᵀ · h
 
-Both gradients are computed with the loss, while a chunk's logits are there; backward only multiplies them by the
-gradient of the loss, in place, which is 1 as a rule and then costs nothing. With `head`, the three products are in FP8:
-h and w with one scale per tensor, dl in E5M2 with a constant one, since it lies in [−1, 1]. Then dw is one product for
-several chunks, whose dlᵀ in FP8 take the room that the logits of one took: adding up dw costs a pass over it each time.
+Both gradients are computed with the loss, while the logits of a chunk are in memory; backward only multiplies them, in
+place, by the gradient of the loss, which is 1 as a rule and then costs nothing. With `head`, the three products run in
+FP8: h and w with one scale per tensor, dl in E5M2 with a constant one, since it lies in [−1, 1]. dw is then one product
+for several chunks, whose dlᵀ in FP8 take as much memory as the logits of one: each addition to dw costs a pass over it.
 
 A sum of several products for dw is in FP32 and rounded once. In BF16 its error would grow with the number of chunks,
-from 0.18 % with one to 0.58 % with 32. In FP16 small values vanish, and the loss scale that guards against it comes
-with the gradient of the loss. There dl is formed times 2¹⁵, its products are in FP32, and backward multiplies them by
-all that is missing before it rounds them to FP16.
+from 0.18 % with one to 0.58 % with 32. In FP16 small values vanish, and the loss scale that prevents it comes only with
+the gradient of the loss. In FP16, dl is therefore computed times 2¹⁵, its products are in FP32, and backward multiplies
+them by the remaining factor before it rounds them to FP16.
 """
 
 from dataclasses import dataclass
@@ -22,19 +22,20 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from octavo import ops, ops_loss
+from octavo import ops
 from octavo.numerics import E5M2, OperandRecipe
 from octavo.numerics.cross_entropy import IGNORED
 from octavo.numerics.quantize import Quantized, reciprocal
+from octavo.ops import loss as ops_loss
 
 CHUNK_BYTES = 2**30  # of logits, or of their gradient in FP8
-LIFT = 2.0**15  # times which values in [−1, 1] have the most room in FP16
-FROZEN_CHUNK_BYTES = 2**27  # where no gradient of the head adds up over chunks, small ones cost nothing
+LIFT = 2.0**15  # the factor that gives values in [−1, 1] the largest range in FP16
+FROZEN_CHUNK_BYTES = 2**27  # without a gradient of the head to add up over chunks, small ones cost nothing
 
 
 @dataclass(frozen=True)
 class FP8Head:
-    """How an FP8 head is computed: recipes of h and w, and what `Product` says of the rest."""
+    """Settings of an FP8 head: the recipes of h and w, and the options of a product."""
 
     x: OperandRecipe
     w: OperandRecipe
@@ -52,11 +53,11 @@ def linear_cross_entropy(
     head: FP8Head | None = None,
     rows: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """The mean cross entropy of `hidden[..., K] · weight[V, K]ᵀ` against `labels[...]`; −100 is ignored.
+    """Return the mean cross entropy of `hidden[..., K] · weight[V, K]ᵀ` and `labels[...]`; −100 is ignored.
 
-    A label that is neither −100 nor a token is an error, on a GPU one that the device asserts, as with torch's losses.
-    `count`: divide the sum by this instead of the number of labels. `head` and `rows`: an FP8 head and its scaling
-    state for h and w.
+    A label that is neither −100 nor a token is an error; on a GPU the device asserts it, as with torch's losses.
+    `count`: divide the sum by this instead of the number of labels. `head` and `rows`: an FP8 head, and the scaling
+    state of h and w.
     """
     hidden, labels = hidden.reshape(-1, hidden.shape[-1]), _checked(labels.reshape(-1), weight.shape[0])
     if len(labels) != len(hidden):
@@ -67,14 +68,14 @@ def linear_cross_entropy(
         count = torch.full((), float(count), dtype=torch.float32, device=hidden.device)
     count = count.to(device=hidden.device, dtype=torch.float32)
     ops.check_values("linear_cross_entropy", {"hidden": hidden, "weight": weight, "labels": labels})
-    row_x, row_w = rows or (None, None)
-    # Inside an autograd function nothing tells whether gradients are enabled.
+    x_state, w_state = rows or (None, None)
+    # An autograd function cannot tell whether gradients are enabled.
     enabled = torch.is_grad_enabled()
-    return _LinearCrossEntropy.apply(hidden, weight, labels, count, head, enabled, row_x, row_w)
+    return _LinearCrossEntropy.apply(hidden, weight, labels, count, head, enabled, x_state, w_state)
 
 
 def _checked(labels: Tensor, vocabulary: int) -> Tensor:
-    """Labels as the kernels read them: integers of 64 bits, one after the other, all of them tokens or ignored."""
+    """Return the labels as the kernels read them: contiguous 64-bit integers, each a token or ignored."""
     if labels.is_floating_point() or labels.is_complex():
         raise TypeError(f"labels: {labels.dtype}; the loss takes the numbers of tokens, as integers")
     labels = labels.to(torch.int64).contiguous()
@@ -94,8 +95,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         count: Tensor,
         head: FP8Head | None,
         enabled: bool,
-        row_x: Tensor | None,
-        row_w: Tensor | None,
+        x_state: Tensor | None,
+        w_state: Tensor | None,
     ) -> Tensor:
         factor = torch.where(count > 0, reciprocal(count), 0.0)  # without labels there is no gradient
         needs = tuple(enabled and needed for needed in ctx.needs_input_grad[:2])
@@ -107,8 +108,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if head is None:
                 loss, dh, dw = _chunks(hidden, weight, labels, factor, compute, needs)
             else:
-                assert row_x is not None and row_w is not None
-                loss, dh, dw = _chunks_fp8(hidden, weight, labels, factor, compute, needs, head, row_x, row_w)
+                assert x_state is not None and w_state is not None
+                loss, dh, dw = _chunks_fp8(hidden, weight, labels, factor, compute, needs, head, x_state, w_state)
         ctx.dtypes = hidden.dtype, weight.dtype
         if later is None:
             dh, dw = _to_dtypes((dh, dw), ctx.dtypes)
@@ -145,7 +146,8 @@ def _chunks(
         loss, lse = ops_loss.cross_entropy(logits, label)
         losses.append(loss.sum())
         if needs_h or needs_w:
-            gradient = ops_loss.cross_entropy_backward_(logits, label, lse, factor)
+            ops_loss.cross_entropy_backward_(logits, label, lse, factor)
+            gradient = logits
             if dh is not None:
                 ops_loss.product_(dh[start:stop], gradient, w, add=False)
             if needs_w:
@@ -153,7 +155,7 @@ def _chunks(
                     dw = torch.empty_like(weight, dtype=_dtype_of_sums(weight, compute, len(bounds)))
                 ops_loss.product_(dw, gradient.t(), h, add=start > 0)
             del gradient
-        del logits  # before there are others: the room of one chunk's is what dw takes in FP32
+        del logits  # before the next chunk's: theirs is the memory that dw takes in FP32
     return torch.stack(losses).sum(), dh, dw
 
 
@@ -165,13 +167,13 @@ def _chunks_fp8(
     compute: torch.dtype,
     needs: tuple[bool, ...],
     head: FP8Head,
-    row_x: Tensor,
-    row_w: Tensor,
+    x_state: Tensor,
+    w_state: Tensor,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     needs_h, needs_w = needs
     record = needs_h or needs_w
-    w_q = ops.quantize(weight, row_w, head.w, record=record, layout="both" if needs_h else "rows")
-    h_q = ops.quantize(hidden, row_x, head.x, record=record, layout="rows")[0]
+    w_q = ops.quantize(weight, w_state, head.w, record=record, layout="both" if needs_h else "rows")
+    h_q = ops.quantize(hidden, x_state, head.x, record=record, layout="rows")[0]
     dh = torch.empty_like(hidden, dtype=_dtype_of_sums(hidden, compute, 1)) if needs_h else None
     dw = None
     how: dict[str, Any] = {"batch": (), "fast": head.fast_backward, "emulate": head.emulate}
@@ -190,12 +192,12 @@ def _chunks_fp8(
             if not record:
                 continue
             part = None if columns is None else columns[:, start - first : stop - first]
-            rows = ops_loss.cross_entropy_quantize(logits, label, lse, factor, part, E5M2)
+            rows = Quantized(*ops_loss.cross_entropy_quantize(logits, label, lse, factor, part, E5M2.name))
             del logits
             if dh is not None:
                 dh[start:stop] = ops.gemm_nt(rows, w_q[1], out_dtype=dh.dtype, **how)
         if columns is not None:
-            h_t = ops.quantize(hidden[first:last], row_x, head.x, record=False, layout="columns")[0]
+            h_t = ops.quantize(hidden[first:last], x_state, head.x, record=False, layout="columns")[0]
             scaled = Quantized(columns, rows.scale)
             product = ops.gemm_nt(scaled, h_t, out_dtype=_dtype_of_sums(weight, compute, 1), **how)
             dw = product.to(_dtype_of_sums(weight, compute, len(groups))) if dw is None else dw.add_(product)
@@ -204,7 +206,7 @@ def _chunks_fp8(
 
 
 def _dtype_of_sums(x: Tensor, compute: torch.dtype, products: int) -> torch.dtype:
-    """In which the gradient of x is added up from so many products of `compute`."""
+    """Return the dtype for summing the gradient of x from `products` products in `compute`."""
     direct = products == 1 and x.dtype == compute != torch.float16
     return compute if direct else torch.promote_types(compute, torch.float32)
 
@@ -214,7 +216,7 @@ def _to_dtypes(gradients: tuple[Tensor | None, ...], dtypes: tuple[torch.dtype, 
 
 
 def chunk_bounds(first: int, last: int, bytes_per_token: int, chunk_bytes: int) -> list[tuple[int, int]]:
-    """Chunks of about so many bytes, in multiples of 128 tokens."""
+    """Return the bounds of chunks of about `chunk_bytes`, in multiples of 128 tokens."""
     chunk = max(chunk_bytes // bytes_per_token // 128 * 128, 128)
     return [(start, min(start + chunk, last)) for start in range(first, last, chunk)]
 

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from octavo import ops_linear
 from octavo.nn.linears import how_to_keep
 from octavo.nn.norm import back_through, normed, parts_of
 from octavo.numerics.norm import Norm
 from octavo.numerics.quantize import Quantized
 from octavo.ops import Product
+from octavo.ops import linear as ops_linear
 
 Rows = tuple[Tensor, Tensor, Tensor]
 

@@ -1,8 +1,8 @@
-"""Which weight is it? Names of Parameters, and those that `config.skip` leaves in high precision.
+"""Names of the weights in products, and which of them `config.skip` leaves in high precision.
 
-With the model given, the names are its own. Without it, they are looked for when a product first meets a Parameter: the
-largest module among the local variables of the calling functions that holds it (`self`, as a rule) names it and all its
-other Parameters.
+The names are those of the model, if it is given. Without it, they are looked up when a Parameter first comes up in a
+product: the largest module that holds it among the local variables of the calling functions (`self`, as a rule) names
+it and all its other Parameters.
 """
 
 import fnmatch
@@ -18,7 +18,7 @@ from octavo.numerics import FP8TrainingConfig
 
 
 class WeightNames:
-    """The names of the weights that products meet. `skipped`: those of the given model that stay out."""
+    """The names of the weights in products. `skipped`: Parameters of the given model that stay in high precision."""
 
     def __init__(self, config: FP8TrainingConfig, model: nn.Module | None) -> None:
         self._skip = tuple(config.skip)
@@ -26,15 +26,15 @@ class WeightNames:
         # A tied weight has two names, and either may be skipped.
         self.parameters = list(model.named_parameters(remove_duplicate=False)) if model is not None else []
         self.skipped = [p for name, p in self.parameters if self._is_skipped(name)]
-        # Names the user wrote that no weight has had so far.
+        # Patterns of the user that no weight has matched so far.
         self._unmatched = {pattern for pattern in config.skip if pattern not in FP8TrainingConfig.skip}
-        self._found: dict[int, tuple[ReferenceType[Tensor], bool]] = {}  # by id: the Parameter, whether it stays out
+        self._found: dict[int, tuple[ReferenceType[Tensor], bool]] = {}  # by id: the Parameter, whether it is skipped
         self._match(name for name, _ in self.parameters)
         if model is not None and self._unmatched:
             raise ValueError(f"skip={self._one_unmatched()!r}: no weight of {type(model).__name__} has that name")
 
     def is_skipped(self, *operands: Tensor) -> bool:
-        """Whether one of the operands is a weight that stays in high precision, or a view of one."""
+        """Return True if one of the operands is a weight that stays in high precision, or a view of one."""
         if self._given or not self._skip:
             return any(is_same(x, parameter) for x in operands for parameter in self.skipped)
         if torch.compiler.is_compiling():
@@ -44,11 +44,11 @@ class WeightNames:
         return any(self._is_found_skipped(_parameter_of(x)) for x in operands)
 
     def name_of(self, *operands: Tensor) -> str:
-        """The name of the first of them that is a weight of the given model; empty if none is."""
+        """Return the name of the first operand that is a weight of the given model; empty if none is."""
         return next((name for name, p in self.parameters if any(is_same(x, p) for x in operands)), "")
 
     def check(self) -> None:
-        """Raise if the user names a weight that did not come up: without the model, it may be one that did."""
+        """Raise if a name in `skip` matched no weight and no model was given, which would have the names."""
         if not self._given and self._unmatched:
             raise ValueError(
                 f"skip={self._one_unmatched()!r}: no weight of the modules that ran has that name; "
@@ -92,17 +92,17 @@ def _refuse_while_compiling(skip: tuple[str, ...]) -> None:
     )
 
 
-# As `torch.compiler.assume_constant_result` does, but without importing Dynamo: it is called when traced.
+# The same as `torch.compiler.assume_constant_result`, without importing Dynamo: it is called when traced.
 _refuse_while_compiling._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _names_in(module: nn.Module) -> int:
-    """How many names a module has for its Parameters: a head tied to the embedding adds one, and no Parameter."""
+    """Return the number of names a module has for its Parameters. A tied head adds a name, but no Parameter."""
     return sum(1 for _ in module.named_parameters(remove_duplicate=False))
 
 
 def _modules_holding(parameter: Tensor) -> Iterator[nn.Module]:
-    """Modules among the local variables of the functions that led here."""
+    """Yield the modules that hold the Parameter among the local variables of the calling functions."""
     seen: set[int] = set()
     frame: Any = sys._getframe(2)
     while frame is not None:
@@ -119,21 +119,22 @@ def _parameter_of(x: Tensor) -> Tensor | None:
 
 
 def is_weight(x: Tensor) -> bool:
-    """A Parameter or a view of one."""
+    """Return True for a Parameter or a view of one."""
     return isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter)
 
 
 def is_same(x: Tensor, parameter: Tensor) -> bool:
-    """Whether `x` is this Parameter or a view of it."""
+    """Return True if `x` is this Parameter or a view of it."""
     return x is parameter or x._base is parameter
 
 
 def is_skipped(name: str, config: FP8TrainingConfig) -> bool:
-    """Whether `config.skip` names this layer or parameter: its name, a part of its dotted name, or by a pattern."""
+    """Return True if `config.skip` names this layer or parameter: in full, by a part between dots, or by a pattern."""
     return any(matches(name, pattern) for pattern in config.skip)
 
 
 def matches(name: str, pattern: str) -> bool:
+    """Return True if the pattern is a part of the dotted name, or matches all of it."""
     return pattern in name.split(".") or fnmatch.fnmatch(name, pattern)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from octavo.numerics.norm import Norm, rms_norm, rms_norm_backward, weight_gradient
 from octavo.numerics.quantize import Quantized
-from octavo.ops import is_wide, unpack_scale
+from octavo.ops.quantize import is_high_precision, unpack_scale
 
 
 def parts_of(norm: Norm | None) -> tuple[Tensor | None, float | None]:
@@ -41,7 +41,7 @@ def back_through(
         return None, None
     norm = Norm(weight, eps)
     normed = None
-    if is_wide(x):
+    if is_high_precision(x):
         normed = x.data.float() * inverse
         kept = weight.float() * normed
     else:

@@ -1,4 +1,4 @@
-"""All of a change to modules, or nothing of it."""
+"""Undoing what was changed on modules: a change that fails half-way, and a class that was swapped for a fused one."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,9 +9,17 @@ from torch import nn
 _INNER = ("_parameters", "_buffers", "_modules")
 
 
+class Fused(nn.Module):
+    """Base of classes that a module is given in place of its own to run fused; `octavo.restore` calls `unfuse`."""
+
+    def unfuse(self) -> None:
+        """Give the module its own class back."""
+        raise NotImplementedError
+
+
 @contextmanager
 def all_or_nothing(*models: nn.Module) -> Iterator[None]:
-    """Whatever is raised inside leaves the models' modules as they were: classes, attributes, Parameters, children."""
+    """Restore classes, attributes, Parameters and children of all modules if the block raises."""
     before = [_Before(module) for module in dict.fromkeys(module for model in models for module in model.modules())]
     try:
         yield
@@ -22,7 +30,7 @@ def all_or_nothing(*models: nn.Module) -> Iterator[None]:
 
 
 class _Before:
-    """A module as it is now."""
+    """Snapshot of a module."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module

@@ -1,4 +1,4 @@
-"""What FP8 means, in plain PyTorch on any device: the specification that every kernel is tested against."""
+"""The meaning of FP8 in plain PyTorch, on any device: the specification that every kernel is tested against."""
 
 from octavo.numerics.config import FP8TrainingConfig, OperandRecipe, Recipe
 from octavo.numerics.formats import E4M3, E4M3_FNUZ, E5M2, E5M2_FNUZ, Format, get_format

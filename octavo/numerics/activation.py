@@ -3,10 +3,10 @@
     silu        act(g) = g · σ(g)                                    Llama, Mistral, Qwen
     gelu_tanh   act(g) = g/2 · (1 + tanh(√(2/π) (g + 0.044715 g³)))  Gemma
 
-The second is g · σ(2√(2/π) (g + 0.044715 g³)) just as well, and that loses nothing where tanh is near −1.
+The second equals g · σ(2√(2/π) (g + 0.044715 g³)), which loses no precision where tanh is near −1.
 
-Computed in FP32 and rounded once to the dtype of `gate_up`, as if it had gone through memory; a kernel that quantises
-on the way does the same.
+Computed in FP32 and rounded once to the dtype of `gate_up`, as if it were written to memory; kernels that quantise the
+result directly round likewise.
 """
 
 import math
@@ -24,13 +24,13 @@ GELU_CUBIC = 0.044715
 
 
 def gated(gate_up: Tensor, activation: str) -> Tensor:
-    """`[..., 2F]` to `[..., F]`."""
+    """Compute h, `[..., F]`, from `gate_up`, `[..., 2F]`."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     return (_activate(gate, activation)[0] * up).to(gate_up.dtype)
 
 
 def gated_backward(dh: Tensor, gate_up: Tensor, activation: str) -> Tensor:
-    """The gradient of `gate_up`, `[..., 2F]`, from that of `h`."""
+    """Compute the gradient of `gate_up`, `[..., 2F]`, from that of `h`."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     value, slope = _activate(gate, activation)
     dh = dh.float()
@@ -38,7 +38,7 @@ def gated_backward(dh: Tensor, gate_up: Tensor, activation: str) -> Tensor:
 
 
 def keep(gate_up: Tensor) -> Quantized:
-    """In E4M3 for backward, with a power of two for every 128 features of a token, as a byte: its exponent."""
+    """Quantise to E4M3 for backward; the scale of 128 features of a token is a power of two, stored as its exponent."""
     scale = mx_scale(block_amax(gate_up, (1, BLOCK)), E4M3)
     kept = quantize_by(gate_up, scale.float(), E4M3)
     return Quantized(kept.data, scale.view(torch.uint8))
@@ -49,7 +49,7 @@ def from_kept(kept: Quantized) -> Tensor:
 
 
 def _activate(gate: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """act(gate) and its derivative."""
+    """Compute act(gate) and its derivative."""
     if activation == "silu":
         sigmoid = torch.sigmoid(gate)
         return gate * sigmoid, sigmoid * (1 + gate * (1 - sigmoid))

@@ -1,23 +1,22 @@
-"""AdamW's step for one parameter, in torch: what `kernels/adamw.py` does in one pass over it.
+"""AdamW's step for one parameter, in torch: the specification of the fused step in `kernels/adamw.py`.
 
-Means are plain tensors, or torchao's with few bits. Rounded ones can say what no gradients could: squares that have
-become 0 beside a mean that has not, and then a weight moves by its mean over epsilon. By Cauchy and Schwarz a mean is
-never more than so many times the root of the mean of squares (`Step.bound`), so no weight is moved by more. Where
-nothing was rounded this changes nothing. What is not finite spoils its own weight, and leaves 0 in such states: in a
-block's scale it would spoil all of the block.
+The moments are plain tensors, or torchao's low-bit ones. Rounded moments can reach states that no gradients produce: a
+mean of squares of 0 beside a non-zero mean, which would move a weight by its mean over epsilon. By Cauchy–Schwarz,
+|m| ≤ bound · √v for exact moments (`Step.bound`), so the update is clamped to that, which leaves exact moments alone.
+A non-finite gradient spoils its own weight and leaves 0 in low-bit states: in a block's scale it would spoil the block.
 
-Of 4 bits, torchao has other levels, and rounds to the nearest of them. Its mean of squares is in sixteenths of a
-block's largest; but squares of gradients differ by orders of magnitude within a block: all the small ones count as a
-sixteenth, and weights with small gradients hardly move (BDH 100M, 1,000 steps: loss 12 % higher). Here they are powers
-of two, down to 2⁻¹⁵. The mean is in cubes of sevenths of the largest, with a sign. Both are rounded at random between
-two levels: to the nearest, a mean that falls by a tenth in a step, or a twentieth, would never fall. A state has its
-levels with it (`qmap`), so torchao reads it all the same.
+For 4-bit states we replace torchao's levels and its nearest rounding. Its mean of squares is in sixteenths of the
+block's maximum; squares of gradients differ by orders of magnitude within a block, so all small ones become one
+sixteenth, and weights with small gradients hardly change (BDH 100M, 1,000 steps: loss 12 % higher). Here the levels are
+powers of two, down to 2⁻¹⁵, and those of the mean are signed cubes of sevenths of the maximum. Both are dithered: with
+nearest rounding, a mean that decays by a tenth or a twentieth in a step would never decay. A state carries its levels
+(`qmap`), so torchao can still read it.
 
-"At random" is by a number between 0 and 1 that begins anywhere, by the place (through a mixer, lowbias32 by C.
-Wellons), and goes on by the same irrational in every step. So over some steps it is up as often as it should be, not
-only on average, and errors make up for each other. The mean, the squares and a BF16 weight have each a start and an
-irrational of their own: a mean that was rounded up moves the weight further in the next step, and must not find it
-rounded as it was itself. All is the same in whatever order steps are computed, and after a restart.
+The dither is a Weyl sequence: start = hash(element index) (lowbias32 by C. Wellons), increment = an irrational, added
+once per optimiser step. Over a few steps an element is therefore rounded up as often as it should be, not only on
+average, and errors cancel. The mean, the squares and a BF16 weight have separate starts and irrationals: a mean rounded
+up moves the weight further in the next step, whose rounding must not correlate with it. The result does not depend on
+the order in which parameters are stepped, and is the same after a restart.
 """
 
 import math
@@ -27,16 +26,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LARGEST_POWER = 15  # the code of 1, if there is no sign
-SEVEN = 7  # the code of 0, if there is; that of 1 is twice as much
-GOLDEN = 0x9E3779B1  # of 2³²
-TURN, TURN_OF_P = 0x6A099E37, 0xBB67  # of 2¹⁶ in a step: √2 − 1 for squares, the golden section for the mean; √3 − 1
+LARGEST_POWER = 15  # code of 1 in unsigned states
+SEVEN = 7  # code of 0 in signed states, whose code of 1 is twice as much
+GOLDEN = 0x9E3779B1  # golden section of 2³²
+# Increments of the dither per step, as shares of 2¹⁶: √2 − 1 for squares and the golden section for the mean; √3 − 1.
+TURN, TURN_OF_P = 0x6A099E37, 0xBB67
 _MASK = 0xFFFFFFFF
 
 
 @dataclass(frozen=True)
 class Step:
-    """The `count`-th step, and what the optimiser says of it. `stochastic`: round p, if in BF16, at random."""
+    """Step number `count` with the optimiser's settings. `stochastic`: dither p when it is rounded to BF16."""
 
     count: int
     lr: float
@@ -47,25 +47,25 @@ class Step:
 
     @property
     def rate(self) -> float:
-        """By what the mean is multiplied: with its correction for having begun at zero."""
+        """Factor of the mean: the learning rate with the bias correction of the mean."""
         return self.lr / (1 - self.betas[0] ** self.count)
 
     @property
     def root_correction(self) -> float:
-        """The same for the root of the mean of squares."""
+        """Bias correction of the root of the mean of squares."""
         return float((1 - self.betas[1] ** self.count) ** -0.5)
 
     @property
     def decay(self) -> float:
-        """What is left of p."""
+        """Factor of p: the share that weight decay leaves."""
         return 1 - self.lr * self.weight_decay
 
     @property
     def bound(self) -> float:
-        """Of the mean over the root of the mean of squares, both from zero on, whatever the gradients (constant betas).
+        """Upper bound on `m / sqrt(v)` for zero-initialised moments and constant betas (Cauchy–Schwarz).
 
         (1 − β₁) · √(Σ (β₁² / β₂)ᵏ / (1 − β₂)), k from 0 to the last step: 1.2 for 0.9 and 0.95, 7.3 for 0.9 and 0.999.
-        It grows without end, and none is given, where the squares forget faster than the mean.
+        Infinite where β₁² ≥ β₂: the sum then grows without limit.
         """
         ratio = self.betas[0] ** 2 / self.betas[1] if self.betas[1] else math.inf
         if ratio >= 1:
@@ -78,7 +78,7 @@ class Step:
 
 
 def apply(step: Step, p: Tensor, g: Tensor, mean: Any, square: Any) -> None:
-    """A step of p and of its means, in place."""
+    """Update p and its two moments in place."""
     g = g.float()
     new_mean = mean.float().lerp(g, 1 - step.betas[0])
     new_square = square.float().lerp(g.square(), 1 - step.betas[1])
@@ -98,19 +98,19 @@ def apply(step: Step, p: Tensor, g: Tensor, mean: Any, square: Any) -> None:
 
 
 def turn_of(count: int) -> int:
-    """How far the noise of squares and, below, of the mean has gone by this step, as a signed number of 32 bits."""
-    turn = count * TURN & _MASK
-    return turn - (turn >> 31 << 32)
+    """Return the phases of the dither at this step as an int32: squares above, the mean in the lower 16 bits."""
+    phase = count * TURN & _MASK
+    return phase - (phase >> 31 << 32)
 
 
 def noise_of(like: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """For each element three numbers of 16 bits: for squares, for the mean and for p."""
+    """Return 16 bits of dither per element for the squares, the mean and p."""
     x = torch.arange(like.numel(), device=like.device).view(like.shape) * GOLDEN & _MASK
     x = (x ^ x >> 16) * 0x7FEB352D & _MASK
     x = (x ^ x >> 15) * 0x846CA68B & _MASK
     x = x ^ x >> 16
-    turned = x + turn_of(count) & _MASK
-    return turned >> 16, turned & 0xFFFF, ((x * GOLDEN & _MASK) >> 16) + count * TURN_OF_P & 0xFFFF
+    dither = x + turn_of(count) & _MASK
+    return dither >> 16, dither & 0xFFFF, ((x * GOLDEN & _MASK) >> 16) + count * TURN_OF_P & 0xFFFF
 
 
 def _finite(values: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ def _finite(values: Tensor) -> Tensor:
 
 
 def _to_bf16_at_random(p: Tensor, noise: Tensor) -> Tensor:
-    """Away from zero with the probability that the bits to be cut off say. Not NaN or infinity: these would carry."""
+    """Round away from zero with the probability that the discarded bits give; non-finite values are not dithered."""
     bits = p.contiguous().view(torch.int32)
     up = torch.where(p.isfinite(), noise, 0).int()
     return (bits + up & -0x10000).view(torch.float32).bfloat16()
@@ -129,14 +129,14 @@ def is_of_4_bits(state: Any) -> bool:
 
 
 def levels(*, signed: bool, device: torch.device | None = None) -> Tensor:
-    """What the sixteen codes stand for, in rising order. With a sign the last is there twice."""
+    """Return the values of the sixteen codes in rising order; with a sign, the last one appears twice."""
     sevenths = [(k / SEVEN) ** 3 for k in range(-SEVEN, SEVEN + 1)] + [1.0]
     powers = [2.0 ** (code - LARGEST_POWER) for code in range(LARGEST_POWER + 1)]
     return torch.tensor(sevenths if signed else powers, device=device)
 
 
 def write_levels(state: Any, values: Tensor, noise: Tensor) -> None:
-    """Into blocks, each with its largest as a scale, up or down by 16 bits of noise."""
+    """Encode values into a 4-bit state: blocks scaled by their largest magnitude, dithered by 16 bits of noise."""
     blocks = _finite(values.float()).reshape(-1, state.block_size)
     scale = blocks.abs().amax(1, keepdim=True).clip(1e-12)
     encode = _cubes_at_random if state.signed else _powers_at_random
@@ -146,13 +146,13 @@ def write_levels(state: Any, values: Tensor, noise: Tensor) -> None:
 
 
 def _powers_at_random(x: Tensor, noise: Tensor) -> Tensor:
-    """Codes of the powers of two about x: the bits of its fraction and noise carry into its exponent, or do not."""
+    """Return codes of neighbouring powers of two: the fraction plus the dither may carry into the exponent."""
     bits = x.view(torch.int32) + (noise.int() << 7)
     return ((bits >> 23) - 127 + LARGEST_POWER).clamp(0, LARGEST_POWER)
 
 
 def _cubes_at_random(x: Tensor, noise: Tensor) -> Tensor:
-    """Codes of the cubes of sevenths about x: from k³ to (k + 1)³ it is 3k² + 3k + 1."""
+    """Return codes of neighbouring cubes of sevenths; the distance from k³ to (k + 1)³ is 3k² + 3k + 1."""
     size = x.abs() * SEVEN**3
     k = (size ** (1 / 3)).floor().clamp(max=SEVEN - 1)
     k += size - k**3 >= (3 * k * k + 3 * k + 1) * (1 - noise / 2**16)
@@ -160,7 +160,7 @@ def _cubes_at_random(x: Tensor, noise: Tensor) -> Tensor:
 
 
 def with_levels(state: Any) -> Any:
-    """A state of 4 bits with these levels: the very one, if it has them, else its values in a new one."""
+    """Return a 4-bit state with the levels used here: the same object if it has them, else a re-encoded copy."""
     if not is_of_4_bits(state) or torch.equal(state.qmap, levels(signed=state.signed, device=state.qmap.device)):
         return state
     names, context = state.__tensor_flatten__()

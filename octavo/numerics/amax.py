@@ -1,4 +1,4 @@
-"""The magnitude a scale is made from.
+"""Magnitudes that scales are made from.
 
 `amax` is the largest |x| over the *finite* elements: one infinity must not turn every other value into zero.
 Non-finite elements are counted apart, and stay visible (they become NaN in the quantised tensor).
@@ -17,11 +17,11 @@ _FINITE_PATTERNS = 0x7F80  # the bit pattern of +inf in BF16: finite magnitudes 
 
 
 def finite_amax(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Largest finite magnitude of the whole tensor (0 if there is none), and whether all of it is finite; both 0-d."""
+    """Return the largest finite magnitude of a tensor (0 if there is none), and whether all is finite; both 0-d."""
     if x.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=x.device), torch.ones((), dtype=torch.bool, device=x.device)
     x = x.detach()
-    x = x.float() if x.dtype == torch.float64 else x  # what overflows FP32 is not finite here
+    x = x.float() if x.dtype == torch.float64 else x  # values that overflow FP32 count as non-finite
     low, high = torch.aminmax(x)
     amax = torch.maximum(-low, high).float()
     finite = amax.isfinite()
@@ -31,9 +31,9 @@ def finite_amax(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def block_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
-    """Largest finite magnitude of each `rows × columns` block of the last two dimensions; edge blocks may be smaller.
+    """Return the largest finite magnitude of each `rows × columns` block of the last two dimensions.
 
-    `[..., R, C]` gives `[..., ⌈R/rows⌉, ⌈C/columns⌉]`, FP32.
+    Blocks at the edges may be smaller. `[..., R, C]` gives `[..., ⌈R/rows⌉, ⌈C/columns⌉]`, FP32.
     """
     rows, columns = block
     pad_rows, pad_columns = -x.shape[-2] % rows, -x.shape[-1] % columns
@@ -44,7 +44,7 @@ def block_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
 
 
 def percentile_amax(x: Tensor, percentile: float) -> Tensor:
-    """The `percentile` of the finite |x|, rounded up to BF16; FP32 and 0-d."""
+    """Return the `percentile` of the finite |x|, rounded up to BF16; FP32 and 0-d."""
     x = x.detach().float()
     bits = mask_non_finite(x).abs().flatten().view(torch.int32)
     patterns = (bits + 0xFFFF) >> _BF16_BITS  # rounded up
@@ -57,17 +57,17 @@ def percentile_amax(x: Tensor, percentile: float) -> Tensor:
 
 
 def tensor_amax(x: Tensor, percentile: float | None = None) -> Tensor:
-    """One step's amax of a tensor: the maximum, or a percentile of |x|."""
+    """Return one step's amax of a tensor: the maximum of |x|, or a percentile of it."""
     top = finite_amax(x)[0]
     return top if percentile is None else percentile_or_top(x, percentile, top)
 
 
 def percentile_or_top(x: Tensor, percentile: float, top: Tensor) -> Tensor:
-    """The percentile; the maximum where that is 0, as when nearly all elements are (after a ReLU, say)."""
+    """Return the percentile, or the maximum where that is 0 because nearly all elements are (after a ReLU, say)."""
     amax = percentile_amax(x, percentile)
     return torch.where(amax > 0, amax, top)
 
 
 def mask_non_finite(x: Tensor) -> Tensor:
-    """Zeros in place of NaN and infinities."""
+    """Replace NaN and infinities by zeros."""
     return torch.where(x.isfinite(), x, 0.0)

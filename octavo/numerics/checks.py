@@ -10,7 +10,7 @@ def check_choice(field: str, value: Any, choices: Collection[str]) -> None:
 
 
 def checked_percentile(field: str, value: Any) -> float:
-    """The percentage that a person means by 99.99 or by 0.9999. What may mean two things, such as 1, is refused."""
+    """Return the percentage meant by 99.99 or by 0.9999; an ambiguous value, such as 1, is an error."""
     if not isinstance(value, bool) and isinstance(value, int | float):
         if 50 <= value <= 100:
             return float(value)

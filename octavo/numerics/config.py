@@ -35,7 +35,7 @@ RECIPES: dict[str, dict[str, str]] = {
 
 @dataclass(frozen=True)
 class OperandRecipe:
-    """How one operand is quantised. `margin` is a factor of headroom here; `block` is rows × columns of a scale.
+    """Recipe of one operand. `margin` is a factor of headroom here; `block` is rows × columns of a scale.
 
     `columns`: another granularity for the transposed layout, which only the weight's gradient reads.
     """
@@ -52,7 +52,7 @@ class OperandRecipe:
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        # Equal recipes are to be written, and so hashed, alike.
+        # Normalised, so that equal recipes have equal encodings and hashes.
         object.__setattr__(self, "margin", float(self.margin))
         object.__setattr__(self, "percentile", None if self.percentile is None else float(self.percentile))
         # Kernels look up their plans by recipe, in every call.
@@ -65,7 +65,7 @@ class OperandRecipe:
         return OperandRecipe.decode, (self.encode(),)  # hashes of strings differ from process to process
 
     def encode(self) -> str:
-        """As one string: custom operators take no dataclasses."""
+        """Encode the recipe as a string, since custom operators take no dataclasses."""
         rows, columns = self.block
         percentile = "" if self.percentile is None else self.percentile
         return (
@@ -194,7 +194,7 @@ class FP8TrainingConfig:
 
     @classmethod
     def from_recipe(cls, name: str, **overrides: Any) -> Self:
-        """A named recipe: `delayed` (the default), `current`, `channel`, `block` or `mx`; fields may be overridden."""
+        """Return a named recipe: `delayed` (the default), `current`, `channel`, `block` or `mx`, with overrides."""
         name = str(name).lower()
         check_choice("recipe", name, tuple(RECIPES))
         return cls(**{**RECIPES[name], **overrides})
@@ -209,7 +209,7 @@ class FP8TrainingConfig:
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
+        """Return plain values, ready for JSON."""
         return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
 
     def replace(self, **changes: Any) -> Self:
@@ -219,7 +219,7 @@ class FP8TrainingConfig:
 
     @property
     def recipe(self) -> Recipe:
-        """The configuration as code reads it."""
+        """Recipes of the three operands, as the layers read them."""
 
         def operand(i: int) -> OperandRecipe:
             return OperandRecipe(
@@ -238,7 +238,7 @@ class FP8TrainingConfig:
 
 
 def check_config(config: FP8TrainingConfig | str | None) -> FP8TrainingConfig:
-    """The configuration a caller gave, itself or by the name of a recipe, or the default one."""
+    """Return the configuration a caller gave: an object, the name of a recipe, or None for the default."""
     if isinstance(config, str):
         if config.lower() not in RECIPES:
             raise ValueError(
@@ -256,7 +256,7 @@ def _pick(value: Any, i: int) -> Any:
 
 
 def _per_operand(field: str, value: Any, check: Any) -> Any:
-    """One value, or three in the order x, w, g."""
+    """Return three values, in the order x, w, g, from one value or three."""
     if isinstance(value, Mapping):
         unknown = sorted(set(value) - set(OPERANDS))
         if unknown:

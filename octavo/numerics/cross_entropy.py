@@ -17,9 +17,9 @@ IGNORED = -100
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """The loss of every token, and the logarithm of its sum of exponentials."""
+    """Return the loss of every token, and the logarithm of its sum of exponentials."""
     kept = labels != IGNORED
-    if labels.device.type == "cpu":  # elsewhere to look would be to wait, and the device asserts it when it gathers
+    if labels.device.type == "cpu":  # on a GPU the check would synchronise; the gather asserts it there
         _refuse_unknown(labels[kept & ((labels < 0) | (labels >= logits.shape[-1]))], logits.shape[-1])
     lse = torch.logsumexp(logits.float(), dim=-1)
     picked = logits.gather(-1, torch.where(kept, labels, 0)[:, None]).squeeze(-1)
@@ -27,7 +27,7 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def cross_entropy_backward(logits: Tensor, labels: Tensor, lse: Tensor, factor: Tensor | float = 1.0) -> Tensor:
-    """The gradient of `factor × Σ loss`."""
+    """Return the gradient of `factor × Σ loss`."""
     kept = labels != IGNORED
     gradient = torch.exp(logits.float() - lse[:, None])
     gradient[torch.arange(len(labels), device=labels.device), torch.where(kept, labels, 0)] -= 1.0
@@ -37,7 +37,7 @@ def cross_entropy_backward(logits: Tensor, labels: Tensor, lse: Tensor, factor: 
 def cross_entropy_quantize(
     logits: Tensor, labels: Tensor, lse: Tensor, factor: Tensor, format: Format
 ) -> tuple[Quantized, Quantized]:
-    """The gradient in FP8, as rows `[T, V]` and as columns `[V, T]`; not by way of FP16, which has less range."""
+    """Return the gradient in FP8, as rows `[T, V]` and as columns `[V, T]`; not via FP16, which has less range."""
     logits = logits.float() if logits.dtype == torch.float16 else logits
     unit = reciprocal(torch.full((), format.max, dtype=torch.float32, device=logits.device))
     rows = quantize_by(cross_entropy_backward(logits, labels, lse), unit, format)

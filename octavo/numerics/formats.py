@@ -22,7 +22,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Format:
-    """An FP8 format: everything rounding needs to know about it."""
+    """An FP8 format, with everything that rounding needs to know about it."""
 
     name: str
     dtype: torch.dtype
@@ -40,7 +40,7 @@ class Format:
 
     @property
     def saturation_threshold(self) -> float:
-        """Halfway from `max` to where the next step would be: magnitudes beyond it are changed by the clamp."""
+        """Half-way from `max` to the next step there would be: larger magnitudes saturate."""
         exponent = torch.tensor(self.max, dtype=torch.float32).log2().floor().item()
         return self.max + 2.0 ** (exponent - self.mantissa_bits - 1)
 
@@ -70,7 +70,7 @@ def get_format(format: Format | str | torch.dtype) -> Format:
 
 
 def to_float32(data: Tensor) -> Tensor:
-    """FP8 to FP32, exactly. The same as `data.float()`, which takes four times as long for E4M3 on a CPU."""
+    """Convert FP8 to FP32, exactly: `data.float()`, which takes four times as long for E4M3 on a CPU."""
     if data.device.type != "cpu" or data.dtype != torch.float8_e4m3fn or torch.compiler.is_compiling():
         return data.float()
     # The seven bits of an E4M3 magnitude, moved to where FP16 has its exponent and mantissa, are the value / 2^8.
@@ -84,7 +84,7 @@ def to_float32(data: Tensor) -> Tensor:
 
 
 def format_of(dtype: torch.dtype) -> Format:
-    """The format a float8 dtype holds."""
+    """Return the format of a float8 dtype."""
     for format in FORMATS.values():
         if format.dtype == dtype:
             return format

@@ -5,12 +5,12 @@ tensor cores take.
 
     y_MN = Σ_k a_MK · b_NK        accumulated in FP32, scaled, then rounded once to `out_dtype`
 
-`gemm_nt` obeys the GPU's rules so that what runs in emulation also runs on the device: K and N are multiples of 16 and
-the operands are contiguous. `padded_gemm_nt` takes any size, adds the zeros and takes them off again.
+`gemm_nt` obeys the GPU's rules, so that emulated code also runs on the device: K and N are multiples of 16 and the
+operands are contiguous. `padded_gemm_nt` takes any size, adds the zeros and takes them off again.
 
 Leading dimensions are batches and broadcast. `batch` names the batch shape of the result: where it has fewer or
-smaller dimensions than the broadcast one, the product is summed over them in FP32. That is what the gradient of a
-broadcast operand is, and a kernel folds such a dimension into K instead of summing at the end; so does this.
+smaller dimensions than the broadcast one, the product is summed over them in FP32, as the gradient of a broadcast
+operand is. Kernels fold such a dimension into K instead of summing at the end; so does this.
 """
 
 import math
@@ -34,7 +34,7 @@ def gemm_nt(
     out_dtype: torch.dtype = torch.float32,
     batch: Sequence[int] | None = None,
 ) -> Tensor:
-    """`a[..., M, K] · b[..., N, K]ᵀ + bias`, refusing what the GPU refuses."""
+    """Compute `a[..., M, K] · b[..., N, K]ᵀ + bias`; raise where a GPU's GEMM would."""
     check_gemm_rules(a.data, b.data)
     full = torch.broadcast_shapes(a.data.shape[:-2], b.data.shape[:-2])
     batch = full if batch is None else torch.Size(batch)
@@ -61,7 +61,7 @@ def gemm_nt(
 
 @contextmanager
 def _in_fp32(device: torch.device) -> Iterator[None]:
-    """Neither TF32 nor torch's autocast may round FP8 values times a block's scale: the specification is FP32."""
+    """Region without TF32 and torch's autocast: FP8 values times a block's scale are multiplied in FP32."""
     with torch.autocast(device.type, enabled=False):
         if device.type != "cuda":
             yield
@@ -82,7 +82,7 @@ def padded_gemm_nt(
     out_dtype: torch.dtype = torch.float32,
     batch: Sequence[int] | None = None,
 ) -> Tensor:
-    """`gemm_nt` for any size: zeros are added along K and N, and taken off the result."""
+    """Compute `gemm_nt` for any size: zeros are added along K and N, and removed from the result."""
     check_same_k(a.data, b.data)
     n = b.data.shape[-2]
     pad_n = -n % ALIGNMENT
@@ -95,7 +95,7 @@ def padded_gemm_nt(
 
 
 def check_same_k(a: Tensor, b: Tensor) -> None:
-    """Before any padding: two different K may well round up to the same one."""
+    """Check that K agrees before padding, which may round two different K up to the same one."""
     if a.dim() < 2 or b.dim() < 2 or a.shape[-1] != b.shape[-1]:
         raise ValueError(f"gemm_nt takes [..., M, K] and [..., N, K]; got {tuple(a.shape)} and {tuple(b.shape)}")
 
@@ -111,7 +111,7 @@ def check_gemm_rules(a: Tensor, b: Tensor) -> None:
 
 
 def constant_along_k(q: Quantized) -> bool:
-    """One scale for the tensor or one for each row. (128 rows to a scale with one block along K is neither.)"""
+    """Return True for one scale per tensor or per row. (128 rows to a scale with one block along K is neither.)"""
     scale = q.scale
     return scale.dim() == 0 or (scale.dim() >= 2 and scale.shape[-1] == 1 and scale.shape[-2] == q.data.shape[-2])
 
@@ -138,7 +138,7 @@ def fold_into_k(a: Tensor, b: Tensor, full: torch.Size, batch: torch.Size) -> tu
 def fold_quantized(
     a: Quantized, b: Quantized, full: torch.Size, batch: torch.Size
 ) -> tuple[Quantized, Quantized, torch.Size]:
-    """`fold_into_k` on FP8 bytes, a quarter of FP32, where one scale holds for all. Returns the batch left, too."""
+    """Apply `fold_into_k` to FP8 bytes, a quarter of FP32, where there is one scale. Also returns the batch left."""
     if batch == full or a.scale.dim() or b.scale.dim():
         return a, b, full
     a_data, b_data = fold_into_k(a.data.view(torch.uint8), b.data.view(torch.uint8), full, batch)
@@ -147,7 +147,7 @@ def fold_quantized(
 
 
 def pad_operand(q: Quantized, pad_rows: int) -> Quantized:
-    """Zeros along K up to the alignment, and `pad_rows` rows of them."""
+    """Add zeros along K up to the alignment, and `pad_rows` rows of them."""
     pad_k = -q.data.shape[-1] % ALIGNMENT
     if not pad_rows and not pad_k:
         return q

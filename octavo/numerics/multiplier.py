@@ -19,15 +19,16 @@ from torch import Tensor
 from octavo.numerics.amax import finite_amax
 from octavo.numerics.formats import E8M0_DTYPE, Format
 
-# For the largest |x|: beyond twice the format's maximum much saturates, below 16 times its smallest normal number most
-# elements lose bits. A multiplier that somebody computed puts it at the maximum or below; a little above, if it is old.
+# Limits for the scaled largest |x|: above twice the format's maximum many elements saturate, below 16 times its least
+# normal number most lose bits. A computed multiplier puts it at the maximum or below; slightly above if it is stale.
 _TOO_HIGH, _TOO_LOW, _OLD = 2.0, 16.0, 1.25
 
 
 class Multiplier(Tensor):
-    """A tensor x is multiplied by to quantise it. In arithmetic a plain tensor; `1 / multiplier` is the factor.
+    """Quantising multiplier: the tensor that x is multiplied by. `1 / multiplier` is the dequantising factor.
 
-    Copies, other devices and products with a number are multipliers still; the result of anything else is not.
+    In arithmetic it is a plain tensor. Copies, other devices and products with a number remain multipliers; other
+    results do not.
     """
 
     @classmethod
@@ -65,7 +66,7 @@ _BY_NUMBER = {
 
 
 def as_factor(scale: Tensor | float, device: torch.device) -> Tensor:
-    """The dequantising factor that a caller's scale stands for: FP32, or E8M0 as it is; 0-d if it is one number."""
+    """Return the dequantising factor that a caller's scale stands for: FP32, or E8M0 as is; 0-d if it is one number."""
     if not isinstance(scale, Tensor | int | float):
         raise TypeError(f"scale={scale!r}: a number or a tensor; a format goes by name, format=...")
     if isinstance(scale, int | float) and not 0 < scale < math.inf:
@@ -78,10 +79,10 @@ def as_factor(scale: Tensor | float, device: torch.device) -> Tensor:
 
 
 def checked_factor(scale: Tensor | float, x: Tensor, format: Format, name: str = "scale") -> Tensor:
-    """`as_factor` to quantise x with, unless it must be a multiplier that has lost its type.
+    """Return `as_factor` for quantising x, unless it must be a multiplier that has lost its type.
 
-    On a CPU that is an error. Elsewhere, and while compiling, the factor is then NaN, and so is all that comes of it:
-    looking would mean to wait for the device.
+    On a CPU that is an error. Elsewhere, and while compiling, the factor is then NaN, and so are all results: a check
+    would have to wait for the device.
     """
     factor = as_factor(scale, x.device)
     if factor.device.type == "cpu" and not torch.compiler.is_compiling() and not bool((factor.float() > 0).all()):

@@ -1,4 +1,4 @@
-"""The norm before a product, whose backward needs no input: x is what came out of it, and that is kept, in FP8.
+"""RMS norm before a product, with a backward that reads the norm's output x, which is saved in FP8, and no input.
 
     x = weight · h / rms(h)          dh = (weight · g − x / weight · mean(g · x)) / rms(h)
 
@@ -18,16 +18,16 @@ class Norm(NamedTuple):
 
 
 def rms_norm(h: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
-    """x, as Hugging Face's Llama computes it, and 1 / rms of each row in FP32."""
+    """Return x, as Hugging Face's Llama computes it, and 1 / rms of each row in FP32."""
     wide = h.float()
     inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
     return norm.weight * (wide * inverse).to(h.dtype), inverse
 
 
 def rms_norm_backward(g: Tensor, x: Tensor, norm: Norm, inverse: Tensor, normed: Tensor | None = None) -> Tensor:
-    """dh in the dtype of g. `normed`: h / rms(h), where it is known.
+    """Return dh in the dtype of g. `normed`: h / rms(h), if known.
 
-    Else a column whose weight is zero has no second term: x does not tell what it was.
+    Without it, the second term is zero in columns whose weight is zero, since x / weight is undefined there.
     """
     weight, wide, x = norm.weight.float(), g.float(), x.float()
     along = (wide * x).mean(-1, keepdim=True)
@@ -36,7 +36,7 @@ def rms_norm_backward(g: Tensor, x: Tensor, norm: Norm, inverse: Tensor, normed:
 
 
 def weight_gradient(g: Tensor, x: Tensor, norm: Norm) -> Tensor:
-    """Of the norm's weight. Where that is zero there is none: x does not tell what was multiplied by it."""
+    """Gradient of the norm weight; zero where the weight is zero, since x / weight is undefined there."""
     weight = norm.weight.float()
     along = (g.float() * x.float()).sum(0)
     return torch.where(weight == 0, 0.0, along / weight).to(norm.weight.dtype)

@@ -1,4 +1,4 @@
-"""Quantising one operand of a product: what a layer does to x, w and g, in the layouts the GEMMs want.
+"""Quantisation of one operand of a product, x, w or g, in the layouts that the GEMMs read.
 
 A product contracts each operand along two different dimensions: x_MK along K in forward and along M for the weight's
 gradient. `layout` names what is wanted of an operand `[..., R, C]`:
@@ -10,13 +10,13 @@ gradient. `layout` names what is wanted of an operand `[..., R, C]`:
 Per tensor and per 128×128 block the two layouts hold the same FP8 values. Per row, per 1×128 and per 1×32 they do not:
 each is quantised from the high-precision values, never one from the other.
 
-A delayed scale that does not hold the tensor gives way to the tensor's own (`scaling.holds`), for this use, and while
-recording for the rest of the step.
+A delayed scale that does not hold the tensor (`scaling.holds`) is replaced by the tensor's own: for this use and, while
+recording, for the rest of the step.
 
-While recording, the operand's row (see `scaling.py`) learns the amax, whether everything was finite, and the share of
-elements that saturated (the clamp changed them) or underflowed (became zero without having been it), and whether the
-delayed scale held. Its scale is that of the whole tensor, so only granularity `tensor` sets it here; for the others the
-next roll of the history does.
+While recording, the operand's row (see `scaling.py`) receives the amax, whether all values were finite, the shares of
+elements that saturated (the clamp changed them) and underflowed (non-zero values that became zero), and whether the
+delayed scale held. The row's scale is one for the whole tensor, so only granularity `tensor` sets it here; for the
+others the next roll of the history does.
 """
 
 from collections.abc import Sequence
@@ -43,9 +43,9 @@ def quantize_operand(
     layout: str = "rows",
     scale: Tensor | None = None,
 ) -> list[Quantized]:
-    """Quantise `x[..., R, C]` by its recipe into the wanted layouts.
+    """Quantise `x[..., R, C]` by its recipe into the requested layouts.
 
-    `scale`: one for the whole tensor, found before and taken as it is; the row is then neither read nor written.
+    `scale`: one for the whole tensor, computed before and used as is; the row is then neither read nor written.
     """
     if scale is not None:
         return _in_layout(_quantize(x, recipe, scale), layout)
@@ -83,13 +83,13 @@ def quantize_group(
     layout: str = "rows",
     scale: Tensor | None = None,
 ) -> list[Quantized]:
-    """Several matrices side by side as one operand: what q, k and v are to the input they share."""
+    """Quantise several matrices side by side as one operand, such as q, k and v, which share their input."""
     x = torch.cat(list(xs)) if len(xs) > 1 else xs[0]
     return quantize_operand(x, row, recipe, record=record, layout=layout, scale=scale)
 
 
 def _in_layout(rows: Quantized, layout: str) -> list[Quantized]:
-    """The layouts of an operand that has one scale."""
+    """Return the layouts of an operand that has one scale."""
     if layout == "rows":
         return [rows]
     # A copy even where .mT is contiguous already (one row or one column): operators may not return aliases.

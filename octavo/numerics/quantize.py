@@ -1,4 +1,4 @@
-"""Quantising and dequantising: what an FP8 tensor means.
+"""Quantisation and dequantisation: the meaning of an FP8 tensor.
 
     value = data × scale                                            (dequantising)
     scale = amax / FP8_MAX × margin                                 (the *dequantising* factor, FP32)
@@ -15,15 +15,15 @@
 
 Edge blocks are smaller; nothing needs to divide. C is the contracted dimension of the product that follows.
 
-What happens to unusual input:
+Unusual input:
 - all zero: scale 1, data 0;
-- tiny: the scale never falls below 2^-126, so its reciprocal is finite; what is too small for that rounds to 0;
+- tiny: the scale never falls below 2^-126, so its reciprocal is finite; smaller values round to 0;
 - huge: the largest finite magnitude maps to the format's largest value; nothing overflows;
 - NaN and infinities: NaN in `data` at their place, in every format; the scale comes from the finite elements;
 - finite, but beyond FP32 once divided by the scale: the format's largest value, as everything else that is too large.
 
-A scale that is given instead is the same factor, as `compute_scale` returns it, or what `FP8ScalingManager.get_scale`
-returns, which multiplies and is known by its type (`multiplier.py`).
+A scale given by the caller is the same factor, as `compute_scale` returns it, or a multiplier from
+`FP8ScalingManager.get_scale`, which is recognised by its type (`multiplier.py`).
 """
 
 import math
@@ -48,7 +48,7 @@ SMALLEST_SCALE = 2.0**-126  # the smallest normal FP32: its reciprocal is finite
 
 
 class Quantized(NamedTuple):
-    """An FP8 tensor: `value = data × scale`. A plain pair, so that it unpacks and travels anywhere."""
+    """An FP8 tensor: `value = data × scale`. A plain pair, so it unpacks and passes through any interface."""
 
     data: Tensor
     scale: Tensor
@@ -87,7 +87,7 @@ def quantize(
 def quantize_by(
     x: Tensor, scale: Tensor, format: Format, rounding: str = "nearest", generator: torch.Generator | None = None
 ) -> Quantized:
-    """`round(x / scale)`, whatever that makes of x."""
+    """Compute `round(x / scale)` for a given scale."""
     wide = x.detach().float()
     scaled = wide * expand_scale(reciprocal(scale), x.shape)
     if rounding == "stochastic":
@@ -105,16 +105,16 @@ def quantize_stochastic(
     granularity: str = "tensor",
     generator: torch.Generator | None = None,
 ) -> Quantized:
-    """`quantize` with stochastic rounding: unbiased, on the FP8 grid, reproducible from `generator`."""
+    """Apply `quantize` with stochastic rounding: unbiased, on the FP8 grid, reproducible from `generator`."""
     return quantize(x, scale, format=format, granularity=granularity, rounding="stochastic", generator=generator)
 
 
 def dequantize(
     data: "Tensor | Quantized", scale: Tensor | float | torch.dtype | None = None, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """`data × scale`, computed in FP32 and rounded once to `dtype` (FP32 if not given).
+    """Compute `data × scale` in FP32, rounded once to `dtype` (FP32 if not given).
 
-    `dequantize(q)` and `dequantize(q, dtype)` for what `quantize` returned; `dequantize(data, scale)` for FP8 data with
+    `dequantize(q)` and `dequantize(q, dtype)` for a result of `quantize`; `dequantize(data, scale)` for FP8 data with
     its factor, or with the multiplier that `FP8ScalingManager.get_scale` returned.
     """
     if isinstance(scale, torch.dtype):
@@ -139,7 +139,7 @@ def compute_scale(
     block: tuple[int, int] = (1, BLOCK),
     mx_rule: str = "up",
 ) -> Tensor:
-    """The dequantising scale of `x`: FP32, or E8M0 for `mx`. `margin` is a factor of headroom above the amax."""
+    """Return the dequantising scale of `x`: FP32, or E8M0 for `mx`. `margin` is a factor of headroom above the amax."""
     format = get_format(format)
     check_choice("granularity", granularity, GRANULARITIES)
     check_choice("mx_rule", mx_rule, MX_RULES)
@@ -161,19 +161,19 @@ def compute_scale(
     shape = {"channel": (1, max(rows.shape[-1], 1)), "block": block, "mx": (1, MX_BLOCK)}[granularity]
     amax = block_amax(rows, shape)
     if granularity == "channel" and not rows.shape[-1]:
-        amax = amax.new_zeros(*rows.shape[:-1], 1)  # a row without elements has a scale nevertheless
+        amax = amax.new_zeros(*rows.shape[:-1], 1)  # a row without elements still has a scale
     amax = amax.squeeze(0) if x.dim() == 1 else amax
     return mx_scale(amax, format, mx_rule, margin) if granularity == "mx" else scale_from_amax(amax, format, margin)
 
 
 def scale_from_amax(amax: Tensor, format: Format, margin: float = 1.0) -> Tensor:
-    """`amax / FP8_MAX × margin` in FP32; 1 where amax is 0, never below `SMALLEST_SCALE`."""
+    """Compute `amax / FP8_MAX × margin` in FP32; 1 where amax is 0, never below `SMALLEST_SCALE`."""
     scale = (divide(amax.float(), format.max) * margin).clamp(SMALLEST_SCALE, LARGEST_SCALE)
     return torch.where(amax > 0, scale, 1.0)
 
 
 def mx_scale(amax: Tensor, format: Format, rule: str = "up", margin: float = 1.0) -> Tensor:
-    """A power of two in E8M0 per block.
+    """Return a power of two in E8M0 per block.
 
     `up` rounds `amax / FP8_MAX` up to a power of two, so that nothing saturates. `floor` is the rule of the OCP MX
     specification, `2^(⌊log2 amax⌋ − ⌊log2 FP8_MAX⌋)`: it clips block maxima whose mantissa exceeds the format's.
@@ -189,19 +189,19 @@ def mx_scale(amax: Tensor, format: Format, rule: str = "up", margin: float = 1.0
 
 
 def reciprocal(scale: Tensor) -> Tensor:
-    """The quantising multiplier, `1 / scale`, correctly rounded in FP32 (`torch.reciprocal` need not be)."""
+    """Return the quantising multiplier `1 / scale`, correctly rounded in FP32 (`torch.reciprocal` need not be)."""
     return torch.ones((), dtype=torch.float32, device=scale.device) / scale.float()
 
 
 def divide(x: Tensor, divisor: float) -> Tensor:
-    """`x / divisor`, correctly rounded: by a Python number, CUDA multiplies with its rounded reciprocal instead."""
+    """Compute `x / divisor`, correctly rounded; for a Python number CUDA would multiply by its rounded reciprocal."""
     return x / torch.full((), divisor, dtype=x.dtype, device=x.device)
 
 
 def expand_scale(scale: Tensor, shape: torch.Size) -> Tensor:
-    """Spread per-group scales so that they broadcast against data of `shape`.
+    """Broadcast per-group scales to data of `shape`.
 
-    The block is read off the shapes: where two readings are possible (one block covers the row), they agree.
+    The block is derived from the shapes; where two readings are possible (one block covers the row), they agree.
     """
     if scale.dim() == 0:
         return scale

@@ -2,7 +2,7 @@
 
 A scale from earlier steps is a guess. Where it turns out wrong, the tensor is quantised again with a scale of its own.
 
-Each named tensor has a *row* of FP32 numbers on its device; quantising reads the scale from it and writes what it saw:
+Each named tensor has a *row* of FP32 numbers on its device; quantising reads the scale from it and records there:
 
     SCALE       dequantising factor in force; 0 until the first non-zero use
     AMAX        largest magnitude seen in this step (the maximum over its micro-batches)
@@ -15,7 +15,7 @@ Each named tensor has a *row* of FP32 numbers on its device; quantising reads th
 
 The rules:
 - The first non-zero use takes the tensor's own amax, and its scale stays in force for the rest of the step. So
-  recomputing a forward under activation checkpointing meets the very same scale.
+  recomputing a forward under activation checkpointing uses the same scale.
 - A scale *holds* a tensor if rounding saturates nothing and the largest magnitude is a normal number (`holds`). A
   tensor that the scale in force does not hold takes its own amax, like a first use. So nothing that jumps from one
   step to the next saturates, and nothing vanishes: inputs, loaded weights, updates by hand, evaluation.
@@ -46,8 +46,8 @@ SCALE, AMAX, SEEN, NON_FINITE, SATURATED, UNDERFLOW, CALLS, LAST_AMAX, RESCALED,
 ROW = 12  # a multiple of four, so that rows next to each other are all aligned to 16 bytes
 EMA_DECAY = 0.9
 _PER_ROW = ("_history", "_amax", "_ema", "_steps")
-# Who follows optimisers, and for which model. One hook serves all: were there one for each, removed with its manager,
-# a manager that the garbage collector finds during a step would change torch's hooks while torch walks over them.
+# Managers that follow optimisers, with the model of each. One global hook serves all: with a hook per manager, garbage
+# collection of a manager during a step would change torch's hooks while torch iterates over them.
 _followers: "weakref.WeakKeyDictionary[FP8ScalingManager, _Trained | None]" = weakref.WeakKeyDictionary()
 _followers_hook: list[Any] = []
 
@@ -58,14 +58,14 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
 
 
 class _Trained:
-    """The Parameters of a model: those it has, as long as there is a model, and those it had."""
+    """Parameters of a model: its present ones, as long as the model exists, and its earlier ones."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = weakref.ref(model)
         self.had = [weakref.ref(parameter) for parameter in model.parameters()]
 
     def parameters(self) -> list[nn.Parameter]:
-        """All that are left. A part of the model may live on elsewhere, and an engine may have put others in place."""
+        """Return the Parameters still alive: parts may outlive the model, and an engine may have replaced some."""
         model = self.model()
         had = [parameter for reference in self.had if (parameter := reference()) is not None]
         return had + (list(model.parameters()) if model is not None else [])
@@ -74,7 +74,7 @@ class _Trained:
 class FP8ScalingManager:
     """Scales and amax histories of any number of named tensors.
 
-    By hand, one call a step: `update_amax(name, amax)`, then `get_scale(name)`. With micro-batches:
+    Manually, with one call a step: `update_amax(name, amax)`, then `get_scale(name)`. With micro-batches:
     `record(name, amax)` as often as needed and `step()` once. Layers pass their `row` to the quantise operation, which
     does the recording; `follow_optimizers()` makes every `optimizer.step()` call `step()`.
     """
@@ -125,7 +125,7 @@ class FP8ScalingManager:
     def from_config(cls, config: FP8TrainingConfig, device: torch.device | str = "cpu") -> "FP8ScalingManager":
         return cls(
             config.amax_history_len,
-            1.0,  # operands bring their own
+            1.0,  # operands have their own
             algorithm=config.amax_compute_algo,
             interval=config.amax_update_interval,
             percentile=config.percentile,
@@ -139,7 +139,7 @@ class FP8ScalingManager:
     def register(
         self, name: str, format: Format | str | None = None, margin: float | None = None, row: Tensor | None = None
     ) -> Tensor:
-        """The row of `name`, made on first asking. `row`: keep it in this tensor of length `ROW` from now on."""
+        """Return the row of `name`, created on first use. `row`: a tensor of length `ROW` to keep it in from now on."""
         if name not in self._index:
             self._index[name] = len(self.rows)
             self._maximum.append((self.format if format is None else get_format(format)).max)
@@ -151,11 +151,11 @@ class FP8ScalingManager:
         return self.rows[self._index[name]]
 
     def record(self, name: str, amax: Tensor | float) -> None:
-        """Note an amax seen in this step; `step()` takes the maximum of them into the history."""
+        """Record an amax seen in this step; `step()` takes the maximum of them into the history."""
         if isinstance(amax, int | float) and -math.inf < amax < 0:
             raise ValueError(f"amax of {name!r} is {amax!r}: a magnitude is not negative")
         row = self.register(name)
-        # Detached: rows outlive the step, and with them would the graph of `w.abs().max()`.
+        # Detached: rows outlive the step, and would keep the graph of `w.abs().max()` alive.
         amax = torch.as_tensor(amax, dtype=torch.float32, device=row.device).detach()
         if amax.dim():
             raise ValueError(f"amax of {name!r} has shape {tuple(amax.shape)}: one number (observe() takes a tensor)")
@@ -163,27 +163,27 @@ class FP8ScalingManager:
         record_use(row, torch.where(finite, amax.abs(), 0.0), ~finite)
 
     def observe(self, name: str, x: Tensor) -> None:
-        """`record` the amax of a tensor: its maximum, or the manager's `percentile`."""
+        """Record the amax of a tensor: its maximum, or the manager's `percentile`."""
         row = self.register(name)
         record_use(row, tensor_amax(x, self.percentile).to(row.device), ~x.isfinite().all())
 
     def update_amax(self, name: str, amax: Tensor | float) -> None:
-        """One step's amax: `record`, and roll this tensor's history."""
+        """Record one step's amax and roll this tensor's history."""
         self.record(name, amax)
         self._roll(self._index[name])
 
     def get_scale(self, name: str) -> Multiplier:
-        """The quantising multiplier FP8_MAX / (amax × margin), 0-d; 1 before any update.
+        """Return the quantising multiplier FP8_MAX / (amax × margin), 0-d; 1 before any update.
 
-        A tensor whose type says that it multiplies, so that `quantize`, `dequantize` and `fp8_linear` take it as it is.
+        Its type marks it as a multiplier, so that `quantize`, `dequantize` and `fp8_linear` accept it.
         """
         if name not in self._index:
             return Multiplier.of(torch.ones((), dtype=torch.float32, device=self.device))
         self._arrange()
         i = self._index[name]
         scale, amax = self.rows[i][SCALE], self._amax[i]
-        # From the amax while there is one: 448 / (1 × 2) is 224, the reciprocal of its reciprocal need not be.
-        # Tensor by tensor: a number divided by a tensor is reciprocal × number, off by one unit at times.
+        # From the amax if there is one: 448 / (1 × 2) is 224, but the reciprocal of its reciprocal need not be.
+        # Tensor by tensor: torch computes number / tensor as reciprocal × number, off by one unit at times.
         multiplier = (amax.new_full((), self._maximum[i]) / (amax * self._margin[i])).clamp(max=1 / SMALLEST_SCALE)
         multiplier = torch.where(amax > 0, multiplier, reciprocal(scale))
         return Multiplier.of(torch.where(scale > 0, multiplier, 1.0))
@@ -195,7 +195,7 @@ class FP8ScalingManager:
             self._roll()
 
     def to(self, device: torch.device | str) -> None:
-        """Move everything; rows keep their identity, since layers hold on to them."""
+        """Move everything; rows keep their identity, since layers hold references to them."""
         self.device = torch.device(device)
         for row in self.rows:
             if row.device != self.device:
@@ -204,8 +204,8 @@ class FP8ScalingManager:
     def follow_optimizers(self, model: nn.Module | None = None) -> None:
         """Call `step()` after `optimizer.step()`, for as long as this manager lives.
 
-        Of every optimiser; but once one that holds Parameters of `model` has stepped, of such ones only. (Sharding
-        engines give their optimisers tensors of their own, so not holding any proves nothing by itself.)
+        Every optimiser counts until one that holds Parameters of `model` has stepped; from then on only such ones do.
+        (Sharding engines give their optimisers tensors of their own, so holding none proves nothing.)
         """
         self._follows = True
         if not _followers_hook:
@@ -221,7 +221,7 @@ class FP8ScalingManager:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        if self._follows:  # a copy, as of a whole model, follows by itself, and does not know its model
+        if self._follows:  # a copy (of a whole model, say) follows on its own, and does not know its model
             self._has_own_optimizer = False
             self.follow_optimizers()
 
@@ -271,10 +271,10 @@ class FP8ScalingManager:
                 self._limits = torch.tensor(limits, dtype=torch.float32, device=self.device).reshape(-1, 2)
 
     def statistics(self, *, reset: bool = True) -> dict[str, dict[str, float]]:
-        """Statistics since the last reset, by name. Synchronises.
+        """Return statistics since the last reset, by name. Synchronises.
 
         `scale` and `amax` are the newest. `saturated` and `underflow` are shares of elements, `rescaled` is the share
-        of uses that the delayed scale could not hold: those were quantised with their own amax.
+        of uses that the delayed scale did not hold: those were quantised with their own amax.
         """
         if not self.rows:
             return {}
@@ -307,7 +307,7 @@ class FP8ScalingManager:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a saved state; rows keep their identity, since layers hold on to them."""
+        """Load a saved state; rows keep their identity, since layers hold references to them."""
         saved_len = state["_history"].shape[1]
         if saved_len != self.history_len:
             raise ValueError(f"history_len={self.history_len}: the saved scaling state has {saved_len}; use that")
@@ -331,16 +331,16 @@ class FP8ScalingManager:
 
 
 def new_rows(*shape: int, device: torch.device | str) -> Tensor:
-    """Empty rows. Not inference tensors, wherever they are made: training writes to them later.
+    """Return empty rows in FP32, outside inference mode, since training writes to them later.
 
-    In FP32 whatever the default dtype: transformers sets that to the model's while it loads one.
+    The default dtype is ignored: transformers sets it to the model's while it loads one.
     """
     with torch.inference_mode(False):
         return torch.zeros(*shape, ROW, dtype=torch.float32, device=device)
 
 
 def holds(scale: Tensor, amax: Tensor, format: Format, margin: float) -> Tensor:
-    """Whether `scale` serves a tensor with this amax: nothing saturates, and the largest magnitude is a normal number.
+    """Return True if `scale` serves a tensor with this amax: nothing saturates, and the largest magnitude is normal.
 
     Growth by less than half a step of the format is rounded, not saturated: 3.5 % in E4M3, 7 % in E5M2. A `margin`
     below 1 asks for saturation, and gets as much as it asks for.

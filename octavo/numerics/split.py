@@ -2,15 +2,15 @@
 
     bits of x + 0x8000  =  high · 2¹⁶ + low        high: x rounded to BF16, ties away from zero; low: 0 to 0xFFFF
 
-Nothing is lost: `join(*split(x))` is x, bit for bit, but for the payload of NaN. A `high` that was changed by somebody
-else (weights that were loaded, or pruned) is a pair with the `low` of before, too: what they join to is within half a
-step of BF16 of the new `high`, and rounds to it. Below zero and above infinity there is no such half step: where `low`
-would go there, it is left out.
+Nothing is lost: `join(*split(x))` is x, bit for bit, except the payload of NaN. A `high` that has changed in between
+(loaded or pruned weights) can still be joined with the old `low`: the result is within half a BF16 step of the new
+`high`, and rounds to it. Below zero and above infinity there is no such half step, and `low` is ignored where it would
+lead there.
 
 Both halves are BF16 tensors, although `low` is no number: `Optimizer.load_state_dict` casts the states of a BF16
 parameter to BF16, and a tensor that is BF16 already comes through as it is.
 
-`views` cuts a tensor without a copy, by truncation: for FP32 states on their way to a file.
+`views` splits a tensor without a copy, by truncation: for FP32 states that are written to a file.
 """
 
 import math
@@ -24,12 +24,12 @@ _INFINITY = 0x7F800000
 
 
 def new_low(high: Tensor) -> Tensor:
-    """The low half that goes with BF16 values as they are."""
+    """Return the low half that makes the joined values equal to the BF16 ones."""
     return torch.empty_like(high).view(torch.int16).fill_(-HALF).view(torch.bfloat16)
 
 
 def join(high: Tensor, low: Tensor) -> Tensor:
-    """FP32 values, laid out as `high` is."""
+    """Return FP32 values in the memory layout of `high`."""
     upper, lower = high.view(torch.int16).int() << 16, low.view(torch.int16).int() & _LOWER
     size = upper & 0x7FFFFFFF
     beyond = ((size == 0) & (lower < HALF)) | ((size == _INFINITY) & (lower > HALF))
@@ -45,7 +45,7 @@ def split(x: Tensor, high: Tensor, low: Tensor) -> None:
 
 
 def views(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Upper and lower half of an FP32 tensor, sharing its memory where it is laid out in rows."""
+    """Return the upper and lower half of an FP32 tensor; views of its memory where it is laid out in rows."""
     if x.dim() and x.stride(-1) == 1:
         halves = x.view(torch.bfloat16)
         return halves[..., 1::2], halves[..., ::2]
@@ -54,7 +54,7 @@ def views(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join_views(high: Tensor, low: Tensor) -> Tensor:
-    """What `views` has cut, in memory of its own."""
+    """Join the halves that `views` returned, in new memory."""
     return _put_together(high, low).contiguous().view(torch.float32)
 
 

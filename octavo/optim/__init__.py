@@ -9,9 +9,8 @@ parameter itself. The low-bit variants store them in blocks with one FP32 scale 
     adamw4bit   1                       16 levels, blocks of 128: cubes of sevenths; of squares, powers of two
 
 Only a tensor with at least 4,096 elements whose count divides by the block is stored so; states of smaller ones are in
-the parameter's own dtype. The update itself is computed in FP32, and parameters may be kept so. In BF16, rounded to the
-nearest, a weight does not move by less than a 256th of itself, so small updates would be lost: with
-`stochastic_rounding` it rounds up or down by chance, and on average moves by what it should.
+the parameter's own dtype. The update is computed in FP32. A BF16 weight that is rounded to nearest loses updates below
+a 256th of itself; with `stochastic_rounding` they are kept on average.
 """
 
 import importlib
@@ -24,11 +23,11 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
+from octavo.optim.fused_adamw import with_fused_step
 from octavo.optim.in_backward import offload_states, step_in_backward, steps_in_backward
 from octavo.optim.masters import offload_master
-from octavo.optim.memory import StepMemory, measure_memory
-from octavo.optim.one_pass import in_one_pass
 from octavo.optim.split_masters import keep_masters
+from octavo.optim.step_memory import StepMemory, measure_memory
 
 __all__ = [
     "OPTIMIZERS",
@@ -57,9 +56,9 @@ def build_optimizer(
     *,
     stochastic_rounding: bool = False,
 ) -> torch.optim.Optimizer:
-    """The optimiser called `name`, one of `OPTIMIZERS`, of parameters or groups of them, as torch takes them.
+    """Build the optimiser called `name`, one of `OPTIMIZERS`, for parameters or parameter groups.
 
-    `stochastic_rounding`: of parameters in BF16.
+    `stochastic_rounding`: round BF16 parameters stochastically after each update.
     """
     if name not in OPTIMIZERS:
         raise ValueError(f"optimizer={name!r}: choose from {', '.join(OPTIMIZERS)}")
@@ -68,25 +67,25 @@ def build_optimizer(
     if name == "adamw" and not stochastic_rounding:
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(parameters, **options)
         if all(p.is_cuda for group in optimizer.param_groups for p in group["params"]):
-            # Without copies of all tensors, which torch's other ways make. On a CPU it does not look at strides.
+            # Makes no copies of all tensors, unlike torch's other implementations. On a CPU it ignores strides.
             groups = [{name: x for name, x in group.items() if name not in _WAYS} for group in optimizer.param_groups]
             optimizer = torch.optim.AdamW(groups, **options, fused=True)
     else:
-        optimizer_class = in_one_pass(getattr(_torchao_optim(name), LOW_BIT.get(name, "_AdamW")))
+        optimizer_class = with_fused_step(getattr(_torchao_optim(name), LOW_BIT.get(name, "_AdamW")))
         optimizer = optimizer_class(parameters, **options, bf16_stochastic_round=stochastic_rounding)
     optimizer.register_load_state_dict_pre_hook(_keep_way)
     return optimizer
 
 
 def _keep_way(optimizer: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint says how its steps were computed, and torch would go on like that."""
+    """Keep this optimiser's `fused` and `foreach`: torch would take over those of the checkpoint."""
     own = {name: optimizer.defaults[name] for name in _WAYS if name in optimizer.defaults}
     groups = [{name: x for name, x in group.items() if name not in _WAYS} | own for group in loaded["param_groups"]]
     return {**loaded, "param_groups": groups}
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the rate of every group. torchao keeps it in a tensor, so that a new rate does not compile a new step."""
+    """Set the rate of every group; in place where it is a tensor (torchao), so that nothing is compiled again."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], torch.Tensor):
             group["lr"].fill_(lr)
@@ -108,7 +107,7 @@ def _torchao_optim(name: str) -> ModuleType:
 
 @contextmanager
 def _quiet(logger_name: str) -> Iterator[None]:
-    """torchao warns about each CUDA library that a CPU machine cannot load; its optimisers use none of them."""
+    """Silence warnings about CUDA libraries that torchao cannot load on a CPU; its optimisers use none of them."""
     logger = logging.getLogger(logger_name)
     level = logger.level
     logger.setLevel(logging.ERROR)

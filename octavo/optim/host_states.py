@@ -1,8 +1,8 @@
-"""Optimiser states that live in host memory, pinned, and are on the GPU only while their parameter's step is computed.
+"""Optimiser states in pinned host memory, which are on the GPU only while their parameter's step is computed.
 
-Parameters come in the same order in every step, so while one is stepped the states of those after it are on their way
-(`transfers.py`). With low-bit states there is little to move: an 8B has 8 GB of them in 4 bits, and 64 in FP32. Master
-weights, where there are some, travel with the states.
+Parameters are stepped in the same order in every step, so the states of the next ones are copied while one is stepped
+(`transfers.py`). Low-bit states keep the copies small: an 8B has 8 GB of them in 4 bits, and 64 in FP32. Master
+weights, if any, are copied with the states.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,7 +21,7 @@ _MASTER = "master"
 
 
 class HostStates:
-    """`masters`: the FP32 weights, in host memory, of parameters whose own values are something else."""
+    """States of an optimiser in host memory. `masters`: FP32 weights there of parameters that hold other values."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, masters: Mapping[Tensor, Tensor] | None = None) -> None:
         self.optimizer = optimizer
@@ -43,7 +43,7 @@ class HostStates:
             self._settle(parameter, state, torch.float32 if self._is_stepped_in_fp32(parameter) else None)
 
     def bring(self, parameter: Tensor) -> Tensor | None:
-        """The states of `parameter` to its device, and those of the next ones on their way. Returns its master."""
+        """Copy the states of `parameter` to its device, and start copying the next ones. Returns its master."""
         trip = self._coming.pop(parameter, None) or self._start(parameter)
         self._here[parameter] = trip
         self._of(parameter).wait_for(trip)
@@ -68,7 +68,7 @@ class HostStates:
             following = self._after.get(following)
 
     def send(self, parameter: Tensor, master: Tensor | None = None) -> None:
-        """The states of `parameter` back to the host, where the optimiser finds them, and its master."""
+        """Copy the states of `parameter`, and its master, back to the host, where the optimiser finds them."""
         state = self.optimizer.state.get(parameter, {}) | ({} if master is None else {_MASTER: master})
         room = self._rooms.setdefault(parameter, {})
         trip = self._here.pop(parameter, None)
@@ -79,12 +79,12 @@ class HostStates:
         self._last = parameter
 
     def master(self, parameter: Tensor) -> Tensor:
-        """In host memory, when it is up to date."""
+        """Return the up-to-date master in host memory."""
         self.wait()
         return self._rooms[parameter][_MASTER]
 
     def wait(self) -> None:
-        """Until what the host has is what the devices had, and the host may change it."""
+        """Wait for all transfers, after which the host may read and change its copies."""
         for transfers in self._transfers.values():
             transfers.synchronize()
 
@@ -94,7 +94,7 @@ class HostStates:
         self._rooms[parameter][_MASTER].copy_(values)
 
     def give_back(self) -> None:
-        """All states to where their parameters are, for good."""
+        """Move all states to the devices of their parameters, and stop offloading."""
         self.wait()
         self._coming.clear()
         for parameter, room in self._rooms.items():
@@ -118,13 +118,13 @@ class HostStates:
         return self._transfers[device]
 
     def _show(self, parameter: Tensor) -> None:
-        """Let the optimiser have what lies on the host."""
+        """Give the optimiser the states in host memory."""
         state = {name: value for name, value in self._rooms[parameter].items() if name != _MASTER}
         if state:
             self.optimizer.state[parameter] = state
 
     def _settle(self, parameter: Tensor, state: State, dtype: torch.dtype | None) -> None:
-        """Take in states that are somewhere else."""
+        """Copy states that lie elsewhere into host memory."""
         room = self._rooms.setdefault(parameter, {})
         housed = partial(_housed, parameter.device)
         if has_master(self.optimizer, parameter):
@@ -137,7 +137,7 @@ class HostStates:
         return parameter in self._rooms or has_master(self.optimizer, parameter)
 
     def _take_loaded(self, _optimizer: Any, loaded: dict[str, Any]) -> dict[str, Any]:
-        """torch would put states on the devices of their parameters, all of them, and in their dtype."""
+        """Take the states out of a loaded checkpoint; torch would put them all on the GPU, in the parameters' dtype."""
         states = loaded["state"].items()
         parameters = chain.from_iterable(group["params"] for group in loaded["param_groups"])
         self._loaded = {i: {name: x for name, x in state.items() if is_moved(x)} for i, state in states}
@@ -163,7 +163,7 @@ class HostStates:
 
 
 def _in_dtype(value: Any, dtype: torch.dtype | None) -> Any:
-    """States with few bits have formats of their own."""
+    """Cast a plain floating-point state; low-bit states have formats of their own."""
     plain = is_moved(value) and not hasattr(value, "__tensor_flatten__") and value.is_floating_point()
     return value.to(dtype) if plain and dtype is not None else value
 

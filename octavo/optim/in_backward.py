@@ -1,16 +1,16 @@
-"""The optimiser's step within backward: each gradient is applied when it is complete, and let go of.
+"""Optimiser steps within backward: each gradient is applied when it is complete, and then freed.
 
-Gradients of a model are then never all there at once. An 8B has 15 GiB of them in BF16; one layer's are 0.4.
+The gradients of a model then never exist all at once. An 8B has 15 GiB of them in BF16; one layer's are 0.4.
 
     optimizer = build_optimizer("adamw4bit", model.parameters(), lr=1e-5)
     step_in_backward(optimizer)
     for batch in data:
         model(**batch).loss.backward()     # weights have changed when this returns
-        optimizer.step()                   # nothing is left to apply; what counts steps, counts this
+        optimizer.step()                   # nothing is left to apply; schedulers and histories count this
 
-It is the same optimiser with the same state, so learning rates, checkpoints and `octavo`'s scaling histories go on as
-before. What needs all gradients at once cannot be had: a limit on their norm, their sum over several micro-batches, or
-their mean over several processes (DDP would average what has been applied already).
+It is the same optimiser with the same state, so learning rates, checkpoints and `octavo`'s scaling histories work as
+before. Operations that need all gradients at once are impossible: clipping their norm, summing over micro-batches, or
+averaging over processes (DDP would average gradients that have been applied).
 
 A weight gets one step for each `optimizer.step()`. A second gradient for it before that, from a second backward or
 from reentrant checkpointing, whose graphs end within backward, would be a second step with a part of the gradient: an
@@ -23,14 +23,14 @@ import torch
 from torch import Tensor
 
 from octavo.optim.host_states import HostStates
-from octavo.optim.one_by_one import OneByOne
+from octavo.optim.per_parameter import PerParameter
 from octavo.optim.split_masters import is_left_to_others
 
 _MARK = "_octavo_in_backward"
 
 
-class InBackward(OneByOne):
-    """What `step_in_backward` has set up. `remove()` undoes it."""
+class InBackward(PerParameter):
+    """Handle that `step_in_backward` returns; `remove()` undoes it."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, states: HostStates | None) -> None:
         super().__init__(optimizer, states=states)
@@ -50,11 +50,11 @@ class InBackward(OneByOne):
                 "checkpoint with use_reentrant=False; or train without step_in_backward (release_gradients, offload)"
             )
         self.apply(parameter)
-        if parameter.grad is None:  # else it waits for others of its product
+        if parameter.grad is None:  # else it waits for the gradients of its product
             self._applied.add(parameter)
 
     def begin_anew(self) -> None:
-        """A step ends, or broke off: what comes next is the gradient of another one."""
+        """Accept gradients of a new step, after one has ended or failed."""
         self._applied.clear()
 
     def remove(self) -> None:
@@ -67,7 +67,7 @@ class InBackward(OneByOne):
 
 
 def step_in_backward(optimizer: torch.optim.Optimizer, *, offload: bool = False) -> InBackward:
-    """Let `optimizer` apply each gradient within backward. `offload`: with its states in host memory."""
+    """Let `optimizer` apply each gradient within backward. `offload`: keep its states in host memory."""
     require_free(optimizer)
     if not any(parameter.requires_grad for parameter in _parameters(optimizer)):
         raise ValueError(f"{type(optimizer).__name__} has no parameter that requires a gradient")
@@ -77,7 +77,7 @@ def step_in_backward(optimizer: torch.optim.Optimizer, *, offload: bool = False)
 def require_free(optimizer: torch.optim.Optimizer) -> None:
     if steps_in_backward(optimizer):
         raise ValueError(f"{type(optimizer).__name__} steps in backward already; call remove() on what that returned")
-    # It would take each gradient before this one sees it: as after a run that broke off, with another optimiser.
+    # Another optimiser, from a run that failed, say, would take each gradient first.
     others = {type(other.optimizer).__name__ for p in _parameters(optimizer) for other in _who_steps(p)}
     if others:
         raise ValueError(
@@ -96,12 +96,12 @@ def _who_steps(parameter: Any) -> list[InBackward]:
 
 
 def steps_in_backward(optimizer: Any) -> bool:
-    """Whether gradients are gone by the time of `optimizer.step()`. Accelerate wraps optimisers."""
+    """Return True if gradients are applied before `optimizer.step()`; looks inside Accelerate's wrapper."""
     return hasattr(getattr(optimizer, "optimizer", optimizer), _MARK)
 
 
-class Offloaded(OneByOne):
-    """What `offload_states` has set up."""
+class Offloaded(PerParameter):
+    """Handle that `offload_states` returns."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(optimizer, states=HostStates(optimizer))
@@ -114,10 +114,10 @@ class Offloaded(OneByOne):
 
 
 def offload_states(optimizer: torch.optim.Optimizer) -> Offloaded:
-    """Keep the states of `optimizer` in host memory; its `step()` brings them one by one, and leaves no gradient.
+    """Keep the states of `optimizer` in host memory; `step()` copies them in turn and frees the gradients.
 
-    Where gradients need not be there all at once, `step_in_backward(optimizer, offload=True)` does it while backward
-    computes.
+    `step_in_backward(optimizer, offload=True)` overlaps the copies with backward, if gradients are not needed all at
+    once.
     """
     if steps_in_backward(optimizer):
         raise ValueError(f"{type(optimizer).__name__} steps in backward: step_in_backward(optimizer, offload=True)")

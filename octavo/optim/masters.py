@@ -5,11 +5,11 @@
     offload_master(model, optimizer)
     for batch in data:
         model(**batch).loss.backward()     # each weight is stepped when its gradient is complete
-        optimizer.step()                   # nothing is left to apply; what counts steps, counts this
+        optimizer.step()                   # nothing is left to apply; schedulers and histories count this
 
-A product's weights (q, k and v together) are stepped when the gradients of all are there: their masters and states come
-to the GPU, the optimiser steps the masters in FP32, what they round to is written in the place of the FP8 weights, and
-masters and states go back. On the GPU a weight of a converted linear takes one byte, on the host four and its states.
+A product's weights (q, k and v together) are stepped when all of their gradients are complete: masters and states are
+copied to the GPU, the optimiser steps the masters in FP32, the rounded masters replace the FP8 weights, and masters and
+states are copied back. On the GPU a weight of a converted linear takes one byte, on the host four and its states.
 Norms, embedding, head and biases stay as they are on the GPU, and only their states leave it.
 """
 
@@ -23,13 +23,13 @@ from octavo.optim.in_backward import InBackward, require_free
 
 
 class OffloadedMasters(InBackward):
-    """What `offload_master` has set up. `remove()` undoes it: weights come back, rounded to the dtype they had."""
+    """Handle that `offload_master` returns; `remove()` restores the weights, rounded to their former dtype."""
 
     states: HostStates
 
     def __init__(self, optimizer: torch.optim.Optimizer, products: list[list[FP8Linear]]) -> None:
         weights = [linear.weight for linears in products for linear in linears]
-        # All of them before any weight goes: where the host has too little memory, the model is as it was.
+        # All of them before any weight is freed: if the host has too little memory, the model is unchanged.
         masters: dict[Tensor, Tensor] = {p: _master_of(p) for p in weights}
         super().__init__(optimizer, states=HostStates(optimizer, masters))
         self._product: dict[Tensor, HeldGroup] = {}
@@ -59,7 +59,7 @@ class OffloadedMasters(InBackward):
             self.states.send(parameter, master)
 
     def _step_master(self, parameter: Tensor, master: Tensor) -> None:
-        """The optimiser takes the master for the parameter, with the parameter's states."""
+        """Step the master in place of the parameter, with the parameter's states."""
         states = self.optimizer.state
         assert parameter.grad is not None
         master.grad = parameter.grad.float()
@@ -74,7 +74,7 @@ class OffloadedMasters(InBackward):
                 states[parameter] = states.pop(master)
 
     def _apply_rest(self) -> None:
-        """Where only some weights of a product had a gradient."""
+        """Step products of which only some weights had a gradient."""
         for group in dict.fromkeys(self._product.values()):
             if any(parameter.grad is not None for parameter in group.parameters):
                 self._apply_product(group)
@@ -89,7 +89,7 @@ class OffloadedMasters(InBackward):
 
     @torch.no_grad()
     def _load(self, parameter: Tensor, values: Tensor) -> None:
-        """Another master, and with it the FP8 weights of its product, which may get another scale."""
+        """Replace a master and the FP8 weights of its product, whose scale may change."""
         self.states.set_master(parameter, values)
         group = self._product[parameter]
         group.write([self.states.master(p).to(p.device) for p in group.parameters])
@@ -109,13 +109,13 @@ def _master_of(parameter: Tensor) -> Tensor:
 def offload_master(model: nn.Module, optimizer: torch.optim.Optimizer) -> OffloadedMasters:
     """Keep the weights of `model`'s FP8 linears in FP8 only, and their FP32 masters in host memory.
 
-    `model`: as `convert_to_fp8` left it, on the device where it trains, per tensor or per block. `optimizer`: built
-    from its parameters; any of torch, or of `build_optimizer`. It steps within backward (see `step_in_backward`), so
-    there is no clipping and no accumulation. The host needs 4 bytes a parameter, and what the states take: for an 8B
-    26 GiB, and 7 with 4-bit states or 52 with AdamW's own; torch pins memory in powers of two, which adds a tenth.
+    `model`: converted by `convert_to_fp8`, on the device where it trains, per tensor or per block. `optimizer`: built
+    from its parameters; any of torch's, or of `build_optimizer`. It steps within backward (see `step_in_backward`), so
+    there is no clipping and no accumulation. The host needs 4 bytes per parameter plus the optimiser states: for an 8B
+    26 GiB, plus 7 with 4-bit states or 52 with AdamW's own; torch pins memory in powers of two, which adds a tenth.
 
-    `state_dict()` of the model has the masters, in FP32, and `load_state_dict` writes them and the FP8 weights; that of
-    the optimiser is as ever. To move the model, `remove()` first.
+    The model's `state_dict()` holds the masters, in FP32, and `load_state_dict` writes both them and the FP8 weights;
+    the optimiser's is unchanged. Call `remove()` before moving the model.
     """
     require_free(optimizer)
     if isinstance(model, nn.parallel.DistributedDataParallel):
@@ -127,10 +127,10 @@ def offload_master(model: nn.Module, optimizer: torch.optim.Optimizer) -> Offloa
 
 
 def _products(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[FP8Linear]]:
-    """The linears whose weights the optimiser trains, by product; or what stands in the way."""
+    """Return the linears whose weights the optimiser trains, grouped by product; raise if one cannot be offloaded."""
     trained = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     names = {id(module): name for name, module in model.named_modules()}
-    found = []
+    products = []
     for linears in linears_by_product(model):
         mine = [linear.weight in trained for linear in linears]
         if not any(mine):
@@ -148,14 +148,14 @@ def _products(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[F
             raise ValueError(f"offload_master of {where}: {reason}")
         if linears[0].weight.device.type == "meta":
             raise ValueError(f"offload_master of {where}: its weight is on the meta device; give it values first")
-        found.append(linears)
-    if not found:
+        products.append(linears)
+    if not products:
         raise ValueError(
             f"offload_master: {type(optimizer).__name__} trains no weight of an FP8 linear of {type(model).__name__}; "
             "call octavo.convert_to_fp8(model) first, and give the optimiser model.parameters()"
         )
-    _require_own_weights(model, {id(linear.weight) for linears in found for linear in linears})
-    return found
+    _require_own_weights(model, {id(linear.weight) for linears in products for linear in linears})
+    return products
 
 
 def _require_own_weights(model: nn.Module, held: set[int]) -> None:

@@ -1,7 +1,7 @@
-"""Where a GPU's memory runs out: what took it, and what would take less.
+"""Explanation of an out-of-memory error: what took the memory, and what would take less.
 
-Figures of what is there are measured (`memory.py`). Those of what could be saved are estimates: exact for states and
-gradients, whose sizes are known; for activations, shares of what is there beside weights, gradients and states.
+Present memory is measured (`step_memory.py`). Savings are estimates: exact for states and gradients, whose sizes are
+known; for activations, shares of the memory beside weights, gradients and states.
 """
 
 import re
@@ -15,8 +15,8 @@ from torch import nn
 from octavo.nn.linear import FP8Linear
 from octavo.optim.host_states import AHEAD
 from octavo.optim.in_backward import steps_in_backward
-from octavo.optim.memory import StepMemory, device_memory, in_words, measure_now, tensor_bytes
 from octavo.optim.split_masters import has_master
+from octavo.optim.step_memory import StepMemory, device_memory, in_words, measure_now, tensor_bytes
 
 # Shares of activations, by `octavo plan 8b`: 26.2 GiB in FP8; 15.3 with gate and up in FP8; 2.2 with checkpointing.
 FP8_ACTIVATIONS = 0.4
@@ -31,7 +31,7 @@ Ways = Mapping[str, str]
 
 @contextmanager
 def explained(model: nn.Module, optimizer: Any, ways: Callable[[], Ways], kept: Callable[[], str]) -> Iterator[None]:
-    """Add to an error of memory what took it. It stays the same error: others look for it, and try a smaller batch."""
+    """Add an explanation to an out-of-memory error, which callers that retry a smaller batch still recognise."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -40,7 +40,7 @@ def explained(model: nn.Module, optimizer: Any, ways: Callable[[], Ways], kept: 
 
 
 def explain(error: BaseException, model: nn.Module, optimizer: Any, ways: Ways, kept: str = "") -> str:
-    """A few lines. `kept`: a sentence about the last checkpoint."""
+    """Return a few lines about the memory and what would take less. `kept`: a sentence about the last checkpoint."""
     memory = measure_now(model, optimizer)
     there = device_memory(next(model.parameters()).device)
     asked = _asked_for(error)
@@ -52,8 +52,8 @@ def explain(error: BaseException, model: nn.Module, optimizer: Any, ways: Ways, 
         first += f", {in_words(there.free)} of {in_words(there.total)} were free"
     lines = [first, f"  what took it: {', '.join(f'{name} {in_words(size)}' for name, size in memory.parts.items())}"]
     taken = memory.peak if memory.peak is not None else memory.weights + memory.gradients + memory.states
-    found = savings(model, optimizer, memory)
-    offered = {name: size for name, size in found.items() if name in ways and (size is None or size > SMALLEST * taken)}
+    saved = savings(model, optimizer, memory)
+    offered = {name: size for name, size in saved.items() if name in ways and (size is None or size > SMALLEST * taken)}
     lines += ["  what would take less:"] * bool(offered)
     for name, size in sorted(offered.items(), key=lambda item: -(item[1] or 0)):
         less = "less" if size is None else f"about {in_words(size)} less"
@@ -65,9 +65,9 @@ def explain(error: BaseException, model: nn.Module, optimizer: Any, ways: Ways, 
 
 
 def savings(model: nn.Module, optimizer: Any, memory: StepMemory) -> dict[str, int | None]:
-    """Bytes that each way would save; None where activations are not measured. What is done already is left out.
+    """Return the bytes that each measure would save; None where activations are not measured.
 
-    States may be yet to come: AdamW makes them in its first step.
+    Measures in use already are left out. States that AdamW creates only in its first step count, too.
     """
     optimizer = getattr(optimizer, "optimizer", optimizer)  # without what Accelerate puts around it
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -80,26 +80,26 @@ def savings(model: nn.Module, optimizer: Any, memory: StepMemory) -> dict[str, i
     def share(part: float) -> int | None:
         return None if memory.rest is None else round(part * memory.rest)
 
-    found = {"batch": share(0.5)}
+    bytes_saved = {"batch": share(0.5)}
     if _can_keep_fp8(model):
-        found["activations"] = share(FP8_ACTIVATIONS)
+        bytes_saved["activations"] = share(FP8_ACTIVATIONS)
     if getattr(model, "supports_gradient_checkpointing", False) and not getattr(model, "is_gradient_checkpointing", 0):
-        found["checkpointing"] = share(CHECKPOINTING)
+        bytes_saved["checkpointing"] = share(CHECKPOINTING)
     if not steps_in_backward(optimizer):
-        found["release"] = gradients - max((tensor_bytes(p) for p in trained), default=0)
+        bytes_saved["release"] = gradients - max((tensor_bytes(p) for p in trained), default=0)
     if not memory.host and numbers:
-        found |= {name: round(states - 2 * halves - numbers * each) for name, each in LOW_BIT.items()}
-        found["offload"] = round(states * max(1 - (1 + AHEAD) * largest / numbers, 0))
-    return found
+        bytes_saved |= {name: round(states - 2 * halves - numbers * each) for name, each in LOW_BIT.items()}
+        bytes_saved["offload"] = round(states * max(1 - (1 + AHEAD) * largest / numbers, 0))
+    return bytes_saved
 
 
 def _can_keep_fp8(model: nn.Module) -> bool:
-    """Whether gated MLPs run in FP8 and keep gate and up in BF16."""
+    """Return True if gated MLPs run in FP8 and save gate and up in BF16."""
     linears = ((name, m) for name, m in model.named_modules() if isinstance(m, FP8Linear))
     return any(name.endswith("gate_proj") and linear.config.activations == "bf16" for name, linear in linears)
 
 
 def _asked_for(error: BaseException) -> int | None:
-    """By torch's own message."""
-    found = re.search(r"Tried to allocate ([\d.]+) (bytes|[KMGT]iB)", str(error))
-    return round(float(found[1]) * UNITS[found[2]]) if found else None
+    """Read the size of the failed allocation from torch's message."""
+    match = re.search(r"Tried to allocate ([\d.]+) (bytes|[KMGT]iB)", str(error))
+    return round(float(match[1]) * UNITS[match[2]]) if match else None

@@ -1,4 +1,4 @@
-"""An optimiser's own step, for some of its parameters only."""
+"""An optimiser's step for some of its parameters only."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +19,6 @@ def step_groups(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], 
 
 
 def plain_step(optimizer: torch.optim.Optimizer) -> Step:
-    """Without the hooks that torch puts around `step` of each class: they are for whole steps."""
+    """Return `step` without the hooks that torch wraps around it per class, which are for whole steps."""
     step: Any = type(optimizer).step
     return step.__wrapped__ if getattr(step, "hooked", False) else step

@@ -1,4 +1,4 @@
-"""torch's AdamW on masters in halves, each parameter in one pass over it, where there is a kernel for that.
+"""Fused step of torch's AdamW on split FP32 masters: one pass over each parameter, where there is a kernel for it.
 
 Joined, stepped by torch and split again, a parameter would be read and written three times, by several launches each:
 39 ms for a 1B on an H200, where AdamW on its BF16 weights takes 10 (`benchmarks/master_weights.py`, 2026-11-16).
@@ -17,14 +17,14 @@ from octavo.numerics.adamw import Step
 _OFF = ("amsgrad", "maximize", "capturable", "differentiable")
 
 
-class OnePassAdamW:
-    """Steps what it can of an optimiser's parameters. It remembers their counts, which may be on the GPU."""
+class FusedSplitAdamW:
+    """Steps the parameters of an optimiser that have a kernel. Caches their step counts, which may be on the GPU."""
 
     def __init__(self) -> None:
         self._counts: dict[Tensor, tuple[Tensor, int, int]] = {}  # the count's tensor, its version, and its value
 
     def step(self, optimizer: Any, parameters: Iterable[Tensor], low_name: str) -> list[Tensor]:
-        """Step those of `parameters` that have a kernel; returns the others."""
+        """Step those of `parameters` that have a kernel; return the others."""
         if type(optimizer) is not torch.optim.AdamW or _is_scaled(optimizer) or not find_spec("triton"):
             return list(parameters)
         left: list[Tensor] = []
@@ -64,11 +64,11 @@ class OnePassAdamW:
         return True
 
     def _count(self, p: Tensor, tensor: Tensor) -> int:
-        """Steps so far. The GPU is asked once, and again if somebody else has written or replaced the count."""
+        """Return the steps so far; reads the GPU once, and again after the count was written or replaced elsewhere."""
         known, version, count = self._counts.get(p, (None, 0, 0))
         return count if known is tensor and version == tensor._version else int(tensor)
 
 
 def _is_scaled(optimizer: Any) -> bool:
-    """A GradScaler has left its scale for a fused step to take off."""
+    """Return True if a GradScaler has left its scale for a fused step to divide by."""
     return any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))

@@ -1,16 +1,16 @@
-"""FP32 master weights of BF16 parameters in two bytes more: the parameter is the upper half of its master.
+"""FP32 master weights of BF16 parameters in two additional bytes: the parameter is the upper half of its master.
 
-A BF16 weight has eight bits: at a learning rate of 1e-5 most updates are below half of its last one, and round to
-nothing. So the optimiser keeps the lower half of an FP32 number for every weight (`numerics/split.py`), as one of its
-states, and steps the two together:
+A BF16 weight has eight significant bits: at a learning rate of 1e-5 most updates are below half of the last one, and
+are lost in rounding. So the optimiser keeps the lower half of an FP32 number for every weight (`numerics/split.py`), as
+one of its states, and steps the two together:
 
     master = join(weight, low)      FP32, as are the gradient and the optimiser's means
-    master moves                    by whatever optimiser it is: it finds a Parameter in FP32
+    update master                   by any optimiser: it finds a Parameter in FP32
     weight, low = split(master)     the weight is what the master rounds to
 
-Training is that of FP32 weights, bit for bit, but for the forward, which sees them in BF16. `keep_masters(parameters)`
-says which parameters are trained so; from then on every optimiser that steps them does it, whoever built it, through a
-hook that torch calls before each optimiser's step. Masters exist for some parameters at a time.
+Training equals that of FP32 weights, bit for bit, except that forward reads them in BF16. `keep_masters(parameters)`
+marks parameters to train so; every optimiser that steps them then does, through a hook that torch calls before each
+optimiser's step. Masters exist for some parameters at a time.
 
 Checkpoints. `state_dict()` of the optimiser has the low halves, and FP32 means are cut in two BF16 halves there
 ("exp_avg" and "exp_avg_low"): torch casts states to the dtype of their parameter when it loads them, and these come
@@ -29,22 +29,22 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from octavo.numerics import split as spec
 from octavo.optim.partial_step import plain_step, step_groups
-from octavo.optim.split_adamw import OnePassAdamW
+from octavo.optim.split_adamw import FusedSplitAdamW
 
 LOW = "weight_low"
 _SUFFIX = "_low"
-_MARK, _ATTACHED, _OTHERS = "_octavo_master", "_octavo_masters", "_octavo_one_by_one"
+_MARK, _ATTACHED, _OTHERS = "_octavo_master", "_octavo_masters", "_octavo_per_parameter"
 _AT_A_TIME = 2**26  # elements whose masters and FP32 gradients are there at once: half a GiB
 _hook: list[Any] = []
 
 
 def keep_masters(parameters: Iterable[Tensor], keep: bool | None = True) -> None:
-    """Have optimisers step these parameters, those in BF16, through FP32 masters.
+    """Have optimisers step the BF16 ones among these parameters through FP32 masters.
 
-    `keep=False`: no longer. `None`: yes, but for those of which it has been said already. Optimisers that round BF16
-    weights stochastically (`bf16_stochastic_round`) go on with that: it was a choice. Sharded parameters (DTensor) are
-    left alone. A copy of a model (`copy.deepcopy`) has other parameters, of which it has to be said again; a model from
-    `FastLanguageModel` does so by itself.
+    `keep=False` ends this; `None` leaves earlier decisions alone and says yes for the rest. Optimisers that round BF16
+    weights stochastically (`bf16_stochastic_round`) continue to do so, since that was a choice. Sharded parameters
+    (DTensor) are left alone. A copy of a model (`copy.deepcopy`) has other parameters, and needs its own call; a model
+    from `FastLanguageModel` makes it by itself.
     """
     for parameter in parameters:
         if keep is not None or not hasattr(parameter, _MARK):
@@ -54,40 +54,40 @@ def keep_masters(parameters: Iterable[Tensor], keep: bool | None = True) -> None
 
 
 def is_decided(parameter: Tensor) -> bool:
-    """Whether `keep_masters` has been asked about this parameter, in this process."""
+    """Return True if `keep_masters` was called for this parameter in this process."""
     return hasattr(parameter, _MARK) and bool(_hook or not getattr(parameter, _MARK))
 
 
 def has_master(optimizer: Any, parameter: Tensor) -> bool:
-    """Whether `optimizer` steps this parameter through an FP32 master."""
+    """Return True if `optimizer` steps this parameter through an FP32 master."""
     optimizer = getattr(optimizer, "optimizer", optimizer)  # without what Accelerate puts around it
     wanted = getattr(parameter, _MARK, False) and parameter.dtype == torch.bfloat16
     return wanted and type(parameter.data) is Tensor and not getattr(optimizer, "bf16_stochastic_round", False)
 
 
-def master_at(optimizer: Any, parameter: Tensor, places: Tensor) -> Tensor:
-    """Elements of the master, by their numbers; of the parameter itself, if it has none or none yet."""
-    values = parameter.detach().reshape(-1)[places]
+def master_at(optimizer: Any, parameter: Tensor, indices: Tensor) -> Tensor:
+    """Return elements of the master by their flat indices; of the parameter itself if it has no master yet."""
+    values = parameter.detach().reshape(-1)[indices]
     if not has_master(optimizer, parameter):
         return values
     low = optimizer.state.get(parameter, {}).get(LOW)
-    return values.float() if low is None else spec.join(values, low.reshape(-1)[places])
+    return values.float() if low is None else spec.join(values, low.reshape(-1)[indices])
 
 
 def joined(state: dict[str, Any]) -> dict[str, Any]:
-    """The states of a parameter with a master, as they were before `state_dict` cut them: in FP32."""
-    found: dict[str, Any] = {}
+    """Return the states of a parameter with a master in FP32, as they were before `state_dict` split them."""
+    whole: dict[str, Any] = {}
     for name, value in state.items():
         if name == LOW or not _is_half(value):
-            found[name] = value
+            whole[name] = value
         elif not name.endswith(_SUFFIX) or name.removesuffix(_SUFFIX) not in state:
             low = state.get(name + _SUFFIX)
-            found[name] = value.float() if low is None else spec.join_views(value, low)
-    return found
+            whole[name] = value.float() if low is None else spec.join_views(value, low)
+    return whole
 
 
 def is_left_to_others(optimizer: torch.optim.Optimizer, left: bool) -> None:
-    """Say that something else has this optimiser step parameters one by one, by `in_fp32`, and not before its step."""
+    """Mark an optimiser whose parameters are stepped singly, within `in_fp32`, and not before its own step."""
     if left:
         _attach(optimizer)
     setattr(optimizer, _OTHERS, left)
@@ -95,7 +95,7 @@ def is_left_to_others(optimizer: torch.optim.Optimizer, left: bool) -> None:
 
 @contextmanager
 def in_fp32(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Let those of `parameters` that have masters be these, with FP32 gradients; then split them again."""
+    """Replace those of `parameters` that have masters by them, with FP32 gradients; split them again at the end."""
     raised: list[_Raised] = []
     changed = False
     try:
@@ -110,7 +110,7 @@ def in_fp32(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> I
 
 
 class _Raised:
-    """A parameter that is its own master at the moment."""
+    """A parameter that currently holds its own FP32 master."""
 
     @torch.no_grad()
     def __init__(self, optimizer: torch.optim.Optimizer, parameter: Any) -> None:
@@ -150,7 +150,7 @@ def _way_for(high: Tensor, low: Any) -> Any:
 
 
 def _is_half(value: Any) -> bool:
-    """A plain state in BF16. States of few bits have formats of their own."""
+    """Return True for a plain state in BF16; low-bit states have formats of their own."""
     return type(value) is Tensor and value.dtype == torch.bfloat16
 
 
@@ -162,11 +162,11 @@ class _Masters:
         self._post = optimizer.register_step_post_hook(lambda *_: self._end())
         optimizer.register_state_dict_post_hook(_cut)
         self._hidden: list[tuple[Any, Tensor]] = []
-        self._one_pass = OnePassAdamW()
+        self._fused_adamw = FusedSplitAdamW()
         self._whole = ExitStack()
 
     def come_last(self, optimizer: Any) -> None:
-        """Hooks of others may change gradients before the step, and look at them after it."""
+        """Run after other hooks before the step, which may change gradients, and before other hooks after it."""
         optimizer._optimizer_step_pre_hooks.move_to_end(self._pre.id)
         optimizer._optimizer_step_post_hooks.move_to_end(self._post.id, last=False)
 
@@ -185,7 +185,7 @@ class _Masters:
         return new
 
     def _step_some_at_a_time(self, optimizer: Any, mine: list[Any]) -> None:
-        for some in _portions(self._one_pass.step(optimizer, mine, LOW)):
+        for some in _portions(self._fused_adamw.step(optimizer, mine, LOW)):
             chosen = set(some)
             groups = [
                 {**group, "params": [p for p in group["params"] if p in chosen]} for group in optimizer.param_groups
@@ -205,7 +205,7 @@ class _Masters:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-    """Run before every optimiser's step, and before the hooks of its own."""
+    """Set up masters for an optimiser; torch calls this before every step, and before the optimiser's own hooks."""
     masters = getattr(optimizer, _ATTACHED, None)
     if masters is None:
         if not any(_steps(optimizer, p) for group in optimizer.param_groups for p in group["params"]):
@@ -216,11 +216,11 @@ def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> 
 
 
 def _attach(optimizer: torch.optim.Optimizer) -> _Masters:
-    found: _Masters | None = getattr(optimizer, _ATTACHED, None)
-    if found is None:
-        found = _Masters(optimizer)
-        setattr(optimizer, _ATTACHED, found)
-    return found
+    masters: _Masters | None = getattr(optimizer, _ATTACHED, None)
+    if masters is None:
+        masters = _Masters(optimizer)
+        setattr(optimizer, _ATTACHED, masters)
+    return masters
 
 
 def _refuse_lbfgs(optimizer: torch.optim.Optimizer) -> None:
@@ -236,7 +236,7 @@ def _steps(optimizer: Any, p: Tensor) -> bool:
 
 
 def _with_closure_called(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`step(closure)` computes gradients itself: now, while weights are in BF16."""
+    """Call the closure of `step(closure)`, which computes gradients, while weights are still in BF16."""
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if closure is None:
         return None
@@ -246,7 +246,7 @@ def _with_closure_called(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _is_by_element(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step of one parameter does not depend on the others: so it is in torch, torchao and here."""
+    """Return True if the step of a parameter does not depend on others, as in torch, torchao and here."""
     module = type(optimizer).__module__
     return module.startswith(("torch.optim.", "torchao.", "octavo.", "transformers."))
 
@@ -263,16 +263,16 @@ def _portions(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _cut(_optimizer: Any, saved: dict[str, Any]) -> dict[str, Any]:
-    """FP32 states of parameters with masters, in halves that `load_state_dict` leaves as they are."""
+    """Split FP32 states of parameters with masters into halves that `load_state_dict` leaves unchanged."""
     states = {i: _cut_state(state) if LOW in state else state for i, state in saved["state"].items()}
     return {**saved, "state": states}
 
 
 def _cut_state(state: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    halves: dict[str, Any] = {}
     for name, value in state.items():
         if name != "step" and type(value) is Tensor and value.dtype == torch.float32:
-            found[name], found[name + _SUFFIX] = spec.views(value)
+            halves[name], halves[name + _SUFFIX] = spec.views(value)
         else:
-            found[name] = value
-    return found
+            halves[name] = value
+    return halves

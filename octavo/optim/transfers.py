@@ -1,9 +1,9 @@
-"""Copies of a parameter's states between host memory and its device: a state is a dict, as optimisers keep it.
+"""Copies of a parameter's states between host memory and its device. A state is a dict, as optimisers keep it.
 
-On a GPU each direction has a stream of its own, so that both ways of the bus are used at once, and the host waits for
-nothing. What comes lands in buffers that are used over and over: memory from the allocator would have to be kept until
-the copy back is done, while the host, which is far ahead of the GPU, would be given new memory for what comes next,
-until all states of a model were there. Who takes a buffer waits, on the device, for the copy that leaves it.
+On a GPU each direction has its own stream, so that both directions of the bus are used at once, and the host never
+waits. States are copied into buffers that are reused: memory from the allocator would stay taken until the copy back is
+done, while the host, far ahead of the GPU, would get new memory for the next states, until all states of a model were
+there. A copy into a buffer waits, on the device, for the copy out of it.
 
     inwards    wait until the room is written and the buffer is free     room → buffer
     compute    wait for that copy                                        the optimiser's step
@@ -31,7 +31,7 @@ class Trip:
 
 
 class Transfers:
-    """Of one device. On a CPU everything is copied at once, and copies are plain ones."""
+    """Transfers from and to one device; on a CPU, plain copies."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -40,7 +40,7 @@ class Transfers:
         self._free: dict[int, deque[tuple[Tensor, Any]]] = {}  # by size: buffers, and when they will be free
 
     def bring(self, room: State, written: Any) -> Trip:
-        """Start to copy a room to the device. `written`: what `send` returned for it, if anything."""
+        """Start copying host memory to the device. `written`: the event that `send` returned for it, if any."""
         trip = Trip({})
         if self._in is None:
             trip.state = mapped(room, lambda x: x.clone())
@@ -60,17 +60,17 @@ class Transfers:
         else:
             buffer = torch.empty(x.nbytes, dtype=torch.uint8, device=self.device)
         trip.buffers.append(buffer)
-        # Not a view of the buffer: what compiles a step would have to know how to make it again.
+        # Not a view of the buffer, which a compiler of the step would have to recreate.
         landed = torch.empty(0, dtype=x.dtype, device=self.device)
         return landed.set_(buffer.untyped_storage(), 0, x.shape, x.stride()).copy_(x, non_blocking=True)
 
     def wait_for(self, trip: Trip) -> None:
-        """What is computed from here on finds the state on the device."""
+        """Make the current stream wait for the state."""
         if trip.arrived is not None:
             torch.cuda.current_stream(self.device).wait_event(trip.arrived)
 
     def send(self, state: State, room: State, trip: Trip | None) -> Any:
-        """Copy a state into its room, after what has been computed so far. What has no place there yet, gets one."""
+        """Copy a state to host memory after the work queued so far; allocates memory for new entries."""
         new = [name for name, value in state.items() if is_moved(value) and name not in room]
         for name in new:
             room[name] = map_tensor(state[name], pinned_like)
@@ -97,7 +97,7 @@ class Transfers:
             x.record_stream(self._out)
 
     def cancel(self, trip: Trip) -> None:
-        """A trip that nobody waits for any more."""
+        """Return the buffers of a trip whose state is not needed."""
         self._return(trip.buffers, trip.arrived)
 
     def _return(self, buffers: list[Tensor], event: Any) -> None:
@@ -105,14 +105,14 @@ class Transfers:
             self._free[buffer.nbytes].append((buffer, event))
 
     def synchronize(self) -> None:
-        """Until the host may read and write every room."""
+        """Wait until the host may read and write all of its copies."""
         for stream in (self._in, self._out):
             if stream is not None:
                 stream.synchronize()
 
 
 def is_moved(value: Any) -> bool:
-    """Not counters, which stay where they are."""
+    """Return True for tensors that are transferred; counters stay where they are."""
     return isinstance(value, Tensor) and value.dim() > 0
 
 
@@ -121,7 +121,7 @@ def mapped(state: State, function: Callable[[Tensor], Tensor]) -> State:
 
 
 def map_tensor(value: Any, function: Callable[[Tensor], Tensor]) -> Tensor:
-    """Of a low-bit state, each of the tensors that it consists of."""
+    """Apply `function` to a tensor, or to each inner tensor of a low-bit state."""
     if not hasattr(value, "__tensor_flatten__"):
         return function(value)
     names, context = value.__tensor_flatten__()

@@ -1,4 +1,4 @@
-"""A run's metrics, read from disk and reduced to the few numbers that charts draw.
+"""Metrics of a run, read from disk and reduced to the numbers that charts draw.
 
 A run of 10,000 steps that watches 900 operands logs millions of numbers; a chart a thousand pixels wide shows about a
 thousand. Both reductions are chosen so that nothing alarming can vanish:
@@ -33,7 +33,7 @@ ZERO_CODE = -99999  # stands for 0, which has no logarithm; the page's `decode` 
 
 @dataclass(frozen=True)
 class Run:
-    """The metrics of one run. In `columns`, NaN stands for every value that is absent or not finite."""
+    """Metrics of one run. In `columns`, NaN stands for every absent or non-finite value."""
 
     steps: Ints
     columns: dict[str, Floats]
@@ -52,7 +52,7 @@ class _Row:
 
 
 def read_run(path: Path) -> Run:
-    """Reads a `metrics.jsonl`; what is wrong with it is a ValueError that names the file and the line."""
+    """Read a `metrics.jsonl`; errors are a ValueError that names the file and the line."""
     if not path.is_file():
         raise ValueError(f"{path}: no such file; a training run writes it into its folder")
     rows: list[_Row] = []
@@ -121,7 +121,7 @@ def _to_run(rows: list[_Row], names: list[str]) -> Run:
 
 
 def smooth(values: Floats, window: int) -> Floats:
-    """Centred moving average; NaN is left out of it and stays NaN.
+    """Return the centred moving average; NaN is left out of it and stays NaN.
 
     Centred, because an average of past steps only would lag behind a falling loss. Near both ends the window narrows
     and stays symmetric, for the same reason.
@@ -136,7 +136,7 @@ def smooth(values: Floats, window: int) -> Floats:
 
 
 def line(steps: Ints, values: Floats) -> dict[str, list[Any]]:
-    """A line's points, {"x": ..., "y": ...}: at most LINE_POINTS, with the extremes of every stretch of steps."""
+    """Return a line's points, {"x": ..., "y": ...}: at most LINE_POINTS, with the extremes of each stretch of steps."""
     keep = np.arange(len(steps))
     if len(steps) > LINE_POINTS:
         stretches = np.array_split(keep, LINE_POINTS // 2)
@@ -156,7 +156,7 @@ def rounded(value: float) -> float | None:
 
 
 def spans(steps: Ints, flags: Bools) -> list[list[int]]:
-    """The flagged steps as [first, last] spans; those too close to tell apart on a chart are joined."""
+    """Return the flagged steps as [first, last] spans; those too close to tell apart on a chart are joined."""
     reach = max(1, len(steps) // LINE_POINTS)
     found: list[list[int]] = []
     previous = -reach - 1
@@ -171,7 +171,7 @@ def spans(steps: Ints, flags: Bools) -> list[list[int]]:
 
 
 def scaling_series(run: Run) -> dict[str, Any]:
-    """Every operand's readings over at most SCALING_POINTS stretches of the run, and the latest ones.
+    """Return every operand's readings over at most SCALING_POINTS stretches of the run, and the latest ones.
 
     A row's `series` are in the order of READINGS; one that never changes is a single number.
     """

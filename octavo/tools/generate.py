@@ -1,4 +1,4 @@
-"""Text by the model of a training run, without the run's data or optimiser."""
+"""Text from the model of a training run, without the run's data or optimiser."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from octavo.training.run_folder import MODEL, check_run, read_settings
 def generate_text(
     folder: Path, *, prompt: str, length: int, temperature: float, seed: int, device: str
 ) -> tuple[str, Path]:
-    """`length` bytes that the model of a run writes after `prompt`, as text; and where the model was read from."""
+    """Return `length` bytes that the model of a run writes after `prompt`, as text, and the file of the model."""
     check_positive_int("bytes", length)
     check_choice("device", device, ("auto", "cpu", "cuda"))
     if not temperature >= 0:
@@ -48,7 +48,7 @@ def generate_text(
 
 
 def _parameters(folder: Path) -> tuple[dict[str, Tensor], Path]:
-    """Those of the run's end, or of its newest checkpoint."""
+    """Return the parameters of a finished run, or of its newest checkpoint."""
     path = folder / MODEL
     checkpoints = list_checkpoints(folder)
     if not path.exists():

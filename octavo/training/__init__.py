@@ -1,1 +1,1 @@
-"""Training runs: data, settings, the step, the loop, checkpoints; and `FP8Trainer` for a loop of your own."""
+"""Training runs: data, settings, the loop and checkpoints; and `FP8Trainer`, the step, for loops of your own."""

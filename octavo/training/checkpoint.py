@@ -1,4 +1,4 @@
-"""Checkpoints that are either complete or not there.
+"""Checkpoints that are either complete or absent.
 
 A checkpoint is a folder `checkpoint-000120` with three files:
 
@@ -42,18 +42,18 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Every checkpoint below `folder`, oldest first; unfinished ones are not among them."""
-    found = [path for path in folder.glob("checkpoint-*") if NAME.fullmatch(path.name)]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint-")))
+    """Return every complete checkpoint in `folder`, oldest first."""
+    checkpoints = [path for path in folder.glob("checkpoint-*") if NAME.fullmatch(path.name)]
+    return sorted(checkpoints, key=lambda path: int(path.name.removeprefix("checkpoint-")))
 
 
 def written_checkpoints(folder: Path) -> list[Path]:
-    """Every checkpoint below `folder`, and what is left of unfinished ones."""
+    """Return every checkpoint in `folder`, and the remains of unfinished ones."""
     return list_checkpoints(folder) + _all_unfinished(folder)
 
 
 def foreign_files(path: Path) -> list[Path]:
-    """The files below a checkpoint's folder that no checkpoint has: those are someone else's, and stay."""
+    """Return the files in a checkpoint's folder that do not belong to a checkpoint, and must stay."""
     return [file for file in sorted(path.rglob("*")) if file.name not in (MODEL, STATE, MANIFEST)]
 
 
@@ -88,7 +88,7 @@ def save_checkpoint(folder: Path, step: int, model: Mapping[str, Tensor], state:
 
 
 def load_checkpoint(path: Path, device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The parameters (on `device`) and the state (on the CPU) of a checkpoint, its files checked against the manifest.
+    """Load the parameters (to `device`) and the state (to the CPU) of a checkpoint, and check them by its manifest.
 
     Only tensors and plain values are unpickled (`weights_only`). The low-bit states of torchao's optimisers are allowed
     by torchao itself once it is imported, so build the optimiser first.

@@ -1,4 +1,4 @@
-"""Training data: plain bytes, and batches that depend on nothing but the seed and the step.
+"""Training data: plain bytes, and batches that depend only on the seed and the step.
 
 A source is a file, a folder (every file below it, hidden ones left out), a glob pattern, or nothing: the source code of
 Python's own standard library, which is real text and on every machine. Files are read in sorted order and joined. The
@@ -27,7 +27,7 @@ GLOB_CHARACTERS = set("*?[")
 
 @dataclass(frozen=True)
 class ByteData:
-    """The bytes to train on and the bytes held out (uint8, on the CPU), and where they came from."""
+    """Bytes to train on and bytes held out (uint8, on the CPU), and their source."""
 
     train: Tensor
     held_out: Tensor
@@ -76,7 +76,7 @@ def load_data(source: str | None, *, sequence: int, held_out: float = 0.05) -> B
 
 
 def find_files(source: str | None) -> tuple[str, list[Path]]:
-    """How to call the source, and its files in sorted order."""
+    """Return a name for the source, and its files in sorted order."""
     if source is None:
         root = Path(sysconfig.get_paths()["stdlib"])
         # The tests are two thirds of it (19 of 31 MB), much of that long tables: not the Python one wants to imitate.
@@ -104,7 +104,7 @@ def find_files(source: str | None) -> tuple[str, list[Path]]:
 def get_batch(
     part: Tensor, *, seed: int, step: int, micro_batch: int, batch: int, sequence: int
 ) -> tuple[Tensor, Tensor]:
-    """Inputs and targets, [batch, sequence] each, int64; targets are the inputs moved by one byte."""
+    """Return inputs and targets, [batch, sequence] each, int64; targets are the inputs shifted by one byte."""
     # A hash, because neighbouring seeds must not give overlapping streams (seed 0 step 1 against seed 1 step 0).
     key = hashlib.sha256(f"{seed} {step} {micro_batch}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "little", signed=True))
@@ -114,7 +114,7 @@ def get_batch(
 
 
 def get_evaluation_batch(part: Tensor, *, index: int, count: int, batch: int, sequence: int) -> tuple[Tensor, Tensor]:
-    """Batch `index` of `count`: sequences spread evenly over the part, the same ones in every run."""
+    """Return batch `index` of `count`: sequences spread evenly over the part, the same ones in every run."""
     order = torch.arange(index * batch, (index + 1) * batch)[:, None]
     starts = order * (len(part) - sequence - 1) // max(count * batch - 1, 1)
     window = part[starts + torch.arange(sequence + 1)].long()
@@ -129,7 +129,7 @@ def _read(path: Path) -> bytes:
 
 
 def _glob(pattern: Path) -> list[Path]:
-    """The paths that match a pattern, absolute or not; `Path.glob` wants the fixed beginning apart."""
+    """Return the paths that match a pattern, absolute or not; `Path.glob` needs the fixed part separately."""
     first = next(i for i, part in enumerate(pattern.parts) if GLOB_CHARACTERS & set(part))
     return list(Path(*pattern.parts[:first]).glob("/".join(pattern.parts[first:])))
 

@@ -1,4 +1,4 @@
-"""What a person sees of a run: the opening lines, a bar with a line every few steps, and the result."""
+"""Terminal output of a run: the opening lines, a progress bar with a line every few steps, and the result."""
 
 import math
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from octavo.training.settings import DTYPES, TrainSettings
 
 
 class Display:
-    """On a terminal the bar stays at the bottom; in a file or a pipe there are only the lines."""
+    """Output to a console: with a bar at the bottom of a terminal, lines alone in a file or a pipe."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -41,7 +41,7 @@ class Display:
             self.say(f"FP8 products are emulated: {why_emulated(settings)}", "dim")
             leave_emulation_unannounced(settings.device)
 
-    def subject(self, settings: TrainSettings, data: ByteData, folder: Path) -> None:
+    def model_and_data(self, settings: TrainSettings, data: ByteData, folder: Path) -> None:
         self.say(f"Model: BDH {settings.size}, {settings.shape.parameter_count:,} parameters", "dim")
         self.say(f"Data: {data}", "dim")
         tokens = f"{settings.batch} × {settings.seq} bytes"
@@ -68,7 +68,7 @@ class Display:
         self._progress = None
 
     def step(self, row: dict[str, Any], log: bool) -> None:
-        """Move the bar; print a line if this step is one to log."""
+        """Advance the bar, and print a line if `log`."""
         if row.get("scaling"):
             worst = max(operand["saturated"] for operand in row["scaling"].values())
             self._saturated = f"  saturated {worst:.3%}"
@@ -112,7 +112,7 @@ class Display:
 
 
 def printable(text: str) -> str:
-    """The text without control bytes: a fresh model writes them too, and a terminal would obey."""
+    """Replace control bytes, which a fresh model writes and a terminal would obey."""
     return "".join(c if c.isprintable() or c == "\n" else "·" for c in text.expandtabs(4))
 
 
@@ -121,7 +121,7 @@ def _loss(value: float) -> str:
 
 
 def why_emulated(settings: TrainSettings) -> str:
-    """Why FP8 products run by the specification instead of on tensor cores; empty if they do not."""
+    """Return why FP8 products are emulated; empty if they run on tensor cores."""
     if settings.fp8.emulate:
         return "as asked"
     support = check_fp8_support(settings.device)

@@ -1,13 +1,13 @@
-"""Errors that a person can act on. The command line prints them as a line, or a few, without a traceback."""
+"""Errors that a user can act on. The command line prints them in a line or a few, without a traceback."""
 
 
 class UserError(Exception):
-    """Something the user gave cannot be used: a path, a setting, a folder. The message names it and the way out."""
+    """A path, setting or folder from the user cannot be used. The message names it and the way out."""
 
     exit_code = 2
 
 
 class RunError(UserError):
-    """The request was sound but the run cannot go on: a full disk, a damaged checkpoint, a loss that is not finite."""
+    """A sound request cannot continue: a full disk, a damaged checkpoint, a non-finite loss."""
 
     exit_code = 1

@@ -1,4 +1,4 @@
-"""Writing files so that a crash, a kill or a full disk never leaves half of one in the place of a good one.
+"""File writes that never leave half a file in place of a good one after a crash, a kill or a full disk.
 
 A file is written under another name, forced to the disk, then renamed: the rename is atomic, so a reader finds either
 the old content or the new. The folder is forced to the disk too, because that is where the new name lives.
@@ -18,7 +18,7 @@ HINT = "free some space or choose another --out"
 
 @contextmanager
 def disk_errors(path: Path, hint: str = HINT) -> Iterator[None]:
-    """Turn what the operating system says about a failed write (a full disk, a lost permission) into one clear line."""
+    """Turn an operating system's error about a failed write (a full disk, a lost permission) into one clear line."""
     try:
         yield
     except OSError as error:
@@ -43,7 +43,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def replace_file(path: Path, content: bytes | str, hint: str = HINT) -> None:
-    """Give a file new content atomically. `hint`: what to do if it cannot be written."""
+    """Replace the content of a file atomically. `hint`: what to do if it cannot be written."""
     temporary = path.with_name(path.name + ".tmp")
     with disk_errors(path, hint):
         write_durable(temporary, content.encode() if isinstance(content, str) else content)
@@ -56,13 +56,13 @@ def write_json(path: Path, value: Any, hint: str = HINT) -> None:
 
 
 def read_object(path: Path, hint: str) -> dict[str, Any]:
-    """A JSON object. `hint`: what to do if it is not one."""
+    """Read a JSON object. `hint`: what to do if the file does not hold one."""
     try:
-        found = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except OSError as error:
         raise RunError(f"{path} cannot be read: {error.strerror or error}; {hint}") from error
     except (ValueError, RecursionError) as error:
         raise RunError(f"{path} cannot be read: {error}; {hint}") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise RunError(f"{path} is damaged: it holds no JSON object; {hint}")
-    return found
+    return content

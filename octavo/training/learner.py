@@ -1,33 +1,27 @@
-"""A model that learns: one optimiser step, evaluation, a sample, and everything needed to go on later.
+"""`Learner`: the model, data and settings of a run, trained by `FP8Trainer`; evaluation, a sample and the saved state.
 
-One step, over n micro-batches:
-
-    loss = mean of the n losses          forward in the chosen precision, loss in FP32
-    grad = mean of the n gradients       parameters are FP32, so their gradients add up in FP32
-    grad *= min(1, clip / ‖grad‖)
-    parameters, optimiser states, FP8 histories move    only if loss and ‖grad‖ are finite
-
-The one wait for the device is for those two numbers.
+A step takes its micro-batches from the data and gives them to the trainer, which accumulates, clips and updates. It is
+skipped if its loss or its gradient norm is non-finite.
 """
 
 import math
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from octavo.models.bdh import BDH
-from octavo.nn.autocast import fp8_autocast
+from octavo.nn.report import Report
+from octavo.numerics import FP8ScalingManager
 from octavo.optim import build_optimizer, set_learning_rate
 from octavo.support import require_tensor_cores
 from octavo.training.data import ByteData, get_batch, get_evaluation_batch
 from octavo.training.errors import UserError
-from octavo.training.settings import TrainSettings
+from octavo.training.settings import DTYPES, TrainSettings
+from octavo.training.trainer import FP8Trainer, Step
 
 PROMPT_BYTES = 64
 PROMPT_LINE = re.compile(rb"(?<=\n)\w.{8,62}\n")  # a whole line, not indented
@@ -35,26 +29,23 @@ SAMPLE_TEMPERATURE = 0.8
 
 
 @dataclass(frozen=True)
-class Step:
-    """What one step gave. A step whose loss or gradient is not finite was skipped: nothing learnt from it."""
-
-    loss: float
-    grad_norm: float
-
-    @property
-    def skipped(self) -> bool:
-        return not (math.isfinite(self.loss) and math.isfinite(self.grad_norm))
-
-
-@dataclass(frozen=True)
 class Sample:
-    """A held-out line, and how the model went on."""
+    """A held-out line, and the model's continuation."""
 
     prompt: str
     written: str
 
 
+class RunTrainer(FP8Trainer):
+    """`FP8Trainer` for a run, which shows skipped steps itself and also skips those with a non-finite loss."""
+
+    def should_skip(self, step: Step) -> bool:
+        return not (math.isfinite(step.loss) and math.isfinite(step.grad_norm))
+
+
 class Learner:
+    """A BDH model with its optimiser and data, as the settings of a run describe them."""
+
     def __init__(self, settings: TrainSettings, data: ByteData) -> None:
         if settings.device == "cuda" and not torch.cuda.is_available():
             raise UserError("device='cuda': torch sees no CUDA device here; use --device cpu")
@@ -77,25 +68,32 @@ class Learner:
             )
         except ModuleNotFoundError as error:
             raise UserError(str(error)) from error
-        self.fp8 = fp8_autocast(settings.fp8, model=self.model) if settings.precision == "fp8" else None
+        self.trainer = RunTrainer(
+            self.model,
+            self.optimizer,
+            settings.fp8,
+            convert_model_to_fp8=settings.precision == "fp8",
+            gradient_accumulation_steps=settings.micro_batches,
+            max_grad_norm=settings.clip or None,
+            autocast_dtype=None if settings.dtype == "float32" else DTYPES[settings.dtype],
+        )
 
-    @contextmanager
-    def precision(self) -> Iterator[None]:
-        """The region in which the model computes in the chosen precision."""
-        with ExitStack() as stack:
-            if self.settings.dtype == "bfloat16":
-                stack.enter_context(torch.autocast(self.device.type, dtype=torch.bfloat16))
-            if self.fp8 is not None:
-                stack.enter_context(self.fp8)
-            yield
+    @property
+    def scaling(self) -> FP8ScalingManager | None:
+        """Scaling state of the FP8 products; None in other precisions."""
+        return self.trainer.scaling
+
+    @property
+    def report(self) -> Report | None:
+        """Products of the model, in FP8 or not and why; None in other precisions."""
+        return self.trainer.report
 
     def step(self, number: int) -> Step:
-        """Optimiser step `number`, counted from 1."""
+        """Take optimiser step `number`, counted from 1."""
         settings = self.settings
         set_learning_rate(self.optimizer, settings.learning_rate(number))
-        total = torch.zeros((), device=self.device)
         for micro_batch in range(settings.micro_batches):
-            tokens, targets = get_batch(
+            batch = get_batch(
                 self.data.train,
                 seed=settings.seed,
                 step=number,
@@ -103,25 +101,13 @@ class Learner:
                 batch=settings.batch,
                 sequence=settings.seq,
             )
-            loss = self._loss(tokens, targets) / settings.micro_batches
-            loss.backward()
-            total += loss.detach()
-
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        norm = get_total_norm(gradients)
-        if settings.clip:
-            clip_grads_with_norm_(self.model.parameters(), settings.clip, norm)
-        result = Step(*torch.stack((total, norm)).tolist())
-        if not result.skipped:
-            self.optimizer.step()
-        elif self.fp8 is not None:
-            self.fp8.scaling.step()  # forgets the step's amax; without it the next good step would not count either
-        self.optimizer.zero_grad()
-        return result
+            self.trainer.training_step(batch)
+        assert self.trainer.last_step is not None
+        return self.trainer.last_step
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """The mean loss over held-out sequences, the same ones whatever the run."""
+        """Return the mean loss over held-out sequences, which are the same in every run."""
         settings = self.settings
         self.model.eval()
         total = torch.zeros((), device=self.device)
@@ -138,14 +124,15 @@ class Learner:
         return total.item() / settings.evaluation_batches
 
     def sample(self) -> Sample:
-        """A held-out line and how the model goes on. FloatingPointError: of a model that has diverged."""
+        """Continue a held-out line. Raises FloatingPointError if the model has diverged."""
         beginning = bytes(self.data.held_out[:4096].tolist())
         line = PROMPT_LINE.search(beginning)
         prompt = line.group() if line else beginning[:PROMPT_BYTES]
         tokens = torch.tensor([list(prompt)], device=self.device)
         generator = torch.Generator(self.device).manual_seed(self.settings.seed)
         for _ in range(self.settings.sample_bytes):
-            with self.precision():  # anew for every forward: FP8 products are told apart by their order after entering
+            # Entered for every forward: FP8 products are told apart by their order after entering.
+            with self.trainer.autocast():
                 tokens = self.model.generate(
                     tokens, 1, temperature=SAMPLE_TEMPERATURE, generator=generator, context=self.settings.seq
                 )
@@ -153,10 +140,10 @@ class Learner:
         return Sample(prompt.decode(errors="replace"), written.decode(errors="replace"))
 
     def state_dict(self) -> dict[str, Any]:
-        """All that the next step depends on, besides the parameters, the settings and the data."""
+        """Return everything the next step depends on, besides the parameters, the settings and the data."""
         return {
             "optimizer": self.optimizer.state_dict(),
-            "scaling": self.fp8.scaling.state_dict() if self.fp8 is not None else None,
+            "scaling": self.scaling.state_dict() if self.scaling is not None else None,
             "rng_cpu": torch.get_rng_state(),
             "rng_cuda": torch.cuda.get_rng_state() if self.device.type == "cuda" else None,
         }
@@ -164,12 +151,12 @@ class Learner:
     def load_state_dict(self, parameters: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         self.model.load_state_dict(parameters)
         self.optimizer.load_state_dict(state["optimizer"])
-        if self.fp8 is not None:
-            self.fp8.scaling.load_state_dict(state["scaling"])
+        if self.scaling is not None:
+            self.scaling.load_state_dict(state["scaling"])
         torch.set_rng_state(state["rng_cpu"])
         if self.device.type == "cuda":
             torch.cuda.set_rng_state(state["rng_cuda"])
 
     def _loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        with self.precision():
+        with self.trainer.autocast():
             return self.model(tokens.to(self.device), targets.to(self.device))[1]

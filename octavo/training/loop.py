@@ -1,4 +1,4 @@
-"""The training run: data, steps, checkpoints, and what is left in the folder at the end.
+"""Training runs: data, steps, checkpoints, and the files left in the folder at the end.
 
     train(settings) = for each leg (the run itself; with `compare`, then the same in BF16):
                           resume from its newest checkpoint, or start
@@ -24,14 +24,14 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from octavo.optim.memory import StepMemory, in_words, measure_memory
+from octavo.optim.step_memory import StepMemory, in_words, measure_memory
 from octavo.training.checkpoint import list_checkpoints, load_checkpoint, model_bytes, save_checkpoint
 from octavo.training.data import ByteData, load_data
 from octavo.training.display import Display, why_emulated
 from octavo.training.errors import RunError, UserError
 from octavo.training.files import replace_file, write_json
 from octavo.training.learner import Learner, Sample, Step
-from octavo.training.out_of_memory import memory_errors
+from octavo.training.memory_errors import memory_errors
 from octavo.training.run_folder import (
     BF16,
     METRICS,
@@ -57,9 +57,10 @@ MAX_SKIPPED_IN_A_ROW = 10
 
 @dataclass(frozen=True)
 class LegResult:
-    """`final_loss` is the mean over the last 10 % of the steps, `held_out_loss` that on text never trained on.
+    """Results of one training of the model.
 
-    `memory`: of the steps that were taken since the run began or resumed; None if nobody measured it.
+    `final_loss` is the mean over the last 10 % of the steps, `held_out_loss` that on text never trained on. `memory`:
+    since the run began or resumed; None if it was not measured.
     """
 
     final_loss: float
@@ -73,27 +74,27 @@ class LegResult:
         return not (math.isfinite(self.final_loss) and math.isfinite(self.held_out_loss))
 
     def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON, which has no NaN."""
+        """Return values ready for JSON, which has no NaN."""
         plain = asdict(self)
         return {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in plain.items()}
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """Where the run is, and its losses by precision."""
+    """Folder of a run, and its results by precision."""
 
     folder: Path
     results: dict[str, LegResult]
 
     @property
     def diverged(self) -> list[str]:
-        """The precisions whose model ended without a finite loss."""
+        """Precisions whose model ended without a finite loss."""
         return [name for name, result in self.results.items() if result.diverged]
 
 
 @dataclass(frozen=True)
 class Leg:
-    """One training of the model: where its rows and its checkpoints go."""
+    """One training of the model: its settings, and where its metrics and checkpoints go."""
 
     settings: TrainSettings
     metrics: Metrics
@@ -108,9 +109,9 @@ def train(
     overwrite: bool = False,
     console: Console | None = None,
 ) -> RunResult:
-    """Train, and leave everything about it in a folder (`out`, or a new one below `runs/`).
+    """Train, and leave all results in a folder (`out`, or a new one below `runs/`).
 
-    Raises `UserError` for what the user can put right and `Interrupted` after a Ctrl-C or SIGTERM; in both cases the
+    Raises `UserError` for mistakes the user can correct and `Interrupted` after a Ctrl-C or SIGTERM; in both cases the
     folder can be resumed if it holds a checkpoint.
     """
     display = Display(console or Console())
@@ -124,8 +125,8 @@ def train(
             if resume:
                 _check_resumable(legs, data, folder)
             start = _load_newest(legs[0], learner, display) if resume else 0
-            write_config(folder, settings, _found(settings, data))
-            display.subject(settings, data, folder)
+            write_config(folder, settings, _machine_facts(settings, data))
+            display.model_and_data(settings, data, folder)
             ready = [learner]
             del learner  # what is left here would stay in memory while BF16 is compared, and count in its peak
             try:
@@ -151,7 +152,7 @@ def _train_legs(
     display: Display,
     stop: StopSignals,
 ) -> RunResult:
-    """`ready`: the learner of the first leg, which is taken out of it, put where step `start` left off."""
+    """Train every leg. `ready`: the learner of the first leg at step `start`, which is removed from the list."""
     leg, learner = legs[0], ready.pop()
     with memory_errors(learner, leg.checkpoints, folder):
         taken = _train_leg(leg, learner, start, display, stop)
@@ -176,7 +177,7 @@ def _train_legs(
 
 
 def _new_learner(settings: TrainSettings, data: ByteData) -> Learner:
-    """Its peak of memory is counted from here."""
+    """Build a learner, and count its peak of memory from here."""
     if settings.device == "cuda" and torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     try:
@@ -189,7 +190,7 @@ def _new_learner(settings: TrainSettings, data: ByteData) -> Learner:
 
 
 def _train_leg(leg: Leg, learner: Learner, start: int, display: Display, stop: StopSignals) -> int:
-    """Train `learner` from after step `start` to the last step. How many steps that took."""
+    """Train `learner` from after step `start` to the last step; return the number of steps taken."""
     settings = leg.settings
     leg.metrics.cut_back(start)
     skipped_in_a_row = 0
@@ -200,8 +201,8 @@ def _train_leg(leg: Leg, learner: Learner, start: int, display: Display, stop: S
             seconds = time.perf_counter() - began
             log = number == 1 or number % settings.log_interval == 0 or number == settings.steps
             row = _row(number, step, settings, seconds)
-            if log and learner.fp8 is not None:
-                row["scaling"] = learner.fp8.scaling.statistics(reset=True)
+            if log and learner.scaling is not None:
+                row["scaling"] = learner.scaling.statistics(reset=True)
             leg.metrics.append(row)
             display.step(row, log)
 
@@ -221,16 +222,16 @@ def _save(leg: Leg, learner: Learner, number: int) -> None:
     leg.metrics.sync()
     state = {"step": number, "settings": leg.settings.to_dict(), **learner.state_dict()}
     save_checkpoint(leg.checkpoints, number, learner.model.state_dict(), state)
-    if learner.fp8 is not None:
-        write_json(leg.checkpoints / PRODUCTS, learner.fp8.report.to_dict())
+    if learner.report is not None:
+        write_json(leg.checkpoints / PRODUCTS, learner.report.to_dict())
 
 
 def _load_newest(leg: Leg, learner: Learner, display: Display) -> int:
-    """Put the learner where the newest checkpoint left off; the step of that checkpoint, 0 if there is none."""
-    found = _newest(leg, learner.device)
-    if found is None:
+    """Load the newest checkpoint into the learner; return its step, or 0 if there is none."""
+    saved = _newest(leg, learner.device)
+    if saved is None:
         return 0
-    parameters, state = found
+    parameters, state = saved
     learner.load_state_dict(parameters, state)
     step, planned = int(state["step"]), int(state["settings"]["steps"])
     display.say(f"Resuming after step {step:,}", "bold")
@@ -245,7 +246,7 @@ def _load_newest(leg: Leg, learner: Learner, display: Display) -> int:
 
 
 def _newest(leg: Leg, device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-    """The newest checkpoint of a leg, if it is one that the leg's settings can continue."""
+    """Return the newest checkpoint of a leg, if its settings allow to continue it."""
     checkpoints = list_checkpoints(leg.checkpoints)
     if not checkpoints:
         return None
@@ -271,7 +272,7 @@ def _say_how_to_resume(folder: Path, interrupted: Interrupted, display: Display)
 
 
 def _check_resumable(legs: list[Leg], data: ByteData, folder: Path) -> None:
-    """Everything that can be refused is refused before a step is taken, and before config.json is written."""
+    """Raise for everything that prevents a resume, before a step is taken or config.json is written."""
     _check_same_run(read_settings(folder), legs[0].settings, folder)
     _check_same_data(folder, data)
     for leg in legs[1:]:
@@ -300,8 +301,8 @@ def _check_same_data(folder: Path, data: ByteData) -> None:
         )
 
 
-def _found(settings: TrainSettings, data: ByteData) -> dict[str, Any]:
-    """What config.json records besides the settings."""
+def _machine_facts(settings: TrainSettings, data: ByteData) -> dict[str, Any]:
+    """Return the facts that config.json records besides the settings."""
     return {
         "emulated": settings.precision == "fp8" and bool(why_emulated(settings)),
         "data_found": str(data),
@@ -317,7 +318,7 @@ def _model_metadata(settings: TrainSettings) -> dict[str, str]:
 
 
 def _row(number: int, step: Step, settings: TrainSettings, seconds: float) -> dict[str, Any]:
-    """One line of metrics.jsonl. Numbers keep all their digits, so that two curves can be compared bit for bit."""
+    """Return a line of metrics.jsonl. Numbers keep all their digits, so that curves can be compared bit for bit."""
     return {
         "step": number,
         "loss": step.loss if not step.skipped else None,  # JSON has no NaN
@@ -330,7 +331,7 @@ def _row(number: int, step: Step, settings: TrainSettings, seconds: float) -> di
 
 
 def _sample(learner: Learner) -> Sample | None:
-    """None of a model whose logits are not finite: there is nothing to choose from."""
+    """Return a sample, or None if the model's logits are non-finite."""
     try:
         return learner.sample()
     except FloatingPointError:
@@ -342,9 +343,9 @@ def _result(leg: Leg, learner: Learner, taken: int, folder: Path) -> LegResult:
     precision = leg.settings.precision
     memory = measure_memory(learner.model, learner.optimizer) if taken else _measured_before(folder, precision)
     rows = leg.metrics.rows()
-    last = [row["loss"] for row in rows[-max(len(rows) // 10, 1) :] if not row["skipped"]]
+    last_losses = [row["loss"] for row in rows[-max(len(rows) // 10, 1) :] if not row["skipped"]]
     return LegResult(
-        final_loss=statistics.fmean(last) if last else math.nan,
+        final_loss=statistics.fmean(last_losses) if last_losses else math.nan,
         held_out_loss=learner.evaluate(),
         tokens_per_s=statistics.median(row["tokens_per_s"] for row in rows),
         skipped=sum(row["skipped"] for row in rows),

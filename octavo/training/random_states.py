@@ -1,4 +1,4 @@
-"""The states of the random number generators that a step draws from: dropout, stochastic rounding, LayerDrop."""
+"""States of the random number generators that a step draws from: dropout, stochastic rounding, LayerDrop."""
 
 import random
 from collections.abc import Iterable, Mapping
@@ -8,7 +8,7 @@ import torch
 
 
 def get_rng_states(devices: Iterable[torch.device]) -> dict[str, Any]:
-    """Python's, torch's on the CPU, which also seeds Octavo's kernels, and those of the GPUs among `devices`."""
+    """Return the states of Python, of torch on the CPU, which also seeds Octavo's kernels, and of GPUs in `devices`."""
     gpus = sorted({device.index or 0 for device in devices if device.type == "cuda"})
     return {
         "python": random.getstate(),
@@ -18,7 +18,7 @@ def get_rng_states(devices: Iterable[torch.device]) -> dict[str, Any]:
 
 
 def set_rng_states(states: Mapping[str, Any]) -> None:
-    """Go on from there. States of GPUs that are not here are left out: a CPU draws other numbers anyway."""
+    """Restore saved states. States of absent GPUs are ignored: a CPU draws other numbers anyway."""
     version, internal, gauss = states["python"]
     random.setstate((version, tuple(internal), gauss))
     torch.set_rng_state(states["cpu"].cpu())

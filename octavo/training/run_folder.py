@@ -1,4 +1,4 @@
-"""The folder of a run, and what is in it.
+"""Folder of a run, and its files.
 
     octavo-run.json     the marker: this folder is a run of Octavo. Locked while a process trains in it
     config.json         the settings, complete; with versions and what was found on this machine
@@ -28,7 +28,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from octavo.optim.memory import StepMemory
+from octavo.optim.step_memory import StepMemory
 from octavo.training.checkpoint import foreign_files, written_checkpoints
 from octavo.training.errors import RunError, UserError
 from octavo.training.files import disk_errors, read_object, replace_file, write_json
@@ -49,7 +49,7 @@ FILES = (CONFIG, METRICS, METRICS_BF16, MODEL, PRODUCTS, SAMPLE, SUMMARY, REPORT
 
 @contextmanager
 def new_run(name: str, out: Path | None, overwrite: bool) -> Iterator[Path]:
-    """A folder for a new run, locked: `out`, or the next free `runs/<name>-001`, `-002`, …"""
+    """Lock a folder for a new run: `out`, or the next free `runs/<name>-001`, `-002`, …"""
     folder = _next_free(name) if out is None else out
     _check_free(folder, overwrite)  # before anything is made in a folder that may be someone else's
     try:
@@ -64,14 +64,14 @@ def new_run(name: str, out: Path | None, overwrite: bool) -> Iterator[Path]:
 
 @contextmanager
 def resumed_run(out: Path | None) -> Iterator[Path]:
-    """The folder of a run to resume, locked."""
+    """Lock the folder of a run to resume."""
     folder = find_run(out)
     with _locked(folder):
         yield folder
 
 
 def find_run(out: Path | None) -> Path:
-    """The folder of a run to resume."""
+    """Return the folder of a run to resume."""
     if out is None:
         latest = max(RUNS.glob(f"*/{MARKER}"), key=lambda path: path.stat().st_mtime, default=None)
         hint = f"the latest run is {latest.parent}" if latest else f"there is no run in {RUNS}/ yet"
@@ -80,7 +80,7 @@ def find_run(out: Path | None) -> Path:
 
 
 def check_run(folder: Path, hint: str) -> Path:
-    """The folder, if it holds a run that can be read."""
+    """Return the folder if it holds a readable run, else raise."""
     for name in (MARKER, CONFIG):
         if not (folder / name).is_file():
             raise UserError(f"{folder} holds no run of Octavo (it has no {name}): {hint}")
@@ -92,7 +92,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_settings(folder: Path) -> TrainSettings:
-    """The settings a run was started with."""
+    """Read the settings a run was started with."""
     known = {f.name for f in fields(TrainSettings)}
     try:
         return TrainSettings.from_dict({name: v for name, v in read_config(folder).items() if name in known})
@@ -101,7 +101,7 @@ def read_settings(folder: Path) -> TrainSettings:
 
 
 def read_summary(folder: Path) -> dict[str, dict[str, Any]]:
-    """The results of a run that has ended, by precision."""
+    """Read the results of a finished run, by precision."""
     path = folder / SUMMARY
     hint = "delete it, and octavo train --resume writes it again"
     summary = read_object(path, hint)
@@ -114,17 +114,17 @@ def read_summary(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def memory_of(result: dict[str, Any]) -> StepMemory | None:
-    """The memory in one of the summary's results, if it was measured."""
+    """Return the memory in one of the summary's results, if it was measured."""
     values = result.get("memory")
     return None if values is None else StepMemory.from_dict(values)
 
 
-def write_config(folder: Path, settings: TrainSettings, found: dict[str, Any]) -> None:
-    write_json(folder / CONFIG, {"name": folder.resolve().name, **settings.to_dict(), **found})
+def write_config(folder: Path, settings: TrainSettings, facts: dict[str, Any]) -> None:
+    write_json(folder / CONFIG, {"name": folder.resolve().name, **settings.to_dict(), **facts})
 
 
 class Metrics:
-    """`metrics.jsonl`. Each row is handed to the system at once, so a kill loses at most the row it hits."""
+    """Rows of `metrics.jsonl`. Each row is written at once, so a kill loses at most the row it hits."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -142,7 +142,7 @@ class Metrics:
             os.fsync(file.fileno())
 
     def cut_back(self, step: int) -> None:
-        """Leave the rows of steps 1 to `step`: those after the checkpoint will be computed, and written, again."""
+        """Keep the rows of steps 1 to `step`; later ones will be computed and written again."""
         lines = self._lines()[:step]
         try:
             complete = [json.loads(line)["step"] for line in lines] == list(range(1, step + 1))
@@ -175,14 +175,14 @@ def _next_free(name: str) -> Path:
 
 
 def _check_free(folder: Path, overwrite: bool) -> None:
-    """Nothing there that a run would replace; a run's own files may go if `overwrite` says so."""
+    """Raise if a run would replace files in the folder; with `overwrite`, files of a run may be replaced."""
     with disk_errors(folder, hint="choose another --out"):
-        found = _written(folder)
-        foreign = [file for path in found if path.is_dir() for file in foreign_files(path)]
-    if not found:
+        paths = _written(folder)
+        foreign = [file for path in paths if path.is_dir() for file in foreign_files(path)]
+    if not paths:
         return
     if not (folder / MARKER).is_file():
-        names = ", ".join(str(path.relative_to(folder)) for path in found[:3])
+        names = ", ".join(str(path.relative_to(folder)) for path in paths[:3])
         raise UserError(
             f"{folder} is not a run of Octavo (it has no {MARKER}) and holds {names}, which a run would replace: "
             "nothing was touched; choose another --out"
@@ -193,7 +193,7 @@ def _check_free(folder: Path, overwrite: bool) -> None:
         return
     if not (folder / CONFIG).is_file():
         raise UserError(
-            f"{folder} holds what is left of a run ({found[0].relative_to(folder)}, but no {CONFIG}): restore {CONFIG} "
+            f"{folder} holds what is left of a run ({paths[0].relative_to(folder)}, but no {CONFIG}): restore {CONFIG} "
             "and continue with --resume, or replace the run with --overwrite"
         )
     raise UserError(f"{folder} already holds a run: continue it with --resume, or replace it with --overwrite")
@@ -201,7 +201,7 @@ def _check_free(folder: Path, overwrite: bool) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Mark the folder as a run, and keep every other process out of it. The system lets go when this process ends."""
+    """Mark the folder as a run, and lock it against other processes until this one ends."""
     path = folder / MARKER
     with disk_errors(path, hint="choose another --out, on a file system that can lock files"):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -225,7 +225,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _written(folder: Path) -> list[Path]:
-    """Files of a run that are in the folder; CONFIG first."""
+    """Return the files of a run that are in the folder; CONFIG first."""
     names = [folder / name for name in FILES]
     return [path for path in names if path.exists()] + [
         path for place in (folder, folder / BF16) for path in written_checkpoints(place)
@@ -233,7 +233,7 @@ def _written(folder: Path) -> list[Path]:
 
 
 def _clear(folder: Path) -> None:
-    """Remove what a run wrote, and nothing else that may be in the folder. The config goes first: no half a run."""
+    """Remove the files of a run, and no others. The config goes first, so that no half run remains."""
     with disk_errors(folder, hint="remove it by hand, or choose another --out"):
         for path in _written(folder):
             if path.is_dir():

@@ -1,4 +1,4 @@
-"""What a training run is: one frozen dataclass, complete and checked at construction.
+"""Settings of a training run: one frozen dataclass, complete and checked at construction.
 
 People give a few options; `settings_from_options` fills in the rest from the defaults of the model size and the device,
 or, for a resumed run, from the settings it was started with. A run's `config.json` is these settings.
@@ -130,7 +130,7 @@ class TrainSettings:
         return self.batch * self.micro_batches * self.seq
 
     def learning_rate(self, step: int) -> float:
-        """The rate of step 1, 2, …: a straight rise over `warmup` steps, then the schedule (cosine ends near 0)."""
+        """Return the rate of step 1, 2, …: linear over `warmup` steps, then the schedule (cosine ends near 0)."""
         if step <= self.warmup:
             return self.lr * step / self.warmup
         if self.schedule == "constant":
@@ -142,11 +142,11 @@ class TrainSettings:
         return replace(self, **changes)
 
     def in_bf16(self) -> Self:
-        """The other half of a comparison: the same run with plain BF16 products."""
+        """Return the same run with plain BF16 products, for comparison."""
         return replace(self, precision="bf16", dtype="bfloat16", compare=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
+        """Return plain values, ready for JSON."""
         return {**asdict(self), "shape": asdict(self.shape), "fp8": self.fp8.to_dict()}
 
     @classmethod
@@ -160,13 +160,13 @@ class TrainSettings:
         return cls(**{**values, **nested})
 
     def changes_to_curve(self, other: Self) -> list[str]:
-        """The fields in which `other` would give a different loss curve from this run's."""
+        """Return the fields in which `other` would give a different loss curve."""
         mine, others = self.to_dict(), other.to_dict()
         return [name for name in mine if name not in HARMLESS and mine[name] != others[name]]
 
 
 def settings_from_options(options: Mapping[str, Any], base: TrainSettings | None = None) -> TrainSettings:
-    """Settings from the options a person gave, over those of `base` (a run to resume) or the defaults.
+    """Complete a user's options with the settings of `base` (a run to resume) or with defaults.
 
     Options are the fields of `TrainSettings`, except: `size` is a preset; `dim`, `heads`, `neurons`, `layers` and
     `dropout` change the preset's shape; `device` and `dtype` may be `auto`; `fp8` is a dict of fields of
@@ -175,32 +175,45 @@ def settings_from_options(options: Mapping[str, Any], base: TrainSettings | None
     given = dict(options)
     if given.get("data"):
         given["data"] = str(Path(given["data"]).expanduser().absolute())  # a run may be resumed from another folder
-    device = given.pop("device", base.device if base else "auto")
+    device = _device(given, base)
+    shape, size, defaults = _shape(given, base, device)
+    precision, dtype = _precision(given, base, device)
+    fp8 = _fp8(given, base, precision)
+    resolved = {"shape": shape, "size": size, "device": device, "precision": precision, "dtype": dtype, "fp8": fp8}
+    return TrainSettings(**{**defaults, **given, **resolved})
+
+
+# Each of these takes its options out of `given`.
+def _device(given: dict[str, Any], base: TrainSettings | None) -> str:
+    device: str = given.pop("device", base.device if base else "auto")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    return device
 
-    size = given.pop("size", base.size if base else ("tiny" if device == "cpu" else "100m"))
+
+def _shape(given: dict[str, Any], base: TrainSettings | None, device: str) -> tuple[BDHConfig, str, dict[str, Any]]:
+    """Return the model's shape, the name of its size, and the defaults of that size or of the resumed run."""
+    size: str = given.pop("size", base.size if base else ("tiny" if device == "cpu" else "100m"))
     preset = base.shape if base and size == base.size else BDHConfig.preset(size)
     shape = replace(preset, **{name: given.pop(name) for name in SHAPE_OPTIONS if name in given})
     defaults = base.to_dict() if base else SIZE_DEFAULTS[size]
-    if replace(shape, dropout=preset.dropout) != preset:
-        size = "custom"
+    is_preset = replace(shape, dropout=preset.dropout) == preset
+    return shape, size if is_preset else "custom", defaults
 
-    precision = given.pop("precision", base.precision if base else "fp8")
-    dtype = given.pop("dtype", base.dtype if base and precision == base.precision else "auto")
+
+def _precision(given: dict[str, Any], base: TrainSettings | None, device: str) -> tuple[str, str]:
+    precision: str = given.pop("precision", base.precision if base else "fp8")
+    dtype: str = given.pop("dtype", base.dtype if base and precision == base.precision else "auto")
     if dtype == "auto":
         # FP8 on a CPU is emulated in FP32, so BF16 activations would only add casts there.
         dtype = "float32" if precision == "fp32" or (precision == "fp8" and device == "cpu") else "bfloat16"
+    return precision, dtype
 
-    fp8_options, recipe = given.pop("fp8", {}), given.pop("recipe", None)
-    if precision != "fp8" and (fp8_options or recipe):
-        raise ValueError(
-            f"precision={precision!r}: {recipe or next(iter(fp8_options))} is an option of FP8; leave it out"
-        )
+
+def _fp8(given: dict[str, Any], base: TrainSettings | None, precision: str) -> FP8TrainingConfig:
+    options, recipe = given.pop("fp8", {}), given.pop("recipe", None)
+    if precision != "fp8" and (options or recipe):
+        raise ValueError(f"precision={precision!r}: {recipe or next(iter(options))} is an option of FP8; leave it out")
     if base and recipe is None:
-        fp8 = base.fp8.replace(**fp8_options)
-    else:
-        fp8 = FP8TrainingConfig.from_recipe(recipe or "delayed", **fp8_options)
-
-    resolved = {"shape": shape, "size": size, "device": device, "precision": precision, "dtype": dtype, "fp8": fp8}
-    return TrainSettings(**{**defaults, **given, **resolved})
+        return base.fp8.replace(**options)
+    return FP8TrainingConfig.from_recipe(recipe or "delayed", **options)

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: finish the step, save, leave.
+"""Ctrl-C and SIGTERM: finish the step, save, exit.
 
 Outside `deferred()` a signal raises `Interrupted` at once: nothing would be lost. Inside it the first signal is only
 noted, and the loop asks `requested` after each step; a second one, from someone who does not want to wait, raises.
@@ -22,7 +22,7 @@ class Interrupted(Exception):
 
 
 class StopSignals:
-    """Whether someone asked the run to stop. Handlers are in place only inside `with stop_signals.caught():`."""
+    """Requests to stop. Handlers are installed only inside `with stop_signals.caught():`."""
 
     def __init__(self) -> None:
         self.requested: int | None = None

@@ -1,21 +1,31 @@
 """`FP8Trainer`: the training step around a model and an optimiser that already exist.
 
 Each `training_step(batch)` is one micro-batch: forward in FP8, backward, and on every
-`gradient_accumulation_steps`-th call the gradients are clipped and applied. Gradients of several micro-batches are
-summed in buffers of their own (`gradients.py`), which exist only while they accumulate.
+`gradient_accumulation_steps`-th call the gradients are clipped and applied. Over n micro-batches:
+
+    loss = mean of the n losses
+    grad = mean of the n gradients       summed in buffers of their own (`gradients.py`) while they accumulate
+    grad *= min(1, max_grad_norm / ‖grad‖)
+    parameters, optimiser states and FP8 histories are updated only if ‖grad‖ is finite
+
+Loss and norm are read together, before the update is queued: the only time that the host waits for the device.
+`octavo train` drives this step, too (`learner.py`).
 """
 
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from octavo.convert import can_convert, convert_to_fp8
-from octavo.nn.autocast import fp8_autocast
+from octavo.nn.autocast import FP8Autocast, fp8_autocast
 from octavo.nn.linear import LinearInFP8
 from octavo.nn.model_report import report_of
 from octavo.nn.report import Report
@@ -33,6 +43,19 @@ from octavo.training.random_states import get_rng_states, set_rng_states
 OFFLOADS = ("optimizer", "master")
 
 logger = logging.getLogger("octavo")
+Batch = Mapping[str, Any] | tuple[Any, ...] | list[Any]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimiser step: the mean loss of its micro-batches, and the gradient norm before clipping.
+
+    A skipped step updated nothing.
+    """
+
+    loss: float
+    grad_norm: float
+    skipped: bool = False
 
 
 class FP8Trainer:
@@ -42,16 +65,20 @@ class FP8Trainer:
     under the autocast instead. Without it, the model is trained as it is, including an FP8 one converted before.
     Batches: a dict for models that return an object or dict with `loss`; a tuple for models that return a loss, or
     `(..., loss)`. With `loss_fn`, a tuple is `(*inputs, target)` and the loss is `loss_fn(model(*inputs), target)`.
-    `release_gradients`: each is applied within backward, and its memory given back (`octavo.optim.step_in_backward`);
-    a step is then not skipped for a gradient that is not finite, which shows too late. `offload="optimizer"`: its
+    `release_gradients`: each is applied within backward and then freed (`octavo.optim.step_in_backward`); steps are
+    then not skipped for non-finite gradients, which are found too late. `offload="optimizer"`: its
     states live in host memory (`octavo.optim.offload_states`). `offload="master"`: FP32 master weights do, too, and the
     linears' weights are in FP8 only (`octavo.optim.offload_master`); gradients are then released in any case.
-    `gradients`: what they are summed in over micro-batches: `fp32` (the default), 4 bytes a parameter; `bf16`, 2 bytes,
-    or `fp8`, one byte, both rounded stochastically, so that the mean is right and single sums are off by up to a 128th
-    or an 8th at each addition. Without accumulation gradients are what the parameters are, and nothing else can be had.
-    `master_weights`: weights in BF16 are stepped as FP32 ones, of which the optimiser keeps the lower halves, 2 bytes a
-    parameter, and FP32 means (`octavo.optim.keep_masters`); the default, unless the model was loaded without. False
-    leaves weights to round to BF16 after each step.
+    `gradients`: precision of their sums over micro-batches: `fp32` (the default), 4 bytes per parameter; `bf16`, 2
+    bytes, or `fp8`, one byte, both rounded stochastically, so that sums are unbiased and each addition is off by up to
+    a 128th or an 8th. Without accumulation, gradients have the dtype of the parameters, and there is no choice.
+    `master_weights`: BF16 weights are stepped as FP32 ones, whose lower halves the optimiser keeps, 2 bytes per
+    parameter, with FP32 moments (`octavo.optim.keep_masters`); the default, unless the model was loaded without. False
+    rounds weights to BF16 after each step. `autocast_dtype`: forward runs under `torch.autocast` with this
+    dtype, such as `torch.bfloat16` for a model with FP32 parameters.
+
+    After each optimiser step, `last_step` has its loss and gradient norm. A step whose gradient norm is non-finite is
+    skipped, with a warning; override `should_skip` for another rule.
     """
 
     def __init__(
@@ -68,6 +95,7 @@ class FP8Trainer:
         offload: str | None = None,
         gradients: str | None = None,
         master_weights: bool | None = None,
+        autocast_dtype: torch.dtype | None = None,
     ) -> None:
         if gradient_accumulation_steps < 1:
             raise ValueError(f"gradient_accumulation_steps={gradient_accumulation_steps!r}: at least 1")
@@ -88,11 +116,14 @@ class FP8Trainer:
         self.gradient_accumulation_steps = gradient_accumulation_steps
         self.max_grad_norm = max_grad_norm
         self.loss_fn = loss_fn
+        self.autocast_dtype = autocast_dtype
         self.micro_step = 0
         self.step = 0
         self.skipped_steps = 0
         self.grad_norm: Tensor | None = None
-        self._context: Any = nullcontext()
+        self.last_step: Step | None = None
+        self._loss_sum: Tensor | None = None  # of the micro-batches so far, each divided by their number
+        self._fp8: FP8Autocast | None = None
         self._saved: Path | None = None
         self.scaling: FP8ScalingManager | None = None
         self.report: Report | None = None
@@ -118,8 +149,8 @@ class FP8Trainer:
             self.report, self.scaling = report, report.scaling
             logger.info("%s", report.summary())
         elif convert:
-            self._context = fp8_autocast(self.fp8_config, model=self.model)
-            self.report, self.scaling = self._context.report, self._context.scaling
+            self._fp8 = fp8_autocast(self.fp8_config, model=self.model)
+            self.report, self.scaling = self._fp8.report, self._fp8.scaling
             logger.info("no nn.Linear to convert in %s: its products run under fp8_autocast", type(self.model).__name__)
         if self.scaling is None:
             logger.info("training %s as it is: convert_model_to_fp8=False", type(self.model).__name__)
@@ -134,47 +165,64 @@ class FP8Trainer:
         """Another name for `scaling`."""
         return self.scaling
 
-    def training_step(self, batch: Mapping[str, Any] | tuple[Any, ...] | list[Any]) -> Tensor:
-        """One micro-batch: forward, backward and, when due, the optimiser's step. Returns its loss.
+    @contextmanager
+    def autocast(self) -> Iterator[None]:
+        """Region in which the model computes as it does in training; use it to evaluate or to generate."""
+        with ExitStack() as stack:
+            if self.autocast_dtype is not None:
+                device = next(self.model.parameters()).device
+                stack.enter_context(torch.autocast(device.type, dtype=self.autocast_dtype))
+            if self._fp8 is not None:
+                stack.enter_context(self._fp8)
+            yield
 
-        Where memory runs out, torch's error has a note that says what took it, and what would take less.
+    def training_step(self, batch: Batch) -> Tensor:
+        """Run one micro-batch: forward, backward and, when due, the optimiser's step. Returns its loss.
+
+        An out-of-memory error carries a note that says what took the memory, and what would take less.
         """
         with explained(self.model, self.optimizer, self._ways_to_take_less, self._last_saved):
             return self._micro_batch(batch)
 
-    def _micro_batch(self, batch: Mapping[str, Any] | tuple[Any, ...] | list[Any]) -> Tensor:
+    def _micro_batch(self, batch: Batch) -> Tensor:
         self.model.train()
         if not isinstance(batch, Mapping | tuple | list):
             raise TypeError(f"batch is a {type(batch).__name__}: a dict, or a tuple such as (inputs, targets)")
-        with self._context:
+        with self.autocast():
             loss = self._loss(batch)
         if loss.dim() or not loss.requires_grad:
             raise ValueError(
                 f"loss has shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}: a scalar with a graph"
             )
-        last = (self.micro_step + 1) % self.gradient_accumulation_steps == 0
+        is_last = (self.micro_step + 1) % self.gradient_accumulation_steps == 0
+        share = loss / self.gradient_accumulation_steps
         try:
-            with nullcontext() if self._sums is None else self._sums.adding(self.micro_step, last=last):
-                (loss / self.gradient_accumulation_steps).backward()
+            with nullcontext() if self._sums is None else self._sums.adding(self.micro_step, last=is_last):
+                share.backward()
         except BaseException:
             self._drop_gradients()
             raise
         self.micro_step += 1
-        if last:
+        so_far = 0.0 if self._loss_sum is None else self._loss_sum
+        self._loss_sum = so_far + share.detach().float()
+        if is_last:
             self._apply_gradients()
         return loss.detach()
 
     def _drop_gradients(self) -> None:
-        """Of a backward that broke off some gradients are there, and some sums have theirs: tried again, they would
-        count twice. The step begins anew with the next micro-batch."""
+        """Discard partial gradients after a failed backward, so that a retry does not count them twice.
+
+        The step starts over with the next micro-batch.
+        """
         self.optimizer.zero_grad(set_to_none=True)
+        self._loss_sum = None
         if self._released is not None:
             self._released.begin_anew()
-        before = self.micro_step % self.gradient_accumulation_steps
-        self.micro_step -= before
+        dropped = self.micro_step % self.gradient_accumulation_steps
+        self.micro_step -= dropped
         if self._sums is not None:
             self._sums.clear()
-            logger.warning("backward broke off: the step begins anew, without its %d micro-batches so far", before)
+            logger.warning("backward broke off: the step begins anew, without its %d micro-batches so far", dropped)
 
     def _ways_to_take_less(self) -> dict[str, str]:
         more = 2 * self.gradient_accumulation_steps
@@ -213,22 +261,35 @@ class FP8Trainer:
             )
         return loss
 
+    def should_skip(self, step: Step) -> bool:
+        """Return True, and log why, for a step whose gradient norm is non-finite."""
+        if math.isfinite(step.grad_norm):
+            return False
+        logger.warning("gradient norm is %s: step skipped (%d so far)", step.grad_norm, self.skipped_steps + 1)
+        return True
+
     def _apply_gradients(self) -> None:
-        parameters = [p for p in self.model.parameters() if p.grad is not None]
-        limit = float("inf") if self.max_grad_norm is None else self.max_grad_norm
-        self.grad_norm = torch.nn.utils.clip_grad_norm_(parameters, limit)
-        if bool(self.grad_norm.isfinite()):  # the one host synchronisation of a step
-            self.optimizer.step()
-            self.step += 1
-        else:
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        self.grad_norm = get_total_norm(gradients)
+        if self.max_grad_norm is not None:
+            clip_grads_with_norm_(self.model.parameters(), self.max_grad_norm, self.grad_norm)
+        assert self._loss_sum is not None
+        loss_and_norm = torch.stack((self._loss_sum.to(self.grad_norm.device), self.grad_norm))
+        step = Step(*loss_and_norm.tolist())  # the one host synchronisation of a step
+        self._loss_sum = None
+        if self.should_skip(step):
+            step = replace(step, skipped=True)
             self.skipped_steps += 1
-            logger.warning("gradient norm is %s: step skipped (%d so far)", self.grad_norm.item(), self.skipped_steps)
             if self.scaling is not None:
                 self.scaling.step()  # forget this step's amax values
+        else:
+            self.optimizer.step()
+            self.step += 1
+        self.last_step = step
         self.optimizer.zero_grad(set_to_none=True)
 
     def save_model(self, path: str | Path) -> Path:
-        """Write the weights: safetensors, or what `torch.save` writes if the name ends in `.pt` or `.pth`.
+        """Write the weights: safetensors, or `torch.save`'s format if the name ends in `.pt` or `.pth`.
 
         A folder gets a `model.safetensors`. The file appears under its name only when it is complete.
         """
@@ -261,12 +322,13 @@ class FP8Trainer:
         logger.info("loaded %s", path)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that training depends on, also in the middle of an accumulation; torch's random numbers, too."""
+        """Return everything that training depends on, including a partial accumulation and random number states."""
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scaling": self.scaling.state_dict() if self.scaling is not None else None,
             "accumulated": self._sums.state_dict() if self._sums is not None else {},
+            "loss_sum": self._loss_sum,
             "counters": {"micro_step": self.micro_step, "step": self.step, "skipped_steps": self.skipped_steps},
             "rng": get_rng_states(p.device for p in self.model.parameters()),
         }
@@ -285,6 +347,8 @@ class FP8Trainer:
                 f"gradient_accumulation_steps={self.gradient_accumulation_steps}: the saved state is in the middle of "
                 "an accumulation; go on with the number of steps it was saved with"
             )
+        loss_sum = state.get("loss_sum")  # not in states of earlier versions
+        self._loss_sum = None if loss_sum is None else loss_sum.to(next(self.model.parameters()).device)
         for name, value in state["counters"].items():
             setattr(self, name, value)
         if "rng" in state:
@@ -298,13 +362,13 @@ def _what_gradients_are(asked: str | None, model: nn.Module, accumulation: int) 
         check_choice("gradients", asked, GRADIENTS)
     if accumulation > 1:
         return asked or "fp32"
-    found = default_for(model)
-    if asked not in (None, found):
+    dtype = default_for(model)
+    if asked not in (None, dtype):
         raise ValueError(
             f"gradients={asked!r} with gradient_accumulation_steps=1: they are not summed, so they are what the "
-            f"parameters are ({found}); leave gradients out, or accumulate"
+            f"parameters are ({dtype}); leave gradients out, or accumulate"
         )
-    return found
+    return dtype
 
 
 def _require_each_gradient_alone(why: str, model: nn.Module, accumulation: int, limit: float | None) -> None:

@@ -1,24 +1,37 @@
 """The fused BDH on the GPU: kernels against the specification, gradients against the autocast's, a short run."""
 
+from importlib import import_module
+
 import pytest
 import torch
 
-from octavo import FP8TrainingConfig, fp8_autocast, ops_bdh
-from octavo.models.bdh import BDH, BDHConfig, rope_angles
-from octavo.models.bdh_fused import fuse, unfuse
+from octavo import FP8TrainingConfig, fp8_autocast
+from octavo.models.bdh import BDH, BDHConfig, fuse, ops, rope_angles, unfuse
 from octavo.numerics import Quantized
 from octavo.numerics.scaling import AMAX, NON_FINITE, SATURATED, SCALE, SEEN, UNDERFLOW, new_rows
 
 RECIPE = FP8TrainingConfig().recipe
+X, G = RECIPE.x.encode(), RECIPE.g.encode()
 SIZES = [(2, 4, 256, 512), (2, 3, 97, 130), (1, 1, 1, 2)]  # B, H, T, N
 CONFIG = BDHConfig(dim=128, heads=4, neurons=1024, layers=4)
 
 
-def by_the_spec(monkeypatch, function, *args, **kwargs):
+def by_the_spec(monkeypatch, function, *args):
     with monkeypatch.context() as patch:
-        patch.setattr(ops_bdh, "_kernels_for", lambda *_: False)
-        patch.setattr("octavo.ops.has_fp8_tensor_cores", lambda _: False)
-        return function(*args, **kwargs)
+        patch.setattr(ops, "_has_kernels", lambda *_: False)
+        patch.setattr(import_module("octavo.ops.quantize"), "has_fp8_tensor_cores", lambda _: False)
+        return function(*args)
+
+
+def pairs(parts):
+    """Data and scale, alternating, as operands."""
+    return [Quantized(*pair) for pair in zip(parts[::2], parts[1::2], strict=True)]
+
+
+def with_scale(parts, z_scale=None):
+    """Data, its scale, the same data in another layout, and z, as operands; what is empty is left out."""
+    rows, scale, columns, *z = parts
+    return [Quantized(data, scale) for data in (rows, columns) if data.numel()] + [Quantized(x, z_scale) for x in z]
 
 
 def codes(data):
@@ -63,16 +76,16 @@ def test_forward_kernels(monkeypatch, size, dtype):
     mine, theirs = rows(4), rows(4)
     for use in range(2):  # the second finds a scale that is too small
         x = s_pre * (1 + use)
-        found = ops_bdh.relu_rope_quantize(x, cos, sin, *mine[:2], RECIPE.x, record=True)
-        found += ops_bdh.gate_quantize(x, t_pre, *mine[2:], RECIPE.x, record=True)
-        expected = by_the_spec(monkeypatch, ops_bdh.relu_rope_quantize, x, cos, sin, *theirs[:2], RECIPE.x, record=True)
-        expected += by_the_spec(monkeypatch, ops_bdh.gate_quantize, x, t_pre, *theirs[2:], RECIPE.x, record=True)
+        found = pairs(ops.bdh_relu_rope(x, cos, sin, *mine[:2], X))
+        found += pairs(ops.bdh_gate(x, t_pre, *mine[2:], X))
+        expected = pairs(by_the_spec(monkeypatch, ops.bdh_relu_rope, x, cos, sin, *theirs[:2], X))
+        expected += pairs(by_the_spec(monkeypatch, ops.bdh_gate, x, t_pre, *theirs[2:], X))
         assert_nearly_same(found, expected)
     assert_same_statistics(mine, theirs, kept=(1, 3))
     q, s, _, _ = expected
-    again = (s, cos, sin, q.scale, RECIPE.x, dtype)
-    columns = ops_bdh.rope_columns(*again)
-    assert_nearly_same([columns], [by_the_spec(monkeypatch, ops_bdh.rope_columns, *again)])
+    again = (*s, cos, sin, q.scale, X, dtype)
+    columns = Quantized(ops.bdh_rope_columns(*again), q.scale)
+    assert_nearly_same([columns], [Quantized(by_the_spec(monkeypatch, ops.bdh_rope_columns, *again), q.scale)])
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
@@ -85,12 +98,12 @@ def test_backward_kernels(monkeypatch, size):
     z_scale = torch.tensor(0.03, device="cuda")
     mine, theirs = rows(2), rows(2)
     for use in range(2):
-        gate = (dz * (1 + use), s, t, z_scale)
-        turn = (dq * (1 + use), dz, s, t, cos, sin)
-        found = ops_bdh.gate_backward(*gate, mine[0], RECIPE.g, RECIPE.x)
-        found += ops_bdh.relu_rope_backward(*turn, mine[1], RECIPE.g)
-        expected = by_the_spec(monkeypatch, ops_bdh.gate_backward, *gate, theirs[0], RECIPE.g, RECIPE.x)
-        expected += by_the_spec(monkeypatch, ops_bdh.relu_rope_backward, *turn, theirs[1], RECIPE.g)
+        gate = (dz * (1 + use), *s, *t, z_scale)
+        rope = (dq * (1 + use), dz, s.data, *t, cos, sin)
+        found = with_scale(ops.bdh_gate_backward(*gate, mine[0], G, X), z_scale)
+        found += with_scale(ops.bdh_relu_rope_backward(*rope, mine[1], G))
+        expected = with_scale(by_the_spec(monkeypatch, ops.bdh_gate_backward, *gate, theirs[0], G, X), z_scale)
+        expected += with_scale(by_the_spec(monkeypatch, ops.bdh_relu_rope_backward, *rope, theirs[1], G))
         assert_nearly_same(found, expected)
     assert_same_statistics(mine, theirs)
 
@@ -101,10 +114,10 @@ def test_causal_kernels(monkeypatch, T):
     mine, theirs = rows(2), rows(2)
     for use in range(2):
         x = scores * (1 + use)
-        found = ops_bdh.causal_quantize(x, mine[0], RECIPE.x, record=True)
-        found += (ops_bdh.symmetric_quantize(x, mine[1], RECIPE.g),)
-        expected = by_the_spec(monkeypatch, ops_bdh.causal_quantize, x, theirs[0], RECIPE.x, record=True)
-        expected += (by_the_spec(monkeypatch, ops_bdh.symmetric_quantize, x, theirs[1], RECIPE.g),)
+        found = with_scale(ops.bdh_mask(x, mine[0], X, False)) + with_scale(ops.bdh_mask(x, mine[1], G, True))
+        expected = with_scale(by_the_spec(monkeypatch, ops.bdh_mask, x, theirs[0], X, False))
+        expected += with_scale(by_the_spec(monkeypatch, ops.bdh_mask, x, theirs[1], G, True))
+        assert len(found) == 3
         assert_nearly_same(found, expected, share=0)
     assert_same_statistics(mine, theirs)
 
@@ -114,7 +127,7 @@ def test_what_is_not_finite_becomes_nan_and_is_recorded():
     s_pre[0, 1, 0, 3], s_pre[0, 2, 1, 0] = float("nan"), float("inf")
     cos, sin = rope_angles(5, 8, torch.device("cuda"))
     mine = rows(2)
-    q, s = ops_bdh.relu_rope_quantize(s_pre, cos, sin, *mine, RECIPE.x, record=True)
+    q, s = pairs(ops.bdh_relu_rope(s_pre, cos, sin, *mine, X))
     assert q.data.float().isnan().sum() == 4 and s.data.float().isnan().sum() == 2
     assert mine[0][NON_FINITE] == mine[1][NON_FINITE] == 1 and mine[0][AMAX] > 0
 

@@ -9,17 +9,17 @@ import torch
 import octavo
 from octavo.decoders import graphs
 from octavo.nn.frozen import FP8FrozenLinear
-from octavo.tools.bench.cases import LLAMAS, Case
 from octavo.tools.bench.contenders import Contender
-from octavo.tools.bench.random_model import build_causal_lm
-from octavo.tools.bench.subject import Subject
+from octavo.tools.bench.prepared_model import PreparedModel
+from octavo.tools.random_model import build_causal_lm
+from octavo.tools.shapes import LLAMAS, Case
 
 SHAPE = {**LLAMAS["tiny"], "hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "vocab_size": 512}
 
 
 def make(recipe="channel", *, compile=False):
     case = Case("small", SHAPE, 3, 256, 128, 0, "cuda", frozen=True, rank=8)
-    return Subject(case, Contender(f"octavo {recipe}", "octavo", compile, recipe)).model.train()
+    return PreparedModel(case, Contender(f"octavo {recipe}", "octavo", compile, recipe)).model.train()
 
 
 def make_full(recipe):

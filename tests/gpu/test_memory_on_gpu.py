@@ -8,7 +8,7 @@ from torch import nn
 
 from octavo import FP8Trainer, measure_memory
 from octavo.optim import build_optimizer, step_in_backward
-from octavo.tools.memory import planned_memory
+from octavo.tools.run_memory import planned_memory
 from octavo.training.data import load_data
 from octavo.training.learner import Learner
 from octavo.training.settings import settings_from_options

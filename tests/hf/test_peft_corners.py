@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 import octavo
 from octavo import FastLanguageModel
 from octavo.hf.callback import _summary
-from octavo.ops_weights import are_neighbours
+from octavo.ops.weight import are_neighbours
 
 WHOLE_BLOCKS = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64}  # so that groups are fused
 

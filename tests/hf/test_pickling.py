@@ -14,7 +14,7 @@ from torch import nn
 import octavo
 from octavo import FastLanguageModel, FP8TrainingConfig
 from octavo.nn.frozen import FP8FrozenLinear
-from octavo.ops_weights import are_neighbours
+from octavo.ops.weight import are_neighbours
 
 WHOLE_BLOCKS = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64}  # so that groups are fused
 

@@ -27,7 +27,7 @@ def check(output):
         "scaled_kernel",
         "block_kernel",
         "gated_backward_kernel",
-        "_causal_kernel",
+        "_mask_kernel",
         "rows_kernel",
         "columns_kernel",
         "whole_columns_kernel",

@@ -69,7 +69,7 @@ def test_logits_are_the_equations(length: int) -> None:
 def test_the_reference_would_notice_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make(SMALL).double()
     tokens = torch.randint(SMALL.vocabulary, (1, 7))
-    monkeypatch.setattr("octavo.models.bdh.rope", lambda s, _cos, _sin: s)
+    monkeypatch.setattr("octavo.models.bdh.model.rope", lambda s, _cos, _sin: s)
     assert (model(tokens)[0][0] - reference(model, tokens[0])).abs().max() > 1e-2
 
 

@@ -9,9 +9,7 @@ import torch
 from bounds import cosine
 
 from octavo import FP8TrainingConfig, fp8_autocast
-from octavo.models.bdh import BDH, BDHConfig, rope, rope_angles
-from octavo.models.bdh_fused import fuse, unfuse
-from octavo.numerics import bdh as spec
+from octavo.models.bdh import BDH, BDHConfig, fuse, rope, rope_angles, spec, unfuse
 
 CONFIG = BDHConfig(dim=128, heads=4, neurons=1024, layers=6)
 SMALL = BDHConfig(dim=32, heads=2, neurons=64, layers=2)

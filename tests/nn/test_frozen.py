@@ -11,7 +11,7 @@ from torch import nn
 from octavo import FP8TrainingConfig
 from octavo.nn.frozen import GRANULARITIES, SCALE_NAME, FP8FrozenLinear, FrozenTensor, quantize_weight
 from octavo.numerics.quantize import Quantized
-from octavo.ops_frozen import turn
+from octavo.ops.frozen import turn
 
 SIZES = [(300, 200), (128, 256), (576, 192), (16, 1), (1, 16), (33, 7)]
 

@@ -9,7 +9,7 @@ from torch import nn
 from octavo.nn.frozen import FP8FrozenLinear
 from octavo.nn.frozen_group import put_together, why_no_group
 from octavo.numerics.quantize import Quantized
-from octavo.ops_weights import are_neighbours, joined
+from octavo.ops.weight import are_neighbours, joined
 
 
 def build(granularity, outputs=(256, 128, 128), k=192, bias=False):

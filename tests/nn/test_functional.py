@@ -7,7 +7,7 @@ from torch import nn
 import octavo
 from octavo import FP8Linear, FP8ScalingManager, FP8TrainingConfig, compute_scale, fp8_linear, fp8_matmul, quantize
 from octavo.models import BDH, BDHConfig
-from octavo.models.bdh_fused import fuse
+from octavo.models.bdh import fuse
 
 
 def randn(*shape, seed=0, **options):

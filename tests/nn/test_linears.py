@@ -6,10 +6,11 @@ from bounds import assert_product_close
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from octavo import FP8Linear, FP8TrainingConfig, ops_linear
+from octavo import FP8Linear, FP8TrainingConfig
 from octavo.nn.linears import fp8_linears
 from octavo.numerics.scaling import SATURATED, SCALE, UNDERFLOW, new_rows
 from octavo.ops import Product
+from octavo.ops import linear as ops_linear
 
 CONFIGS = {
     **{name: FP8TrainingConfig.from_recipe(name) for name in ("delayed", "current", "channel", "block", "mx")},
@@ -79,8 +80,8 @@ def test_frozen_weights_cost_nothing(name, trained, monkeypatch):
     for i, w in enumerate(weights):
         w.requires_grad_(i in trained)
     layouts = []
-    quantize = ops_linear.quantize_directly
-    monkeypatch.setattr(ops_linear, "quantize_directly", lambda *a: (layouts.append(a[-1]), quantize(*a))[1])
+    quantize = ops_linear.quantize_group
+    monkeypatch.setattr(ops_linear, "quantize_group", lambda *a, **k: (layouts.append(a[4]), quantize(*a, **k))[1])
     y = fp8_linears(x, weights, None, product_of(CONFIGS[name]), rows())
     saved = [t for t in y.grad_fn.next_functions[0][0].saved_tensors if t is not None]
     y.backward(torch.randn_like(y))
@@ -93,8 +94,8 @@ def test_frozen_weights_cost_nothing(name, trained, monkeypatch):
 def test_an_input_without_gradient(monkeypatch):
     x, weights = build()
     layouts = []
-    quantize = ops_linear.quantize_directly
-    monkeypatch.setattr(ops_linear, "quantize_directly", lambda *a: (layouts.append(a[-1]), quantize(*a))[1])
+    quantize = ops_linear.quantize_group
+    monkeypatch.setattr(ops_linear, "quantize_group", lambda *a, **k: (layouts.append(a[4]), quantize(*a, **k))[1])
     fp8_linears(x.detach(), weights, None, product_of(CONFIGS["delayed"]), rows()).sum().backward()
     assert layouts == ["both", "columns"] and all(w.grad is not None for w in weights)
 
@@ -176,8 +177,8 @@ def test_zero_rows_change_nothing(name, compiled, monkeypatch):
 def test_nothing_is_kept_without_gradients(monkeypatch):
     x, weights = build()
     layouts = []
-    quantize = ops_linear.quantize_directly
-    monkeypatch.setattr(ops_linear, "quantize_directly", lambda *a: (layouts.append(a[-1]), quantize(*a))[1])
+    quantize = ops_linear.quantize_group
+    monkeypatch.setattr(ops_linear, "quantize_group", lambda *a, **k: (layouts.append(a[4]), quantize(*a, **k))[1])
     for context in (torch.no_grad(), torch.inference_mode()):
         with context:
             fp8_linears(x, weights, None, product_of(CONFIGS["delayed"], record=False), rows())

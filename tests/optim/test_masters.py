@@ -15,7 +15,7 @@ from octavo.nn.frozen import quantize_weight
 from octavo.nn.held import full_precision
 from octavo.nn.linear import FP8Linear
 from octavo.optim import OPTIMIZERS, build_optimizer, masters, offload_master, step_in_backward, steps_in_backward
-from octavo.optim.memory import measure_memory
+from octavo.optim.step_memory import measure_memory
 
 CURRENT = FP8TrainingConfig.from_recipe("current")
 WHOLE_BLOCKS = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}

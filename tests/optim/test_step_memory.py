@@ -8,9 +8,9 @@ from rich.console import Console
 from torch import nn
 
 from octavo import FP8TrainingConfig, convert_to_fp8, measure_memory
-from octavo.optim import build_optimizer, memory, offload_states, out_of_memory, step_in_backward
-from octavo.optim.memory import GIB, DeviceMemory, StepMemory, in_words
+from octavo.optim import build_optimizer, offload_states, out_of_memory, step_in_backward, step_memory
 from octavo.optim.out_of_memory import explain, explained, savings
+from octavo.optim.step_memory import GIB, DeviceMemory, StepMemory, in_words
 
 WAYS = {
     name: name for name in ("batch", "activations", "checkpointing", "release", "adamw8bit", "adamw4bit", "offload")
@@ -37,7 +37,7 @@ def stepped(name="adamw", how=None):
 def gpu(monkeypatch):
     """A device of 8 MiB, of which a peak of 20 bytes for each weight of `deep` was in use."""
     found = DeviceMemory(peak=20 * NUMBERS, free=2**20, total=8 * 2**20)
-    for module in (memory, out_of_memory):
+    for module in (step_memory, out_of_memory):
         monkeypatch.setattr(module, "device_memory", lambda _device: found)
     return found
 
@@ -109,7 +109,7 @@ def test_savings():
 def test_states_that_are_yet_to_come_can_be_saved():
     model = deep()
     optimizer = build_optimizer("adamw", model.parameters(), 1e-3)
-    now = memory.measure_now(model, optimizer)
+    now = step_memory.measure_now(model, optimizer)
     assert (now.gradients, now.states) == (0, 0)
     assert savings(model, optimizer, now)["adamw4bit"] == pytest.approx(8 * NUMBERS - 1.0625 * NUMBERS, rel=1e-3)
 

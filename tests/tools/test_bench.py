@@ -15,9 +15,9 @@ import pytest
 
 from octavo.cli import main
 from octavo.tools.bench import runner
-from octavo.tools.bench.cases import Case
 from octavo.tools.bench.contenders import Contender
 from octavo.tools.bench.worker import Worker
+from octavo.tools.shapes import Case
 
 OCTAVO = Path(sys.executable).with_name("octavo")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}

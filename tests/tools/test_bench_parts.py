@@ -16,15 +16,15 @@ from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 from octavo.numerics.config import RECIPES
 from octavo.numerics.operand import LAYOUTS
 from octavo.numerics.scaling import SCALE
-from octavo.tools.bench.cases import LLAMAS, Case
 from octavo.tools.bench.check import check, failure
 from octavo.tools.bench.contenders import AGAINST, Contender, make_contenders
 from octavo.tools.bench.gemm import gemms
 from octavo.tools.bench.kernels import _measure, gated_passes, passes, works
+from octavo.tools.bench.prepared_model import PreparedModel
 from octavo.tools.bench.result import add_figures, fail_row, new_row, without_folders
 from octavo.tools.bench.runner import run_bench
-from octavo.tools.bench.subject import Subject
 from octavo.tools.bench.worker import Worker, scaling_rates, serve
+from octavo.tools.shapes import LLAMAS, Case
 
 PLAIN = Contender("bf16-eager", "bf16", compile=False)
 BDH_SHAPE = {"model_type": "bdh", "dim": 16, "heads": 2, "neurons": 32, "layers": 2, "vocabulary": 256}
@@ -49,9 +49,9 @@ def test_flops_against_a_count_by_torch():
     from torch.utils.flop_counter import FlopCounterMode
 
     case = bdh()
-    subject = Subject(case, PLAIN)
+    prepared = PreparedModel(case, PLAIN)
     with FlopCounterMode(display=False) as counter:
-        subject.step()
+        prepared.step()
     assert counter.get_total_flops() == case.flops + case.attention_flops
 
     pytest.importorskip("transformers")
@@ -161,7 +161,7 @@ def test_contenders():
 def test_adapters_are_where_the_formula_counts_them(targets, members):
     pytest.importorskip("peft")
     case = preset("tiny", mode="lora", rank=4, targets=targets)
-    model = Subject(case, PLAIN).model
+    model = PreparedModel(case, PLAIN).model
     adapters = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
     assert {name.split(".lora_")[0].rsplit(".", 1)[1] for name in adapters} == set(members)
     assert sum(adapters.values()) == case.adapter_parameters
@@ -175,15 +175,15 @@ def test_lora_flops_against_a_count_by_torch():
 
     pytest.importorskip("peft")
     case = preset("tiny", mode="lora", rank=0)
-    subject = Subject(case, PLAIN)
+    prepared = PreparedModel(case, PLAIN)
     with FlopCounterMode(display=False) as counter:
-        subject.step()
+        prepared.step()
     assert _products(counter) == case.flops - case.attention_flops
 
     case = preset("tiny", mode="lora", rank=4)
-    subject = Subject(case, PLAIN)
+    prepared = PreparedModel(case, PLAIN)
     with FlopCounterMode(display=False) as counter:
-        subject.step()
+        prepared.step()
     # The first layer's input has no gradient: neither of q, k and v nor of their adapters.
     spared = 2 * 256 * (64 * 128 + 3 * 4 * 64)
     assert _products(counter) == case.flops - case.attention_flops - spared
@@ -195,15 +195,15 @@ def _products(counter) -> int:
 
 
 def test_weights_come_back_as_they_were():
-    subject = Subject(bdh(), PLAIN)
-    before = {name: p.detach().clone() for name, p in subject.model.named_parameters()}
-    identity = [id(p) for p in subject.model.parameters()]
-    subject.step()
-    subject.park()
-    assert all(p.untyped_storage().nbytes() == 0 and p.grad is None for p in subject.model.parameters())
-    subject.unpark()
-    assert [id(p) for p in subject.model.parameters()] == identity
-    assert all(torch.equal(p, before[name]) for name, p in subject.model.named_parameters())
+    prepared = PreparedModel(bdh(), PLAIN)
+    before = {name: p.detach().clone() for name, p in prepared.model.named_parameters()}
+    identity = [id(p) for p in prepared.model.parameters()]
+    prepared.step()
+    prepared.park()
+    assert all(p.untyped_storage().nbytes() == 0 and p.grad is None for p in prepared.model.parameters())
+    prepared.unpark()
+    assert [id(p) for p in prepared.model.parameters()] == identity
+    assert all(torch.equal(p, before[name]) for name, p in prepared.model.named_parameters())
 
 
 def test_a_frozen_base_without_adapters_is_checked_by_the_gradient_of_its_input():
@@ -227,16 +227,16 @@ def test_a_frozen_base_comes_back_and_a_dropped_one_takes_no_memory(rank):
     pytest.importorskip("peft")
     case = preset("tiny", mode="lora", rank=rank)
     for contender in (PLAIN, Contender("octavo channel", "octavo", compile=False, recipe="channel")):
-        subject = Subject(case, contender)
-        before = {name: p.detach().clone() for name, p in subject.model.named_parameters()}
-        loss = subject.step()
-        subject.park()
-        assert not any(gradient is not None for gradient in subject.gradients().values())
-        subject.unpark()
-        assert all(torch.equal(p, before[name]) for name, p in subject.model.named_parameters())
-        assert torch.equal(subject.step(), loss)
-        subject.drop()
-        assert all(p.untyped_storage().nbytes() == 0 for p in subject.model.parameters() if p.dim() >= 2)
+        prepared = PreparedModel(case, contender)
+        before = {name: p.detach().clone() for name, p in prepared.model.named_parameters()}
+        loss = prepared.step()
+        prepared.park()
+        assert not any(gradient is not None for gradient in prepared.gradients().values())
+        prepared.unpark()
+        assert all(torch.equal(p, before[name]) for name, p in prepared.model.named_parameters())
+        assert torch.equal(prepared.step(), loss)
+        prepared.drop()
+        assert all(p.untyped_storage().nbytes() == 0 for p in prepared.model.parameters() if p.dim() >= 2)
 
 
 def test_the_check_sees_a_wrong_gradient(monkeypatch):
@@ -244,7 +244,7 @@ def test_the_check_sees_a_wrong_gradient(monkeypatch):
     found, _ = check(bdh(), octavo)
     assert found["failure"] == "" and found["cosine"] > 0.95 and found["worst_parameter"]
 
-    step = Subject.step
+    step = PreparedModel.step
 
     def scrambled(self):
         loss = step(self)
@@ -253,7 +253,7 @@ def test_the_check_sees_a_wrong_gradient(monkeypatch):
                 parameter.grad.neg_()
         return loss
 
-    monkeypatch.setattr(Subject, "step", scrambled)
+    monkeypatch.setattr(PreparedModel, "step", scrambled)
     assert "gradient cosine -0.9" in check(bdh(), octavo)[0]["failure"]
 
 
@@ -329,12 +329,12 @@ def test_without_folders():
 
 
 def test_llama_presets_are_what_transformers_builds():
-    """`Subject` compares the model's linears with the formula and refuses if they differ."""
+    """`PreparedModel` compares the model's linears with the formula and refuses if they differ."""
     pytest.importorskip("transformers")
-    assert Subject(preset("tiny"), PLAIN).step().isfinite()
+    assert PreparedModel(preset("tiny"), PLAIN).step().isfinite()
     wrong = replace(preset("tiny"), config={**LLAMAS["tiny"], "model_type": "phi"})
     with pytest.raises(ValueError, match="TFLOP/s would be wrong"):
-        Subject(wrong, PLAIN)
+        PreparedModel(wrong, PLAIN)
 
 
 def test_what_is_parked_holds_no_recording(monkeypatch):
@@ -343,7 +343,7 @@ def test_what_is_parked_holds_no_recording(monkeypatch):
     monkeypatch.setattr(graphs, "use_cuda_graphs", lambda _model, enabled=True, **_: done.append(enabled))
     monkeypatch.setattr(graphs, "recordings", lambda _model: done.count("step") >= 2)
     monkeypatch.setattr(graphs, "reserved_bytes", lambda _model: 0)
-    monkeypatch.setattr(Subject, "step", lambda _self: done.append("step") or torch.zeros(()))
+    monkeypatch.setattr(PreparedModel, "step", lambda _self: done.append("step") or torch.zeros(()))
     worker = Worker(preset("tiny"), Contender("octavo delayed graphs", "octavo", False, "delayed", graphs=True))
     worker.load(warmup=2)
     assert done == [True, "step", "step", False]

@@ -1,4 +1,4 @@
-"""The bench's result files, its table for the README and its plot."""
+"""The bench's result files, its tables and its plot."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from bench_cases import preset
 from octavo.tools.bench.contenders import Contender
 from octavo.tools.bench.plot import write_plot
 from octavo.tools.bench.result import add_figures, fail_row, missing_row, new_row, write_result
-from octavo.tools.bench.table import BEGIN, END, markdown, rewrite
+from octavo.tools.bench.table import markdown
 
 
 def result_of(rows: list[dict]) -> dict:
@@ -59,27 +59,21 @@ def test_names_and_titles_tell_cases_apart(result, tmp_path: Path):
         assert f"**{words}" in markdown([found])
 
 
-def test_the_readme_table_has_every_row(result, tmp_path: Path):
-    page = tmp_path / "README.md"
-    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    rewrite(page, [result, {"kind": "gemm"}])
-    text = page.read_text()
-    assert text.startswith(f"before\n{BEGIN}\n") and text.endswith(f"{END}\nafter\n") and "old" not in text
-    assert "NVIDIA H200, 2026-11-15, octavo 0.1.0, torch 2.11.0" in text and "`octavo bench --preset tiny`" in text
+def test_a_table_has_every_row(result):
+    result["versions"]["octavo"] = "0.1.0+3a1f65f-dirty"  # the state of one working tree says nothing to a reader
+    text = markdown([result, {"kind": "gemm"}])
+    assert "NVIDIA H200, 2026-11-15, octavo 0.1.0, torch 2.11.0. `octavo bench --preset tiny`" in text
     table = [line for line in text.splitlines() if line.startswith("|")]
     assert {line.count("|") - line.count("\\|") for line in table} == {9}
     assert [line.split(" | ")[0] for line in table[2:]] == ["| octavo delayed", "| octavo mx", "| te"]
     assert "100.0 (100.0–100.0)" in table[2] and "2.00%" in table[2] and "not run: not installed" in table[4]
-    rewrite(page, [result])
-    assert page.read_text() == text  # twice is once
     assert markdown([]) == ""
 
 
-def test_the_readme_needs_its_markers(result, tmp_path: Path):
-    page = tmp_path / "README.md"
-    page.write_text(f"{END} {BEGIN}")
-    with pytest.raises(ValueError, match="bench:begin"):
-        rewrite(page, [result])
+def test_a_table_leaves_out_where_the_result_was_written(result):
+    result["versions"]["octavo"] = "not installed+3a1f65f"
+    result["command"] = "octavo bench --out b --preset tiny"
+    assert "2026-11-15, torch 2.11.0. `octavo bench --preset tiny`" in markdown([result])
 
 
 def test_a_plot_or_a_line_that_says_why_not(result, tmp_path: Path):

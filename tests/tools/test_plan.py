@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from octavo.cli import main
-from octavo.tools.bench.cases import DECODERS
-from octavo.tools.plan import gpus, standing
+from octavo.tools.plan import gpus, persistent
 from octavo.tools.plan.gpus import GPUS, STRIDE, Gpu, find_gpu, fits, largest_batch, longest_sequence
 from octavo.tools.plan.memory import plan_memory
-from octavo.tools.plan.moments import KINDS
 from octavo.tools.plan.options import Option, options_of
 from octavo.tools.plan.request import Request, with_batch, with_sequence
 from octavo.tools.plan.run import make_plan
+from octavo.tools.plan.timeline import KINDS
+from octavo.tools.shapes import DECODERS
 from octavo.training.errors import UserError
 
 Invoke = Callable[..., tuple[int, str, str]]
@@ -126,7 +126,7 @@ def test_a_narrow_terminal_cuts_no_figure() -> None:
     ],
 )
 def test_parameters_are_those_published(model: str, billions: float) -> None:
-    assert standing.parameters(request(model)) / 1e9 == pytest.approx(billions, abs=0.001)
+    assert persistent.parameters(request(model)) / 1e9 == pytest.approx(billions, abs=0.001)
 
 
 def test_json_has_all_figures_and_adds_up(invoke: Invoke) -> None:
@@ -195,7 +195,7 @@ def test_a_bad_config_is_named(invoke: Invoke, tmp_path: Path, changes: dict, wo
         (["9b"], ["MODEL 9b", "8b", "config.json"]),
         (["."], ["MODEL .", "no config.json"]),
         (["broken.json"], ["MODEL broken.json", "not a JSON file"]),
-        (["8b", "--mode", "grpo"], ["--mode grpo", "reinforcement learning"]),
+        (["8b", "--mode", "grpo"], ["mode='grpo'", "full, lora"]),
         (["8b", "--mode", "half"], ["mode='half'", "full, lora"]),
         (["8b", "--batch", "0"], ["batch=0", "at least 1"]),
         (["8b", "--seq", "-5"], ["seq=-5"]),
@@ -278,9 +278,9 @@ def test_what_is_on_the_host_is_not_on_the_gpu() -> None:
         kept = Option("fp8", "delayed", optimizer, activations="fp8", in_backward=True)
         plain, states, master = (plan_memory(case, replace(kept, offload=how)) for how in (None, "optimizer", "master"))
         assert states.peak.total < plain.peak.total and states.peak.weights == plain.peak.weights
-        all_states = standing.states(case, kept)
+        all_states = persistent.states(case, kept)
         assert plain.host == 0 and all_states < states.host < 1.2 * all_states  # pinned: powers of two
-        linears = case.layers * standing.layer_parameters(case)
+        linears = case.layers * persistent.layer_parameters(case)
         assert master.host > states.host + 4 * linears
         assert plain.peak.weights - master.peak.weights == pytest.approx(linears, rel=1e-5)
         for memory in (states, master):
@@ -323,13 +323,13 @@ def test_bf16_weights_that_octavo_trains_have_masters() -> None:
     case = request()
     ways = [way for way in options_of(case, compiled=True, fp8_head=False) if way.code == "fp8"]
     assert all(way.masters == (way.weight_bytes == 2) for way in ways)
-    numbers = standing.parameters(case)
+    numbers = persistent.parameters(case)
     plain, eight = (next(w for w in ways if w.masters and w.optimizer == name) for name in ("adamw", "adamw8bit"))
-    assert standing.states(case, plain) == 10 * numbers
-    assert standing.states(case, eight) == standing.states(case, replace(eight, masters=False)) + 2 * numbers
+    assert persistent.states(case, plain) == 10 * numbers
+    assert persistent.states(case, eight) == persistent.states(case, replace(eight, masters=False)) + 2 * numbers
     released = replace(plain, in_backward=True)
     more = plan_memory(case, released).moments[1]
-    assert more.name == "head's step" and more.buffers >= 8 * standing.vocabulary_parameters(case)
+    assert more.name == "head's step" and more.buffers >= 8 * persistent.vocabulary_parameters(case)
 
 
 def test_the_longest_sequence_fits_and_a_longer_one_does_not() -> None:
@@ -398,9 +398,9 @@ def test_advised_code_runs(tmp_path: Path, gpu: str, mode: str, more: dict, head
     exec(code, names)
     model = names["model"]
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    assert sum(parameter.nbytes for parameter in trained) == standing.gradients(plan.case, plan.advice.option)
+    assert sum(parameter.nbytes for parameter in trained) == persistent.gradients(plan.case, plan.advice.option)
     found = sum(parameter.nbytes for parameter in model.parameters())
-    assert found == standing.weights(plan.case, plan.advice.option)
+    assert found == persistent.weights(plan.case, plan.advice.option)
 
 
 @pytest.mark.parametrize("kind", ["layers", "offload"])

@@ -9,14 +9,15 @@ import torch
 from allocations import allocated
 
 from octavo.models.bdh import BDH, BDHConfig
-from octavo.tools.bench.cases import Case
-from octavo.tools.plan import simulate as simulation
-from octavo.tools.plan.bdh import bdh_options, plan_bdh
-from octavo.tools.plan.moments import GIB, WORKSPACE
-from octavo.tools.plan.options import BDH_NAMES, Option
+from octavo.tools.bdh import CODES
+from octavo.tools.bdh import simulate as simulation
+from octavo.tools.bdh.plan import bdh_code, bdh_options, plan_bdh
+from octavo.tools.bdh.simulate import simulate
+from octavo.tools.plan.options import Option
 from octavo.tools.plan.request import Request
 from octavo.tools.plan.run import make_plan
-from octavo.tools.plan.simulate import simulate
+from octavo.tools.plan.timeline import GIB, WORKSPACE
+from octavo.tools.shapes import Case
 
 Invoke = Callable[..., tuple[int, str, str]]
 SMALL = BDHConfig(dim=32, heads=2, neurons=256, layers=3)
@@ -39,7 +40,7 @@ def test_a_simulated_step_takes_what_a_real_one_does(code, dtype):
     assert simulate(SMALL, code, 3, 64).backward == pytest.approx(allocated(step), rel=0.05)
 
 
-@pytest.mark.parametrize("code", BDH_NAMES)
+@pytest.mark.parametrize("code", CODES)
 def test_two_steps_tell_of_any_batch(code):
     for batch in (1, 2, 5):
         assert simulate(SMALL, code, batch, 64) == simulation._sequences(SMALL, code, batch, 64)
@@ -90,10 +91,8 @@ def test_the_command(invoke: Invoke) -> None:
 
 
 def test_advised_code_of_the_fused_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    from octavo.tools.plan import advice
-
     case = Request("bdh-tiny", layers=2).case
-    code = advice._bdh_code("bdh-tiny", case, Option("bdh-fused", weight_bytes=4, compiled=False))
+    code = bdh_code("bdh-tiny", case, Option("bdh-fused", weight_bytes=4, compiled=False))
     monkeypatch.setattr(BDH, "cuda", lambda model: model)
     names: dict = {}
     exec(code, names)

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from octavo import FP8TrainingConfig, convert_to_fp8
-from octavo.tools.bench.cases import Case
 from octavo.tools.bench.contenders import Contender
-from octavo.tools.plan import standing
+from octavo.tools.plan import persistent
 from octavo.tools.plan.layer import kept
 from octavo.tools.plan.memory import plan_memory
 from octavo.tools.plan.options import Option
 from octavo.tools.plan.request import Request
+from octavo.tools.shapes import Case
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -37,24 +37,24 @@ def case_of(model_type="llama", rank=None, targets="all"):
     return Case("test", config, 2, 256, 128, 0, "cpu", frozen=frozen, rank=rank or 0, targets=targets)
 
 
-def subject_of(case, option):
-    from octavo.tools.bench.subject import Subject
+def prepared_of(case, option):
+    from octavo.tools.bench.prepared_model import PreparedModel
 
     if option.activations == "fp8":  # which the bench does not know
-        subject = Subject(case, Contender("test", "bf16", False))
-        convert_to_fp8(subject.model, FP8TrainingConfig.from_recipe(str(option.recipe), activations="fp8"))
-        return subject
-    subject = Subject(case, Contender("test", KINDS[option.code], False, option.recipe, option.fp8_head))
+        prepared = PreparedModel(case, Contender("test", "bf16", False))
+        convert_to_fp8(prepared.model, FP8TrainingConfig.from_recipe(str(option.recipe), activations="fp8"))
+        return prepared
+    prepared = PreparedModel(case, Contender("test", KINDS[option.code], False, option.recipe, option.fp8_head))
     if option.weight_bytes == 4:
-        subject.model.float()
-    return subject
+        prepared.model.float()
+    return prepared
 
 
-def layer_call(subject, case, option):
+def layer_call(prepared, case, option):
     """The second decoder layer, and what it is called with in a step."""
-    from octavo.tools.bench.random_model import decoder_layers
+    from octavo.tools.random_model import decoder_layers
 
-    layer = decoder_layers(subject.model.get_base_model() if case.rank else subject.model)[1]
+    layer = decoder_layers(prepared.model.get_base_model() if case.rank else prepared.model)[1]
     found = []
 
     def look(_module, args, kwargs):
@@ -62,7 +62,7 @@ def layer_call(subject, case, option):
 
     handle = layer.register_forward_pre_hook(look, with_kwargs=True)
     with torch.autocast("cpu", torch.bfloat16, enabled=option.weight_bytes == 4):
-        subject.model(input_ids=subject.tokens_BT, labels=subject.tokens_BT, use_cache=False)
+        prepared.model(input_ids=prepared.tokens_BT, labels=prepared.tokens_BT, use_cache=False)
     handle.remove()
     (args, kwargs) = found[0]
     return layer, args[0].detach().requires_grad_(), kwargs
@@ -70,12 +70,12 @@ def layer_call(subject, case, option):
 
 def counted(case, option):
     """Bytes of all storages that autograd keeps for a layer: those of weights and of the positions are there anyway."""
-    subject = subject_of(case, option)
-    layer, hidden, kwargs = layer_call(subject, case, option)
+    prepared = prepared_of(case, option)
+    layer, hidden, kwargs = layer_call(prepared, case, option)
     if option.compiled:
         torch._dynamo.reset()
         layer.compile(backend=COMPILED)
-    others = [*subject.model.parameters(), *kwargs["position_embeddings"]]
+    others = [*prepared.model.parameters(), *kwargs["position_embeddings"]]
     known = {tensor.untyped_storage().data_ptr() for tensor in others}
     found = {}
 
@@ -159,9 +159,9 @@ def test_beside_bf16_weights_adapters_in_fp32_are_refused():
 )
 def test_weights_and_gradients(model_type, option, rank):
     case = case_of(model_type, rank)
-    model = subject_of(case, option).model
-    assert standing.weights(case, option) == sum(weight.nbytes for weight in model.parameters())
-    assert standing.gradients(case, option) == sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    model = prepared_of(case, option).model
+    assert persistent.weights(case, option) == sum(weight.nbytes for weight in model.parameters())
+    assert persistent.gradients(case, option) == sum(p.nbytes for p in model.parameters() if p.requires_grad)
 
 
 @pytest.mark.parametrize("name", ["adamw", "adamw8bit", "adamwfp8", "adamw4bit"])
@@ -171,7 +171,7 @@ def test_states(name):
     if name != "adamw":
         pytest.importorskip("torchao")
     case, option = case_of(), Option("own", optimizer=name)
-    model = subject_of(case, option).model
+    model = prepared_of(case, option).model
     optimizer = build_optimizer(name, model.parameters(), lr=1e-3)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -184,8 +184,8 @@ def test_states(name):
             names = [part for part in parts if part != "qmap"] if parts else []
             found += sum(getattr(moment, part).nbytes for part in names) if names else moment.nbytes
     # Norms are too small to be quantised: they keep states like themselves.
-    norms = 2 * 2 * standing.norm_parameters(case)
-    assert standing.states(case, option) == pytest.approx(found, abs=norms)
+    norms = 2 * 2 * persistent.norm_parameters(case)
+    assert persistent.states(case, option) == pytest.approx(found, abs=norms)
 
 
 def planned_buffers(option, tokens=4096, **adapters):

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from octavo.tools.bench.cases import Case, make_case
-from octavo.tools.plan import standing
+from octavo.tools.plan import persistent
 from octavo.tools.plan.memory import plan_memory
-from octavo.tools.plan.moments import GIB
 from octavo.tools.plan.options import Option
+from octavo.tools.plan.timeline import GIB
+from octavo.tools.shapes import Case, make_case
 
 RESULTS = Path(__file__).parent.parent.parent / "benchmarks" / "results"
 OLD, NEWER = "2026-11-15-h200-", "2026-11-16-h200-"
@@ -87,7 +87,7 @@ def test_loading_and_two_steps():
     )
     option = Option("fp8", "block", checkpointing="layers", compiled=False, adapter_bytes=4)
     adapters = case.adapter_parameters * option.adapter_bytes
-    assert standing.weights(case, option) - adapters == row["weights_bytes"]
+    assert persistent.weights(case, option) - adapters == row["weights_bytes"]
     planned = plan_memory(case, option)
     expected = row["training"]["device_peak_allocated"] / GIB
     assert planned.peak_gib + adapters / GIB == pytest.approx(expected, rel=BOUND)

@@ -9,12 +9,12 @@ import torch
 from allocations import allocated
 
 from octavo.optim import offload_states, step_in_backward
-from octavo.tools.bench.cases import Case
 from octavo.tools.bench.contenders import Contender
-from octavo.tools.plan import host, standing
+from octavo.tools.plan import host, persistent
 from octavo.tools.plan.memory import plan_memory
-from octavo.tools.plan.moments import WORKSPACE
 from octavo.tools.plan.options import Option
+from octavo.tools.plan.timeline import WORKSPACE
+from octavo.tools.shapes import Case
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -39,14 +39,14 @@ def case_of(vocabulary, tokens, rank, model_type, tied=False):
 
 
 def counted(case, option):
-    from octavo.tools.bench.subject import Subject
+    from octavo.tools.bench.prepared_model import PreparedModel
 
-    subject = Subject(case, Contender("test", {"hf": "bf16", "own": "octavo-bf16"}[option.code], False))
-    if standing.is_tied(case):  # the bench builds two matrices in any case
-        subject.model.lm_head.weight = subject.model.model.embed_tokens.weight
+    prepared = PreparedModel(case, Contender("test", {"hf": "bf16", "own": "octavo-bf16"}[option.code], False))
+    if persistent.is_tied(case):  # the bench builds two matrices in any case
+        prepared.model.lm_head.weight = prepared.model.model.embed_tokens.weight
     if option.checkpointing == "layers":
-        subject.model.gradient_checkpointing_enable()
-    trained = [parameter for parameter in subject.model.parameters() if parameter.requires_grad]
+        prepared.model.gradient_checkpointing_enable()
+    trained = [parameter for parameter in prepared.model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)  # as on a GPU
     states = None
     if option.in_backward:
@@ -55,7 +55,7 @@ def counted(case, option):
         states = offload_states(optimizer).states
 
     def step():
-        subject.model(input_ids=subject.tokens_BT, labels=subject.tokens_BT, use_cache=False).loss.backward()
+        prepared.model(input_ids=prepared.tokens_BT, labels=prepared.tokens_BT, use_cache=False).loss.backward()
         optimizer.step()
 
     def two_steps():
@@ -63,14 +63,14 @@ def counted(case, option):
         step()
 
     step()
-    subject.forget_gradients()
+    prepared.forget_gradients()
     if states is None:
-        return allocated(step) + standing.weights(case, option) + standing.states(case, option)
+        return allocated(step) + persistent.weights(case, option) + persistent.states(case, option)
     step()  # by now it knows what comes next
-    subject.forget_gradients()
+    prepared.forget_gradients()
     # States on their way were made before the profiler looks, so it would not see them go. On a CPU they are copies.
     states._coming.clear()
-    return allocated(two_steps) + standing.weights(case, option)
+    return allocated(two_steps) + persistent.weights(case, option)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_a_tied_embedding_has_two_gradients_or_three_for_a_moment(option):
     """The embedding's own is made while the head's is there: and counts more than the bound."""
     case = case_of(4 * LARGE, 8, None, "llama", tied=True)
     planned = plan_memory(case, option)
-    head = standing.vocabulary_parameters(case) * option.weight_bytes
+    head = persistent.vocabulary_parameters(case) * option.weight_bytes
     at_embedding = next(moment for moment in planned.moments if moment.name == "embedding")
     assert planned.peak is at_embedding and head > 0.1 * (planned.peak.total - WORKSPACE)
     assert planned.peak.total - WORKSPACE == pytest.approx(counted(case, option), rel=0.08)

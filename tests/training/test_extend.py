@@ -10,7 +10,7 @@ import pytest
 from run_cases import curve, rows, run
 from test_loop import interrupt_at
 
-from octavo.tools.report import write_report
+from octavo.tools.html_report import write_report
 from octavo.training.checkpoint import list_checkpoints
 from octavo.training.errors import UserError
 from octavo.training.run_folder import read_settings

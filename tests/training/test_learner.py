@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 import torch
 
+from octavo.models.bdh import BDH
+from octavo.optim import build_optimizer, set_learning_rate
 from octavo.training.checkpoint import load_checkpoint, save_checkpoint
 from octavo.training.data import ByteData, get_batch, load_data
 from octavo.training.errors import UserError
 from octavo.training.learner import Learner
 from octavo.training.settings import TrainSettings
+from octavo.training.trainer import FP8Trainer
 
 
 def data_of(settings: TrainSettings) -> ByteData:
@@ -93,6 +96,36 @@ def test_a_step_that_is_not_finite_is_skipped_and_forgotten(make_settings: Any, 
         assert (steps == state["_steps"] + 1).all()
 
 
+def test_a_step_with_an_infinite_loss_is_skipped_though_its_gradient_is_finite(make_settings: Any) -> None:
+    learner = make(make_settings, micro_batches=2)
+    learner.step(1)
+    before = parameters_of(learner)
+    learner.model.register_forward_hook(lambda _module, _args, output: (output[0], output[1] + float("inf")))
+    step = learner.step(2)
+    assert step.skipped and step.loss == float("inf") and 0 < step.grad_norm < float("inf")
+    assert all(torch.equal(value, before[name]) for name, value in learner.model.named_parameters())
+
+
+def test_a_step_is_that_of_fp8_trainer(make_settings: Any) -> None:
+    """Settings of a run, and the class that users call: the same losses, norms and weights."""
+    learner = make(make_settings, micro_batches=3, clip=0.05, lr=0.01)
+    settings = learner.settings
+    torch.manual_seed(settings.seed)
+    model = BDH(settings.shape)
+    optimizer = build_optimizer("adamw", model.parameters(), lr=1.0, weight_decay=0.1, betas=(0.9, 0.95))
+    trainer = FP8Trainer(model, optimizer, settings.fp8, gradient_accumulation_steps=3, max_grad_norm=0.05)
+    for number in (1, 2, 3):
+        set_learning_rate(optimizer, settings.learning_rate(number))
+        for m in range(3):
+            batch = get_batch(
+                learner.data.train, seed=0, step=number, micro_batch=m, batch=settings.batch, sequence=settings.seq
+            )
+            trainer.training_step(batch)
+        assert learner.step(number) == trainer.last_step
+    for name, value in learner.model.named_parameters():
+        assert torch.equal(value, model.get_parameter(name)), name
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw4bit"])
 def test_a_saved_state_continues_bit_for_bit(make_settings: Any, tmp_path: Path, optimizer: str) -> None:
     options = {"optimizer": optimizer, "dropout": 0.2, "fp8": {"rounding": ["nearest", "nearest", "stochastic"]}}
@@ -116,12 +149,12 @@ def test_evaluation_and_sampling_leave_no_trace(make_settings: Any) -> None:
     with_pause, without = make(make_settings), make(make_settings)
     with_pause.step(1)
     without.step(1)
-    products = with_pause.fp8.report.to_dict()["products"]
+    products = with_pause.report.to_dict()["products"]
     assert with_pause.evaluate() == with_pause.evaluate()
     torch_state = torch.get_rng_state()
     assert with_pause.sample().prompt == "def hatch(egg):\n"
     assert torch.equal(torch_state, torch.get_rng_state())
-    assert [product["name"] for product in with_pause.fp8.report.to_dict()["products"]] == [p["name"] for p in products]
+    assert [product["name"] for product in with_pause.report.to_dict()["products"]] == [p["name"] for p in products]
     assert with_pause.step(2) == without.step(2)
 
 

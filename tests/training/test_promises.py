@@ -13,7 +13,7 @@ from safetensors import safe_open
 from torch.nn import functional as F
 
 from octavo.models import BDH, BDHConfig
-from octavo.tools.report import write_report
+from octavo.tools.html_report import write_report
 
 
 def load_model(folder: Path) -> BDH:

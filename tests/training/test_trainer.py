@@ -178,6 +178,40 @@ def test_state_resumes_exactly(kind, at):
     assert resumed.step == trainer.step == 5
 
 
+def test_the_loss_of_a_step_is_the_mean_of_its_micro_batches_also_when_resumed():
+    trainer, resumed = (make(gradient_accumulation_steps=4) for _ in range(2))
+    data = batches(4)
+    losses = [trainer.training_step(batch).item() for batch in data[:2]]
+    assert trainer.last_step is None
+    torch.save(trainer.state_dict(), buffer := io.BytesIO())
+    losses += [trainer.training_step(batch).item() for batch in data[2:]]
+    assert trainer.last_step.loss == pytest.approx(sum(losses) / 4, rel=1e-6)
+    assert trainer.last_step.grad_norm == trainer.grad_norm.item() and not trainer.last_step.skipped
+    buffer.seek(0)
+    resumed.load_state_dict(torch.load(buffer, weights_only=True))
+    for batch in data[2:]:
+        resumed.training_step(batch)
+    assert resumed.last_step == trainer.last_step
+
+
+def test_autocast_dtype_is_that_of_forward_alone():
+    seen = []
+
+    class Model(WithLoss):
+        def forward(self, x, labels=None):
+            seen.append(torch.is_autocast_enabled("cpu"))
+            seen.append(self.body(x).dtype)
+            return super().forward(x, labels)
+
+    trainer = make(Model(), convert_model_to_fp8=False, autocast_dtype=torch.bfloat16)
+    trainer.optimizer.register_step_pre_hook(lambda *_: seen.append(torch.is_autocast_enabled("cpu")))
+    trainer.training_step(batches(1)[0])
+    assert seen == [True, torch.bfloat16, False]
+    assert all(p.dtype == torch.float32 for p in trainer.model.parameters())
+    with trainer.autocast():
+        assert trainer.model.body(torch.randn(2, 16)).dtype == torch.bfloat16
+
+
 class Random(WithLoss):
     """Dropout, and layers left out by Python's random numbers."""
 

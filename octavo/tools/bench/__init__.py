@@ -1,13 +1,13 @@
-"""`octavo bench`: the user's own check of Octavo's numbers.
+"""`octavo bench`: a check of Octavo's numbers on the user's own device.
 
 | file | what |
 | --- | --- |
-| `cases.py` | what is timed: presets, shapes, FLOPs |
+| `../shapes.py` | presets, shapes and FLOPs of models |
 | `contenders.py` | who is timed, and why somebody is not |
-| `subject.py`, `peers.py` | a model made ready for one contender, and its training step |
+| `prepared_model.py`, `others.py` | a model made ready for one contender, and its training step |
 | `check.py` | correctness first: loss and gradient against BF16 |
 | `worker.py`, `processes.py` | one contender in a process of its own, and the parent's end of it |
-| `runner.py` | the interleaved run |
+| `request.py`, `runner.py` | a checked request, and its interleaved run |
 | `gemm.py`, `kernels.py`, `timing.py` | the parts: GEMMs, quantising, device time |
-| `result.py`, `show.py`, `plot.py`, `table.py` | figures, the file, the terminal, the picture, the README |
+| `result.py`, `show.py`, `plot.py`, `table.py` | figures, the file, the terminal, the picture, Markdown tables |
 """

@@ -12,41 +12,41 @@ from typing import Any
 
 import torch
 
-from octavo.tools.bench.cases import CHECK_LAYERS, Case
 from octavo.tools.bench.contenders import Contender
-from octavo.tools.bench.subject import Subject
+from octavo.tools.bench.prepared_model import PreparedModel
+from octavo.tools.shapes import CHECK_LAYERS, Case
 
 LARGEST_LOSS_DIFFERENCE = 0.02
 SMALLEST_COSINE = 0.9
 REFERENCE = Contender("bf16-eager", "bf16", compile=False)
 
 
-def check(case: Case, contender: Contender) -> tuple[dict[str, Any], Subject]:
-    """The comparison, ready for JSON; and the subject, to be kept: compiled code goes with the model it was made of."""
+def check(case: Case, contender: Contender) -> tuple[dict[str, Any], PreparedModel]:
+    """Return the comparison, ready for JSON, and the model, which owns the compiled code."""
     layers = min(CHECK_LAYERS, case.layers)
-    reference = Subject(case, REFERENCE, layers)
+    reference = PreparedModel(case, REFERENCE, layers)
     reference_loss = reference.step().item()
     gradients = reference.gradients()
 
-    subject = Subject(case, contender, layers)
-    subject.step()
-    subject.forget_gradients()
-    loss = subject.step().item()
+    prepared = PreparedModel(case, contender, layers)
+    prepared.step()
+    prepared.forget_gradients()
+    loss = prepared.step().item()
     found = {
         "layers": layers,
         "tokens": case.tokens,
         "loss": loss,
         "reference_loss": reference_loss,
         "loss_difference": loss / reference_loss - 1,
-        **_compare(subject, gradients),
+        **_compare(prepared, gradients),
     }
     reference.drop()
     found["failure"] = failure(found)
-    return _finite(found), subject
+    return _finite(found), prepared
 
 
 def failure(found: dict[str, Any]) -> str:
-    """Why these figures are not those of a correct step; empty if they are. NaN fails every comparison."""
+    """Return why these figures are not those of a correct step; empty if they are. NaN fails every comparison."""
     difference, cosine = found["loss_difference"], found["cosine"]
     if not abs(difference) <= LARGEST_LOSS_DIFFERENCE:
         return f"loss off by {difference:+.2%} from BF16 (allowed: {LARGEST_LOSS_DIFFERENCE:.0%})"
@@ -56,10 +56,10 @@ def failure(found: dict[str, Any]) -> str:
 
 
 @torch.no_grad()
-def _compare(subject: Subject, reference: dict[str, torch.Tensor | None]) -> dict[str, Any]:
+def _compare(prepared: PreparedModel, reference: dict[str, torch.Tensor | None]) -> dict[str, Any]:
     sums = torch.zeros(3, dtype=torch.float64)
     worst, worst_name = math.inf, ""
-    gradients = subject.gradients()
+    gradients = prepared.gradients()
     if gradients.keys() != reference.keys():
         raise ValueError(f"it trains {len(gradients)} parameters, the reference {len(reference)}: not the same run")
     for name, gradient in gradients.items():
@@ -81,5 +81,5 @@ def _cosine(sums: torch.Tensor) -> float:
 
 
 def _finite(found: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no NaN: None stands for it."""
+    """Replace NaN, which JSON lacks, by None."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in found.items()}

@@ -1,4 +1,4 @@
-"""Who is timed. A contender that cannot run here keeps its row, with the reason: nothing is dropped silently."""
+"""Contenders of a benchmark. One that cannot run here keeps its row, with the reason: nothing is dropped silently."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -10,7 +10,7 @@ from octavo.numerics import FP8TrainingConfig
 from octavo.numerics.checks import check_choice
 from octavo.numerics.config import RECIPES
 from octavo.optim import OPTIMIZERS
-from octavo.tools.bench.cases import Case
+from octavo.tools.shapes import Case
 from octavo.training.errors import UserError
 
 BASELINE = "bf16-compiled"
@@ -33,7 +33,8 @@ _PACKAGES = {"torchao": "torchao", "torchao-row": "torchao", "te": "transformer_
 class Contender:
     """One way to run the model.
 
-    `kind`: how it is prepared (see `subject.py`): bf16, octavo, octavo-bf16, octavo-fused, torchao, torchao-row, te.
+    `kind`: how its model is prepared (`prepared_model.py`): bf16, octavo, octavo-bf16, octavo-fused, torchao,
+    torchao-row or te.
     """
 
     name: str
@@ -55,7 +56,7 @@ class Contender:
 
     @property
     def without_optimizer(self) -> "Contender":
-        """The same up to its gradients."""
+        """The same contender without its optimiser step."""
         return replace(self, optimizer=None, in_backward=False, offload=None)
 
     def to_dict(self) -> dict[str, Any]:
@@ -72,9 +73,9 @@ def make_contenders(
     compile: bool,
     optimizers: Sequence[str] = (),
 ) -> tuple[list[Contender], dict[str, str]]:
-    """The contenders that can run, baselines first, and the reasons of those that cannot.
+    """Return the contenders that can run, baselines first, and the reasons for those that cannot.
 
-    `optimizers`: whole steps, with each of these; what is not ours has AdamW.
+    `optimizers`: time whole steps with each of these; other libraries run AdamW.
     """
     for name in optimizers:
         check_choice("optimizer", name, OPTIMIZERS)
@@ -88,8 +89,7 @@ def make_contenders(
         check_choice("against", name, AGAINST)
     if wgrad != "recipe" and "block" not in recipes:
         raise UserError(f"--wgrad {wgrad}: a choice within the block recipe; add block to --recipe")
-    if case.is_bdh and head != "bf16":
-        raise UserError(f"--head {head}: BDH's head of {case.vocabulary} bytes stays in BF16; leave it out")
+    case.family.check_head(case, head)
 
     reasons = {name: reason for name in against if (reason := _why_not(name, case, compile))}
     found = [_other(name, compile) for name in against if name not in reasons]
@@ -98,20 +98,20 @@ def make_contenders(
         if extras:
             found.append(_with_extras(recipe, extras, compile))
         else:
-            found += _own(recipe, case, head, wgrad if recipe == "block" else "recipe", compile)
+            found += case.family.contenders(recipe, head, wgrad if recipe == "block" else "recipe", compile)
     return _with_optimizers(found, optimizers) if optimizers else found, reasons
 
 
 def _check_recipe(item: str, case: Case, *, whole: bool) -> None:
-    """Before any process starts: on a GPU the reason would come after minutes."""
+    """Check a recipe before any process starts; on a GPU a worker would report it after minutes."""
     name, *extras = item.split("+")
     check_choice("recipe", name, tuple(RECIPES))
     for extra in extras:
         check_choice(f"recipe {name}+", extra, EXTRAS + STEP_EXTRAS)
         if extra in STEP_EXTRAS and not whole:
             raise UserError(f"--recipe {item}: {extra} is of whole steps; add --optimizer adamw, or leave it out")
-    if extras and case.is_bdh:
-        raise UserError(f"--recipe {item}: what follows a + is for decoders; for {case.name} use --recipe {name}")
+    if extras:
+        case.family.check_extras(item, case)
     if "wgrad-channel" in extras and name != "block":
         raise UserError(f"--recipe {item}: wgrad-channel is a choice within the block recipe")
     if "weights-only" in extras and not case.frozen:
@@ -153,7 +153,7 @@ def _with_optimizers(contenders: Sequence[Contender], names: Sequence[str]) -> l
 
 
 def _check_lora(recipes: Sequence[str], wgrad: str) -> None:
-    """The recipe of a frozen base is how its weights are kept."""
+    """Check that a frozen base can be stored by each recipe, and that no option concerns gradients of weights."""
     for item in recipes:
         if item.split("+")[0] not in FROZEN:
             raise UserError(f"--recipe {item}: with --mode lora one of {', '.join(FROZEN)}")
@@ -163,10 +163,8 @@ def _check_lora(recipes: Sequence[str], wgrad: str) -> None:
         raise UserError("--wgrad: with --mode lora no weight has a gradient; leave it out")
 
 
-def _own(recipe: str, case: Case, head: str, wgrad: str, compile: bool) -> list[Contender]:
-    if case.is_bdh:
-        plain = Contender(f"octavo {recipe}", "octavo", compile, recipe)
-        return [plain, Contender(f"octavo {recipe} fused", "octavo-fused", False, recipe)]
+def decoder_contenders(recipe: str, head: str, wgrad: str, compile: bool) -> list[Contender]:
+    """Return Octavo's own ways to run a decoder in a recipe."""
     found = []
     for fp8_head in {"bf16": (False,), "fp8": (True,), "both": (False, True)}[head]:
         for w in {"recipe": (None,), "channel": ("channel",), "both": (None, "channel")}[wgrad]:
@@ -198,8 +196,4 @@ def _why_not(name: str, case: Case, compile: bool) -> str:
         return "PEFT does not wrap its linears"
     if name == BASELINE and not compile:
         return "left out by --no-compile"
-    if case.is_bdh and package is not None:
-        return "BDH has no nn.Linear to convert"
-    if case.is_bdh and name == OWN_BASELINE:
-        return "BDH's fused code is FP8 only"
-    return ""
+    return case.family.why_not(name, package is not None)

@@ -19,9 +19,9 @@ from octavo.numerics.config import OperandRecipe
 from octavo.numerics.gemm import ALIGNMENT
 from octavo.numerics.scaling import new_rows
 from octavo.support import has_fp8_tensor_cores
-from octavo.tools.bench.cases import Case, Linear
 from octavo.tools.bench.result import FAILED, TIMED
 from octavo.tools.bench.timing import device_time, try_device_time
+from octavo.tools.shapes import Case, Linear
 
 # The recipe and whether fast accumulation is allowed, for each column of `--gemm`.
 KINDS: dict[str, tuple[str, bool]] = {
@@ -36,7 +36,7 @@ CALLS = 3
 
 @dataclass(frozen=True)
 class Gemm:
-    """One product `a_MK · b_NKᵀ`; `linear` and `which` say whose."""
+    """One product `a_MK · b_NKᵀ`; `linear` and `which` name the linear and the pass."""
 
     linear: str
     which: str
@@ -65,7 +65,7 @@ def gemms(case: Case) -> list[Gemm]:
 
 
 def measure_ceilings(case: Case) -> dict[str, Any]:
-    """The best TFLOP/s of BF16 and of FP8 over the model's shapes; FP8 is None without tensor cores for it."""
+    """Return the best TFLOP/s of BF16 and of FP8 over the model's shapes; FP8 is None without tensor cores for it."""
     shapes: list[dict[str, Any]] = [{**asdict(gemm), **_rates(gemm, case)} for gemm in gemms(case)]
     fp8 = [shape["fp8"] for shape in shapes if shape["fp8"] is not None]
     return {"bf16": max(shape["bf16"] for shape in shapes), "fp8": max(fp8) if fp8 else None, "shapes": shapes}
@@ -91,7 +91,7 @@ def _time(function: Callable[[], object], case: Case) -> float:
 
 
 def bench_gemms(case: Case) -> dict[str, Any]:
-    """TFLOP/s of BF16 and of every kind of FP8 product through `octavo.ops.gemm_nt`, beside the ceiling."""
+    """Return TFLOP/s of BF16 and of every kind of FP8 product through `octavo.ops.gemm_nt`, with the ceiling."""
     ceilings = measure_ceilings(case)
     shapes = {(shape["linear"], shape["which"]): shape for shape in ceilings["shapes"]}
     rows = []
@@ -104,7 +104,7 @@ def bench_gemms(case: Case) -> dict[str, Any]:
 
 
 def _time_own(linear: Linear, case: Case, recipe_name: str, fast: bool) -> dict[str, dict[str, Any]]:
-    """Of y, dx and dw."""
+    """Time y, dx and dw."""
     recipe = FP8TrainingConfig.from_recipe(recipe_name).recipe
     m, n, k = case.tokens, linear.n, linear.k
 

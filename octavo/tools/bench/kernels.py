@@ -1,4 +1,4 @@
-"""`octavo bench --kernels`: quantising at a model's shapes, against the copy bandwidth measured in the same run.
+"""`octavo bench --kernels`: quantisation at a model's shapes against the copy bandwidth measured in the same run.
 
     TB/s = (bytes of every input + bytes of every output) / time
 
@@ -19,15 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo import ops, ops_linear
+from octavo import ops
 from octavo.numerics import FP8TrainingConfig, Quantized
 from octavo.numerics.config import RECIPES, OperandRecipe, Recipe
 from octavo.numerics.operand import LAYOUTS
 from octavo.numerics.quantize import BLOCK
 from octavo.numerics.scaling import SCALE, new_rows
-from octavo.tools.bench.cases import Case
+from octavo.ops import linear as ops_linear
 from octavo.tools.bench.result import FAILED, TIMED
 from octavo.tools.bench.timing import time_each, try_device_time
+from octavo.tools.shapes import Case
 
 WORKING_SET = 2**28  # bytes of input that the calls on a GPU go through: several times its last cache
 MOST_INPUTS = 16
@@ -37,10 +38,10 @@ Shape = tuple[int, int]
 
 @dataclass(frozen=True)
 class Work:
-    """One thing to time: `run(row, *inputs)` for BF16 inputs of these shapes.
+    """A kernel to time: `run(row, *inputs)` for BF16 inputs of these shapes.
 
-    `reads`: how often the inputs are read. `between`: BF16 elements that one pass writes and later ones read, all told.
-    `before`: what a step has done with the row by then.
+    `reads`: how often the inputs are read. `between`: BF16 elements that one pass writes and later ones read, in total.
+    `before`: prepares the row as earlier steps would.
     """
 
     recipe: str
@@ -72,7 +73,7 @@ def works(case: Case) -> Iterator[Work]:
                 run, reads = partial(_quantize, how, layout), passes(how, layout)
                 before = partial(_quantize, how, "rows") if layout == "columns" else None
                 yield Work(name, operand, layout, (shape,), run, reads, before=before)
-        if not case.is_bdh:
+        if "intermediate_size" in case.config:
             m, f = case.tokens, case.config["intermediate_size"]
             forward, backward = gated_passes(recipe, m * f)
             yield Work(name, "swiglu", "rows", ((m, 2 * f),), partial(_gated, recipe), *forward)
@@ -81,7 +82,7 @@ def works(case: Case) -> Iterator[Work]:
 
 
 def passes(recipe: OperandRecipe, layout: str) -> int:
-    """How often quantising reads its input from memory.
+    """Return how often quantisation reads its input from memory.
 
     tensor      once, if the scale is delayed (the search for an amax ends at once); else once more for the amax
     channel     rows once: a whole row is in registers. A column is not, so its amax takes a pass before: one of its
@@ -101,7 +102,7 @@ def passes(recipe: OperandRecipe, layout: str) -> int:
 
 
 def gated_passes(recipe: Recipe, size: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Of the gated MLP, forward and backward: how often inputs are read, and BF16 elements that move in between.
+    """Return how often the gated MLP reads its inputs in a direction, and the BF16 elements moved in between.
 
     `size` is that of h. Per tensor and per block all is computed from gate, up and dh, in every pass anew, and nothing
     lies in between; backward needs two passes where the layouts have scales of their own. (With one scale per tensor,
@@ -115,7 +116,7 @@ def gated_passes(recipe: Recipe, size: int) -> tuple[tuple[int, int], tuple[int,
 
 
 def operand_shapes(case: Case) -> dict[str, Shape]:
-    """One shape for each operand: the model's widest product, apart from the head."""
+    """Return one shape for each operand: the model's widest product, apart from the head."""
     widest = max((linear for linear in case.linears if linear.name != "head"), key=lambda linear: linear.n * linear.k)
     return {"x": (case.tokens, widest.k), "w": (widest.n, widest.k), "g": (case.tokens, widest.n)}
 
@@ -136,9 +137,9 @@ def _gated_backward(recipe: Recipe, row: Tensor, dh: Tensor, gate_up: Tensor) ->
 
 
 def copy_bandwidth(device: str, moved: int | None = None) -> float:
-    """TB/s of torch's copy within the device, of `moved` bytes all told: read once, written once.
+    """Return TB/s of torch's copy within the device, for `moved` bytes in total: read once, written once.
 
-    Several on different memory, one after the other. Not in a CUDA graph, where a copy is slower.
+    Several copies of different memory run in a row. Not in a CUDA graph, where a copy is slower.
     """
     moved = moved or 2 * COPY_BYTES[device]
     count = min(MOST_INPUTS, -(-4 * WORKING_SET // moved)) if device == "cuda" else 1

@@ -1,4 +1,4 @@
-"""The picture of a run: step time and peak memory of every contender, with the spread."""
+"""Plot of a run: step time and peak memory of every contender, with the spread."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,7 +10,7 @@ from octavo.tools.bench.show import ratio
 
 
 def write_plot(result: dict[str, Any], path: Path) -> str:
-    """Write a PNG; returns one line about it: where it is, or why there is none."""
+    """Write a PNG; return one line that says where it is, or why there is none."""
     rows = [row for row in result["rows"] if row["status"] == TIMED]
     if not rows:
         return "No plot: nothing was timed"

@@ -1,4 +1,4 @@
-"""The parent's end of a worker: one request, one answer, and never a process left behind."""
+"""Parent's side of a worker: one request, one answer, and never a process left behind."""
 
 import json
 import os
@@ -9,18 +9,18 @@ import tempfile
 from contextlib import suppress
 from typing import Any
 
-from octavo.tools.bench.cases import Case
 from octavo.tools.bench.contenders import Contender
+from octavo.tools.shapes import Case
 
 TIMEOUT_S = 900.0
 
 
 class WorkerError(Exception):
-    """A worker that failed, in one line."""
+    """Failure of a worker, in one line."""
 
 
 class WorkerProcess:
-    """A worker at work. A session of its own, so that Ctrl-C reaches the parent alone, which then kills it."""
+    """A running worker, in a session of its own: Ctrl-C reaches the parent alone, which then kills it."""
 
     def __init__(self, case: Case, contender: Contender, workers: int) -> None:
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
@@ -41,7 +41,7 @@ class WorkerProcess:
         self._send({"case": case.to_dict(), "contender": contender.to_dict()})
 
     def request(self, do: str, **arguments: Any) -> None:
-        """Ask without waiting; `answer` waits."""
+        """Send a request without waiting; `answer` waits."""
         self._send({"do": do, **arguments})
 
     def answer(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""From what workers answered to the figures of a row; and the dated file that keeps them.
+"""Figures of a row from the workers' answers, and the dated file that keeps them.
 
 The file names the device, the versions and the command, and neither the host nor any folder of it.
 """
@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from octavo.tools.bench.cases import FLOPS_FORMULA, LORA_FLOPS_FORMULA, Case, usual_tokens
 from octavo.tools.bench.contenders import BASELINE, OWN_BASELINE, Contender
+from octavo.tools.shapes import FLOPS_FORMULA, LORA_FLOPS_FORMULA, Case, usual_tokens
 from octavo.training.errors import UserError
 from octavo.training.files import disk_errors, write_json
 
@@ -35,12 +35,12 @@ def missing_row(name: str, reason: str) -> dict[str, Any]:
 
 
 def fail_row(row: dict[str, Any], status: str, reason: str) -> None:
-    """No speed from now on, whatever was timed before: half a measurement is none."""
+    """Drop the figures of a row that failed, even those timed before: half a measurement is none."""
     row.update(status=status, reason=without_folders(reason), turns=[])
 
 
 def add_figures(rows: Sequence[dict[str, Any]], case: Case, ceilings: dict[str, Any]) -> None:
-    """Figures of every row that was timed, from its turns."""
+    """Add the figures of every row that was timed, from its turns."""
     timed = [row for row in rows if row["status"] == TIMED]
     for row in timed:
         times = [seconds for turn in row["turns"] for seconds in turn["times"]]
@@ -67,14 +67,14 @@ def add_figures(rows: Sequence[dict[str, Any]], case: Case, ceilings: dict[str, 
 
 
 def _baseline(timed: Sequence[dict[str, Any]], baseline: str, row: dict[str, Any]) -> dict[str, Any] | None:
-    """The figures to compare with: of our own baseline those with the same optimiser."""
+    """Return the figures to compare with; of our own baseline, those with the same optimiser."""
     own = f"{OWN_BASELINE} {row['optimizer']}" if row["optimizer"] else OWN_BASELINE
     name = own if baseline == OWN_BASELINE else baseline
     return next((other["figures"] for other in timed if other["name"] == name), None)
 
 
 def _floor_seconds(row: dict[str, Any], case: Case, ceilings: dict[str, Any]) -> float | None:
-    """The time that the GEMMs alone would take at the ceilings of this run."""
+    """Return the time that the GEMMs alone would take at the ceilings of this run."""
     contender = Contender(**{name: row[name] for name in Contender.__dataclass_fields__})
     seconds = 0.0
     for precision, flops in case.gemm_flops(contender.in_fp8, contender.fp8_head).items():
@@ -85,7 +85,7 @@ def _floor_seconds(row: dict[str, Any], case: Case, ceilings: dict[str, Any]) ->
 
 
 def describe(case: Case, command: Sequence[str], found: dict[str, Any]) -> dict[str, Any]:
-    """`found` (kind, rows, …) with everything a reader needs to judge and repeat it."""
+    """Return `found` (kind, rows, …) with everything a reader needs to judge and repeat it."""
     return {
         "octavo_bench": VERSION,
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
@@ -102,7 +102,7 @@ def describe(case: Case, command: Sequence[str], found: dict[str, Any]) -> dict[
 
 
 def title(case: dict[str, Any]) -> str:
-    """The case in words."""
+    """Return a title for the case."""
     lora = ""
     if case.get("frozen"):
         linears = {"all": "every linear", "attention": "q, k, v and o", "mlp": "gate, up and down"}[case["targets"]]
@@ -127,7 +127,7 @@ def versions() -> dict[str, str]:
 
 
 def _octavo_version() -> str:
-    """The version, and the commit where the package is used from a checkout."""
+    """Return the version, and the commit if the package is used from a checkout."""
     try:
         version = metadata.version("octavo")
     except metadata.PackageNotFoundError:
@@ -144,12 +144,12 @@ def _octavo_version() -> str:
 
 
 def without_folders(text: str) -> str:
-    """Absolute paths shortened to their last part."""
+    """Shorten absolute paths to their last part."""
     return _FOLDERS.sub("", text)
 
 
 def check_out(out: Path) -> None:
-    """Before anything is measured: a folder, or the name of a new file."""
+    """Check, before anything is measured, that `out` is a folder or the name of a new file."""
     if out.suffix == ".json" and not out.is_dir():
         if out.exists():
             raise UserError(f"--out {out}: that file exists; give another name, or a folder")
@@ -159,8 +159,10 @@ def check_out(out: Path) -> None:
 
 
 def write_result(result: dict[str, Any], out: Path) -> Path:
-    """`out` itself if it is a file's name (`….json`); else a new file in the folder `out`, named after date, device,
-    model, LoRA, and tokens if unusual. An earlier one stays."""
+    """Write the result to `out` if it names a `.json` file, else to a new file in the folder `out`.
+
+    New files are named after date, device, model, LoRA, and tokens if unusual; existing ones are kept.
+    """
     check_out(out)
     if out.suffix == ".json" and not out.is_dir():
         with disk_errors(out):

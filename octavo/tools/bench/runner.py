@@ -1,4 +1,4 @@
-"""The run: every contender in its own process, interleaved, so that a GPU that heats up or slows down hits all alike.
+"""Interleaved run: each contender in its own process, so that a GPU that heats up or slows down affects all alike.
 
 1. All workers start at once: importing and compiling are the CPU's work and overlap.
 2. The ceiling of the GEMMs is measured, with the workers at rest.
@@ -11,11 +11,11 @@ from typing import Any, Self
 
 import torch
 
-from octavo.tools.bench.cases import Case
 from octavo.tools.bench.contenders import Contender
 from octavo.tools.bench.gemm import measure_ceilings
 from octavo.tools.bench.processes import WorkerError, WorkerProcess
 from octavo.tools.bench.result import FAILED, WRONG, add_figures, fail_row, missing_row, new_row
+from octavo.tools.shapes import Case
 
 Say = Callable[[str], None]
 
@@ -30,7 +30,7 @@ def run_bench(
     warmup: int,
     say: Say,
 ) -> dict[str, Any]:
-    """Everything measured, ready for `result.describe`. `say` hears how far the run is."""
+    """Return all measurements, ready for `result.describe`. `say` reports progress."""
     with _Field(case, contenders, say) as field:
         say(f"Starting {len(contenders)} processes")
         field.start()
@@ -49,7 +49,7 @@ def run_bench(
 
 
 class _Field:
-    """The contenders of a run with their workers and rows. One that fails is out; the others go on."""
+    """Contenders of a run with their workers and rows. One that fails is out; the others continue."""
 
     def __init__(self, case: Case, contenders: Sequence[Contender], say: Say) -> None:
         self.rows = [new_row(contender) for contender in contenders]

@@ -15,7 +15,7 @@ PIPE_WIDTH = 180
 
 
 def show(console: Console, result: dict[str, Any]) -> None:
-    """The tables of a result, whatever its kind; then what has no figures, and why."""
+    """Print the tables of a result of any kind, then the contenders without figures, and why."""
     tables = {"step": _step_tables, "gemm": _gemm_tables, "kernels": _kernel_tables}[result["kind"]]
     # A file or a pipe has no width of its own, and rich would squeeze the tables into 80 columns.
     wide = console if console.is_terminal else Console(file=console.file, width=PIPE_WIDTH)
@@ -95,7 +95,7 @@ def ratio(value: float | None) -> str:
 
 
 def worst_rates(rates: dict[str, dict[str, float]], which: str) -> str:
-    """Of the worst tensor, for each operand."""
+    """Return the rates of the worst tensor for each operand."""
     return "  ".join(f"{operand} {rate[f'{which}_max']:.2%}" for operand, rate in rates.items()) or "–"
 
 

@@ -1,4 +1,4 @@
-"""Time on the device: CUDA events on a GPU, the wall clock elsewhere."""
+"""Timing on the device: CUDA events on a GPU, the wall clock elsewhere."""
 
 import statistics
 import time
@@ -8,8 +8,10 @@ import torch
 
 
 def time_each(function: Callable[[], object], count: int, device: str, before: Callable[[], object]) -> list[float]:
-    """Seconds of each of `count` calls. `before` runs before every call, untimed; calls are not drained in between,
-    so a host that runs ahead of the GPU may do so, as it does in training."""
+    """Return the seconds of each of `count` calls. `before` runs before every call, untimed.
+
+    The device is not drained between calls, so the host may run ahead of the GPU, as it does in training.
+    """
     if device != "cuda":
         times = []
         for _ in range(count):
@@ -31,7 +33,7 @@ def time_each(function: Callable[[], object], count: int, device: str, before: C
 
 
 def try_device_time(calls: Sequence[Callable[[], object]], device: str) -> tuple[float | None, str]:
-    """`device_time`, or None and the reason: one shape that does not fit must not cost the whole table."""
+    """Return `device_time`, or None and the reason, so that one shape that does not fit costs only its own row."""
     try:
         return device_time(calls, device), ""
     except RuntimeError as error:  # also out of memory, and what a kernel does not implement
@@ -39,7 +41,7 @@ def try_device_time(calls: Sequence[Callable[[], object]], device: str) -> tuple
 
 
 def device_time(calls: Sequence[Callable[[], object]], device: str, repeats: int = 10) -> float:
-    """Median seconds of one of `calls`, which do the same work on different memory (so that caches do not help).
+    """Return the median seconds of one of `calls`, which do the same work on different memory to defeat caches.
 
     On a GPU they are replayed from a CUDA graph: a kernel of 40 µs would otherwise be timed by the 30 µs that Python
     takes to launch it.

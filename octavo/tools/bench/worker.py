@@ -1,4 +1,4 @@
-"""One contender in a process of its own: `python -m octavo.tools.bench.worker`, driven by JSON lines.
+"""A contender in its own process: `python -m octavo.tools.bench.worker`, driven by JSON lines.
 
 The first line is `{"case": …, "contender": …}`; every further one asks for something and gets one line back:
 
@@ -23,77 +23,77 @@ from typing import Any, TextIO
 import torch
 
 from octavo.numerics import FP8ScalingManager
-from octavo.tools.bench.cases import Case
 from octavo.tools.bench.check import check
 from octavo.tools.bench.contenders import Contender
-from octavo.tools.bench.subject import Subject
+from octavo.tools.bench.prepared_model import PreparedModel
 from octavo.tools.bench.timing import time_each
+from octavo.tools.shapes import Case
 
 GIB = 2**30
 
 
 class Worker:
-    """What a worker knows between two lines."""
+    """State of a worker between two requests."""
 
     def __init__(self, case: Case, contender: Contender) -> None:
         self.case, self.contender = case, contender
-        self.subject: Subject | None = None
-        self._kept: list[Subject] = []  # compiled code is dropped with the model it was first made for
+        self.prepared: PreparedModel | None = None
+        self._kept: list[PreparedModel] = []  # compiled code is dropped with the model it was first made for
 
     def start(self) -> dict[str, Any]:
         # One layer: all workers are on the GPU at once, and the other layers share its code. With adapters, two:
         # the first layer's input needs no gradient, so it has code of its own.
         contender = self.contender.without_optimizer
-        subject = Subject(self.case, contender, layers=min(2 if self.case.rank else 1, self.case.layers))
-        subject.warm_layers()
-        subject.drop()
-        self._kept.append(subject)
+        prepared = PreparedModel(self.case, contender, layers=min(2 if self.case.rank else 1, self.case.layers))
+        prepared.warm_layers()
+        prepared.drop()
+        self._kept.append(prepared)
         return {}
 
     def check(self) -> dict[str, Any]:
-        found, subject = check(self.case, self.contender.without_optimizer)
-        subject.drop()
-        self._kept.append(subject)
+        found, prepared = check(self.case, self.contender.without_optimizer)
+        prepared.drop()
+        self._kept.append(prepared)
         return found
 
     def load(self, warmup: int) -> dict[str, Any]:
         start = time.perf_counter()
-        self.subject = Subject(self.case, self.contender)
+        self.prepared = PreparedModel(self.case, self.contender)
         for _ in range(warmup):
-            self.subject.forget_gradients()
-            self.subject.step()
+            self.prepared.forget_gradients()
+            self.prepared.step()
         self._synchronize()
-        self.subject.check_recorded()
-        self.subject.park()
-        return {"summary": self.subject.summary, "seconds": time.perf_counter() - start}
+        self.prepared.check_recorded()
+        self.prepared.park()
+        return {"summary": self.prepared.summary, "seconds": time.perf_counter() - start}
 
     def time(self, steps: int) -> dict[str, Any]:
-        subject = self.subject
-        assert subject is not None
-        subject.unpark()
-        for _ in range(subject.untimed_steps):
-            subject.step()
-            subject.forget_gradients()
-        subject.check_recorded()
+        prepared = self.prepared
+        assert prepared is not None
+        prepared.unpark()
+        for _ in range(prepared.untimed_steps):
+            prepared.step()
+            prepared.forget_gradients()
+        prepared.check_recorded()
         losses: list[torch.Tensor] = []
         if self.case.device == "cuda":
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
         times = time_each(
-            lambda: losses.append(subject.step()), steps, self.case.device, before=subject.forget_gradients
+            lambda: losses.append(prepared.step()), steps, self.case.device, before=prepared.forget_gradients
         )
         loss = losses[-1].item()
         if not math.isfinite(loss):
             raise FloatingPointError(f"loss {loss} while timed: the step is not a correct one")
         on_gpu = self.case.device == "cuda"
-        peak = (torch.cuda.max_memory_allocated() + subject.reserved_bytes) / GIB if on_gpu else None
+        peak = (torch.cuda.max_memory_allocated() + prepared.reserved_bytes) / GIB if on_gpu else None
         answer = {
             "times": times,
             "peak_gib": peak,
             "loss": loss,
-            "scaling": scaling_rates(subject.scaling),
+            "scaling": scaling_rates(prepared.scaling),
         }
-        subject.park()
+        prepared.park()
         return answer
 
     def _synchronize(self) -> None:
@@ -102,7 +102,7 @@ class Worker:
 
 
 def scaling_rates(scaling: FP8ScalingManager | None) -> dict[str, dict[str, float]]:
-    """Underflow and saturation, mean and maximum over tensors, by operand (the last part of a tensor's name)."""
+    """Return underflow and saturation, mean and maximum over tensors, by operand (the last part of a tensor's name)."""
     if scaling is None:
         return {}
     by_operand: dict[str, list[dict[str, float]]] = {}
@@ -118,7 +118,7 @@ def scaling_rates(scaling: FP8ScalingManager | None) -> dict[str, dict[str, floa
 
 
 def serve(requests: TextIO, answers: TextIO) -> None:
-    """Answer until the input ends or something fails."""
+    """Answer requests until the input ends or something fails."""
     first = json.loads(requests.readline())
     worker = Worker(Case.from_dict(first["case"]), Contender(**first["contender"]))
     commands: dict[str, Callable[..., dict[str, Any]]] = {
@@ -140,7 +140,7 @@ def serve(requests: TextIO, answers: TextIO) -> None:
 
 
 def in_one_line(error: BaseException) -> str:
-    """What went wrong at the bottom: compilers wrap the error that matters in several of their own."""
+    """Return the root cause of an error, which compilers wrap in several of their own."""
     while error.__cause__ is not None:
         error = error.__cause__
     return "".join(traceback.format_exception_only(error)).strip().splitlines()[0][:300]

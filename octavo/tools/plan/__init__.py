@@ -4,10 +4,9 @@
     options.py    the ways to train that are compared
     layer.py      what a decoder layer keeps for its backward
     head.py       head and loss
-    standing.py   weights, gradients, optimiser states
+    persistent.py weights, gradients, optimiser states
     host.py       states and master weights that are in host memory
-    memory.py     the moments of a step, and the peak: the largest of them (`moments.py`)
-    bdh.py        the same of a BDH, from a step that is simulated (`simulate.py`)
+    memory.py     the moments of a step, and the peak: the largest of them (`timeline.py`)
     gpus.py       what fits a GPU
     advice.py     which option to take, the code that runs it, and claims that cannot hold
     show.py       on the terminal, and as JSON

@@ -1,4 +1,4 @@
-"""Which option to take on a GPU, the code that runs it, and what cannot be had.
+"""Advice for a GPU: which option to take, the code that runs it, and what is impossible.
 
 First what fits without computing anything twice, then with checkpointing, then with checkpoints in host memory; where
 none of it fits, the same with states in host memory, or with master weights there, too. In each, first what keeps most:
@@ -11,20 +11,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from octavo.numerics.quantize import BLOCK
-from octavo.tools.bench.cases import DECODERS, Case
-from octavo.tools.plan.bdh import NOTE
 from octavo.tools.plan.gpus import Gpu, fits, largest_batch
 from octavo.tools.plan.memory import plan_memory
-from octavo.tools.plan.moments import GIB, Memory
-from octavo.tools.plan.options import BDH_NAMES, BY_EXACTNESS, CHECKPOINTING, OFFLOADS, Option, blocks_fit, why_wide
+from octavo.tools.plan.options import BY_EXACTNESS, CHECKPOINTING, CODES, OFFLOADS, Option, blocks_fit, why_wide
 from octavo.tools.plan.request import checkpoint_name, with_batch
+from octavo.tools.plan.timeline import GIB, Memory
+from octavo.tools.shapes import DECODERS, Case
 
 BASELINES = {"hf": "bf16-compiled", "own": "octavo-bf16"}  # as the bench calls them
 
 
 @dataclass(frozen=True)
 class Advice:
-    """`option` is None if nothing fits. `batch`: what was asked for, or the largest that fits."""
+    """Advised option, or None if nothing fits. `batch`: the requested one, or the largest that fits."""
 
     option: Option | None
     batch: int
@@ -35,7 +34,7 @@ class Advice:
 
 def advise(model: str, case: Case, options: Sequence[Option], gpu: Gpu) -> Advice:
     asked = case.tokens // case.seq
-    ranked = sorted((option for option in options if _can_be_advised(option, gpu)), key=_rank)
+    ranked = sorted((option for option in options if _can_be_advised(case, option, gpu)), key=_rank)
     option = next((option for option in ranked if fits(case, option, gpu)), None)
     why = ""
     if option is None:
@@ -49,23 +48,22 @@ def advise(model: str, case: Case, options: Sequence[Option], gpu: Gpu) -> Advic
     why += f"{memory.peak_gib:.1f} of {gpu.room:.1f} GiB"
     if memory.host:
         why += f", and {memory.host_gib:.1f} GiB of host memory"
-    write = _bdh_code if case.is_bdh else _lora_code if case.frozen else _full_code
-    check = "" if case.is_bdh else _check(model, case, option, gpu)
-    return Advice(option, case.tokens // case.seq, why, write(model, case, option), check)
+    code = case.family.code(model, case, option)
+    check = case.family.bench_command(model, case, option, gpu)
+    return Advice(option, case.tokens // case.seq, why, code, check)
 
 
-def _can_be_advised(option: Option, gpu: Gpu) -> bool:
-    """Octavo's own, with BF16 weights, whose speed is measured; in FP8 where the GPU has it."""
-    if option.code in BDH_NAMES:
-        return option.code in (("bdh-fp8", "bdh-fused") if gpu.has_fp8 else ("bdh-bf16",))
-    return option.code != "hf" and option.weight_bytes == 2 and (option.code == "fp8") == gpu.has_fp8
+def _can_be_advised(case: Case, option: Option, gpu: Gpu) -> bool:
+    """Return True for Octavo's own code, in FP8 where the GPU has it, with the weights whose speed is measured."""
+    family = case.family
+    return option.code in family.advised[gpu.has_fp8] and option.weight_bytes == family.weight_bytes
 
 
 def _rank(option: Option) -> tuple[int | bool, ...]:
     offload = 0 if option.offload is None else 1 + OFFLOADS.index(option.offload)
     checkpointing = CHECKPOINTING.index(option.checkpointing)
     states = BY_EXACTNESS.index(str(option.optimizer))
-    where = offload > 0, checkpointing, offload, option.code == "bdh-fused"
+    where = offload > 0, checkpointing, offload, CODES.index(option.code)
     return *where, option.in_backward, option.activations == "fp8", states, option.recipe == "block"
 
 
@@ -80,6 +78,11 @@ def _loading(model: str, case: Case, arguments: Sequence[str]) -> list[str]:
 
 def _compiling(option: Option, decoder: str) -> list[str]:
     return [f"for layer in {decoder}.layers:", "    layer.compile()"] if option.compiled else []
+
+
+def decoder_code(model: str, case: Case, option: Option) -> str:
+    """Return the code that trains a decoder as the option says."""
+    return (_lora_code if case.frozen else _full_code)(model, case, option)
 
 
 def _lora_code(model: str, case: Case, option: Option) -> str:
@@ -104,28 +107,6 @@ def _lora_code(model: str, case: Case, option: Option) -> str:
         f"    use_gradient_checkpointing={kind!r},",
         ")",
         *_compiling(option, "model.get_base_model().model"),
-    ]
-    return "\n".join(lines)
-
-
-def _bdh_code(model: str, case: Case, option: Option) -> str:
-    """The command; or the fused layers, which it does not know."""
-    size, batch = model.removeprefix("bdh-"), case.tokens // case.seq
-    if option.code != "bdh-fused":
-        precision = option.code.removeprefix("bdh-")
-        return f"octavo train --size {size} --precision {precision} --optimizer {option.optimizer} " + (
-            f"--layers {case.layers} --batch {batch} --seq {case.seq} --micro-batches 1"
-        )
-    shape = {**case.config, "layers": case.layers}
-    del shape["model_type"]
-    lines = [
-        "from octavo.models import BDH, BDHConfig",
-        "from octavo.models.bdh_fused import fuse",
-        "from octavo.optim import build_optimizer",
-        "",
-        f"model = BDH(BDHConfig({', '.join(f'{name}={value}' for name, value in shape.items())}))",
-        "fuse(model.cuda())",
-        f"optimizer = build_optimizer({option.optimizer!r}, model.parameters(), lr=1e-3)",
     ]
     return "\n".join(lines)
 
@@ -157,7 +138,7 @@ def _full_code(model: str, case: Case, option: Option) -> str:
 
 
 def _stepping(option: Option) -> str:
-    """When the optimiser's steps are computed, and where its states are."""
+    """Return the line that places the optimiser's steps and states."""
     if option.offload == "master":
         return 'trainer = FP8Trainer(model, optimizer, offload="master")'
     if option.in_backward:
@@ -165,7 +146,7 @@ def _stepping(option: Option) -> str:
     return ""
 
 
-def _check(model: str, case: Case, option: Option, gpu: Gpu) -> str:
+def decoder_bench(model: str, case: Case, option: Option, gpu: Gpu) -> str:
     """The command that measures forward and backward of it. The bench neither checkpoints nor keeps less."""
     plain = Option("hf", optimizer=None, compiled=option.compiled)
     baselines = [name for code, name in BASELINES.items() if fits(case, replace(plain, code=code), gpu)]
@@ -190,7 +171,7 @@ def _keeps_less(option: Option) -> bool:
 
 
 def notes(case: Case, memories: Sequence[Memory], gpu: Gpu | None) -> list[str]:
-    """Remarks that the figures alone do not make, for this model on this GPU."""
+    """Return remarks that the figures alone do not make, for this model on this GPU."""
     found = []
     if gpu is not None:
         least = min(_standing(memory) for memory in memories)
@@ -202,15 +183,11 @@ def notes(case: Case, memories: Sequence[Memory], gpu: Gpu | None) -> list[str]:
             )
         if not gpu.has_fp8:
             found.append(f"{gpu.name} has no FP8 tensor cores: FP8 would be emulated there, slowly. Take BF16.")
-    if not case.is_bdh and case.frozen and why_wide(case):
-        found.append(f"FP8 weights: products in BF16, since {why_wide(case)}; fp8_products=True insists on FP8.")
-    return found
+    return found + case.family.notes(case)
 
 
-def background(case: Case, memories: Sequence[Memory]) -> list[str]:
+def decoder_background(case: Case, memories: Sequence[Memory]) -> list[str]:
     """How to read the table of all options."""
-    if case.is_bdh:
-        return [NOTE]
     found = []
     if case.frozen and not why_wide(case) and not blocks_fit(case):
         found.append(
@@ -231,5 +208,5 @@ def background(case: Case, memories: Sequence[Memory]) -> list[str]:
 
 
 def _standing(memory: Memory) -> int:
-    """What has to be there at once, with no token at all."""
+    """Return the bytes that must exist at once even without tokens."""
     return max(moment.weights + moment.gradients + moment.states for moment in memory.moments)

@@ -9,11 +9,11 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from octavo.tools.bench.cases import Case
 from octavo.tools.plan.memory import plan_memory
-from octavo.tools.plan.moments import GIB
 from octavo.tools.plan.options import Option
 from octavo.tools.plan.request import with_batch, with_sequence
+from octavo.tools.plan.timeline import GIB
+from octavo.tools.shapes import Case
 from octavo.training.errors import UserError
 
 CONTEXT_GIB = 0.75
@@ -30,7 +30,7 @@ class Gpu:
 
     @property
     def room(self) -> float:
-        """GiB for tensors."""
+        """GiB available for tensors."""
         return max(self.gib - CONTEXT_GIB, 0.0) / RESERVED
 
 
@@ -53,7 +53,7 @@ GPUS = {
 
 
 def find_gpu(text: str) -> Gpu:
-    """By name, or by its GiB; then it is one with FP8."""
+    """Return a GPU by name, or one with FP8 by its GiB."""
     name = text.strip().lower().replace(" ", "")
     if name in GPUS:
         return GPUS[name]
@@ -71,12 +71,12 @@ def fits(case: Case, option: Option, gpu: Gpu) -> bool:
 
 
 def largest_batch(case: Case, option: Option, gpu: Gpu) -> int:
-    """In sequences; 0 if not even one fits."""
+    """Return the largest batch, in sequences; 0 if not even one fits."""
     return _most(lambda batch: fits(with_batch(case, batch), option, gpu), MOST)
 
 
 def longest_sequence(case: Case, option: Option, gpu: Gpu) -> int:
-    """In tokens, of a step of one sequence; 0 if not even the shortest fits. No more than the model has positions."""
+    """Return the longest sequence, in tokens, of a step of one; 0 if none fits. Limited by the model's positions."""
     positions = case.config.get("max_position_embeddings") or MOST * STRIDE
     if fits(with_sequence(case, positions), option, gpu):
         return int(positions)
@@ -84,7 +84,7 @@ def longest_sequence(case: Case, option: Option, gpu: Gpu) -> int:
 
 
 def _most(fits: Callable[[int], bool], limit: int) -> int:
-    """The largest number up to `limit` that fits, given that all smaller ones do."""
+    """Return the largest number up to `limit` that fits, given that all smaller ones do."""
     low, high = 0, 1
     while high <= limit and fits(high):
         low, high = high, 2 * high

@@ -1,4 +1,4 @@
-"""Head and loss: where a vocabulary of 100,000 words meets every token, often the peak of a step.
+"""Memory of head and loss: a vocabulary of 100,000 words by every token, often the peak of a step.
 
 Letters: M tokens, K width, V vocabulary. Bytes at the largest moment, by kind.
 
@@ -9,13 +9,13 @@ Letters: M tokens, K width, V vocabulary. Bytes at the largest moment, by kind.
 """
 
 from octavo.nn.loss import CHUNK_BYTES, FROZEN_CHUNK_BYTES, chunk_bounds
-from octavo.tools.bench.cases import Case
 from octavo.tools.plan.layer import BF16, FP32
 from octavo.tools.plan.options import Option
+from octavo.tools.shapes import Case
 
 
 def head_bytes(case: Case, option: Option) -> dict[str, int]:
-    """Activations, gradients and buffers at the head's largest moment, beside what the layers keep."""
+    """Return activations, gradients and buffers at the head's peak, besides what the layers save."""
     m, k, v = case.tokens, case.config["hidden_size"], case.vocabulary
     rows = m * k * option.weight_bytes
     if option.code == "hf":
@@ -44,7 +44,7 @@ def _bf16_chunks(case: Case, option: Option) -> tuple[int, int]:
 
 
 def _fp8_chunks(case: Case, option: Option) -> tuple[int, int]:
-    """Groups of tokens share one product for dw; each goes through the head in chunks."""
+    """Return bytes of dw and of buffers. Groups of tokens share one product for dw; each is computed in chunks."""
     m, k, v = case.tokens, case.config["hidden_size"], case.vocabulary
     trained = not case.frozen
     groups = chunk_bounds(0, m, v, CHUNK_BYTES)

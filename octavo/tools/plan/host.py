@@ -1,4 +1,4 @@
-"""States, and master weights, in host memory: what of them is on the GPU, and what the host has to hold.
+"""States and master weights in host memory: the part of them on the GPU, and the memory of the host.
 
 They come to the GPU for the step of their parameter, those of the next `AHEAD` on their way (`optim/host_states.py`).
 The parameters take turns, and after the last comes the first again:
@@ -14,24 +14,24 @@ tied. Masters are of layers' weights alone. Norms are too small to count.
 from collections import Counter
 
 from octavo.optim.host_states import AHEAD
-from octavo.tools.bench.cases import Case
-from octavo.tools.plan import standing
+from octavo.tools.plan import persistent
 from octavo.tools.plan.layer import FP32, layer_input
 from octavo.tools.plan.options import Option
+from octavo.tools.shapes import Case
 
 
 def on_gpu(case: Case, option: Option) -> int:
-    """Bytes of states, with the buffers of those in host memory, and of their master weights."""
+    """Return bytes of states on the GPU, including buffers for offloaded states and master weights."""
     if option.offload is None:
-        return standing.states(case, option)
-    vocabulary = standing.vocabulary_parameters(case) * (1 if standing.is_tied(case) else 2)
+        return persistent.states(case, option)
+    vocabulary = persistent.vocabulary_parameters(case) * (1 if persistent.is_tied(case) else 2)
     layer = sum(size * count for size, count in _at_once(case).items())
-    return round(vocabulary * sum(standing.state_bytes(case, option)) + layer * sum(_of_layers(case, option)))
+    return round(vocabulary * sum(persistent.state_bytes(case, option)) + layer * sum(_of_layers(case, option)))
 
 
 def _at_once(case: Case) -> Counter[int]:
-    """Matrices of a layer by size, and how many of that size are among so many that follow one another."""
-    sizes = [n * k for n, k in standing.layer_matrices(case)]
+    """Return how many matrices of each size may be on the GPU at once: the one being stepped, and the next ones."""
+    sizes = [n * k for n, k in persistent.layer_matrices(case)]
     found: Counter[int] = Counter()
     for i in range(len(sizes)):
         found |= Counter((sizes * 2)[i : i + 1 + AHEAD])
@@ -39,23 +39,23 @@ def _at_once(case: Case) -> Counter[int]:
 
 
 def on_host(case: Case, option: Option) -> int:
-    """Bytes of host memory, pinned; torch gives each tensor there a power of two."""
+    """Return bytes of pinned host memory; torch gives each tensor there a power of two."""
     found = 0
     if option.offload is not None:
-        layer = [n * k for n, k in standing.layer_matrices(case)]
+        layer = [n * k for n, k in persistent.layer_matrices(case)]
         found += case.layers * sum(_power_of_two(n * each) for n in layer for each in _of_layers(case, option))
-        vocabulary = [standing.vocabulary_parameters(case)] * (1 if standing.is_tied(case) else 2)
-        found += sum(_power_of_two(n * each) for n in vocabulary for each in standing.state_bytes(case, option))
+        vocabulary = [persistent.vocabulary_parameters(case)] * (1 if persistent.is_tied(case) else 2)
+        found += sum(_power_of_two(n * each) for n in vocabulary for each in persistent.state_bytes(case, option))
     if option.checkpointing == "offload":
         found += case.layers * layer_input(case, option)
     return found
 
 
 def _of_layers(case: Case, option: Option) -> tuple[float, ...]:
-    """Bytes of one number in each of the tensors that come and go."""
+    """Return bytes per element of each tensor that is transferred."""
     if option.offload == "master":
-        return (FP32, *standing.state_bytes(case, option, of_master=True))
-    return standing.state_bytes(case, option)
+        return (FP32, *persistent.state_bytes(case, option, of_master=True))
+    return persistent.state_bytes(case, option)
 
 
 def _power_of_two(size: float) -> int:

@@ -1,4 +1,4 @@
-"""What one decoder layer keeps for its backward, tensor by tensor, and what its backward makes on the way.
+"""Tensors that one decoder layer saves for backward, and buffers that its backward allocates.
 
 Letters: M tokens, K width, Q and KV outputs of q and of k or v, F hidden of the MLP, R rank. Everything is in bytes.
 
@@ -19,9 +19,9 @@ layers count alike: the first of a model with a frozen embedding need not keep i
 from dataclasses import dataclass
 
 from octavo.numerics.quantize import BLOCK
-from octavo.ops_lora_mlp import part_rows
-from octavo.tools.bench.cases import MEMBERS, TARGETS, Case
+from octavo.ops.lora_mlp import part_rows
 from octavo.tools.plan.options import Option
+from octavo.tools.shapes import MEMBERS, TARGETS, Case
 
 BF16, FP32 = 2, 4
 INPUT = "input of the layer"
@@ -29,7 +29,7 @@ INPUT = "input of the layer"
 
 @dataclass(frozen=True)
 class Sizes:
-    """A layer's, by the letters above."""
+    """Sizes of a layer, by the letters above."""
 
     m: int
     k: int
@@ -62,12 +62,12 @@ def is_adapted(case: Case, linear: str) -> bool:
 
 
 def layer_input(case: Case, option: Option) -> int:
-    """All that a checkpointed layer keeps. The residual stream has the dtype of the embedding."""
+    """Return the bytes that a checkpointed layer saves. The residual stream has the embedding's dtype."""
     return case.tokens * case.config["hidden_size"] * option.weight_bytes
 
 
 def kept(case: Case, option: Option) -> dict[str, int]:
-    """Bytes by tensor."""
+    """Return the bytes that a layer saves, by tensor."""
     linears = _fp8_linears if option.code == "fp8" else _bf16_linears
     found = {**_attention(case, option), **_norms(case, option), **linears(case, option), **_adapters(case)}
     return {name: size for name, size in found.items() if size}
@@ -163,7 +163,7 @@ def _adapters(case: Case) -> dict[str, int]:
 
 
 def backward_buffers(case: Case, option: Option) -> int:
-    """The most that is there at once, beside what was kept, while a layer's MLP goes backward: the widest tensors."""
+    """Return the peak of buffers while a layer's MLP goes backward: the widest tensors."""
     s = Sizes.of(case)
     g = dx = s.k * BF16 * s.m
     down, gate_up = s.k * s.f, 2 * s.k * s.f  # elements of the weights

@@ -1,4 +1,4 @@
-"""The moments of a training step, what is in memory at each, and the peak: the largest of them.
+"""Moments of a training step, the memory at each, and the peak, which is the largest.
 
     head               the layers have kept what they need; head and loss run
     head's step        with the optimiser in backward: where the head has a master, both halves joined, and in FP32
@@ -14,31 +14,34 @@ one layer after the other: the ends decide. Gradients are made anew in each step
 
 from collections.abc import Mapping
 
-from octavo.tools.bench.cases import Case
-from octavo.tools.plan import host, standing
-from octavo.tools.plan.bdh import plan_bdh
+from octavo.tools.plan import host, persistent
 from octavo.tools.plan.head import head_bytes
 from octavo.tools.plan.layer import BF16, INPUT, backward_buffers, kept, layer_input
-from octavo.tools.plan.moments import WORKSPACE, Memory, Moment
 from octavo.tools.plan.options import Option
+from octavo.tools.plan.timeline import WORKSPACE, Memory, Moment
+from octavo.tools.shapes import Case
 
 IN_FLIGHT = 2  # inputs of layers on their way to and from the host
 
 
 def plan_memory(case: Case, option: Option) -> Memory:
-    if case.is_bdh:
-        return plan_bdh(case, option)
+    """Return the memory that a training step takes."""
+    return case.family.memory(case, option)
+
+
+def plan_decoder(case: Case, option: Option) -> Memory:
+    """Return the memory that a training step of a decoder takes."""
     layer = kept(case, option)
     all_kept, one_kept = _activations(case, option, layer)
-    weights, states = standing.weights(case, option), host.on_gpu(case, option)
+    weights, states = persistent.weights(case, option), host.on_gpu(case, option)
     held = _gradients(case, option)
-    backward = backward_buffers(case, option) + standing.master_gradient(case, option)
+    backward = backward_buffers(case, option) + persistent.master_gradient(case, option)
     head = head_bytes(case, option)
     at_head = _at_head(case, option, all_kept)
     bottom = case.tokens * case.config["hidden_size"] * BF16
     # A tied embedding makes a gradient of its own, which is added to the head's. Hugging Face's head makes a transposed
     # one, which autograd cannot add to in place: the sum is a third.
-    of_tied = held["head"] * (2 if option.code == "hf" else 1) if standing.is_tied(case) else 0
+    of_tied = held["head"] * (2 if option.code == "hf" else 1) if persistent.is_tied(case) else 0
 
     def moment(name: str, gradients: int, activations: int, buffers: int) -> Moment:
         return Moment(name, weights, gradients, states, activations, buffers + WORKSPACE)
@@ -47,30 +50,30 @@ def plan_memory(case: Case, option: Option) -> Memory:
         moment("head", head["gradients"], at_head + head["activations"], head["buffers"]),
         moment("last layer", held["last layer"], all_kept, backward),
         moment("first layer", held["first layer"], one_kept, backward),
-        moment("embedding", held["embedding"], bottom, of_tied + standing.vocabulary_master(case, option)),
+        moment("embedding", held["embedding"], bottom, of_tied + persistent.vocabulary_master(case, option)),
     ]
-    if standing.vocabulary_master(case, option) and not standing.is_tied(case):
-        moments.insert(1, moment("head's step", held["head"], at_head, standing.vocabulary_master(case, option)))
+    if persistent.vocabulary_master(case, option) and not persistent.is_tied(case):
+        moments.insert(1, moment("head's step", held["head"], at_head, persistent.vocabulary_master(case, option)))
     return Memory(option, tuple(moments), layer, host.on_host(case, option))
 
 
 def _gradients(case: Case, option: Option) -> dict[str, int]:
-    """Bytes of gradients at each moment. A tied head's is complete, and can be applied, at the embedding alone."""
+    """Return the bytes of gradients at each moment. A tied head's is complete only at the embedding."""
     if case.frozen:
-        every = standing.gradients(case, option)
+        every = persistent.gradients(case, option)
         return {"head": 0, "last layer": 0, "first layer": every, "embedding": every}
-    head = standing.vocabulary_parameters(case) * option.weight_bytes
-    tied = head if standing.is_tied(case) else 0
+    head = persistent.vocabulary_parameters(case) * option.weight_bytes
+    tied = head if persistent.is_tied(case) else 0
     if option.in_backward:
         return {"head": head, "last layer": tied, "first layer": tied, "embedding": head}
-    every = standing.gradients(case, option)
-    layer = standing.layer_parameters(case) * option.weight_bytes
+    every = persistent.gradients(case, option)
+    layer = persistent.layer_parameters(case) * option.weight_bytes
     first = every - layer - (head - tied)
     return {"head": head, "last layer": head, "first layer": first, "embedding": every}
 
 
 def _activations(case: Case, option: Option, layer: Mapping[str, int]) -> tuple[int, int]:
-    """What layers have kept when the last goes backward, and when the first does."""
+    """Return the bytes that layers have saved when the last goes backward, and when the first does."""
     one = sum(layer.values())
     if option.checkpointing == "none":
         return case.layers * one, one
@@ -81,7 +84,7 @@ def _activations(case: Case, option: Option, layer: Mapping[str, int]) -> tuple[
 
 
 def _at_head(case: Case, option: Option, all_kept: int) -> int:
-    """Checkpointed layers have not begun to compute anything again."""
+    """Return the activations at the head, when checkpointed layers have not recomputed anything yet."""
     if option.checkpointing == "none":
         return all_kept
     inputs = case.layers if option.checkpointing == "layers" else min(case.layers, IN_FLIGHT)

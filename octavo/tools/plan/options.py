@@ -1,16 +1,15 @@
-"""The ways to train that a plan compares."""
+"""Ways to train that a plan compares."""
 
 from dataclasses import dataclass, replace
 
-from octavo.nn.planner import why_not_frozen
+from octavo.nn.cost_model import why_not_frozen
 from octavo.numerics.checks import check_choice
 from octavo.numerics.quantize import BLOCK
 from octavo.optim import OPTIMIZERS
-from octavo.tools.bench.cases import Case
+from octavo.tools import bdh
+from octavo.tools.shapes import Case
 
-# Of BDH: plain, under torch's autocast, under Octavo's, and its fused layers.
-BDH_NAMES = {"bdh-fp32": "FP32", "bdh-bf16": "BF16 autocast", "bdh-fp8": "FP8 autocast", "bdh-fused": "FP8 fused"}
-CODES = ("hf", "own", "fp8", *BDH_NAMES)
+CODES = ("hf", "own", "fp8", *bdh.CODES)
 RECIPES = ("delayed", "channel", "block")
 CHECKPOINTING = ("none", "layers", "offload")
 OFFLOADS = ("optimizer", "master")
@@ -21,14 +20,19 @@ BY_EXACTNESS = ("adamw", "adamw8bit", "adamwfp8", "adamw4bit")  # of the optimis
 class Option:
     """One way to train a model.
 
-    `code`: Hugging Face's own in BF16, Octavo's fused pieces in BF16, or those in FP8; or one of BDH's. `recipe`: what
-    has a scale in FP8 (`delayed`: a tensor). `optimizer`: None for forward and backward alone. `checkpointing`:
-    `layers` keeps the input of each layer, `offload` keeps that in host memory. `activations`: what trained FP8 layers
-    keep, as in `FP8TrainingConfig`. `in_backward`: gradients are applied there, one by one. `offload`: `optimizer` has
-    states in host memory; `master` has FP32 weights there, too, and on the GPU FP8 weights in the layers.
-    `wide_products`: a frozen FP8 base multiplies in BF16. `adapter_bytes`: beside FP8, PEFT makes adapters in FP32.
-    `joined_norms`: where `decoders/forwards.py` joins norms to what follows them. `masters`: trained BF16 weights have
-    FP32 masters (`optim/split_masters.py`), as with `FastLanguageModel` and `FP8Trainer`; `octavo bench` has none.
+    Fields:
+        code: Hugging Face's own in BF16, Octavo's fused pieces in BF16, or those in FP8; or one of BDH's.
+        recipe: granularity of the FP8 scales (`delayed`: per tensor).
+        optimizer: None for forward and backward alone.
+        checkpointing: `layers` saves the input of each layer, `offload` saves it in host memory.
+        activations: what trained FP8 layers save, as in `FP8TrainingConfig`.
+        in_backward: gradients are applied within backward, one by one.
+        offload: `optimizer` has states in host memory; `master` also FP32 weights, with FP8 weights on the GPU.
+        wide_products: a frozen FP8 base multiplies in BF16.
+        adapter_bytes: beside FP8, PEFT creates adapters in FP32.
+        joined_norms: norms are fused with the products that follow.
+        masters: trained BF16 weights have FP32 masters (`optim/split_masters.py`), as with `FastLanguageModel` and
+            `FP8Trainer`; `octavo bench` has none.
     """
 
     code: str
@@ -69,13 +73,13 @@ class Option:
     def name(self) -> str:
         fp8 = "FP8 activations" if self.activations == "fp8" else f"FP8 {self.recipe}"
         fp8 = f"FP8 weights {self.recipe}" if self.wide_products else fp8
-        who = {"hf": "BF16 Hugging Face", "own": "BF16 Octavo", "fp8": fp8, **BDH_NAMES}[self.code]
-        weights = ", FP32 weights" if self.weight_bytes == 4 and self.code not in BDH_NAMES else ""
+        who = {"hf": "BF16 Hugging Face", "own": "BF16 Octavo", "fp8": fp8, **bdh.CODES}[self.code]
+        weights = ", FP32 weights" if self.weight_bytes == 4 and self.code not in bdh.CODES else ""
         return f"{who}{weights}, {self.optimizer}{' in backward' if self.in_backward else ''}"
 
     @property
     def section(self) -> str:
-        """The part of the table that it stands in."""
+        """Section of the table in which the option is shown."""
         words = {
             "checkpointing": self.checkpointing == "layers",
             "checkpoints on the host": self.checkpointing == "offload",
@@ -91,7 +95,7 @@ class Option:
 
 
 def blocks_fit(case: Case) -> bool:
-    """Whether q, k and v, and gate and up, can be one product each in blocks: `nn/frozen_group.py`."""
+    """Return True if q, k and v, and gate and up, can be one product each in blocks."""
     config = case.config
     kv_heads = config.get("num_key_value_heads") or config["num_attention_heads"]
     outputs = (config["num_attention_heads"] * case.head_dim, kv_heads * case.head_dim, config["intermediate_size"])
@@ -99,14 +103,14 @@ def blocks_fit(case: Case) -> bool:
 
 
 def why_wide(case: Case) -> str:
-    """Why a frozen base multiplies in BF16; empty if it does not."""
+    """Return why a frozen base multiplies in BF16; empty if it does not."""
     return why_not_frozen((linear.k, 1.0, linear.n) for linear in case.linears if linear.name != "head")
 
 
 def options_of(case: Case, *, compiled: bool, fp8_head: bool, offload: str | None = None) -> list[Option]:
-    """What there is: each without checkpointing, then with it. The first is what others are compared with.
+    """Return the options: each without checkpointing, then with it. The first is the baseline.
 
-    `offload`: those that do so, and BF16 (`none`: those that do not); None: all.
+    `offload`: options that do so, and BF16 (`none`: those that do not); None: all.
     """
     fp8 = Option("fp8", "delayed", compiled=compiled, fp8_head=fp8_head)
     bf16 = [Option("hf", compiled=compiled), Option("own", compiled=compiled)]
@@ -127,7 +131,7 @@ def options_of(case: Case, *, compiled: bool, fp8_head: bool, offload: str | Non
 
 
 def _full(bf16: list[Option], fp8: Option) -> list[Option]:
-    """`adamwfp8` takes as much as `adamw8bit`: once is enough."""
+    """Return the options of full training; `adamwfp8` is left out, since it takes as much as `adamw8bit`."""
     bf16_4bit = replace(bf16[1], optimizer="adamw4bit")
     kept = [replace(fp8, activations="fp8", optimizer=name) for name in BY_EXACTNESS if name != "adamwfp8"]
     released = [replace(way, in_backward=True) for way in kept]

@@ -1,4 +1,4 @@
-"""What a person asks for: a model, a mode, the tokens of a step. Checked here, so that what follows can trust it."""
+"""Request for a plan: a model, a mode, the tokens of a step. Checked here, so that later code can trust it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -7,47 +7,25 @@ from pathlib import Path
 from typing import Any
 
 from octavo.numerics.checks import check_choice, check_positive_int
-from octavo.tools.bench.cases import DECODERS, PRESETS, RANK, TARGETS, Case, make_case, read_config
+from octavo.tools.families import family_of
 from octavo.tools.plan.options import OFFLOADS
+from octavo.tools.shapes import HUB, MODES, POSITIONS, PRESETS, RANK, SHAPES, TARGETS, Case, read_config
 from octavo.training.errors import UserError
 
-MODES = ("full", "lora", "grpo")
 HEADS = ("bf16", "fp8")
-BDHS = tuple(name for name in PRESETS if name not in DECODERS)
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # whose layers `layer.py` describes
-HUB = {
-    "135m": "HuggingFaceTB/SmolLM2-135M",
-    "360m": "HuggingFaceTB/SmolLM2-360M",
-    "1b": "meta-llama/Llama-3.2-1B",
-    "3b": "meta-llama/Llama-3.2-3B",
-    "8b": "meta-llama/Llama-3.1-8B",
-    "70b": "meta-llama/Llama-3.1-70B",
-    "qwen3-0.6b": "Qwen/Qwen3-0.6B",
-    "qwen3-8b": "Qwen/Qwen3-8B",
-    "qwen3-32b": "Qwen/Qwen3-32B",
-}
-# As published; of presets, which say nothing of it themselves.
-POSITIONS = {
-    "tiny": 2048,
-    "135m": 8192,
-    "360m": 8192,
-    "1b": 131072,
-    "3b": 131072,
-    "8b": 131072,
-    "70b": 131072,
-    "qwen3-0.6b": 40960,
-    "qwen3-8b": 40960,
-    "qwen3-32b": 40960,
-}
 SEQ = 2048
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
 @dataclass(frozen=True)
 class Request:
-    """`gpu`: its name or its GiB; None leaves out what fits. `head`: of FP8 options. `offload`: only options that do so
-    are compared with BF16 (`none`: only those that do not); None: all of them. `seq`: None takes 2,048 tokens, or as
-    many as the model has positions."""
+    """Request for a plan, with the options of `octavo plan`.
+
+    `gpu`: its name or its GiB; None leaves out what fits. `head`: precision of the head in FP8 options. `offload`:
+    compare only options that do so with BF16 (`none`: only those that do not); None: all of them. `seq`: None takes
+    2,048 tokens, or the model's positions if fewer.
+    """
 
     model: str
     mode: str = "full"
@@ -64,13 +42,7 @@ class Request:
     def __post_init__(self) -> None:
         check_choice("mode", self.mode, MODES)
         check_choice("head", self.head, HEADS)
-        if self.mode == "grpo":
-            raise UserError(
-                "--mode grpo: comes with reinforcement learning, which Octavo does not have yet; for its training step "
-                "alone, plan --mode lora"
-            )
-        if self.model in BDHS:
-            self._check_bdh()
+        family_of(SHAPES.get(self.model, {}).get("model_type")).check_request(self)
         for option in ("rank", "targets"):
             if self.mode == "full" and (given := getattr(self, option)) is not None:
                 raise UserError(f"--{option} {given}: without --mode lora there are no adapters; leave it out")
@@ -91,36 +63,18 @@ class Request:
                 f"--seq {self.seq}: {self.model} has {positions} positions (max_position_embeddings); ask for no more"
             )
 
-    def _check_bdh(self) -> None:
-        if self.mode == "lora":
-            raise UserError("--mode lora: BDH has no nn.Linear to put adapters on; use --mode full")
-        if self.offload in OFFLOADS:
-            raise UserError(f"--offload {self.offload}: is planned for decoders alone; leave it out for {self.model}")
-        if self.head != "bf16":
-            raise UserError(f"--head {self.head}: BDH's head of bytes stays in BF16; leave it out")
-
     @cached_property
     def case(self) -> Case:
         """The model and the step that memory is planned for."""
-        if self.model in BDHS:
-            return make_case(
-                preset=self.model,
-                config=None,
-                layers=self.layers,
-                tokens=self.batch * (self.seq or SEQ),
-                seq=self.seq or SEQ,
-                seed=0,
-                device="cpu",
-                force=True,
-            )
         config = _config(self.model)
-        _check_config(self.model, config)
+        family = family_of(config["model_type"])
+        family.check_config(self.model, config)
         frozen = self.mode == "lora"
         seq = self.seq or min(SEQ, config.get("max_position_embeddings") or SEQ)
         return Case(
-            name=self.model if self.model in DECODERS else _name(self.model),
+            name=self.model if self.model in SHAPES else _name(self.model),
             config=config,
-            layers=config["num_hidden_layers"] if self.layers is None else self.layers,
+            layers=family.depth(config) if self.layers is None else self.layers,
             tokens=self.batch * seq,
             seq=seq,
             seed=0,
@@ -136,12 +90,12 @@ def with_batch(case: Case, batch: int) -> Case:
 
 
 def with_sequence(case: Case, length: int) -> Case:
-    """One sequence, of so many tokens."""
+    """Return the case with one sequence of so many tokens."""
     return replace(case, tokens=length, seq=length)
 
 
 def checkpoint_name(model: str) -> str:
-    """What to load it by: a name on the Hub, or the folder that was given."""
+    """Return the name to load the model by: on the Hub, or the given folder."""
     if model in HUB:
         return HUB[model]
     path = Path(model)
@@ -149,8 +103,9 @@ def checkpoint_name(model: str) -> str:
 
 
 def _config(model: str) -> dict[str, Any]:
-    if model in DECODERS:
-        return {**DECODERS[model], "max_position_embeddings": POSITIONS[model]}
+    if model in SHAPES:
+        positions = {"max_position_embeddings": POSITIONS[model]} if model in POSITIONS else {}
+        return {**SHAPES[model], **positions}
     path = Path(model)
     if not path.exists():
         raise UserError(
@@ -169,8 +124,8 @@ def _name(model: str) -> str:
     return path.parent.name if path.name == "config.json" else path.stem if path.is_file() else path.name
 
 
-def _check_config(model: str, config: Mapping[str, Any]) -> None:
-    """A configuration from a file may hold anything."""
+def check_decoder(model: str, config: Mapping[str, Any]) -> None:
+    """Refuse a decoder's configuration that the plan does not cover: one from a file may hold anything."""
     kind = config["model_type"]
     if kind not in FAMILIES:
         raise UserError(

@@ -1,4 +1,4 @@
-"""A plan on the terminal, and as JSON."""
+"""Output of a plan on the terminal, and as JSON."""
 
 import textwrap
 from collections.abc import Sequence
@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from octavo.tools.bench.cases import Case
-from octavo.tools.plan import standing
+from octavo.tools.plan import persistent
 from octavo.tools.plan.advice import Advice
 from octavo.tools.plan.gpus import MOST, Gpu
-from octavo.tools.plan.moments import GIB, KINDS, Memory
+from octavo.tools.plan.timeline import GIB, KINDS, Memory
+from octavo.tools.shapes import Case
 
 PIPE_WIDTH = 80
 BAR = 60
@@ -27,7 +27,7 @@ COLOURS = dict(zip(KINDS, ("blue", "magenta", "yellow", "green", "red"), strict=
 
 @dataclass(frozen=True)
 class Plan:
-    """All that was found. `batches` and `sequences`: the largest and the longest of each option on `gpu`."""
+    """A complete plan. `batches` and `sequences`: the largest and the longest of each option on `gpu`."""
 
     model: str
     case: Case
@@ -41,7 +41,7 @@ class Plan:
 
 
 def show(console: Console, plan: Plan, everything: bool = False) -> None:
-    """The short answer; or all options, with what takes their memory, and then that."""
+    """Print the short answer; or all options, with their memory by kind, and then the answer."""
     if not console.is_terminal:  # a file or a pipe has no width of its own
         console = Console(file=console.file, width=PIPE_WIDTH)
     console.print(Text(title(plan.case), style="bold"))
@@ -63,17 +63,14 @@ def show(console: Console, plan: Plan, everything: bool = False) -> None:
 
 
 def title(case: Case) -> str:
-    what = f"LoRA of rank {case.rank} on {case.targets} linears" if case.frozen else "full fine-tuning"
-    what = "training" if case.is_bdh else what
-    count = standing.parameters(case)
-    size = f"{count / 1e6:.0f} million" if case.is_bdh else f"{count / 1e9:.2f} billion"
+    size, what = case.family.describe(case)
     return (
         f"{case.name}, {size} parameters, {case.layers} layers: {what}, {case.tokens // case.seq} × {case.seq:,} tokens"
     )
 
 
 def _table(plan: Plan, narrow: bool) -> Table:
-    """Narrow: with short headings, and without the moment of the peak; names are folded, figures never cut."""
+    """Return a table that fits narrow terminals: short headings, no moment of the peak, names folded, figures uncut."""
     caption = "GiB at the moment of the peak; ×: of the first row's"
     if plan.gpu is not None:
         caption += f"; most: sequences that fit {plan.gpu.name}, {plan.gpu.room:.1f} GiB of tensors"
@@ -114,22 +111,21 @@ def _table(plan: Plan, narrow: bool) -> Table:
 
 def _shown(plan: Plan) -> list[int]:
     """The short table's options: BF16, plain FP8, what takes least with ever more effort, and the advised one."""
-    memories = plan.memories
+    memories, family = plan.memories, plan.case.family
     plain = [i for i, memory in enumerate(memories) if not memory.option.section]
     on_gpu = [i for i, memory in enumerate(memories) if not memory.option.offload]
 
     def least(among: Sequence[int]) -> int:
         return min(among, key=lambda i: memories[i].peak.total)
 
-    def first(*codes: str) -> int:
-        """Bytes of weights in BF16, except BDH's."""
+    def first(code: str) -> int:
         options = [(i, memories[i].option) for i in plain]
-        return next((i for i, o in options if o.code in codes and (o.weight_bytes == 2 or codes[1] == o.code)), 0)
+        return next((i for i, o in options if o.code == code and o.weight_bytes == family.weight_bytes), 0)
 
     found = {
         0,
-        first("own", "bdh-bf16"),
-        first("fp8", "bdh-fp8"),
+        first(family.advised[False][0]),
+        first(family.advised[True][0]),
         least(plain),
         least(on_gpu),
         least(range(len(memories))),
@@ -171,7 +167,7 @@ def _batch(batch: int) -> str:
 
 
 def _bars(plan: Plan, columns: int) -> Text:
-    """One bar for each option, split by kind; a line where the GPU ends."""
+    """Return one bar for each option, split by kind, with a line where the GPU ends."""
     name_width = max(len(memory.option.name) for memory in plan.memories)
     bar = max(10, min(BAR, columns - name_width - 10))
     limit = None if plan.gpu is None else plan.gpu.room * GIB
@@ -199,7 +195,7 @@ def _bars(plan: Plan, columns: int) -> Text:
 
 
 def _cells(memory: Memory, longest: int, bar: int) -> list[str]:
-    """The kind of each cell of a bar. Rounding the ends of parts, not their lengths, keeps the whole right."""
+    """Return the kind of each cell of a bar. Rounding the ends of parts, not their lengths, keeps the sum right."""
     cells: list[str] = []
     so_far = 0
     for kind in KINDS:
@@ -224,7 +220,7 @@ def _show_code(console: Console, advice: Advice) -> None:
 
 
 def folded(code: str) -> str:
-    """A command's line goes on below after a backslash; lines of Python are short as they are."""
+    """Break a command's line after a backslash; lines of Python are short already."""
     if not code.startswith("octavo "):
         return code
     lines = textwrap.wrap(code, PIPE_WIDTH - 4, break_long_words=False, break_on_hyphens=False)
@@ -239,7 +235,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
         "batch": case.tokens // case.seq,
         "seq": case.seq,
         "layers": case.layers,
-        "parameters": standing.parameters(case),
+        "parameters": persistent.parameters(case),
         "rank": case.rank,
         "targets": case.targets if case.rank else None,
         "config": dict(case.config),
@@ -251,7 +247,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
 
 
 def _option(memory: Memory, plan: Plan, number: int) -> dict[str, Any]:
-    """In bytes, but for what says GiB."""
+    """Return an option's figures, in bytes except where a name says GiB."""
     return {
         "name": memory.option.full_name,
         "option": asdict(memory.option),

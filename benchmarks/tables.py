@@ -1,0 +1,182 @@
+"""Write the tables of `docs/benchmarks.md` from the files in `benchmarks/results`.
+
+    python benchmarks/tables.py
+
+Each table stands between two markers, `<!-- NAME:begin -->` and `<!-- NAME:end -->`; the text around them is written by
+hand. Every row of every file is shown, including the rows that lose or fail. `tests/benchmarks/test_tables.py` checks
+that the page is current and that no result file is left unread.
+"""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from parity_summary import Baseline
+
+from octavo.tools.bench.table import markdown
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "benchmarks.md"
+BDH_WAYS = {
+    "bdh-fp32": "FP32",
+    "bdh-bf16": "BF16 autocast",
+    "bdh-fp8": "FP8 autocast",
+    "bdh-fused": "FP8, fused layers",
+}
+
+
+def read(pattern: str) -> list[dict[str, Any]]:
+    """Results whose file name matches `pattern`, oldest first."""
+    return [json.loads(path.read_text()) for path in sorted(RESULTS.glob(pattern))]
+
+
+def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(headings) + " |", "| --- |" + " ---: |" * (len(headings) - 1)]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+
+
+def provenance(result: dict[str, Any], command: str) -> str:
+    """GPU, date, versions and command, as one line above a table."""
+    gpu = result.get("device") or result["gpu"]
+    versions = result.get("versions") or {"torch": result["torch"], "transformers": result["transformers"]}
+    software = ", ".join(f"{name} {versions[name]}" for name in ("torch", "triton", "transformers") if name in versions)
+    return f"{gpu}, {result['date']}, {software}. `{command}`\n\n"
+
+
+def steps() -> str:
+    return markdown([result for result in read("*.json") if result.get("kind") == "step"])
+
+
+def kernels() -> str:
+    """Microseconds and the share of a copy's bandwidth, one row for each recipe and operand."""
+    (result,) = (result for result in read("*-kernels.json"))
+    layouts = ("rows", "columns", "both")
+    cells: dict[tuple[str, str, str], dict[str, str]] = {}
+    for row in result["rows"]:
+        key = (row["recipe"], row["operand"], "{:,} × {:,}".format(*row["shape"]))
+        figures = f"{row['seconds'] * 1e6:.0f} ({row['moved_share_of_equal_copy']:.0%})"
+        cells.setdefault(key, {})[row["layout"]] = figures
+    rows = [[f"{key[0]} {key[1]}", key[2], *(found.get(layout, "–") for layout in layouts)] for key, found in cells.items()]
+    heading = provenance(result, "octavo bench --preset 8b --kernels")
+    return heading + table(["recipe, operand", "elements", *(f"{layout}, µs" for layout in layouts)], rows)
+
+
+def frozen_products() -> str:
+    (result,) = read("*-frozen-products.json")
+    rows = [
+        [f"{row['model']}, {row['granularity']}", f"{row['fp8_ms']:.1f}", f"{row['bf16_ms']:.1f}"]
+        + [f"{row['fp8_gib']:.2f}", f"{row['bf16_gib']:.2f}"]
+        for row in result["results"]
+    ]
+    headings = ["model, granularity", "FP8 products, ms", "BF16 products, ms", "FP8, GiB", "BF16, GiB"]
+    return provenance(result, f"python benchmarks/{result['command']}") + table(headings, rows)
+
+
+def longest() -> str:
+    (result,) = read("*-longest.json")
+    rows = [
+        [row["way"], f"{row['longest']:,}", f"{row['planned']:,}", f"{row['peak_gib']:.1f}"] for row in result["rows"]
+    ]
+    command = " ".join(result["command"][: result["command"].index("--out")])
+    heading = provenance(result, f"python benchmarks/{command}")
+    return heading + table(["", "longest sequence that fits", "planned", "peak, GiB"], rows)
+
+
+def load() -> str:
+    (result,) = read("*-load.json")
+    gib = 2**30
+    rows = [
+        [row["way"], f"{row['loading']['seconds']:.1f}", f"{row['weights_bytes'] / gib:.2f}"]
+        + [f"{row['loading']['device_peak_allocated'] / gib:.2f}", f"{row['loading']['host_own'] / gib:.2f}"]
+        for row in result["rows"]
+    ]
+    headings = ["granularity", "seconds", "weights, GiB", "GPU peak, GiB", "host, GiB"]
+    return provenance(result, "python benchmarks/load.py --preset 8b --ways block") + table(headings, rows)
+
+
+def masters() -> str:
+    """Ways to train BF16 weights; a later file replaces the rows that it measured again."""
+    ways: dict[str, dict[str, Any]] = {}
+    for result in sorted(read("*-masters*.json"), key=lambda result: -len(result["ways"])):
+        ways |= {row["way"]: row for row in result["ways"]}
+    rows = [
+        [name, f"{row['cosine with FP32 weights, autocast']:.3f}", f"{row['moved in the first step']:.0%}"]
+        + [f"{row['bytes a parameter']:.1f}", f"{row['peak GiB']:.1f}", f"{row['step ms']:.1f}"]
+        for name, row in ways.items()
+    ]
+    headings = ["weights", "cosine", "changed in a step", "bytes a parameter", "peak, GiB", "optimiser step, ms"]
+    return f"{result['title']}. `python benchmarks/master_weights.py --size 1b`\n\n" + table(headings, rows)
+
+
+def bdh_memory() -> str:
+    (result,) = read("*-bdh-100m-memory.json")
+    rows = [
+        [f"{BDH_WAYS[row['code']]}, `{row['optimizer']}`", f"{row['peak_gib']:.1f}", f"{row['planned_gib']:.1f}"]
+        for row in result["rows"]
+    ]
+    return provenance(result, "python benchmarks/bdh_memory.py") + table(["", "peak, GiB", "planned, GiB"], rows)
+
+
+def parity() -> str:
+    """Held-out loss of each run against BF16 with the same seed."""
+    (result,) = read("*-parity.json")
+    parts = []
+    for name, task in result["tasks"].items():
+        runs = [run for run in result["runs"] if run["task"] == name and run["status"] == "complete"]
+        baseline = Baseline.of(runs)
+        rows = []
+        for run in runs:
+            difference, in_bf16 = baseline.difference(run), run.get("held_out_loss_in_bf16")
+            cells = [run["run"], f"{run['held_out_loss']:.4f}", "" if difference is None else f"{difference:+.2%}"]
+            rows.append([*cells, "" if in_bf16 is None else f"{in_bf16:.4f}"])
+        size = f"{runs[0]['parameters'] / 1e6:,.0f}M parameters"
+        amount = f"{task['steps']:,} steps of {task['batch']} × {task['sequence']:,} {task['unit']}s"
+        heading = f"**{name}, {size}, {amount}**: " + provenance(result, f"python benchmarks/parity.py --only {name}")
+        parts.append(heading + table(["run", "held-out loss", "against BF16", "evaluated in BF16"], rows))
+    return "\n\n".join(parts)
+
+
+def autocast() -> str:
+    (result,) = read("*-autocast-decoders.json")
+    names = ("high precision", "converted", "autocast")
+    rows = [
+        [family, *(f"{losses[name]:.4f}" for name in names), f"{losses['autocast / converted']:.4f}"]
+        for family, losses in result["losses"].items()
+    ]
+    heading = provenance(result, f"python benchmarks/autocast_decoders.py --seeds {result['seeds']}")
+    return heading + table(["family", *names, "autocast / converted"], rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "steps": steps,
+    "kernels": kernels,
+    "frozen-products": frozen_products,
+    "longest": longest,
+    "load": load,
+    "masters": masters,
+    "bdh-memory": bdh_memory,
+    "parity": parity,
+    "autocast": autocast,
+}
+
+
+def with_tables(text: str) -> str:
+    """`text` with everything between its markers written anew."""
+    for name, make in TABLES.items():
+        begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+        if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+            raise ValueError(f"{PAGE.name}: needs {begin} and, after it, {end}, once each")
+        before, rest = text.split(begin)
+        after = rest.split(end)[1]
+        text = f"{before}{begin}\n{make()}\n{end}{after}"
+    unknown = set(re.findall(r"<!-- ([\w-]+):begin -->", text)) - set(TABLES)
+    if unknown:
+        raise ValueError(f"{PAGE.name}: no table is called {', '.join(sorted(unknown))}")
+    return text
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_tables(PAGE.read_text()))

@@ -1,0 +1,1 @@
+"""Triton kernels for the work between the products of a BDH layer; `octavo/models/bdh/spec.py` specifies them."""

@@ -1,0 +1,237 @@
+"""What adapters compute beside a frozen product, for the operators in `ops_lora.py` and `ops_lora_mlp.py`.
+
+    forward    t = x · [A₁; A₂; …]ᵀ        yᵢ += sᵢ · tᵢ · Bᵢᵀ
+    backward   uᵢ = sᵢ · gᵢ · Bᵢ           dBᵢ = sᵢ · gᵢᵀ · tᵢ          dA = uᵀ · x
+
+Shapes: M tokens, K inputs, N outputs, R the rank of an adapter, ΣR of several.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from octavo.numerics import Quantized
+from octavo.ops.quantize import as_dtype, dequantize, is_high_precision, unpack_scale
+from octavo.support import has_fp8_tensor_cores
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """Outputs `first` to `last` have an adapter, times `scaling`."""
+
+    first: int
+    last: int
+    scaling: float
+
+
+@cache
+def _places(text: str) -> tuple[Adapter, ...]:
+    fields = [part.split(":") for part in text.split(",")] if text else []
+    return tuple(Adapter(int(first), int(last), float(scaling)) for first, last, scaling in fields)
+
+
+@cache
+def _spans(places: tuple[Adapter, ...]) -> tuple[tuple[int, int, float], ...]:
+    return tuple((place.first, place.last - place.first, place.scaling) for place in places)
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """Adapters of one product: where they are, and A `[R, K]` and B `[N, R]` of each."""
+
+    places: tuple[Adapter, ...]
+    downs: tuple[Tensor, ...]
+    ups: tuple[Tensor, ...]
+
+    @property
+    def encoded(self) -> str:
+        return ",".join(f"{place.first}:{place.last}:{place.scaling!r}" for place in self.places)
+
+    @property
+    def given(self) -> tuple[list[Tensor], list[Tensor], str]:
+        """As operators take them."""
+        return list(self.downs), list(self.ups), self.encoded
+
+    @classmethod
+    def decode(cls, downs: Sequence[Tensor], ups: Sequence[Tensor], text: str) -> "Adapters":
+        return cls(_places(text), tuple(downs), tuple(ups))
+
+    @property
+    def ranks(self) -> list[int]:
+        return [a.shape[0] for a in self.downs]
+
+    @property
+    def spans(self) -> tuple[tuple[int, int, float], ...]:
+        """As kernels take the places: the first output, how many, the factor."""
+        return _spans(self.places)
+
+    def down(self, dtype: torch.dtype) -> Tensor:
+        """All A, one below the other."""
+        return as_dtype(torch.cat(self.downs) if len(self.downs) > 1 else self.downs[0], dtype)
+
+    def parts(self, t: Tensor) -> Sequence[Tensor]:
+        """Each adapter's columns of `x · [A₁; A₂; …]ᵀ`."""
+        return t.split(self.ranks, dim=1) if self.downs else ()
+
+    def split(self, da: Tensor, db: Tensor) -> list[Tensor | None]:
+        """From the gradients of all A, one below the other, and of all B, one after the other, those of each adapter.
+
+        All A, then all B; None for those of what was not needed.
+        """
+        none = [None] * len(self.downs)
+        das = da.split(self.ranks) if da.numel() else none
+        dbs = db.split([up.numel() for up in self.ups]) if db.numel() else none
+        return [
+            None if gradient is None else as_dtype(gradient.view(matrix.shape), matrix.dtype)
+            for gradient, matrix in zip((*das, *dbs), (*self.downs, *self.ups), strict=True)
+        ]
+
+
+def narrowed(x: Tensor, adapters: Adapters, dtype: torch.dtype) -> Tensor:
+    # t = x · Aᵀ
+    return as_dtype(x, dtype) @ adapters.down(dtype).t() if adapters.downs else x.new_empty(0, dtype=dtype)
+
+
+def add_to(y: Tensor, t: Tensor, adapters: Adapters, residual: Tensor | None = None) -> None:
+    """The adapters' outputs to y, and `residual`, if there is one."""
+    # y += s · t · Bᵀ
+    if has_fp8_tensor_cores(y.device):
+        from octavo.kernels import adapter_outputs as kernel
+
+        if kernel.can_add(y, adapters.ups, adapters.spans, residual, turned=True):
+            kernel.add_outputs(y, t, adapters.ups, adapters.spans, residual, turned=True)
+            return
+    for place, up, part in zip(adapters.places, adapters.ups, adapters.parts(t), strict=True):
+        y[:, place.first : place.last].addmm_(part, up.to(y.dtype).t(), alpha=place.scaling)
+    if residual is not None:
+        y.add_(residual)
+
+
+def add_to_input(dx: Tensor, u: Tensor, a: Tensor) -> None:
+    """What `u[M, ΣR]` gives through all A, one below the other."""
+    # dx += u · A
+    if has_fp8_tensor_cores(dx.device):
+        from octavo.kernels import adapter_outputs as kernel
+
+        span = ((0, dx.shape[1], 1.0),)
+        if kernel.can_add(dx, [a], span, None, turned=False):
+            kernel.add_outputs(dx, u, [a], span, None, turned=False)
+            return
+    dx.addmm_(as_dtype(u, dx.dtype), a)
+
+
+class Gradients:
+    """The gradients of all A, one below the other, and of all B, one after the other, added up over parts of a batch.
+
+    `g[M, N]`: of the outputs, of all tokens. `factor[N]`: it comes multiplied by this. Where there are kernels they add
+    up in FP32, else it is done in the dtype of g.
+    """
+
+    def __init__(
+        self, adapters: Adapters, g: Tensor, *, needs_a: bool, needs_b: bool, factor: Tensor | None = None
+    ) -> None:
+        self.adapters, self.factor, self.needs_a, self.needs_b = adapters, factor, needs_a, needs_b
+        self._like = g
+        self._da: Tensor | None = None
+        self._db: Tensor | None = None
+        self._u: Tensor | None = None  # room for it, where a kernel finds it
+        self._rows = 0  # of u so far
+        if self._in_one_pass(g):
+            room = torch.zeros(g.shape[0] * self.ranks + self._numel_b, dtype=torch.float32, device=g.device)
+            u, self._db = room.split([g.shape[0] * self.ranks, self._numel_b])
+            self._u = u.view(-1, self.ranks)
+
+    @property
+    def ranks(self) -> int:
+        return sum(self.adapters.ranks)
+
+    @property
+    def _numel_b(self) -> int:
+        return sum(up.numel() for up in self.adapters.ups) if self.needs_b else 0
+
+    def _in_one_pass(self, g: Tensor) -> bool:
+        if not has_fp8_tensor_cores(g.device):
+            return False
+        from octavo.kernels import adapter_gradients as kernel
+
+        return kernel.can_multiply(g, self.adapters.ups)
+
+    def widen(self, g: Tensor, t: Tensor) -> Tensor:
+        """u, the gradient of t, of all adapters side by side, for the next tokens; adds to those of B on the way.
+
+        In FP32 where a kernel adds it up, else in the dtype of g.
+        """
+        if self._u is None:
+            return self._widen_by_products(g, t)
+        from octavo.kernels import adapter_gradients as kernel
+
+        u = self._u[self._rows : self._rows + g.shape[0]]
+        self._rows += g.shape[0]
+        d = self._db if self.needs_b else None
+        kernel.add_gradients(g, t, self.adapters.ups, self.adapters.spans, self.factor, u, d)
+        return u
+
+    def _widen_by_products(self, g: Tensor, t: Tensor) -> Tensor:
+        adapters = self.adapters
+        u = g.new_empty(g.shape[0], self.ranks)
+        beta = 0 if self._db is None else 1
+        self._db = g.new_empty(self._numel_b) if self._db is None else self._db
+        parts = zip(adapters.places, adapters.ups, adapters.parts(u), adapters.parts(t), self._each_db(), strict=True)
+        for place, up, mine, part, d in parts:
+            g_part, b = g[:, place.first : place.last], up
+            if self.factor is not None:
+                b = torch.div(up, self.factor[place.first : place.last, None])
+            # u = s · g · B
+            torch.addmm(mine, g_part, b.to(g.dtype), beta=0, alpha=place.scaling, out=mine)
+            if self.needs_b:
+                # dB += s · gᵀ · t
+                torch.addmm(d, g_part.t(), part, beta=beta, alpha=place.scaling, out=d)
+        return u
+
+    def _each_db(self) -> list[Tensor]:
+        assert self._db is not None
+        ups = self.adapters.ups
+        if not self.needs_b:
+            return [self._like] * len(ups)
+        return [d.view(up.shape) for d, up in zip(self._db.split([up.numel() for up in ups]), ups, strict=True)]
+
+    def add_a(self, u: Tensor, x: Quantized) -> None:
+        """From x in FP8, or in high precision with an empty scale; of as many tokens as u, or of more for padding."""
+        # dA += uᵀ · x
+        rows, dtype = u.shape[0], self._like.dtype
+        if is_high_precision(x):
+            wide = as_dtype(x.data, dtype)
+        else:
+            scale = unpack_scale(x.scale)
+            kept = x if x.data.shape[0] == rows else Quantized(x.data[:rows], scale[:rows] if scale.dim() else scale)
+            if self._add_kept(u, kept):
+                return
+            wide = dequantize(kept, dtype)
+        u = as_dtype(u, dtype)
+        self._da = u.t() @ wide if self._da is None else self._da.addmm_(u.t(), wide)
+
+    def _add_kept(self, u: Tensor, x: Quantized) -> bool:
+        """Whether there is a kernel for it, which has done it then."""
+        if not has_fp8_tensor_cores(u.device):
+            return False
+        from octavo.kernels import adapter_gradients as kernel
+
+        if not kernel.can_multiply_kept(x, u, self._like.dtype):
+            return False
+        if self._da is None:
+            self._da = torch.zeros(u.shape[1], x.data.shape[1], dtype=torch.float32, device=u.device)
+        kernel.add_down(u, x, self._da, self._like.dtype)
+        return True
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """In the dtype of the first A and B; empty where not needed."""
+        if self.needs_b and self.factor is not None and self._u is None:
+            for place, d in zip(self.adapters.places, self._each_db(), strict=True):
+                d.div_(self.factor[place.first : place.last, None])
+        a, b = self.adapters.downs, self.adapters.ups
+        da = as_dtype(self._da, a[0].dtype) if self.needs_a and self._da is not None else self._like.new_empty(0)
+        db = as_dtype(self._db, b[0].dtype) if self.needs_b and self._db is not None else self._like.new_empty(0)
+        return da, db

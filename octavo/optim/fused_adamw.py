@@ -1,0 +1,102 @@
+"""torchao's optimisers with a fused step: one pass over each parameter, where there is a kernel for it.
+
+Elsewhere, and on a CPU, `numerics/adamw.py` computes the same step in torch. Sharded parameters and amsgrad use
+torchao's own step, which rounds to nearest.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import set_stance
+
+from octavo.numerics import adamw
+
+
+@cache
+def with_fused_step(optimizer_class: Any) -> Any:
+    """Return a subclass of a torchao optimiser with the same states and a fused step."""
+
+    class FusedStep(optimizer_class):
+        param_groups: list[dict[str, Any]]
+
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.register_load_state_dict_pre_hook(_take_levels)
+
+        @staticmethod
+        def _subclass_zeros(p: Tensor, signed: bool, block_size: int) -> Any:
+            state = optimizer_class._subclass_zeros(p, signed, block_size)
+            if adamw.is_of_4_bits(state):
+                state.qmap.copy_(adamw.levels(signed=signed))
+            return state
+
+        @torch.no_grad()
+        def step(self, closure: Callable[[], float] | None = None) -> float | None:
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            groups = self.param_groups
+            rest = [{**group, "params": self._step_group(group)} for group in groups]
+            left = [p for group in rest for p in group["params"]]
+            if left:
+                self.param_groups = rest
+                on_cpu = all(p.device.type == "cpu" for p in left)  # a CPU may lack what compiling needs
+                try:
+                    with set_stance("force_eager") if on_cpu else nullcontext():
+                        super(optimizer_class, self).step()  # past the class that torch may have put step hooks around
+                finally:
+                    self.param_groups = groups
+            return loss
+
+        def _step_group(self, group: dict[str, Any]) -> list[Tensor]:
+            """Step the parameters that have a kernel; return those with a gradient that remain."""
+            return [p for p in group["params"] if p.grad is not None and not self._step_one(p, group)]
+
+        def _step_one(self, p: Tensor, group: dict[str, Any]) -> bool:
+            grad, state = p.grad, self.state[p]
+            if grad is None or grad.is_sparse or group["amsgrad"] or type(p.detach()) is not Tensor:
+                return False
+            if not state:
+                state["step"] = torch.tensor(0.0)
+                state["exp_avg"] = self._new_buffer(p, True)
+                state["exp_avg_sq"] = self._new_buffer(p, False)
+            state["step"] += 1
+            means = state["exp_avg"], state["exp_avg_sq"]
+            step = adamw.Step(
+                int(state["step"]), float(group["lr"]), group["betas"], group["eps"], group["weight_decay"],
+                self.bf16_stochastic_round,
+            )  # fmt: skip
+            _way_for(p, *means)(step, p.detach(), grad, *means)
+            return True
+
+    FusedStep.__name__ = FusedStep.__qualname__ = optimizer_class.__name__
+    return FusedStep
+
+
+def _way_for(p: Tensor, mean: Tensor, square: Tensor) -> Callable[..., None]:
+    if p.is_cuda and find_spec("triton"):
+        from octavo.kernels import adamw as kernel
+
+        if kernel.can_step(p, mean, square):
+            return kernel.apply
+    return adamw.apply
+
+
+def _take_levels(_optimizer: Any, loaded: dict[str, Any]) -> dict[str, Any]:
+    """Re-encode 4-bit states of a checkpoint with other levels, and move counters to the host, which reads them."""
+    ways: dict[str, Callable[[Any], Any]] = {
+        "exp_avg": adamw.with_levels,
+        "exp_avg_sq": adamw.with_levels,
+        "step": lambda count: count.cpu(),
+    }
+    states = {
+        i: {name: ways[name](x) if name in ways and isinstance(x, Tensor) else x for name, x in state.items()}
+        for i, state in loaded["state"].items()
+    }
+    return {**loaded, "state": states}

@@ -1,0 +1,77 @@
+"""A checked request for a benchmark, and its run: measure, show, write, plot."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from octavo.numerics.checks import check_positive_int
+from octavo.tools.bench.contenders import Contender
+from octavo.tools.bench.gemm import bench_gemms
+from octavo.tools.bench.kernels import bench_kernels
+from octavo.tools.bench.plot import write_plot
+from octavo.tools.bench.result import check_out, describe, write_result
+from octavo.tools.bench.runner import run_bench
+from octavo.tools.bench.show import show
+from octavo.tools.shapes import Case
+from octavo.training.files import disk_errors
+
+RESULTS = Path("benchmarks/results")
+
+
+@dataclass(frozen=True)
+class BenchRequest:
+    """Request for a benchmark. `part`: the whole `step`, or only `gemm` or `kernels`; other fields are for the step."""
+
+    part: str
+    case: Case
+    contenders: Sequence[Contender]
+    reasons: dict[str, str]
+    rounds: int
+    steps: int
+    warmup: int
+
+    def __post_init__(self) -> None:
+        for name in ("rounds", "steps", "warmup"):
+            check_positive_int(name, getattr(self, name))
+
+
+def run_request(request: BenchRequest, *, out: Path | None, command: Sequence[str], console: Console) -> Path:
+    """Measure, show and write; return the path of the result file.
+
+    The file is `out`, or lies in the folder `out`; by default in a checkout's results, or in the current folder.
+    """
+    if out is None:
+        out = RESULTS if RESULTS.is_dir() else Path()
+    check_out(out)
+
+    def say(text: str) -> None:
+        console.print(Text(text, style="dim"), soft_wrap=True)
+
+    result = describe(request.case, command, _measure(request, say))
+    show(console, result)
+    path = write_result(result, out)
+    console.print(Text(f"Result: {path}", style="bold"), soft_wrap=True)
+    if request.part == "step":
+        with disk_errors(path):
+            console.print(Text(write_plot(result, path.with_suffix(".png"))), soft_wrap=True)
+    return path
+
+
+def _measure(request: BenchRequest, say: Any) -> dict[str, Any]:
+    if request.part == "gemm":
+        return bench_gemms(request.case)
+    if request.part == "kernels":
+        return bench_kernels(request.case)
+    return run_bench(
+        request.case,
+        request.contenders,
+        request.reasons,
+        rounds=request.rounds,
+        steps=request.steps,
+        warmup=request.warmup,
+        say=say,
+    )
