@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from octavo.numerics.split import join
 from octavo.optim import build_optimizer, keep_masters
 from octavo.optim.split_masters import LOW
-from octavo.tools.random_model import build_causal_lm
+from octavo.tools.bench.random_model import build_causal_lm
 from octavo.tools.shapes import LLAMAS
 
 LR, STEPS = 1e-5, 20

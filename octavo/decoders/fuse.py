@@ -121,8 +121,8 @@ class Frozen:
         self.linears = [module for module in model.modules() if isinstance(module, FP8FrozenLinear)]
         self.config = self.linears[0].config if self.linears else None
         self.scaling = self.linears[0].scaling if self.linears else None
-        heads = (module.get_submodule("lm_head") for module in model.modules() if match.is_causal_lm(module))
-        high = next((dtype_name(head.weight) for head in heads if isinstance(head, nn.Linear)), "")
+        heads: list[Any] = [module.lm_head for module in model.modules() if match.is_causal_lm(module)]
+        high = dtype_name(heads[0].weight) if heads else ""
         self.head_dtype = "BF16" if high == "bfloat16" else high
 
     def fuse_attention(self, piece: Piece) -> Outcome | None:

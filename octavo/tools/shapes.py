@@ -157,7 +157,7 @@ class Case:
 
     @property
     def family(self) -> Family:
-        """What the tools do differently for models of this kind."""
+        """The family of the model, with everything that differs between kinds of models."""
         return family_of(self.config["model_type"])
 
     @property

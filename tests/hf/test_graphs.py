@@ -14,7 +14,7 @@ from torch import nn
 
 import octavo
 from octavo.decoders import graphs
-from octavo.tools.random_model import build_causal_lm
+from octavo.tools.bench.random_model import build_causal_lm
 from octavo.tools.shapes import LLAMAS
 
 

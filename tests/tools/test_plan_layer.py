@@ -52,7 +52,7 @@ def prepared_of(case, option):
 
 def layer_call(prepared, case, option):
     """The second decoder layer, and what it is called with in a step."""
-    from octavo.tools.random_model import decoder_layers
+    from octavo.tools.bench.random_model import decoder_layers
 
     layer = decoder_layers(prepared.model.get_base_model() if case.rank else prepared.model)[1]
     found = []

@@ -21,7 +21,7 @@ from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 from octavo.optim import build_optimizer, offload_master, offload_states, step_in_backward
 from octavo.tools.bench.contenders import FROZEN, OURS, Contender
 from octavo.tools.bench.others import convert_by_te, convert_by_torchao
-from octavo.tools.random_model import decoder_layers
+from octavo.tools.bench.random_model import decoder_layers
 from octavo.tools.shapes import Case
 
 INIT_STD = 0.02

@@ -49,9 +49,7 @@ _COLUMNS: Tile = (64, 64, 4, 2, 4)
 
 
 @triton.jit
-def _relu_rope_tile(
-    s_pre_ptr, cos, sin, bh, t0, n0, joined, inside, H, T, N, EVEN: tl.constexpr
-):  # fmt: skip
+def _relu_rope_tile(s_pre_ptr, cos, sin, bh, t0, n0, joined, inside, H, T, N, EVEN: tl.constexpr):
     """Return q and s of one tile, rounded as they would be in memory."""
     x = load(s_pre_ptr + joined_start(bh // H, bh % H, t0, n0, H, T, N), joined, inside, EVEN)
     s = relu(x.to(tl.float32))
