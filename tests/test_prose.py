@@ -11,7 +11,7 @@ import octavo
 ROOT = Path(octavo.__file__).parent
 # Files and folders of the library that follow the rule so far; at the end this is `("",)`.
 DONE = (
-    *("cli", "models", "numerics", "optim", "support.py", "tools", "training"),
+    *("cli", "convert.py", "decoders", "hf", "models", "numerics", "optim", "support.py", "tools", "training"),
     *(
         f"nn/{name}.py"
         for name in (
@@ -23,8 +23,10 @@ DONE = (
             "einsum",
             "functional",
             "loss",
+            "model_report",
             "names",
             "product",
+            "report",
             "undo",
         )
     ),

@@ -20,33 +20,33 @@ _FLAGS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling", 
 
 def state_of(decoder: nn.Module) -> list[Any]:
     """A list that is equal as long as a step runs the same kernels on the same addresses, for the same Parameters."""
-    found: list[Any] = [torch_module._has_any_global_hook()]
+    state: list[Any] = [torch_module._has_any_global_hook()]
     todo = [decoder]
     while todo:
         module = todo.pop()
         own = module.__dict__
-        found.append(type(module))
+        state.append(type(module))
         if own["training"]:
-            found.append(True)
+            state.append(True)
         for parameter in own["_parameters"].values():
             if parameter is not None:
-                found.append(parameter.data_ptr())
+                state.append(parameter.data_ptr())
                 if parameter.requires_grad:
-                    found.append(id(parameter))
+                    state.append(id(parameter))
         for buffer in own["_buffers"].values():
             if buffer is not None:
-                found.append(buffer.data_ptr())
+                state.append(buffer.data_ptr())
         for name in _FLAGS:
             value = own.get(name)
             if value:  # PEFT sets some of them only when they are first on
-                found.append((name, repr(value)))
+                state.append((name, repr(value)))
         if "forward" in own:
-            found.append(("forward", id(own["forward"])))
+            state.append(("forward", id(own["forward"])))
         for name in HOOKS:
             if own[name]:
-                found.append((name, len(own[name])))
+                state.append((name, len(own[name])))
         todo += [child for child in own["_modules"].values() if child is not None]
-    return found
+    return state
 
 
 def autocast_of(device: torch.device) -> Any:

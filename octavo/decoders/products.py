@@ -128,19 +128,19 @@ def adds_residual(module: Any) -> bool:
 
 def _adapters_of(members: Sequence[Any]) -> Adapters | None:
     """The active adapters of linears side by side; None if one of them has to be called by itself."""
-    places: list[Adapter] = []
+    adapters: list[Adapter] = []
     matrices: list[tuple[Tensor, Tensor]] = []
-    first = 0
+    start = 0
     for member in members:
         base = base_of(member)
-        last = first + base.out_features
+        end = start + base.out_features
         if is_hooked(member, base) or base.weight.is_meta:
             return None
         if member is not base:
             names = member.fusible()
             if names is None:
                 return None
-            places += [Adapter(first, last, float(member.scaling[name])) for name in names]
+            adapters += [Adapter(start, end, float(member.scaling[name])) for name in names]
             matrices += [member.matrices(name) for name in names]
-        first = last
-    return Adapters(tuple(places), tuple(a for a, _ in matrices), tuple(b for _, b in matrices))
+        start = end
+    return Adapters(tuple(adapters), tuple(a for a, _ in matrices), tuple(b for _, b in matrices))

@@ -211,10 +211,10 @@ def _handlers(mode: FP8MixedPrecision, given: Sequence[Any]) -> list[Any]:
 def _check_state(precision: str) -> None:
     """Raise if the process has another precision: Accelerate has one, which the first Accelerator sets."""
     state = AcceleratorState._shared_state
-    found = state.get("_mixed_precision")
-    if found not in (None, precision) and state["distributed_type"] != DistributedType.DEEPSPEED:
+    fixed = state.get("_mixed_precision")
+    if fixed not in (None, precision) and state["distributed_type"] != DistributedType.DEEPSPEED:
         raise ValueError(
-            f"mixed_precision={found!r} was fixed by an earlier Accelerator of this process, and FP8 needs "
+            f"mixed_precision={fixed!r} was fixed by an earlier Accelerator of this process, and FP8 needs "
             f"{precision!r}: turn FP8 on before the first one, or call AcceleratorState._reset_state() in between"
         )
 

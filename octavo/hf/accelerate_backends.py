@@ -54,17 +54,17 @@ def check_installed(backend: str) -> None:
 def check_backend_variable(backend: str) -> None:
     """Raise if the environment names another back end of Accelerate's than the one in use."""
     name = _PREFIX + "BACKEND"
-    found = os.environ.get(name, "NO").upper()
-    if found in ("NO", backend.upper()) and (backend != "octavo" or found == "NO"):
+    named = os.environ.get(name, "NO").upper()
+    if named in ("NO", backend.upper()) and (backend != "octavo" or named == "NO"):
         return
-    if found == "OCTAVO":
+    if named == "OCTAVO":
         raise ValueError(
             f"{name}={os.environ[name]!r}: Accelerate knows AO, TE and MSAMP only and fails on other names; "
             "unset it (in a YAML: leave `fp8_config` out). ACCELERATE_MIXED_PRECISION=fp8 is enough for Octavo"
         )
     raise ValueError(
         f"{name}={os.environ[name]!r} while FP8 is to run by backend={backend!r}: unset it (in a YAML: `fp8_config`), "
-        f"or call octavo.setup_fp8_mixed_precision_training(backend={found.lower()!r})"
+        f"or call octavo.setup_fp8_mixed_precision_training(backend={named.lower()!r})"
     )
 
 
@@ -81,10 +81,10 @@ def check_yaml_names() -> None:
 def check_launcher_recipe(config: FP8TrainingConfig) -> None:
     """Raise for a recipe in the launcher's YAML, written for Transformer Engine, that Octavo would not follow."""
     for field, (variable, default) in _LAUNCHER_DEFAULTS.items():
-        found = os.environ.get(_PREFIX + variable, default)
-        if found != default and found.lower() != str(getattr(config, field)).lower():
+        value = os.environ.get(_PREFIX + variable, default)
+        if value != default and value.lower() != str(getattr(config, field)).lower():
             raise ValueError(
-                f"{_PREFIX}{variable}={found!r} while Octavo's config has {field}={getattr(config, field)!r}: "
+                f"{_PREFIX}{variable}={value!r} while Octavo's config has {field}={getattr(config, field)!r}: "
                 f"take it out of `fp8_config`, and pass config=FP8TrainingConfig({field}=...) to Octavo"
             )
 

@@ -249,8 +249,8 @@ class OctavoCallback(TrainerCallback):
 
 def scaling_managers(model: nn.Module) -> list[FP8ScalingManager]:
     """The scaling managers of a model's FP8 layers, each once, also inside what PEFT or DDP wrap around them."""
-    found = {id(m.scaling): m.scaling for m in model.modules() if isinstance(m, LinearInFP8)}
-    return list(found.values())
+    managers = {id(m.scaling): m.scaling for m in model.modules() if isinstance(m, LinearInFP8)}
+    return list(managers.values())
 
 
 def _require_no_other_fp8(trainer: Any) -> None:
@@ -267,14 +267,14 @@ def _statistics(managers: list[FP8ScalingManager]) -> dict[str, float]:
     tensors = [tensor for manager in managers for tensor in manager.statistics().values()]
     if not tensors:
         return {}
-    found: dict[str, float] = {}
+    statistics: dict[str, float] = {}
     for name in ("underflow", "saturated", "rescaled"):
         values = [tensor[name] for tensor in tensors]
-        found |= {f"fp8/{name}_mean": fmean(values), f"fp8/{name}_max": max(values)}
+        statistics |= {f"fp8/{name}_mean": fmean(values), f"fp8/{name}_max": max(values)}
     scales = [tensor["scale"] for tensor in tensors if tensor["scale"] > 0]  # 0: nothing but zeros so far
     if scales:
-        found |= {"fp8/scale_min": min(scales), "fp8/scale_max": max(scales)}
-    return found
+        statistics |= {"fp8/scale_min": min(scales), "fp8/scale_max": max(scales)}
+    return statistics
 
 
 def _summary(model: nn.Module) -> str:

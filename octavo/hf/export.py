@@ -79,14 +79,14 @@ def _linears(base: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def _saved_whole(base: nn.Module) -> dict[str, nn.Module]:
     """The modules that PEFT trains a whole copy of (`modules_to_save`): the copy in use, or the original, by name."""
-    found: dict[str, nn.Module] = {}
+    chosen: dict[str, nn.Module] = {}
     for name, module in base.named_modules():
         copies: Any = getattr(module, "modules_to_save", None)
         if isinstance(copies, nn.ModuleDict):
             wrapper: Any = module
             active = [key for key in wrapper.active_adapters if key in copies]
-            found[name] = copies[active[0]] if active and not wrapper.disable_adapters else wrapper.original_module
-    return found
+            chosen[name] = copies[active[0]] if active and not wrapper.disable_adapters else wrapper.original_module
+    return chosen
 
 
 def _goes_into_fp8(base: Any, name: str, module: Any) -> bool:

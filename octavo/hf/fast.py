@@ -217,11 +217,11 @@ def _check_loading(
 def _check_recipe(load_in_fp8: bool | str, full_finetuning: bool, fp8_config: FP8TrainingConfig | None) -> None:
     """Raise if the scales of trained weights are named twice, and differently."""
     if full_finetuning and fp8_config is not None and isinstance(load_in_fp8, str):
-        found = fp8_config.granularity
-        if found != load_in_fp8:
+        granularity = fp8_config.granularity
+        if granularity != load_in_fp8:
             raise ValueError(
-                f"load_in_fp8={load_in_fp8!r} with fp8_config.granularity={found!r} and full_finetuning=True: both say "
-                "what scales the weights have; set load_in_fp8=True, or leave fp8_config out"
+                f"load_in_fp8={load_in_fp8!r} with fp8_config.granularity={granularity!r} and full_finetuning=True: "
+                "both say what scales the weights have; set load_in_fp8=True, or leave fp8_config out"
             )
 
 
@@ -252,10 +252,10 @@ def _check_products(fp8_products: Any, load_in_fp8: bool | str, full_finetuning:
 
 
 def _check_granularity(model: nn.Module, asked: str) -> None:
-    found = {module.granularity for module in model.modules() if isinstance(module, FP8FrozenLinear)}
-    if found - {asked}:
+    granularities = {module.granularity for module in model.modules() if isinstance(module, FP8FrozenLinear)}
+    if granularities - {asked}:
         raise ValueError(
-            f"load_in_fp8={asked!r}: the checkpoint is in FP8 already, per {' and '.join(sorted(found))}; "
+            f"load_in_fp8={asked!r}: the checkpoint is in FP8 already, per {' and '.join(sorted(granularities))}; "
             "load_in_fp8=True takes it as it is"
         )
 

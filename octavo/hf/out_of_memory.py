@@ -54,7 +54,9 @@ def _ways(args: TrainingArguments) -> dict[str, str]:
 
 def _last_checkpoint(args: TrainingArguments) -> str:
     folder = args.output_dir
-    found = get_last_checkpoint(folder) if folder and Path(folder).is_dir() else None
+    checkpoint = get_last_checkpoint(folder) if folder and Path(folder).is_dir() else None
     return (
-        f"the last checkpoint is {found}: trainer.train(resume_from_checkpoint=True) goes on from it" if found else ""
+        f"the last checkpoint is {checkpoint}: trainer.train(resume_from_checkpoint=True) goes on from it"
+        if checkpoint
+        else ""
     )

@@ -96,16 +96,16 @@ class OctavoConfig(QuantizationConfigMixin):
     def to_diff_dict(self) -> dict[str, Any]:
         return self.to_dict()
 
-    def read(self, found: Mapping[str, Any]) -> "OctavoConfig":
+    def read(self, stored: Mapping[str, Any]) -> "OctavoConfig":
         """This configuration for a checkpoint in FP8, by the `quantization_config` of its config.json.
 
         Other settings are as they were saved: how inputs and gradients are quantised, and whether they are.
         """
-        granularity, scales, left = read_layout(found)
+        granularity, scales, left = read_layout(stored)
         products = self.fp8_products
         if products is None and not self._fp8_is_given:  # what is asked for now comes before what it was saved with
-            products = found.get("fp8_products")
-        fp8 = self.fp8 if self._fp8_is_given else None if products is False else found.get("fp8")
+            products = stored.get("fp8_products")
+        fp8 = self.fp8 if self._fp8_is_given else None if products is False else stored.get("fp8")
         return OctavoConfig(granularity, fp8, (*self.skip, *left), products, checkpoint=scales)
 
 
@@ -190,18 +190,18 @@ class OctavoQuantizer(HfQuantizer):
     def _reasons(self, model: Any, new: set[str]) -> dict[str, str]:
         """The reasons why linears were left as they are, by name."""
         config = self.quantization_config
-        found: dict[str, str] = {}
+        reasons: dict[str, str] = {}
         for name, module in model.named_modules():
             if isinstance(module, nn.Linear):
                 named = any(_is_left(name, pattern) for pattern in (*config.skip, *config.fp8.skip))
                 kind = f"a {type(module).__name__}, which Octavo does not know"
-                found[name] = (
+                reasons[name] = (
                     "new: the checkpoint has no weight for it" if f"{name}.weight" in new
                     else "left alone: skip names it" if named and module is not model.get_output_embeddings()
                     else "the head stays in high precision" if type(module) is nn.Linear
                     else kind
                 )  # fmt: skip
-        return found
+        return reasons
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a pickled configuration, in a process that may not have loaded a model yet."""
@@ -321,8 +321,8 @@ def _merge_with_octavo(cls: Any, quantization_config: Any, quantization_config_f
     """Keep an OctavoConfig where the checkpoint names another method, which transformers would prefer."""
     if not isinstance(quantization_config_from_args, OctavoConfig):
         return _merge(quantization_config, quantization_config_from_args)
-    found = quantization_config if isinstance(quantization_config, Mapping) else quantization_config.to_dict()
-    return quantization_config_from_args.read(found)
+    stored = quantization_config if isinstance(quantization_config, Mapping) else quantization_config.to_dict()
+    return quantization_config_from_args.read(stored)
 
 
 _door: Any = AutoHfQuantizer

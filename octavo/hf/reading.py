@@ -54,10 +54,14 @@ def check_name(name: str, options: dict[str, Any]) -> None:
         raise ValueError(f"model_name={name!r}: there is no such folder")
     from transformers.utils.hub import cached_file
 
-    found = {key: options[key] for key in ("revision", "token", "cache_dir", "local_files_only") if key in options}
+    hub_options = {
+        key: options[key] for key in ("revision", "token", "cache_dir", "local_files_only") if key in options
+    }
     files: Any = ("config.json", "adapter_config.json")
     try:
-        there = any(cached_file(name, file, _raise_exceptions_for_missing_entries=False, **found) for file in files)
+        there = any(
+            cached_file(name, file, _raise_exceptions_for_missing_entries=False, **hub_options) for file in files
+        )
         why = "it has no config.json, or there is no connection and no copy in the cache"
     except OSError as error:
         there, why = False, str(error)

@@ -128,9 +128,11 @@ class UpdateCheck:
         if not self._probes:
             return
         flags = [_compare(probe, optimizer) for probe in self._probes.values()]
-        found = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist()  # layers may be on several devices
+        compared = torch.stack(
+            [flag.to(flags[0].device) for flag in flags]
+        ).tolist()  # layers may be on several devices
         stuck = []
-        for (name, probe), counts in zip(self._probes.items(), found, strict=True):
+        for (name, probe), counts in zip(self._probes.items(), compared, strict=True):
             has_gradient, moved, below_rounding, reached, reached_and_moved = counts
             if name not in self._counted:
                 self._counted.add(name)

@@ -26,9 +26,10 @@ def report_of(model: nn.Module, *, title: str = "", reasons: Mapping[str, str] |
     `reasons`: why linears of these names do not.
     """
     modules = dict(model.named_modules())
-    entries = entries_of(modules, partial(entry_of, reasons=reasons), _RAW)
+    products = {name: module for name, module in modules.items() if not isinstance(module, nn.Embedding)}
+    entries = entries_of(products, partial(entry_of, reasons=reasons), _RAW)
     report = ConversionReport(title or f"layers of {type(model).__name__}", entries)
-    for module in modules.values():
+    for module in products.values():
         if isinstance(module, LinearInFP8):
             report.scaling, report.emulate = module.scaling, module.config.emulate
     report.note_weights(modules)

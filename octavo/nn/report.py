@@ -175,14 +175,14 @@ class ConversionReport(Report):
         """A sentence on what is not in FP8, and why, if it is more than a tenth of the linear weights; else empty."""
         if self.share_left_out <= NOTEWORTHY:
             return ""
-        found: dict[tuple[str, str], int] = {}
+        sizes: dict[tuple[str, str], int] = {}
         for entry in self.entries:
             if entry.is_left_out and entry.numel and not is_adapter(entry.name):
                 key = (entry.name.rpartition(".")[2], entry.reason)
-                found[key] = found.get(key, 0) + entry.numel
-        largest = sorted(found, key=lambda key: -found[key])[:3]
+                sizes[key] = sizes.get(key, 0) + entry.numel
+        largest = sorted(sizes, key=lambda key: -sizes[key])[:3]
         names = ", ".join(f"{name} ({reason})" if reason else name for name, reason in largest)
-        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+        more = f" and {len(sizes) - 3} more" if len(sizes) > 3 else ""
         return f"{self.share_left_out:.0%} of the linear weights are not in FP8: {names}{more}"
 
     def summary(self) -> str:
