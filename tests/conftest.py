@@ -2,6 +2,7 @@ import os
 import signal
 import sys
 import threading
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -23,12 +24,51 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # for tests/kernels; read when anything first imports triton
 
 
-def pytest_collection_modifyitems(items):
-    """The longest tests first: a core that comes to them at the end works alone, while the other has nothing left.
+# Each a process or a training of its own, ten seconds or more.
+LONGEST = (
+    "test_gradient_",
+    "test_a_run_on_a_hugging_face_model",
+    "test_ctrl_c_leaves",
+    "test_python_runs",
+    "test_tiles_",
+)
 
-    (Naming their folder first on the command line does nothing: pytest takes it for part of the other one.)
+
+@pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` is applied
+def pytest_collection_modifyitems(items):
+    """Mark as slow what is not in a matrix's sample. The longest tests first.
+
+    A core that came to those at the end would work alone, while the other had nothing left. (Naming their folder first
+    on the command line does nothing: pytest takes it for part of the other one.)
     """
-    items.sort(key=lambda item: Path(item.path).name != "test_bdh_fp8.py")
+    matrices = {}
+    for item in items:
+        if item.get_closest_marker("matrix"):
+            matrices.setdefault((item.path, item.originalname), []).append(item)
+    for cells in matrices.values():
+        sample = sampled(cells)
+        for item in cells:
+            if item not in sample:
+                item.add_marker("slow")
+    items.sort(key=lambda item: not item.name.startswith(LONGEST))
+
+
+def sampled(cells):
+    """Choose cells of a matrix in which each value of each `parametrize` occurs, and each pair that its mark names."""
+    named = [mark.args[0] for mark in cells[0].iter_markers("parametrize")]
+    named = [tuple(names.replace(" ", "").split(",")) if isinstance(names, str) else tuple(names) for names in named]
+    named.append(cells[0].get_closest_marker("matrix").args)
+    wanted = {}
+    for item in cells:
+        values = item.callspec.params
+        wanted[item] = {tuple((name, id(values[name])) for name in names) for names in named}  # lists have no hash
+    missing, found, times = set().union(*wanted.values()), [], Counter()
+    while missing:  # with the cell that has most of them; of several, the one whose values are rarest so far
+        cell = max(cells, key=lambda item: (len(wanted[item] & missing), -sum(times[value] for value in wanted[item])))
+        found.append(cell)
+        times.update(wanted[cell])
+        missing -= wanted[cell]
+    return found
 
 
 @pytest.fixture(autouse=True)

@@ -51,6 +51,7 @@ def assert_row(found, expected, elements):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=2 / elements)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize(("name", "shape"), CASES)
 def test_forward(name, shape, activation):
@@ -65,6 +66,7 @@ def test_forward(name, shape, activation):
         assert_row(mine, theirs, math.prod(shape))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize(("name", "shape"), CASES)
 def test_backward(name, shape, activation):
@@ -80,6 +82,7 @@ def test_backward(name, shape, activation):
     assert_row(mine, theirs, 2 * math.prod(shape))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("name", ["block", "block, channel wgrad", "mx"])
 def test_whole_columns_are_those_of_any_tiles(name, dtype, monkeypatch):

@@ -52,6 +52,7 @@ def assert_same_product(y, a, b, batch, bias=None):
     assert ((y.float() - exact).abs() <= step * magnitudes + 1e-30).all()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("i", range(len(SHAPES)), ids=lambda i: str(SHAPES[i]))
 @pytest.mark.parametrize("kinds", PAIRS, ids=" by ".join)
 def test_every_scale_and_batch(kinds, i):
@@ -123,6 +124,7 @@ def calls(monkeypatch):
     return found
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("i", range(len(SHAPES) + 2))
 @pytest.mark.parametrize("kinds", PAIRS[::2], ids=" by ".join)
 @pytest.mark.usefixtures("calls")
