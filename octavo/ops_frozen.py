@@ -69,7 +69,7 @@ def first_rows(y: Tensor, rows: int) -> Tensor:
 def dequantize(x: Quantized, dtype: torch.dtype) -> Tensor:
     """`x.dequantize(dtype)`, in one pass where there is a kernel."""
     if has_fp8_tensor_cores(x.data.device):
-        from octavo.kernels import dequantize as kernel
+        from octavo.kernels.quantize import dequantize as kernel
 
         if kernel.can_dequantize(x, dtype):
             return kernel.dequantize(x, dtype)

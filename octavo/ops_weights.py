@@ -69,7 +69,7 @@ def are_neighbours(parts: Sequence[Tensor]) -> bool:
 def transpose_bytes(data: Tensor) -> Tensor:
     """An FP8 matrix transposed, contiguous."""
     if has_fp8_tensor_cores(data.device):
-        from octavo.kernels import transpose as kernel
+        from octavo.kernels.quantize import transpose as kernel
 
         if kernel.can_transpose(data):
             return kernel.transpose(data)

@@ -71,10 +71,10 @@ def _gate_backward_kernel(
     seed,
     MEASURE: tl.constexpr,
     SCALING: tl.constexpr,
-    MAXIMUM: tl.constexpr,
+    FORMAT: tl.constexpr,
     MARGIN: tl.constexpr,
     STOCHASTIC: tl.constexpr,
-    Z_MAXIMUM: tl.constexpr,
+    Z_FORMAT: tl.constexpr,
     Z_STOCHASTIC: tl.constexpr,
     EVEN: tl.constexpr,
     TILE_T: tl.constexpr,
@@ -83,9 +83,9 @@ def _gate_backward_kernel(
 ):
     """`MEASURE`: only find the amax, for a current scale."""
     if SCALING == delayed.AGAIN:
-        if delayed.is_held(row_ptr, MAXIMUM, MARGIN):
+        if delayed.is_held(row_ptr, FORMAT, MARGIN):
             return
-    scale, before = delayed.find_scale(row_ptr, amax_ptr, SCALING, MAXIMUM, MARGIN)
+    scale, before = delayed.find_scale(row_ptr, amax_ptr, SCALING, FORMAT, MARGIN)
     inverse, inverse_before = tiles.reciprocal(scale), tiles.reciprocal(before)
     s_scale, t_scale = tl.load(s_scale_ptr), tl.load(t_scale_ptr)
     z_inverse = tiles.reciprocal(tl.load(z_scale_ptr))
@@ -107,15 +107,15 @@ def _gate_backward_kernel(
         top = tl.maximum(top, tiles.largest_of_eight(tiles.magnitude_bits(dt)))
         if not MEASURE:
             rows_first = stacked(h, b, B, t0, n0, T, N)
-            q, v = to_fp8(dt, inverse, seed, rows_first + flat, dtype, narrow.dtype, MAXIMUM, STOCHASTIC)
+            q, v = to_fp8(dt, inverse, seed, rows_first + flat, dtype, narrow.dtype, FORMAT, STOCHASTIC)
             store(rows_ptr + rows_first, flat, q, inside, EVEN)
-            lost += delayed.lost_of_eight(dt, v, inverse_before, seed, rows_first + flat, MAXIMUM, STOCHASTIC, SCALING)
+            lost += delayed.lost_of_eight(dt, v, inverse_before, seed, rows_first + flat, FORMAT, STOCHASTIC, SCALING)
             columns_first = (h * N + n0).to(tl.int64) * M + b * T + t0
             if STOCHASTIC:
                 q_t = tiles.cast(tl.trans(v), dtype, tl.float32)  # the very same values
             else:
                 x_t = tl.trans(narrow).to(tl.float32)
-                q_t, _ = to_fp8(x_t, inverse, seed, 0, dtype, narrow.dtype, MAXIMUM, False)
+                q_t, _ = to_fp8(x_t, inverse, seed, 0, dtype, narrow.dtype, FORMAT, False)
             store(columns_ptr + columns_first, turned, q_t, inside_t, EVEN)
             z_t, _ = to_fp8(
                 tl.trans(z).to(tl.float32),
@@ -124,12 +124,12 @@ def _gate_backward_kernel(
                 columns_first + turned,
                 z_ptr.dtype.element_ty,
                 z.dtype,
-                Z_MAXIMUM,
+                Z_FORMAT,
                 Z_STOCHASTIC,
             )
             store(z_ptr + columns_first, turned, z_t, inside_t, EVEN)
     most, bad, beyond = look_at(
-        top, float("inf") if MEASURE else delayed.largest_counted(scale, before, MAXIMUM, MARGIN, SCALING)
+        top, float("inf") if MEASURE else delayed.largest_counted(scale, before, FORMAT, MARGIN, SCALING)
     )
     clipped = each * 0
     if beyond:
@@ -141,14 +141,14 @@ def _gate_backward_kernel(
             first = joined(b, h, t0, n0, H, T, N)
             narrow, _ = _gate_tile(dz_ptr, s_ptr, t_ptr, s_scale, t_scale, first, wide, inside, EVEN)
             most = tl.maximum(most, tiles.largest(finite.magnitude(narrow.to(tl.float32))))
-            clipped += delayed.clipped(narrow.to(tl.float32), scale, before, MAXIMUM, SCALING)
+            clipped += delayed.clipped(narrow.to(tl.float32), scale, before, FORMAT, SCALING)
     if MEASURE:
         note_amax(amax_ptr, most)
     else:
         tiles.record(row_ptr, most, bad, tl.sum(tl.sum(lost, axis=1), axis=0), clipped, per_element)
         if tl.program_id(0) == 0:
             tl.store(scale_ptr, scale)
-            delayed.note_use(row_ptr, amax_ptr, scale, SCALING, MAXIMUM, MARGIN)
+            delayed.note_use(row_ptr, amax_ptr, scale, SCALING, FORMAT, MARGIN)
 
 
 @triton.jit
@@ -187,7 +187,7 @@ def _relu_rope_backward_kernel(
     seed,
     MEASURE: tl.constexpr,
     SCALING: tl.constexpr,
-    MAXIMUM: tl.constexpr,
+    FORMAT: tl.constexpr,
     MARGIN: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     EVEN: tl.constexpr,
@@ -196,9 +196,9 @@ def _relu_rope_backward_kernel(
     STAGES: tl.constexpr,
 ):
     if SCALING == delayed.AGAIN:
-        if delayed.is_held(row_ptr, MAXIMUM, MARGIN):
+        if delayed.is_held(row_ptr, FORMAT, MARGIN):
             return
-    scale, before = delayed.find_scale(row_ptr, amax_ptr, SCALING, MAXIMUM, MARGIN)
+    scale, before = delayed.find_scale(row_ptr, amax_ptr, SCALING, FORMAT, MARGIN)
     inverse, inverse_before = tiles.reciprocal(scale), tiles.reciprocal(before)
     t_scale = tl.load(t_scale_ptr)
     dtype: tl.constexpr = rows_ptr.dtype.element_ty
@@ -222,18 +222,18 @@ def _relu_rope_backward_kernel(
             top = tl.maximum(top, tiles.largest_of_eight(tiles.magnitude_bits(ds)))
             if not MEASURE:
                 first = joined(bh // H, bh % H, t0, n0, H, T, N)
-                q, v = to_fp8(ds, inverse, seed, first + wide, dtype, narrow.dtype, MAXIMUM, STOCHASTIC)
+                q, v = to_fp8(ds, inverse, seed, first + wide, dtype, narrow.dtype, FORMAT, STOCHASTIC)
                 store(rows_ptr + first, wide, q, inside, EVEN)
-                lost += delayed.lost_of_eight(ds, v, inverse_before, seed, first + wide, MAXIMUM, STOCHASTIC, SCALING)
+                lost += delayed.lost_of_eight(ds, v, inverse_before, seed, first + wide, FORMAT, STOCHASTIC, SCALING)
                 if STOCHASTIC:
                     q_t = tiles.cast(tl.trans(v), dtype, tl.float32)
                 else:
                     x_t = tl.trans(narrow).to(tl.float32)
-                    q_t, _ = to_fp8(x_t, inverse, seed, 0, dtype, narrow.dtype, MAXIMUM, False)
+                    q_t, _ = to_fp8(x_t, inverse, seed, 0, dtype, narrow.dtype, FORMAT, False)
                 columns_first = (bh % H * N + n0).to(tl.int64) * M + bh // H * T + t0
                 store(columns_ptr + columns_first, turned, q_t, inside_t, EVEN)
     most, bad, beyond = look_at(
-        top, float("inf") if MEASURE else delayed.largest_counted(scale, before, MAXIMUM, MARGIN, SCALING)
+        top, float("inf") if MEASURE else delayed.largest_counted(scale, before, FORMAT, MARGIN, SCALING)
     )
     clipped = count * 0
     if beyond:
@@ -247,14 +247,14 @@ def _relu_rope_backward_kernel(
                     dq_ptr, dz_ptr, s_ptr, t_ptr, t_scale, cos, -sin, bh, t0, n0, wide, flat, inside, H, T, N, EVEN
                 )
                 most = tl.maximum(most, tiles.largest(finite.magnitude(narrow.to(tl.float32))))
-                clipped += delayed.clipped(narrow.to(tl.float32), scale, before, MAXIMUM, SCALING)
+                clipped += delayed.clipped(narrow.to(tl.float32), scale, before, FORMAT, SCALING)
     if MEASURE:
         note_amax(amax_ptr, most)
     else:
         tiles.record(row_ptr, most, bad, tl.sum(tl.sum(lost, axis=1), axis=0), clipped, per_element)
         if tl.program_id(0) == 0:
             tl.store(scale_ptr, scale)
-            delayed.note_use(row_ptr, amax_ptr, scale, SCALING, MAXIMUM, MARGIN)
+            delayed.note_use(row_ptr, amax_ptr, scale, SCALING, FORMAT, MARGIN)
 
 
 def gate_backward(
@@ -285,7 +285,7 @@ def gate_backward(
             *(B, H, T, N),
             1.0 / dz_BTHN.numel(),
             seed,
-            Z_MAXIMUM=recipe_z.format.max,
+            Z_FORMAT=recipe_z.format,
             Z_STOCHASTIC=recipe_z.rounding == "stochastic",
             **task,
             **constants(recipe),

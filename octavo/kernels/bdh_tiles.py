@@ -76,10 +76,10 @@ def stacked(outer, inner, inners, t0, n0, T, N):
 
 @triton.jit
 def to_fp8(
-    x, inverse, seed, where, dtype: tl.constexpr, source: tl.constexpr, MAXIMUM: tl.constexpr, STOCHASTIC: tl.constexpr
+    x, inverse, seed, where, dtype: tl.constexpr, source: tl.constexpr, FORMAT: tl.constexpr, STOCHASTIC: tl.constexpr
 ):
     """A tile made of `source` in FP8, and what went into the cast."""
-    v = tiles.saturate(tiles.scaled(x, inverse), seed, where, MAXIMUM, STOCHASTIC, False)
+    v = tiles.saturate(tiles.scaled(x, inverse), seed, where, FORMAT, STOCHASTIC, False)
     return tiles.cast(v, dtype, tl.float32 if STOCHASTIC else source), v
 
 
@@ -129,7 +129,7 @@ def arrange(x: Tensor, batches: int, t: int, n: int, tile: Tile) -> tuple[tuple[
 
 def constants(recipe: OperandRecipe) -> dict[str, object]:
     return {
-        "MAXIMUM": recipe.format.max,
+        "FORMAT": recipe.format,
         "MARGIN": recipe.margin,
         "STOCHASTIC": recipe.rounding == "stochastic",
     }

@@ -59,7 +59,7 @@ def _causal_kernel(
     MEASURE: tl.constexpr,
     SCALING: tl.constexpr,
     RECORD: tl.constexpr,
-    MAXIMUM: tl.constexpr,
+    FORMAT: tl.constexpr,
     MARGIN: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     EVEN: tl.constexpr,
@@ -69,9 +69,9 @@ def _causal_kernel(
 ):
     """`MEASURE`: only find the amax, for a current scale. Tiles are square: TILE_N is TILE_T."""
     if SCALING == delayed.AGAIN:
-        if delayed.is_held(row_ptr, MAXIMUM, MARGIN):
+        if delayed.is_held(row_ptr, FORMAT, MARGIN):
             return
-    scale, before = delayed.find_scale(row_ptr, amax_ptr, SCALING, MAXIMUM, MARGIN)
+    scale, before = delayed.find_scale(row_ptr, amax_ptr, SCALING, FORMAT, MARGIN)
     inverse, inverse_before = tiles.reciprocal(scale), tiles.reciprocal(before)
     dtype: tl.constexpr = rows_ptr.dtype.element_ty
     side = tl.cdiv(T, TILE_T)
@@ -100,13 +100,13 @@ def _causal_kernel(
             x = narrow.to(tl.float32)
             top = tl.maximum(top, tiles.largest_of_eight(tiles.magnitude_bits(x)))
             if not MEASURE:
-                q, v = to_fp8(x, inverse, seed, first + inner, dtype, narrow.dtype, MAXIMUM, STOCHASTIC)
+                q, v = to_fp8(x, inverse, seed, first + inner, dtype, narrow.dtype, FORMAT, STOCHASTIC)
                 store(rows_ptr + first, inner, q, inside, EVEN)
                 if STOCHASTIC:
                     q_t = tiles.cast(tl.trans(v), dtype, tl.float32)
                 else:
                     x_t = tl.trans(narrow).to(tl.float32)
-                    q_t, _ = to_fp8(x_t, inverse, seed, 0, dtype, narrow.dtype, MAXIMUM, False)
+                    q_t, _ = to_fp8(x_t, inverse, seed, 0, dtype, narrow.dtype, FORMAT, False)
                 if SYMMETRIC:
                     if i > j:
                         store(turned_ptr + first_t, inner_t, q_t, inside_t, EVEN)
@@ -114,16 +114,14 @@ def _causal_kernel(
                     store(turned_ptr + first_t, inner_t, q_t, inside_t, EVEN)
                 if RECORD:
                     # Below the diagonal of a symmetric matrix, an element stands for two.
-                    gone = delayed.lost_of_eight(
-                        x, v, inverse_before, seed, first + inner, MAXIMUM, STOCHASTIC, SCALING
-                    )
+                    gone = delayed.lost_of_eight(x, v, inverse_before, seed, first + inner, FORMAT, STOCHASTIC, SCALING)
                     lost += tl.where(i > j, gone * 2, gone) if SYMMETRIC else gone
         elif not SYMMETRIC and not MEASURE:
             zeros = tl.zeros([TILE_T, TILE_N], tl.float32).to(dtype)
             store(rows_ptr + first, inner, zeros, inside, EVEN)
             store(turned_ptr + first_t, inner_t, tl.trans(zeros), inside_t, EVEN)
     most, bad, beyond = look_at(
-        top, float("inf") if MEASURE else delayed.largest_counted(scale, before, MAXIMUM, MARGIN, SCALING)
+        top, float("inf") if MEASURE else delayed.largest_counted(scale, before, FORMAT, MARGIN, SCALING)
     )
     clipped = side * 0
     if beyond:
@@ -133,7 +131,7 @@ def _causal_kernel(
             if i >= j:
                 x = _lower(scores_ptr, matrix, i, j, inner, T, EVEN, TILE_T).to(tl.float32)
                 most = tl.maximum(most, tiles.largest(finite.magnitude(x)))
-                clipped += delayed.clipped(x, scale, before, MAXIMUM, SCALING) * (2 if SYMMETRIC else 1)
+                clipped += delayed.clipped(x, scale, before, FORMAT, SCALING) * (2 if SYMMETRIC else 1)
     if MEASURE:
         note_amax(amax_ptr, most)
     else:
@@ -142,7 +140,7 @@ def _causal_kernel(
         if tl.program_id(0) == 0:
             tl.store(scale_ptr, scale)
             if RECORD:
-                delayed.note_use(row_ptr, amax_ptr, scale, SCALING, MAXIMUM, MARGIN)
+                delayed.note_use(row_ptr, amax_ptr, scale, SCALING, FORMAT, MARGIN)
 
 
 def causal_quantize(
