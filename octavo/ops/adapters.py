@@ -99,7 +99,7 @@ def add_to(y: Tensor, t: Tensor, adapters: Adapters, residual: Tensor | None = N
     """The adapters' outputs to y, and `residual`, if there is one."""
     # y += s · t · Bᵀ
     if has_fp8_tensor_cores(y.device):
-        from octavo.kernels import adapter_outputs as kernel
+        from octavo.kernels.adapters import outputs as kernel
 
         if kernel.can_add(y, adapters.ups, adapters.spans, residual, turned=True):
             kernel.add_outputs(y, t, adapters.ups, adapters.spans, residual, turned=True)
@@ -114,7 +114,7 @@ def add_to_input(dx: Tensor, u: Tensor, a: Tensor) -> None:
     """What `u[M, ΣR]` gives through all A, one below the other."""
     # dx += u · A
     if has_fp8_tensor_cores(dx.device):
-        from octavo.kernels import adapter_outputs as kernel
+        from octavo.kernels.adapters import outputs as kernel
 
         span = ((0, dx.shape[1], 1.0),)
         if kernel.can_add(dx, [a], span, None, turned=False):
@@ -155,7 +155,7 @@ class Gradients:
     def _in_one_pass(self, g: Tensor) -> bool:
         if not has_fp8_tensor_cores(g.device):
             return False
-        from octavo.kernels import adapter_gradients as kernel
+        from octavo.kernels.adapters import gradients as kernel
 
         return kernel.can_multiply(g, self.adapters.ups)
 
@@ -166,7 +166,7 @@ class Gradients:
         """
         if self._u is None:
             return self._widen_by_products(g, t)
-        from octavo.kernels import adapter_gradients as kernel
+        from octavo.kernels.adapters import gradients as kernel
 
         u = self._u[self._rows : self._rows + g.shape[0]]
         self._rows += g.shape[0]
@@ -217,7 +217,7 @@ class Gradients:
         """Whether there is a kernel for it, which has done it then."""
         if not has_fp8_tensor_cores(u.device):
             return False
-        from octavo.kernels import adapter_gradients as kernel
+        from octavo.kernels.adapters import gradients as kernel
 
         if not kernel.can_multiply_kept(x, u, self._like.dtype):
             return False

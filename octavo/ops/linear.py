@@ -112,7 +112,8 @@ def gated_quantize(
 ) -> Quantized:
     """`numerics.activation.gated(gate_up)`, quantised as rows; gate and up `into` FP8, if they are to be kept so."""
     if has_fp8_tensor_cores(gate_up.device):
-        from octavo.kernels import gated, gated_scaled
+        from octavo.kernels import gated
+        from octavo.kernels.gated import blocks as gated_scaled
 
         if gated.can_quantize(gate_up, recipe) and (into is None or gated.can_keep(gate_up)):
             return gated.gated_quantize(gate_up, row, recipe, activation, record=record, into=into)
@@ -126,7 +127,7 @@ def gated_keeping(gate_up: Tensor, activation: str, into: Quantized | None) -> T
     if into is None:
         return _gated(gate_up, activation)
     if has_fp8_tensor_cores(gate_up.device):
-        from octavo.kernels import gated_lora as kernel
+        from octavo.kernels.gated import low_rank as kernel
 
         if kernel.can_gate(gate_up, gate_up.shape[1] // 2):
             return kernel.gated(gate_up, None, None, activation, into)
@@ -151,7 +152,8 @@ def gated_quantize_backward(
     `kept_scale`: `gate_up` is as it was kept, in FP8.
     """
     if has_fp8_tensor_cores(dh.device):
-        from octavo.kernels import gated, gated_scaled
+        from octavo.kernels import gated
+        from octavo.kernels.gated import blocks as gated_scaled
 
         if kept_scale is not None and gated.can_quantize(dh, recipe, recipe_h) and gated.can_keep(gate_up):
             how = (h_scale, row, recipe, recipe_h, activation)

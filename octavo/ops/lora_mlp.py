@@ -131,7 +131,7 @@ def _gated(gate_up: Tensor, t: Tensor, low: Adapters, activation: str, into: Qua
     """h; and gate and up with their adapters' outputs `into` FP8, if they are to be kept."""
     wide = into is not None and is_high_precision(into)
     if not wide and not emulate and has_fp8_tensor_cores(gate_up.device):
-        from octavo.kernels import gated_lora as kernel
+        from octavo.kernels.gated import low_rank as kernel
 
         halves = _halves(t, low, gate_up.shape[1] // 2, kernel.Low)
         if halves is not None and kernel.can_gate(gate_up, gate_up.shape[1] // 2, *halves):
@@ -165,7 +165,7 @@ def _gated_backward(
     If h is wanted, it takes the place of its gradient.
     """
     if not emulate and not is_high_precision(kept) and has_fp8_tensor_cores(dh.device):
-        from octavo.kernels import gated_lora as kernel
+        from octavo.kernels.gated import low_rank as kernel
 
         added = None if a is None else kernel.Low(u, a)
         if kernel.can_gate(dh, dh.shape[1], added):

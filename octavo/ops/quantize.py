@@ -54,7 +54,7 @@ def quantize_scaled(g: Tensor, factor: Tensor, state: Tensor, recipe: OperandRec
 def dequantize(x: Quantized, dtype: torch.dtype) -> Tensor:
     """Compute `x.dequantize(dtype)`, in one pass where there is a kernel."""
     if has_fp8_tensor_cores(x.data.device):
-        from octavo.kernels import dequantize as kernel
+        from octavo.kernels.quantize import dequantize as kernel
 
         if kernel.can_dequantize(x, dtype):
             return kernel.dequantize(x, dtype)
@@ -64,7 +64,7 @@ def dequantize(x: Quantized, dtype: torch.dtype) -> Tensor:
 def transpose_bytes(data: Tensor) -> Tensor:
     """Transpose an FP8 matrix; the result is contiguous."""
     if has_fp8_tensor_cores(data.device):
-        from octavo.kernels import transpose as kernel
+        from octavo.kernels.quantize import transpose as kernel
 
         if kernel.can_transpose(data):
             return kernel.transpose(data)
