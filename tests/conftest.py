@@ -2,7 +2,6 @@ import os
 import signal
 import sys
 import threading
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,8 @@ if threading.current_thread() is threading.main_thread() and signal.getsignal(si
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 sys.path.insert(0, str(Path(__file__).parent))  # for bounds.py
+
+from matrix import mark_all_but_samples
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # for tests/kernels; read when anything first imports triton
@@ -41,34 +42,8 @@ def pytest_collection_modifyitems(items):
     A core that came to those at the end would work alone, while the other had nothing left. (Naming their folder first
     on the command line does nothing: pytest takes it for part of the other one.)
     """
-    matrices = {}
-    for item in items:
-        if item.get_closest_marker("matrix"):
-            matrices.setdefault((item.path, item.originalname), []).append(item)
-    for cells in matrices.values():
-        sample = sampled(cells)
-        for item in cells:
-            if item not in sample:
-                item.add_marker("slow")
+    mark_all_but_samples(items)
     items.sort(key=lambda item: not item.name.startswith(LONGEST))
-
-
-def sampled(cells):
-    """Choose cells of a matrix in which each value of each `parametrize` occurs, and each pair that its mark names."""
-    named = [mark.args[0] for mark in cells[0].iter_markers("parametrize")]
-    named = [tuple(names.replace(" ", "").split(",")) if isinstance(names, str) else tuple(names) for names in named]
-    named.append(cells[0].get_closest_marker("matrix").args)
-    wanted = {}
-    for item in cells:
-        values = item.callspec.params
-        wanted[item] = {tuple((name, id(values[name])) for name in names) for names in named}  # lists have no hash
-    missing, found, times = set().union(*wanted.values()), [], Counter()
-    while missing:  # with the cell that has most of them; of several, the one whose values are rarest so far
-        cell = max(cells, key=lambda item: (len(wanted[item] & missing), -sum(times[value] for value in wanted[item])))
-        found.append(cell)
-        times.update(wanted[cell])
-        missing -= wanted[cell]
-    return found
 
 
 @pytest.fixture(autouse=True)

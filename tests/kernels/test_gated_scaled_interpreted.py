@@ -8,8 +8,9 @@ import torch
 from kernel_cases import CONFIGS, assert_nearly_same, new_row, sample
 
 from octavo import FP8TrainingConfig
-from octavo.kernels import gated_scaled as kernel
-from octavo.kernels.launch import Plans
+from octavo.kernels.gated import blocks as kernel
+from octavo.kernels.launch import LaunchCache
+from octavo.kernels.tuning import HOPPER
 from octavo.numerics.activation import ACTIVATIONS, gated, gated_backward
 from octavo.numerics.operand import quantize_operand
 
@@ -90,9 +91,10 @@ def test_whole_columns_are_those_of_any_tiles(name, dtype, monkeypatch):
     gate_up[5, 7], dh[100, 90] = math.inf, math.nan
     recipe = RECIPES[name]
     found = kernel.gated_quantize_backward(dh, gate_up, new_row(), recipe.g, recipe.x, "silu")
-    too_high = {mode: (256, *tile[1:]) for mode, tile in kernel._WHOLE_COLUMNS.items()}
-    monkeypatch.setattr(kernel, "_WHOLE_COLUMNS", too_high)
-    monkeypatch.setattr(kernel, "_PLANS", Plans())
+    too_high = {name: tile._replace(rows=256) for name, tile in HOPPER.gated.whole_columns.items()}
+    high = HOPPER._replace(gated=HOPPER.gated._replace(whole_columns=too_high))
+    monkeypatch.setattr(kernel, "tuning_for", lambda _: high)
+    monkeypatch.setattr(kernel, "_LAUNCHES", LaunchCache())
     expected = kernel.gated_quantize_backward(dh, gate_up, new_row(), recipe.g, recipe.x, "silu")
     for one, other in zip(found, expected, strict=True):
         for part, whole in zip(one, other, strict=True):

@@ -7,7 +7,9 @@ of magnitudes. How the tensor cores add up is for tests/gpu.
 import pytest
 import torch
 
-from octavo.kernels import gemm, gemm_triton
+from octavo.kernels import gemm
+from octavo.kernels.gemm import triton as gemm_triton
+from octavo.kernels.tuning import HOPPER
 from octavo.numerics import Quantized, quantize
 from octavo.numerics.gemm import padded_gemm_nt
 
@@ -119,8 +121,8 @@ def calls(monkeypatch):
     scaled_mm, by_triton = torch._scaled_mm, gemm_triton.gemm_nt
     monkeypatch.setattr(torch, "_scaled_mm", lambda *a, **k: (found.append("cublas"), scaled_mm(*a, **k))[1])
     monkeypatch.setattr(gemm_triton, "gemm_nt", lambda *a, **k: (found.append("triton"), by_triton(*a, **k))[1])
-    monkeypatch.setattr(gemm, "_is_hopper", lambda _: True)
-    monkeypatch.setattr(gemm, "FULL_GPU", 2)
+    small = HOPPER._replace(gemm=HOPPER.gemm._replace(full_gpu=2))
+    monkeypatch.setattr(gemm, "tuning_for", lambda _: small)
     return found
 
 

@@ -1,26 +1,13 @@
-"""What the kernels of gated activations share: tiles of gate, up, h and their gradients, rounded as memory would."""
+"""Tiles of gate, up, h and their gradients, rounded as they would be in memory: shared by the gated kernels."""
 
 import triton
 import triton.language as tl
 
 from octavo.kernels import tiles
-from octavo.kernels.quantize_tensor import load_tile, store_tile
-from octavo.numerics.formats import E4M3
+from octavo.kernels.quantize.tensor import load_tile, store_tile
 from octavo.numerics.quantize import BLOCK
 
-_MAXIMUM = tl.constexpr(E4M3.max)
 _BLOCK = tl.constexpr(BLOCK)
-
-
-@triton.jit
-def activate(gate, SILU: tl.constexpr):
-    """act(gate) and its derivative."""
-    if SILU:
-        sigmoid = tiles.sigmoid(gate)
-        return gate * sigmoid, sigmoid * (1.0 + gate * (1.0 - sigmoid))
-    sigmoid = tiles.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
-    inner = 1.5957691216057308 * (1.0 + 0.134145 * gate * gate)
-    return gate * sigmoid, sigmoid * (1.0 + gate * (1.0 - sigmoid) * inner)
 
 
 @triton.jit
@@ -38,13 +25,14 @@ def keep(
     x, kept_ptr, scale_ptr, i, j, inner, M, F, half: tl.constexpr, source: tl.constexpr, EVEN: tl.constexpr,
     TILE_M: tl.constexpr, TILE_F: tl.constexpr,
 ):  # fmt: skip
-    """A tile of gate or up, as wide as a block, as `numerics.activation.keep` keeps it. `source`: see `tiles.cast`."""
-    exponent = tiles.mx_exponent(tl.max(tl.abs(x), axis=1), _MAXIMUM, 1.0, True)
+    """Save a tile of gate or up, one block wide, like `numerics.activation.keep`. `source`: see `tiles.cast`."""
+    FORMAT: tl.constexpr = tiles.format_of(kept_ptr.dtype.element_ty)
+    exponent = tiles.mx_exponent(tl.max(tl.abs(x), axis=1), FORMAT, 1.0, True)
     m = i * TILE_M + tl.arange(0, TILE_M)
     across = F // TILE_F
     tl.store(scale_ptr + m * (2 * across) + half * across + j, exponent.to(tl.uint8), mask=m < M)
     # Infinities need no care here: h tells of them.
-    v = tiles.saturate(x * tiles.mx_factor(254 - exponent)[:, None], 0, 0, _MAXIMUM, False, False)
+    v = tiles.saturate(x * tiles.mx_factor(254 - exponent)[:, None], 0, 0, FORMAT, False, False)
     q = tiles.cast(v, kept_ptr.dtype.element_ty, source)
     store_tile(kept_ptr + half * F, q, i, j, inner, M, F, 2 * F, EVEN, TILE_M, TILE_F)
 
@@ -54,7 +42,7 @@ def kept(
     kept_ptr, scale_ptr, i, j, inner, M, F, half: tl.constexpr, EVEN: tl.constexpr, TILE_M: tl.constexpr,
     TILE_F: tl.constexpr,
 ):  # fmt: skip
-    """A tile of gate or up from what was kept, in FP32."""
+    """Load a saved tile of gate or up, in FP32."""
     m, across = i * TILE_M + tl.arange(0, TILE_M), F // _BLOCK
     where = m * (2 * across) + half * across + j * TILE_F // _BLOCK
     scale = tiles.mx_factor(tl.load(scale_ptr + where, mask=m < M, other=127).to(tl.int32))
@@ -65,7 +53,7 @@ def kept(
 
 @triton.jit
 def gradients(
-    dh_ptr, gate_up_ptr, kept_scale_ptr, i, j, inner, inner_h, M, F, SILU: tl.constexpr, EVEN: tl.constexpr,
+    dh_ptr, gate_up_ptr, kept_scale_ptr, i, j, inner, inner_h, M, F, ACTIVATION: tl.constexpr, EVEN: tl.constexpr,
     TILE_M: tl.constexpr, TILE_F: tl.constexpr,
 ):  # fmt: skip
     """The gradients of gate and of up, and h: one tile of each, rounded as they would be in memory.
@@ -80,6 +68,6 @@ def gradients(
         loaded, loaded_up = load_gate_up(gate_up_ptr, i * TILE_M, j * TILE_F, inner, M, F, TILE_M, TILE_F, EVEN)
         gate, up = loaded.to(tl.float32), loaded_up.to(tl.float32)
     dh = narrow.to(tl.float32)
-    value, slope = activate(gate, SILU)
+    value, slope = ACTIVATION(gate)
     dgate, dup, h = dh * up * slope, dh * value, value * up
     return tiles.narrow(dgate, narrow.dtype), tiles.narrow(dup, narrow.dtype), tiles.narrow(h, narrow.dtype)

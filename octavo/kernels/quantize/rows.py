@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 
 from octavo.kernels import finite, tiles
+from octavo.kernels.tuning import RowTiles
 
-WIDEST = 32_768  # columns
+NARROW, WIDEST = 4096, 32_768  # columns: of a row in one part, and of any
 
 
 @triton.jit
@@ -66,9 +67,9 @@ def _raise(tops, parts):
 
 
 @triton.jit
-def _write(x, inverse, out_ptr, target, c, C, seed, source: tl.constexpr, MAXIMUM: tl.constexpr,
+def _write(x, inverse, out_ptr, target, c, C, seed, source: tl.constexpr, FORMAT: tl.constexpr,
            STOCHASTIC: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
-    v = tiles.saturate(x.to(tl.float32) * inverse, seed, target + c, MAXIMUM, STOCHASTIC)
+    v = tiles.saturate(x.to(tl.float32) * inverse, seed, target + c, FORMAT, STOCHASTIC)
     q = tiles.cast(v, out_ptr.dtype.element_ty, source)
     if EVEN:
         tl.store(out_ptr + target + c, q)
@@ -77,12 +78,12 @@ def _write(x, inverse, out_ptr, target, c, C, seed, source: tl.constexpr, MAXIMU
 
 
 @triton.jit
-def _count(x, inverse, scale, lost, clipped, sampled, MAXIMUM: tl.constexpr, CLIPS: tl.constexpr):
+def _count(x, inverse, scale, lost, clipped, sampled, FORMAT: tl.constexpr, CLIPS: tl.constexpr):
     wide = x.to(tl.float32)
     if sampled:
-        lost += tiles.count(tiles.is_lost(wide, wide * inverse, MAXIMUM))
+        lost += tiles.count(tiles.is_lost(wide, wide * inverse, FORMAT))
     if CLIPS:
-        clipped += tiles.count(tiles.is_clipped(wide, scale[:, None], MAXIMUM))
+        clipped += tiles.count(tiles.is_clipped(wide, scale[:, None], FORMAT))
     return lost, clipped
 
 
@@ -107,7 +108,7 @@ def rows_kernel(
     RECORD: tl.constexpr,
     FIRST: tl.constexpr,
     CLIPS: tl.constexpr,
-    MAXIMUM: tl.constexpr,
+    FORMAT: tl.constexpr,
     MARGIN: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     EVEN: tl.constexpr,
@@ -157,16 +158,16 @@ def rows_kernel(
         if dtype != tl.float32:
             bits = bits.to(tl.int16)
         amax = bits.to(dtype, bitcast=True).to(tl.float32)
-        scale = tiles.scale_from_amax(amax, MAXIMUM, MARGIN)
+        scale = tiles.scale_from_amax(amax, FORMAT, MARGIN)
         tl.store(scale_ptr + r0 + r + tl.arange(0, 1), scale)
         inverse = tiles.reciprocal(scale)[:, None]
         sampled = tiles.is_sampled(r, step)
         for k in tl.static_range(PARTS):
             where = k * PART + c
-            _write(parts[k], inverse, out_ptr, target, where, C, seed, source, MAXIMUM, STOCHASTIC, EVEN)
+            _write(parts[k], inverse, out_ptr, target, where, C, seed, source, FORMAT, STOCHASTIC, EVEN)
         if RECORD:  # apart, so that what is written need not be held for it
             for k in tl.static_range(PARTS):
-                lost, clipped = _count(parts[k], inverse, scale, lost, clipped, sampled, MAXIMUM, CLIPS)
+                lost, clipped = _count(parts[k], inverse, scale, lost, clipped, sampled, FORMAT, CLIPS)
         if RECORD:
             top = tl.maximum(top, tl.max(amax, axis=0))
             trouble = trouble | strange
@@ -186,20 +187,15 @@ def rows_kernel(
                 tiles.record_use(row_ptr)
 
 
-def arrange(
-    r: int, c: int, multiprocessors: int, *, fold: bool, maxima: bool
-) -> tuple[tuple[int], dict[str, int | bool]]:
-    """The grid and the constants of the tile: the best of some six each on an H200, at 4,096 to 28,672 columns."""
-    if c <= 4096:
+def arrange(r: int, c: int, multiprocessors: int, tiles: RowTiles) -> tuple[tuple[int], dict[str, int | bool]]:
+    """The grid, and the constants of the tile."""
+    if c <= NARROW:
         part = max(triton.next_power_of_2(c), 128)
         warps = max(part // 1024, 1)
-        programs = (16 if fold else 20 if maxima else 28) // warps
-    elif maxima:  # a thread holds the maxima of its columns, too, so they are fewer
-        part, warps, programs = (2048, 8, 2) if c <= 8192 else (2048, 16, 1) if c <= 16384 else (4096, 16, 1)
+        programs = tiles.narrow // warps
     else:
-        part, warps, programs = (1024, 4, 5) if c <= 8192 else (2048, 8, 2) if c <= 16384 else (4096, 16, 1)
-        programs = 8 if fold and c <= 8192 else programs
+        _, part, warps, programs = next(tile for tile in tiles.wide if c <= tile.widest)
     # Not too few even where there is one processor: with many rows for each, underflow is counted on some only.
     programs *= max(multiprocessors, 32)
-    constants = {"EVEN": c % part == 0, "NEAR": c <= 4096, "PART": part, "PARTS": -(-c // part), "num_warps": warps}
+    constants = {"EVEN": c % part == 0, "NEAR": c <= NARROW, "PART": part, "PARTS": -(-c // part), "num_warps": warps}
     return (min(r, programs),), constants

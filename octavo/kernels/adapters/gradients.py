@@ -1,5 +1,5 @@
-"""The way back through adapters: all that needs the gradient g of the outputs in one reading of it, and the gradient of
-A from x as it was kept, in FP8.
+"""Backward of adapters: everything that needs the gradient g of the outputs in one reading of it, and the gradient of A
+from x as it was saved, in FP8.
 
     uᵢ = sᵢ · gᵢ · Bᵢ          of M × R, the gradient of `x · Aᵀ`
     dBᵢ = sᵢ · gᵢᵀ · tᵢ        of N × R
@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels import tiles
-from octavo.kernels.adapter_tiles import (
+from octavo.kernels.adapters.tiles import (
     MOST,
     Place,
     are_even,
@@ -32,16 +32,15 @@ from octavo.kernels.adapter_tiles import (
     select,
     tiles_of,
 )
-from octavo.kernels.dequantize import can_dequantize
-from octavo.kernels.launch import Plan, Plans, kind
+from octavo.kernels.launch import LaunchCache, Launches, kind
+from octavo.kernels.quantize.dequantize import can_dequantize
 from octavo.kernels.tiles import multiprocessors
+from octavo.kernels.tuning import tuning_for
 from octavo.numerics.quantize import Quantized
 
 LARGEST_RANK = 64
 LARGEST_RANKS = 256  # of all adapters together, where x is in FP8
-_TILE_M, _TILE_N, _WARPS, _STAGES, _PROGRAMS = 64, 128, 8, 3, 2
-_DOWN = 64, 128, 8, 2  # tokens and inputs of a tile, warps, programs per multiprocessor
-_PLANS = Plans()
+_LAUNCHES = LaunchCache()
 
 
 @triton.jit
@@ -127,7 +126,7 @@ def down_kernel(
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
 ):
-    """Programs: tiles of inputs, by parts of the tokens. `BLOCKS`: a scale per 128 inputs; see `dequantize.py`."""
+    """Programs: tiles of inputs, by parts of the tokens. `BLOCKS`: a scale per 128 inputs; see `dequantize_kernel`."""
     PADDED: tl.constexpr = max(64, padded(RANKS))
     DTYPE: tl.constexpr = tl.float16 if FP16 else tl.bfloat16
     j = tl.program_id(0)
@@ -150,7 +149,7 @@ def down_kernel(
 
 
 def can_multiply(g: Tensor, ups: Sequence[Tensor]) -> bool:
-    """16 bits, a few adapters of one rank."""
+    """Whether `add_gradients` covers this: 16 bits, at most three adapters, all of one rank."""
     return (
         g.dtype in (torch.bfloat16, torch.float16)
         and 0 < len(ups) <= MOST
@@ -172,40 +171,47 @@ def add_gradients(
     ups = in_dtype(ups, g.dtype)
     others = [x for x in (factor, d) if x is not None]
     key = (tuple(places), d is None, factor is None, kind(g, t, *ups, u, *others))
-    plan = _PLANS.get(key)
-    if plan is None:
-        plan = Plan(given=8)
-        m, rank = g.shape[0], ups[0].shape[1]
-        across = tiles_of(places, _TILE_N)
-        parts = _parts(across, -(-m // _TILE_M), _PROGRAMS * multiprocessors(g.device))
-        numbers = (m, g.stride(0), t.stride(0), u.stride(0), *numbers_of(places))
-        constants = {
-            "RANK": rank,
-            "FOLD": factor is not None,
-            "OF_B": d is not None,
-            "EVEN": m % _TILE_M == 0 and are_even(places, _TILE_N),
-            "TILE_M": _TILE_M,
-            "TILE_N": _TILE_N,
-            "num_warps": _WARPS,
-            "num_stages": _STAGES,
-        }
-        plan.launch(gradients_kernel, (across, parts), range(8), numbers, constants)
-        _PLANS[key] = plan
-    plan.run(g, t, g if factor is None else factor, *ups, *(ups[0],) * (MOST - len(ups)), u, u if d is None else d)
+    launches = _LAUNCHES.get(key) or _LAUNCHES.add(
+        key, _build_gradients(g, t, ups[0], u, places, fold=factor is not None, of_b=d is not None)
+    )
+    launches.run(g, t, g if factor is None else factor, *ups, *(ups[0],) * (MOST - len(ups)), u, u if d is None else d)
+
+
+def _build_gradients(
+    g: Tensor, t: Tensor, up: Tensor, u: Tensor, places: Sequence[Place], *, fold: bool, of_b: bool
+) -> Launches:
+    tuning, m = tuning_for(g.device).adapters, g.shape[0]
+    tile_m, tile_n, warps, stages, programs, _ = tuning.gradients
+    across = tiles_of(places, tile_n)
+    parts = _parts(across, -(-m // tile_m), programs * multiprocessors(g.device), tuning.start)
+    numbers = (m, g.stride(0), t.stride(0), u.stride(0), *numbers_of(places))
+    constants = {
+        "RANK": up.shape[1],
+        "FOLD": fold,
+        "OF_B": of_b,
+        "EVEN": m % tile_m == 0 and are_even(places, tile_n),
+        "TILE_M": tile_m,
+        "TILE_N": tile_n,
+        "num_warps": warps,
+        "num_stages": stages,
+    }
+    launches = Launches(given=8)
+    launches.launch(gradients_kernel, (across, parts), range(8), numbers, constants)
+    return launches
 
 
 @cache
-def _parts(across: int, down: int, slots: int) -> int:
-    """Of the tokens. A program takes as long for its beginning and its end as for some eight tiles."""
+def _parts(across: int, down: int, slots: int, start: int) -> int:
+    """How many parts to split the tokens into; starting a program costs as much as `start` tiles."""
 
     def time(parts: int) -> int:
-        return -(-across * parts // slots) * (-(-down // parts) + 8)
+        return -(-across * parts // slots) * (-(-down // parts) + start)
 
     return min(range(1, down + 1), key=time)
 
 
 def can_multiply_kept(x: Quantized, u: Tensor, dtype: torch.dtype) -> bool:
-    """Rows of FP8 with one scale, a scale per row, or one per 128 columns; to be multiplied in 16 bits."""
+    """Whether `add_down` covers this: FP8 rows that `can_dequantize` accepts, multiplied in 16 bits."""
     return u.shape[1] <= LARGEST_RANKS and u.is_contiguous() and can_dequantize(x, dtype) and dtype != torch.float32
 
 
@@ -214,24 +220,27 @@ def add_down(u: Tensor, x: Quantized, d: Tensor, dtype: torch.dtype) -> None:
     scale = x.scale.contiguous()
     given = (u, x.data, scale, d)
     key = ("down", dtype, kind(*given))
-    plan = _PLANS.get(key)
-    if plan is None:
-        plan = Plan(given=4)
-        (m, k), ranks = x.data.shape, u.shape[1]
-        tile_m, tile_k, warps, programs = _DOWN
-        across = -(-k // tile_k)
-        parts = _parts(across, -(-m // tile_m), programs * multiprocessors(u.device))
-        constants = {
-            "RANKS": ranks,
-            "FP16": dtype == torch.float16,
-            "BLOCKS": scale.dim() > 0 and scale.shape[1] > 1,
-            "EVEN": m % tile_m == 0 and k % tile_k == 0,
-            "TILE_M": tile_m,
-            "TILE_K": tile_k,
-            "num_warps": warps,
-            "num_stages": 1,  # else FP8 bytes would lie in shared memory
-        }
-        stride = scale.shape[1] if scale.dim() else 0
-        plan.launch(down_kernel, (across, parts), range(4), (m, k, stride), constants)
-        _PLANS[key] = plan
-    plan.run(*given)
+    launches = _LAUNCHES.get(key) or _LAUNCHES.add(key, _build_down(*given, dtype))
+    launches.run(*given)
+
+
+def _build_down(u: Tensor, x: Tensor, scale: Tensor, d: Tensor, dtype: torch.dtype) -> Launches:
+    (m, k), ranks = x.shape, d.shape[0]
+    tuning = tuning_for(u.device).adapters
+    tile_m, tile_k, warps, stages, programs, _ = tuning.down
+    across = -(-k // tile_k)
+    parts = _parts(across, -(-m // tile_m), programs * multiprocessors(u.device), tuning.start)
+    constants = {
+        "RANKS": ranks,
+        "FP16": dtype == torch.float16,
+        "BLOCKS": scale.dim() > 0 and scale.shape[1] > 1,
+        "EVEN": m % tile_m == 0 and k % tile_k == 0,
+        "TILE_M": tile_m,
+        "TILE_K": tile_k,
+        "num_warps": warps,
+        "num_stages": stages,
+    }
+    stride = scale.shape[1] if scale.dim() else 0
+    launches = Launches(given=4)
+    launches.launch(down_kernel, (across, parts), range(4), (m, k, stride), constants)
+    return launches

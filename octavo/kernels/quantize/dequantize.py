@@ -9,12 +9,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.launch import Plan, Plans, kind
+from octavo.kernels.launch import LaunchCache, Launches, kind
 from octavo.kernels.tiles import narrow
+from octavo.kernels.tuning import tuning_for
 from octavo.numerics.quantize import BLOCK, Quantized
 
-_TILE_R, _TILE_C, _WARPS = 16, BLOCK, 8
-_PLANS = Plans()
+_LAUNCHES = LaunchCache()
 
 
 @triton.jit
@@ -41,7 +41,7 @@ def dequantize_kernel(
 
 
 def can_dequantize(x: Quantized, dtype: torch.dtype) -> bool:
-    """Rows with one scale, a scale per row, or one per 128 columns, of a row or of 128."""
+    """Whether there is a kernel: one scale, one per row, or one per 128 columns of one row or of 128 rows."""
     data, scale = x
     if dtype not in (torch.bfloat16, torch.float16, torch.float32) or data.dim() != 2 or not data.numel():
         return False
@@ -54,21 +54,25 @@ def dequantize(x: Quantized, dtype: torch.dtype) -> Tensor:
     """`x.dequantize(dtype)`."""
     data, scale = x.data, x.scale.contiguous()
     key = (dtype, kind(data, scale))
-    plan = _PLANS.get(key)
-    if plan is None:
-        r, c = data.shape
-        plan = Plan(given=2)
-        out = plan.make((r, c), dtype)
-        constants = {
-            "BLOCKS": scale.dim() > 0 and scale.shape[1] > 1,
-            "HIGH": BLOCK if scale.dim() > 0 and scale.shape[0] < r else 1,
-            "EVEN": r % _TILE_R == 0 and c % _TILE_C == 0,
-            "TILE_R": _TILE_R,
-            "TILE_C": _TILE_C,
-            "num_warps": _WARPS,
-        }
-        stride = scale.shape[1] if scale.dim() else 0
-        plan.launch(dequantize_kernel, (-(-r // _TILE_R) * -(-c // _TILE_C),), (0, 1, out), (r, c, stride), constants)
-        plan.results = (out,)
-        _PLANS[key] = plan
-    return plan.run(data, scale)[0]
+    launches = _LAUNCHES.get(key) or _LAUNCHES.add(key, _build(data, scale, dtype))
+    return launches.run(data, scale)[0]
+
+
+def _build(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Launches:
+    r, c = data.shape
+    tile_r, tile_c, warps, *_ = tuning_for(data.device).quantize.dequantize
+    launches = Launches(given=2)
+    out = launches.make((r, c), dtype)
+    constants = {
+        "BLOCKS": scale.dim() > 0 and scale.shape[1] > 1,
+        "HIGH": BLOCK if scale.dim() > 0 and scale.shape[0] < r else 1,
+        "EVEN": r % tile_r == 0 and c % tile_c == 0,
+        "TILE_R": tile_r,
+        "TILE_C": tile_c,
+        "num_warps": warps,
+    }
+    stride = scale.shape[1] if scale.dim() else 0
+    grid = (-(-r // tile_r) * -(-c // tile_c),)
+    launches.launch(dequantize_kernel, grid, (0, 1, out), (r, c, stride), constants)
+    launches.results = (out,)
+    return launches

@@ -18,17 +18,17 @@ accumulation the tensor cores keep about 14 bits of the running sum, else it is 
 import itertools
 import math
 from collections.abc import Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from octavo.kernels.tuning import tuning_for
 from octavo.numerics.gemm import ALIGNMENT, check_same_k, constant_along_k, pad_operand, padded_gemm_nt
-from octavo.numerics.quantize import BLOCK, MX_BLOCK, Quantized
+from octavo.numerics.quantize import BLOCK, GROUPS, Quantized
 
 OCP_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
-FULL_GPU = 100  # tiles of 128 × 256, on the 132 multiprocessors of an H200
 
 
 def can_multiply(a: Quantized, b: Quantized) -> bool:
@@ -81,7 +81,7 @@ def one_call(a: Quantized, b: Quantized, out_dtype: torch.dtype, fast: bool, out
 def gemm_nt(
     a: Quantized, b: Quantized, *, bias: Tensor | None, out_dtype: torch.dtype, batch: Sequence[int], fast: bool
 ) -> Tensor:
-    """As `numerics.gemm.padded_gemm_nt`, on tensor cores."""
+    """`a · bᵀ + bias` on tensor cores; see `numerics.gemm.padded_gemm_nt`."""
     check_same_k(a.data, b.data)
     if not a.data.is_contiguous() or not b.data.is_contiguous():
         raise ValueError("gemm_nt needs operands contiguous along K; call .contiguous() on the transposed one")
@@ -141,7 +141,7 @@ def check_batch(full: Sequence[int], batch: Sequence[int]) -> None:
 
 
 def batch_strides(shape: Sequence[int], dims: int) -> list[int]:
-    """From one matrix to the next along each of `dims` batch dimensions; 0 where the operand broadcasts."""
+    """Strides, in matrices, along each of `dims` batch dimensions; 0 where the operand broadcasts."""
     shape = (1,) * (dims - len(shape)) + tuple(shape)
     return [0 if size == 1 else math.prod(shape[i + 1 :]) for i, size in enumerate(shape)]
 
@@ -156,7 +156,7 @@ def _one(a: Quantized, b: Quantized, bias: Tensor | None, out_dtype: torch.dtype
 
 
 def _in_cublas(a: Quantized, b: Quantized, bias: Tensor | None, out_dtype: torch.dtype) -> bool:
-    """Tensor and row scales, but what `torch._scaled_mm` refuses."""
+    """Whether `torch._scaled_mm` takes this: tensor and row scales, formats and shapes it does not refuse."""
     return (
         constant_along_k(a)
         and constant_along_k(b)
@@ -177,7 +177,7 @@ def _in_cublas_blocks(a: Quantized, b: Quantized) -> bool:
         and k > BLOCK
         and m % max(rows[0], ALIGNMENT) == 0
         and n % max(rows[1], ALIGNMENT) == 0
-        and _is_hopper(a.data.device)
+        and tuning_for(a.data.device).gemm.cublas_blocks
     )
 
 
@@ -241,9 +241,9 @@ def _one_after_the_other(
 def _by_triton(
     a: Quantized, b: Quantized, bias: Tensor | None, out_dtype: torch.dtype, batch: Sequence[int], fast: bool
 ) -> Tensor:
-    from octavo.kernels import gemm_triton  # on first use: `import octavo` works without Triton
+    from octavo.kernels.gemm import triton  # on first use: `import octavo` works without Triton
 
-    return gemm_triton.gemm_nt(a, b, bias=bias, out_dtype=out_dtype, batch=batch, fast=fast)
+    return triton.gemm_nt(a, b, bias=bias, out_dtype=out_dtype, batch=batch, fast=fast)
 
 
 def _matrices(q: Quantized, full: torch.Size) -> list[Quantized]:
@@ -259,17 +259,18 @@ def _matrices(q: Quantized, full: torch.Size) -> list[Quantized]:
 
 
 def _fills_gpu(a: Quantized, b: Quantized) -> bool:
-    return -(-a.data.shape[-2] // 128) * -(-b.data.shape[-2] // 256) >= FULL_GPU
+    tiles = -(-a.data.shape[-2] // 128) * -(-b.data.shape[-2] // 256)
+    return tiles >= tuning_for(a.data.device).gemm.full_gpu
 
 
 def _has_known_scale(q: Quantized) -> bool:
-    """One for the tensor, a row, a block of 1x128 or 128x128, or an mx block of 1x32."""
+    """Whether there is one scale for the tensor, a row, a block of 1x128 or 128x128, or an mx block of 1x32."""
     if q.scale.dim() == 0:
         return True
     if q.scale.dim() < 2:
         return False
     (rows, k), (scale_rows, groups) = q.data.shape[-2:], q.scale.shape[-2:]
-    return scale_rows in (rows, -(-rows // BLOCK)) and groups in (1, -(-k // BLOCK), -(-k // MX_BLOCK))
+    return scale_rows in (rows, -(-rows // BLOCK)) and groups in (1, *[-(-k // group) for group in GROUPS])
 
 
 def _rows_per_block(q: Quantized) -> int:
@@ -285,8 +286,3 @@ def _as_matrix(q: Quantized) -> Quantized:
 
 def _flatten_rows(x: Tensor) -> Tensor:
     return x.view(*x.shape[:-3], -1, x.shape[-1])
-
-
-@cache
-def _is_hopper(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device)[0] == 9

@@ -12,10 +12,8 @@ import triton
 import triton.language as tl
 
 from octavo.kernels import finite, tiles
-from octavo.kernels.quantize_tensor import load_tile, offsets, store_tile
+from octavo.kernels.quantize.tensor import load_tile, offsets, store_tile
 from octavo.kernels.tiles import CHANNEL, MX, NONE
-
-_MX_BLOCK = tl.constexpr(32)
 
 
 @triton.jit(do_not_specialize=["seed"])
@@ -43,7 +41,7 @@ def scaled_kernel(
     RECORD: tl.constexpr,
     FIRST: tl.constexpr,
     CLIPS: tl.constexpr,
-    MAXIMUM: tl.constexpr,
+    FORMAT: tl.constexpr,
     MARGIN: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     MX_UP: tl.constexpr,
@@ -89,33 +87,33 @@ def scaled_kernel(
             column_top = tl.maximum(column_top, finite.magnitude(x))
         if MODE_R != NONE:
             v, spread, amax = scale_rows(
-                x, amax_of_rows(x, MODE_R), i_all, j, batch, end, R, C, row_amax_ptr, row_scale_ptr, MODE_R, MAXIMUM,
+                x, amax_of_rows(x, MODE_R), i_all, j, batch, end, R, C, row_amax_ptr, row_scale_ptr, MODE_R, FORMAT,
                 MARGIN, MX_UP, TILE_R, TILE_C,
             )  # fmt: skip
             where = (batch * R + i_all * TILE_R) * C + j * TILE_C + inner_out
-            v = tiles.saturate(v, seed, where, MAXIMUM, STOCHASTIC)
+            v = tiles.saturate(v, seed, where, FORMAT, STOCHASTIC)
             if RECORD:
                 top = tl.maximum(top, amax)
                 if tiles.is_sampled(tile, step):
-                    lost += tiles.count_of_eight(tiles.is_lost(x, v, MAXIMUM))
+                    lost += tiles.count_of_eight(tiles.is_lost(x, v, FORMAT))
                 if CLIPS:
-                    clipped += tiles.count(tiles.is_clipped(x, spread, MAXIMUM))
+                    clipped += tiles.count(tiles.is_clipped(x, spread, FORMAT))
             q = tiles.cast(v, rows_ptr.dtype.element_ty, tl.float32 if STOCHASTIC else narrow.dtype)
             store_tile(rows_ptr + batch * R * C, q, i, j, inner_out, end - r0, C, C, EVEN, TILE_R, TILE_C)
         if MODE_C != NONE:
             x_t = tl.trans(narrow).to(tl.float32)
             v_t, spread_t, amax_t = scale_rows(
                 x_t, amax_of_columns(x, MODE_C), j, i_all, batch, C, C, R, column_amax_ptr, column_scale_ptr, MODE_C,
-                MAXIMUM, MARGIN, MX_UP, TILE_C, TILE_R, True,
+                FORMAT, MARGIN, MX_UP, TILE_C, TILE_R, True,
             )  # fmt: skip
             where_t = (batch * C + j * TILE_C) * R + i_all * TILE_R + inner_t
-            v_t = tiles.saturate(v_t, seed + 1, where_t, MAXIMUM, STOCHASTIC)
+            v_t = tiles.saturate(v_t, seed + 1, where_t, FORMAT, STOCHASTIC)
             if RECORD and MODE_R == NONE:
                 top = tl.maximum(top, amax_t)
                 if tiles.is_sampled(tile, step):
-                    lost_t += tiles.count_of_eight(tiles.is_lost(x_t, v_t, MAXIMUM))
+                    lost_t += tiles.count_of_eight(tiles.is_lost(x_t, v_t, FORMAT))
                 if CLIPS:
-                    clipped += tiles.count(tiles.is_clipped(x_t, spread_t, MAXIMUM))
+                    clipped += tiles.count(tiles.is_clipped(x_t, spread_t, FORMAT))
             q_t = tiles.cast(v_t, columns_ptr.dtype.element_ty, source_t)
             store_tile(columns_ptr + batch * R * C, q_t, j, i, inner_t, C, end - r0, R, EVEN, TILE_C, TILE_R)
 
@@ -134,10 +132,11 @@ def scaled_kernel(
 
 @triton.jit
 def amax_of_rows(x, MODE: tl.constexpr, FINITE: tl.constexpr = False):
-    """Of each row of a tile, or (mx) of each 32 elements of one. `FINITE`: x has been through `finite.only`."""
+    """Amax of each row of a tile, or (mx) of each group in a row. `FINITE`: x has been through `finite.only`."""
     magnitude = finite.magnitude(x, True) if FINITE else finite.magnitude(x)
     if MODE == MX:
-        amax = tl.max(tl.reshape(magnitude, [x.shape[0], x.shape[1] // _MX_BLOCK, _MX_BLOCK]), axis=2)
+        GROUP: tl.constexpr = tiles.group(MODE)
+        amax = tl.max(tl.reshape(magnitude, [x.shape[0], x.shape[1] // GROUP, GROUP]), axis=2)
     else:
         amax = tl.max(magnitude, axis=1)
     return amax
@@ -145,10 +144,11 @@ def amax_of_rows(x, MODE: tl.constexpr, FINITE: tl.constexpr = False):
 
 @triton.jit
 def amax_of_columns(x, MODE: tl.constexpr):
-    """The same for columns."""
+    """Amax of each column of a tile, or (mx) of each group in a column."""
     magnitude = finite.magnitude(x)
     if MODE == MX:
-        amax = tl.trans(tl.max(tl.reshape(magnitude, [x.shape[0] // _MX_BLOCK, _MX_BLOCK, x.shape[1]]), axis=1))
+        GROUP: tl.constexpr = tiles.group(MODE)
+        amax = tl.trans(tl.max(tl.reshape(magnitude, [x.shape[0] // GROUP, GROUP, x.shape[1]]), axis=1))
     else:
         amax = tl.max(magnitude, axis=0)
     return amax
@@ -167,7 +167,7 @@ def scale_rows(
     amax_ptr,
     scale_ptr,
     MODE: tl.constexpr,
-    MAXIMUM: tl.constexpr,
+    FORMAT: tl.constexpr,
     MARGIN: tl.constexpr,
     MX_UP: tl.constexpr,
     TILE_R: tl.constexpr,
@@ -182,18 +182,19 @@ def scale_rows(
     """
     r = i * TILE_R + tl.arange(0, TILE_R)
     if MODE == MX:
-        GROUPS: tl.constexpr = TILE_C // _MX_BLOCK
-        exponent = tiles.mx_exponent(amax, MAXIMUM, MARGIN, MX_UP)
+        GROUP: tl.constexpr = tiles.group(MODE)
+        GROUPS: tl.constexpr = TILE_C // GROUP
+        exponent = tiles.mx_exponent(amax, FORMAT, MARGIN, MX_UP)
         g = j * GROUPS + tl.arange(0, GROUPS)
-        per_row = tl.cdiv(C, _MX_BLOCK)
+        per_row = tl.cdiv(C, GROUP)
         where = scale_ptr + (batch * R + r[:, None]) * per_row + g[None, :]
         wanted = (r[:, None] < end) & (g[None, :] < per_row)
         tl.store(where, exponent.to(tl.uint8), mask=wanted)
         if TURNED:
             tl.debug_barrier()
             exponent = tl.load(where, mask=wanted, other=127).to(tl.int32)
-        spread = _spread(tiles.mx_factor(exponent), TILE_R, GROUPS)
-        factor = _spread(tiles.mx_factor(254 - exponent), TILE_R, GROUPS)
+        spread = _spread(tiles.mx_factor(exponent), TILE_R, GROUPS, GROUP)
+        factor = _spread(tiles.mx_factor(254 - exponent), TILE_R, GROUPS, GROUP)
         amax = tl.max(amax, axis=1)
     else:
         if MODE == CHANNEL:
@@ -203,7 +204,7 @@ def scale_rows(
         else:
             where = scale_ptr + (batch * R + r) * tl.cdiv(C, TILE_C) + j
             wanted = r < end
-        scale = tiles.scale_from_amax(amax, MAXIMUM, MARGIN)
+        scale = tiles.scale_from_amax(amax, FORMAT, MARGIN)
         tl.store(where, scale, mask=wanted)
         if TURNED and MODE != CHANNEL:
             tl.debug_barrier()  # written by other threads
@@ -214,10 +215,10 @@ def scale_rows(
 
 
 @triton.jit
-def _spread(per_group, TILE_R: tl.constexpr, GROUPS: tl.constexpr):
-    """`[rows, groups]` to `[rows, 32 × groups]`."""
-    spread = tl.broadcast_to(per_group[:, :, None], [TILE_R, GROUPS, _MX_BLOCK])
-    return tl.reshape(spread, [TILE_R, GROUPS * _MX_BLOCK])
+def _spread(per_group, TILE_R: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr):
+    """`[rows, groups]` to `[rows, groups × elements of a group]`."""
+    spread = tl.broadcast_to(per_group[:, :, None], [TILE_R, GROUPS, GROUP])
+    return tl.reshape(spread, [TILE_R, GROUPS * GROUP])
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Quantising with one scale for the whole tensor: the one-pass kernel behind `quantize.py`.
+"""Quantising with one scale for the whole tensor: the one-pass kernel behind `quantize_group`.
 
 A program walks over tiles of `x[R, C]`, with the next ones on their way, and writes each as `rows[R, C]`, as
 `columns[C, R]`, or as both: the high-precision tensor is read once. The transposed tile is read from shared memory a
@@ -78,7 +78,7 @@ def tensor_kernel(
     SCALING: tl.constexpr,
     RECORD: tl.constexpr,
     FIRST: tl.constexpr,
-    MAXIMUM: tl.constexpr,
+    FORMAT: tl.constexpr,
     MARGIN: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     EVEN: tl.constexpr,
@@ -89,7 +89,7 @@ def tensor_kernel(
 ):
     """`x` is rows r0 to end of R. `SCALING`: see `delayed.py`."""
     if SCALING == delayed.AGAIN:
-        if delayed.is_held(row_ptr, MAXIMUM, MARGIN):
+        if delayed.is_held(row_ptr, FORMAT, MARGIN):
             return
     down, across = tl.cdiv(end - r0, TILE_R), tl.cdiv(C, TILE_C)
     per_matrix = down * across
@@ -97,7 +97,7 @@ def tensor_kernel(
     rows_ptr += r0.to(tl.int64) * C
     columns_ptr += r0
     BACKWARDS: tl.constexpr = SCALING == delayed.CURRENT
-    scale, before = delayed.find_scale(row_ptr, amax_ptr, SCALING, MAXIMUM, MARGIN)
+    scale, before = delayed.find_scale(row_ptr, amax_ptr, SCALING, FORMAT, MARGIN)
     inverse, inverse_before = tiles.reciprocal(scale), tiles.reciprocal(before)
     inner = offsets(stride_r, TILE_R, TILE_C)
     inner_out = offsets(C, TILE_R, TILE_C)
@@ -116,15 +116,15 @@ def tensor_kernel(
             top = tl.maximum(top, tiles.largest_of_eight(tiles.magnitude_bits(x)))
             if not STOCHASTIC:
                 if tiles.is_sampled(tile, step):
-                    lost += delayed.lost_of_eight(x, v, inverse_before, 0, 0, MAXIMUM, False, SCALING)
+                    lost += delayed.lost_of_eight(x, v, inverse_before, 0, 0, FORMAT, False, SCALING)
         if STOCHASTIC:
             where = (batch * R + r0 + i * TILE_R) * C + j * TILE_C + inner_out
-            v = tiles.saturate(v, seed, where, MAXIMUM, True, False)
+            v = tiles.saturate(v, seed, where, FORMAT, True, False)
             if RECORD:
                 if tiles.is_sampled(tile, step):
-                    lost += delayed.lost_of_eight(x, v, inverse_before, seed, where, MAXIMUM, True, SCALING)
+                    lost += delayed.lost_of_eight(x, v, inverse_before, seed, where, FORMAT, True, SCALING)
         else:
-            v = tiles.saturate(v, 0, 0, MAXIMUM, False, False)
+            v = tiles.saturate(v, 0, 0, FORMAT, False, False)
         if ROWS:
             q = tiles.cast(v, rows_ptr.dtype.element_ty, tl.float32 if STOCHASTIC else narrow.dtype)
             store_tile(rows_ptr + batch * R * C, q, i, j, inner_out, end - r0, C, C, EVEN, TILE_R, TILE_C)
@@ -133,7 +133,7 @@ def tensor_kernel(
                 q_t = tiles.cast(tl.trans(v), columns_ptr.dtype.element_ty, tl.float32)  # the very same values
             else:
                 v_t = tiles.scaled(tl.trans(narrow).to(tl.float32), inverse, not RECORD)
-                v_t = tiles.saturate(v_t, 0, 0, MAXIMUM, False, False)
+                v_t = tiles.saturate(v_t, 0, 0, FORMAT, False, False)
                 q_t = tiles.cast(v_t, columns_ptr.dtype.element_ty, narrow.dtype)
             store_tile(columns_ptr + batch * R * C, q_t, j, i, inner_t, C, end - r0, R, EVEN, TILE_C, TILE_R)
 
@@ -141,7 +141,7 @@ def tensor_kernel(
         top_bits = tiles.largest(top)
         clipped = top_bits * 0
         finite_top = top_bits.to(tl.float32, bitcast=True)
-        if tiles.needs_care(top_bits, delayed.largest_counted(scale, before, MAXIMUM, MARGIN, SCALING)):
+        if tiles.needs_care(top_bits, delayed.largest_counted(scale, before, FORMAT, MARGIN, SCALING)):
             finite_top = 0.0
             for tile in range(tl.program_id(0), count, tl.num_programs(0)):
                 batch = (tile // per_matrix).to(tl.int64)
@@ -149,9 +149,9 @@ def tensor_kernel(
                 narrow = load_tile(x_ptr + batch * stride_b, i, j, inner, end - r0, C, stride_r, EVEN, TILE_R, TILE_C)
                 x = narrow.to(tl.float32)
                 finite_top = tl.maximum(finite_top, tiles.largest(finite.magnitude(x)))
-                clipped += delayed.clipped(x, scale, before, MAXIMUM, SCALING)
+                clipped += delayed.clipped(x, scale, before, FORMAT, SCALING)
                 if not STOCHASTIC:
-                    v = tiles.saturate(tiles.scaled(x, inverse), 0, 0, MAXIMUM, False, False)
+                    v = tiles.saturate(tiles.scaled(x, inverse), 0, 0, FORMAT, False, False)
                     if ROWS:
                         q = tiles.cast(v, rows_ptr.dtype.element_ty, narrow.dtype)
                         store_tile(rows_ptr + batch * R * C, q, i, j, inner_out, end - r0, C, C, EVEN, TILE_R, TILE_C)
@@ -166,4 +166,4 @@ def tensor_kernel(
             tl.store(scale_ptr, scale)
             tl.store(scale_t_ptr, scale)
             if RECORD:
-                delayed.note_use(row_ptr, amax_ptr, scale, SCALING, MAXIMUM, MARGIN)
+                delayed.note_use(row_ptr, amax_ptr, scale, SCALING, FORMAT, MARGIN)

@@ -22,7 +22,6 @@ Two ways to add up:
 
 import math
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -32,18 +31,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.kernels.gemm import batch_strides
-from octavo.numerics.quantize import BLOCK, MX_BLOCK, Quantized
-
-GROUP_M = 8  # tiles of rows that share the columns of b while these are in L2
-
-
-class Tile(NamedTuple):
-    m: int
-    n: int
-    k: int
-    warps: int
-    stages: int
-    split: int = 1
+from octavo.kernels.tuning import GemmTile, GemmTiles, tuning_for
+from octavo.numerics.quantize import BLOCK, GROUPS, Quantized
 
 
 class Batches(NamedTuple):
@@ -56,7 +45,7 @@ class Batches(NamedTuple):
 def gemm_nt(
     a: Quantized, b: Quantized, *, bias: Tensor | None, out_dtype: torch.dtype, batch: Sequence[int], fast: bool
 ) -> Tensor:
-    """As `numerics.gemm.padded_gemm_nt`, for K in multiples of 16 and nothing empty."""
+    """`a · bᵀ + bias` for K in multiples of 16 and nothing empty; see `numerics.gemm.padded_gemm_nt`."""
     (m, k), n = a.data.shape[-2:], b.data.shape[-2]
     out = torch.empty(*batch, m, n, dtype=out_dtype, device=a.data.device)
     a_scale, b_scale = _with_batch(a), _with_batch(b)
@@ -75,9 +64,9 @@ def gemm_nt(
         sum_in = "FP32, scaled by row" if (a_rows, b_rows) == (1, BLOCK) else "FP32, scaled"
     else:
         sum_in = "tensor core" if fast else "FP32"
-    tile = choose_tile(m, n, sum_in, _capability(out.device))
-    if MX_BLOCK in groups:
-        tile = tile._replace(k=MX_BLOCK)
+    tuning = tuning_for(out.device).gemm
+    tile = choose_tile(m, n, sum_in, tuning)
+    tile = tile._replace(k=min(tile.k, *(group for group in groups if group)) if any(groups) else tile.k)
     (_, *z1), (z2_size, *z2) = batches.kept
     (_, *s1), (s2_size, *s2) = batches.summed
     tiles = math.prod(size for size, _, _ in batches.kept) * -(-m // tile.m) * -(-n // tile.n)
@@ -104,7 +93,7 @@ def gemm_nt(
         BLOCK_N=tile.n,
         BLOCK_K=tile.k,
         SPLIT=tile.split,
-        GROUP_M=GROUP_M,
+        GROUP_M=tuning.group,
         A_ROWS=a_rows,
         B_ROWS=b_rows,
         A_GROUP=groups[0] or BLOCK,
@@ -133,7 +122,7 @@ def plan_batches(a_batch: Sequence[int], b_batch: Sequence[int], batch: Sequence
 
 
 def _merge(dims: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Neighbours that both operands step through evenly are one dimension."""
+    """Merge neighbouring dimensions that both operands step through evenly."""
     merged: list[tuple[int, int, int]] = []
     for size, a, b in dims:
         if size == 1:
@@ -174,11 +163,11 @@ def _group(scale: Tensor, k: int) -> int:
     """How many elements along K share a scale; 0 for all."""
     if scale.dim() == 0 or scale.shape[-1] == 1:
         return 0
-    return BLOCK if scale.shape[-1] == -(-k // BLOCK) else MX_BLOCK
+    return next(group for group in GROUPS if scale.shape[-1] == -(-k // group))
 
 
 def _scale_strides(scale: Tensor) -> tuple[int, int, int]:
-    """From one matrix, row and group to the next; 0 where there is one for all."""
+    """Strides between matrices, rows and groups of a scale; 0 where there is one for all."""
     if scale.dim() == 0:
         return 0, 0, 0
     rows, groups = scale.shape[-2:]
@@ -195,22 +184,15 @@ def _descriptor(data: Tensor, rows: int, columns: int) -> Any:
     return TensorDescriptor.from_tensor(matrix if matrix.data_ptr() % 16 == 0 else matrix.clone(), [rows, columns])
 
 
-def choose_tile(m: int, n: int, sum_in: str, capability: tuple[int, int]) -> Tile:
-    """By shape, not by trial: trials at run time cost more than they gain, and choose anew each time."""
-    if capability[0] != 9:
-        return Tile(128, 128, 64, 8, 3)  # 48 KB: fits the 99 KB of shared memory of Ada and small Blackwells
+def choose_tile(m: int, n: int, sum_in: str, tuning: GemmTiles) -> GemmTile:
+    """The tile for a product of m rows and n columns, by where it is added up."""
     if m <= 64 or n <= 64:
-        return Tile(64, 64, 128, 4, 4)
+        return tuning.small
     if sum_in == "tensor core" and n > 128:
-        return Tile(128, 256, 128, 8, 4)  # 192 KB of 227; 207 registers
+        return tuning.fast
     if sum_in in ("FP32", "FP32, scaled by row") and m > 128:
-        return Tile(256, 128, 128, 8, 4, split=2)  # 236 and 254 registers; in one piece it would spill
-    return Tile(128, 128, 128, 8, 5)  # with a scale for every row and column, 255 registers
-
-
-@cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+        return tuning.tall
+    return tuning.other
 
 
 @triton.jit(

@@ -1,4 +1,4 @@
-"""What the kernels of adapters share: their ranks padded, their matrices, and which of several a program serves."""
+"""Helpers of the adapter kernels: padded ranks, their products, and which of several adapters a program serves."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ Place = tuple[int, int, float]  # an adapter's first output, how many it has, an
 
 @triton.constexpr_function
 def padded(rank):
-    """To what tensor cores take."""
+    """The rank rounded up to a size that tensor cores take."""
     return max(16, triton.next_power_of_2(rank))
 
 
@@ -28,9 +28,9 @@ def product(a, b, c=None):
 
 @triton.jit
 def select(j, first0, first1, first2, size0, size1, size2, scaling0, scaling1, scaling2, TILE_N: tl.constexpr):
-    """Of adapters whose tiles of outputs come one after the other, the one that tile j belongs to.
+    """Find the adapter that tile j belongs to, where the tiles of one follow those of another.
 
-    Which it is, its tile there, its first output, how many it has, its factor, and how many those before it have.
+    Returns its index, its tile there, its first output, how many it has, its factor, and how many those before it have.
     """
     before1 = tl.cdiv(size0, TILE_N)
     before2 = before1 + tl.cdiv(size1, TILE_N)
@@ -53,7 +53,7 @@ def choose(i, ptr0, ptr1, ptr2):
 
 
 def in_dtype(matrices: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Each contiguous and of this dtype, as they nearly always are."""
+    """The matrices, contiguous and in this dtype; copies only of those that are not."""
     return [m if m.dtype == dtype and m.is_contiguous() else m.to(dtype).contiguous() for m in matrices]
 
 
@@ -66,7 +66,7 @@ def are_even(places: Sequence[Place], tile_n: int) -> bool:
 
 
 def numbers_of(places: Sequence[Place]) -> tuple[float, ...]:
-    """As `select` takes them, after the tile."""
+    """The arguments of `select` after the tile."""
     every = [*places, *((0, 0, 1.0),) * (MOST - len(places))]
     firsts, sizes, scalings = zip(*every, strict=True)
     return (*firsts, *sizes, *scalings)

@@ -1,4 +1,4 @@
-"""What adapters add, added in one pass, in place, rounded once.
+"""Adding the outputs of adapters in one pass, in place, rounded once.
 
     forward    yᵢ += sᵢ · tᵢ · Bᵢᵀ      plus the residual that the layer would add next, if there is one
     backward   dx += u · [A₁; A₂; …]
@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels import tiles
-from octavo.kernels.adapter_tiles import (
+from octavo.kernels.adapters.tiles import (
     MOST,
     Place,
     are_even,
@@ -28,13 +28,13 @@ from octavo.kernels.adapter_tiles import (
     select,
     tiles_of,
 )
-from octavo.kernels.launch import Plan, Plans, kind
-from octavo.kernels.quantize_tensor import load_tile, offsets, store_tile
+from octavo.kernels.launch import LaunchCache, Launches, kind
+from octavo.kernels.quantize.tensor import load_tile, offsets, store_tile
 from octavo.kernels.tiles import multiprocessors
+from octavo.kernels.tuning import tuning_for
 
 LARGEST_RANK = 256
-_TILE_N, _WARPS, _PROGRAMS = 128, 4, 4  # programs: per multiprocessor
-_PLANS = Plans()
+_LAUNCHES = LaunchCache()
 
 
 @triton.jit
@@ -94,7 +94,10 @@ def add_kernel(
 def can_add(
     y: Tensor, matrices: Sequence[Tensor], places: Sequence[Place], residual: Tensor | None, *, turned: bool
 ) -> bool:
-    """16 bits, a few adapters of one rank, no two for the same outputs; with a residual, one for all of them."""
+    """Whether `add_outputs` covers this: 16 bits, at most three adapters of one rank, none sharing outputs.
+
+    With a residual, a single adapter over all outputs.
+    """
     which = 1 if turned else 0
     ranks = {matrix.shape[which] for matrix in matrices}
     return (
@@ -110,7 +113,7 @@ def can_add(
 
 
 def _are_apart(places: Sequence[Place]) -> bool:
-    """Programs of two adapters that add to the same outputs would overwrite one another's."""
+    """Whether no two adapters add to the same outputs: their programs would overwrite each other's sums."""
     if len(places) == 1:
         return True
     ordered = sorted(places)
@@ -124,27 +127,35 @@ def _is_alike(residual: Tensor, y: Tensor) -> bool:
 def add_outputs(
     y: Tensor, t: Tensor, matrices: Sequence[Tensor], places: Sequence[Place], residual: Tensor | None, *, turned: bool
 ) -> None:
-    """`turned`: matrices are B, `[size, R]`; else A, `[R, size]`. t: `[M, ΣR]`, of y's dtype or in FP32."""
+    """Add `s · t · matrixᵀ` of each adapter to its columns of `y[M, N]`, and the residual.
+
+    `turned`: matrices are B, `[size, R]`; else A, `[R, size]`. t: `[M, ΣR]`, of y's dtype or in FP32.
+    """
     matrices = in_dtype(matrices, y.dtype)
     added = () if residual is None else (residual,)
     key = (tuple(places), turned, kind(y, t, *matrices, *added))
-    plan = _PLANS.get(key)
-    if plan is None:
-        plan = Plan(given=6)
-        m, n = y.shape
-        rank = matrices[0].shape[1 if turned else 0]
-        tile_m = 32 if rank <= 64 else 64
-        across = tiles_of(places, _TILE_N)
-        parts = max(1, min(-(-m // tile_m), _PROGRAMS * multiprocessors(y.device) // across))
-        constants = {
-            "RANK": rank,
-            "TURNED": turned,
-            "RESIDUAL": residual is not None,
-            "EVEN": m % tile_m == 0 and are_even(places, _TILE_N),
-            "TILE_M": tile_m,
-            "TILE_N": _TILE_N,
-            "num_warps": _WARPS,
-        }
-        plan.launch(add_kernel, (across, parts), range(6), (m, n, t.stride(0), *numbers_of(places)), constants)
-        _PLANS[key] = plan
-    plan.run(y, t, *matrices, *(matrices[0],) * (MOST - len(matrices)), *(added or (y,)))
+    launches = _LAUNCHES.get(key) or _LAUNCHES.add(key, _build(y, t, matrices, places, residual is not None, turned))
+    launches.run(y, t, *matrices, *(matrices[0],) * (MOST - len(matrices)), *(added or (y,)))
+
+
+def _build(
+    y: Tensor, t: Tensor, matrices: Sequence[Tensor], places: Sequence[Place], residual: bool, turned: bool
+) -> Launches:
+    m, n = y.shape
+    rank = matrices[0].shape[1 if turned else 0]
+    tuning = tuning_for(y.device).adapters
+    tile_m, tile_n, warps, _, programs, _ = tuning.outputs if rank <= 64 else tuning.outputs_of_large_rank
+    across = tiles_of(places, tile_n)
+    parts = max(1, min(-(-m // tile_m), programs * multiprocessors(y.device) // across))
+    constants = {
+        "RANK": rank,
+        "TURNED": turned,
+        "RESIDUAL": residual,
+        "EVEN": m % tile_m == 0 and are_even(places, tile_n),
+        "TILE_M": tile_m,
+        "TILE_N": tile_n,
+        "num_warps": warps,
+    }
+    launches = Launches(given=6)
+    launches.launch(add_kernel, (across, parts), range(6), (m, n, t.stride(0), *numbers_of(places)), constants)
+    return launches

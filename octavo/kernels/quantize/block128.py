@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from octavo.kernels import tiles
-from octavo.kernels.quantize_tensor import load_tile, offsets, store_tile
+from octavo.kernels.quantize.tensor import load_tile, offsets, store_tile
 
 _BLOCK = tl.constexpr(128)
 
@@ -18,7 +18,7 @@ def _largest_bits(
     x_ptr, i, j, inner, limit_r, limit_c, stride_r, FINITE: tl.constexpr, EVEN: tl.constexpr, TILE_R: tl.constexpr,
     TILE_C: tl.constexpr,
 ):  # fmt: skip
-    """Of block (i, j): the bits of the largest magnitude, which NaN and infinities exceed unless left out."""
+    """Bits of the largest magnitude of block (i, j); NaN and infinities count as larger, unless `FINITE`."""
     PER_R: tl.constexpr = _BLOCK // TILE_R
     PER_C: tl.constexpr = _BLOCK // TILE_C
     top = tl.zeros([TILE_R, TILE_C // 8], tl.int32)
@@ -55,7 +55,7 @@ def block_kernel(
     RECORD: tl.constexpr,
     FIRST: tl.constexpr,
     CLIPS: tl.constexpr,
-    MAXIMUM: tl.constexpr,
+    FORMAT: tl.constexpr,
     MARGIN: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     EVEN: tl.constexpr,
@@ -86,7 +86,7 @@ def block_kernel(
             non_finite = non_finite | True
         amax = bits.to(tl.float32, bitcast=True)
         finite_top = tl.maximum(finite_top, amax)
-        scale = tiles.scale_from_amax(amax, MAXIMUM, MARGIN)
+        scale = tiles.scale_from_amax(amax, FORMAT, MARGIN)
         inverse = tiles.reciprocal(scale)
         i_all = i + r0 // _BLOCK  # among all the rows, of which x is a part
         if ROWS:
@@ -99,12 +99,12 @@ def block_kernel(
                 narrow = load_tile(x_matrix, tile_i, tile_j, inner, end - r0, C, stride_r, EVEN, TILE_R, TILE_C)
                 x = narrow.to(tl.float32)
                 where = (batch * R + r0 + tile_i * TILE_R) * C + tile_j * TILE_C + inner_out if STOCHASTIC else 0
-                v = tiles.saturate(x * inverse, seed, where, MAXIMUM, STOCHASTIC)
+                v = tiles.saturate(x * inverse, seed, where, FORMAT, STOCHASTIC)
                 if RECORD:
                     if tiles.is_sampled(block, step):
-                        lost += tiles.count_of_eight(tiles.is_lost(x, v, MAXIMUM))
+                        lost += tiles.count_of_eight(tiles.is_lost(x, v, FORMAT))
                     if CLIPS:
-                        clipped += tiles.count(tiles.is_clipped(x, scale, MAXIMUM))
+                        clipped += tiles.count(tiles.is_clipped(x, scale, FORMAT))
                 if ROWS:
                     q = tiles.cast(v, rows_ptr.dtype.element_ty, tl.float32 if STOCHASTIC else narrow.dtype)
                     out = rows_ptr + (batch * R + r0) * C
@@ -113,7 +113,7 @@ def block_kernel(
                     if STOCHASTIC:
                         q_t = tiles.cast(tl.trans(v), columns_ptr.dtype.element_ty, tl.float32)  # the very same values
                     else:
-                        v_t = tiles.saturate(tl.trans(narrow).to(tl.float32) * inverse, 0, 0, MAXIMUM, False)
+                        v_t = tiles.saturate(tl.trans(narrow).to(tl.float32) * inverse, 0, 0, FORMAT, False)
                         q_t = tiles.cast(v_t, columns_ptr.dtype.element_ty, narrow.dtype)
                     out_t = columns_ptr + batch * R * C + r0
                     store_tile(out_t, q_t, tile_j, tile_i, inner_t, C, end - r0, R, EVEN, TILE_C, TILE_R)

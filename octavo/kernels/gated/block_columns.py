@@ -1,6 +1,6 @@
-"""Columns of a gated MLP's backward in whole tiles: `gated_scaled.py` where nothing has to be turned.
+"""Columns of a gated MLP's backward in whole tiles: the second pass of `blocks.py` where nothing is transposed.
 
-A thread takes words of 16 rows of gate, up and the gradient of h, as `quantize_columns.py` does: it has 16 neighbours
+A thread takes words of 16 rows of gate, up and the gradient of h, as `quantize/columns.py` does: it has 16 neighbours
 of each transposed result, and writes them as 16 bytes.
 """
 
@@ -8,8 +8,7 @@ import triton
 import triton.language as tl
 
 from octavo.kernels import finite, tiles
-from octavo.kernels.gated_tiles import activate
-from octavo.kernels.quantize_columns import ROWS, column, column_factor, stack
+from octavo.kernels.quantize.columns import ROWS, column, column_factor, stack
 
 
 @triton.jit(do_not_specialize=["seed"])
@@ -26,12 +25,12 @@ def whole_columns_kernel(
     F,
     seed,
     MODE: tl.constexpr,
-    SILU: tl.constexpr,
-    MAXIMUM: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    FORMAT: tl.constexpr,
     MARGIN: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     MX_UP: tl.constexpr,
-    H_MAXIMUM: tl.constexpr,
+    H_FORMAT: tl.constexpr,
     H_MARGIN: tl.constexpr,
     H_STOCHASTIC: tl.constexpr,
     H_MX_UP: tl.constexpr,
@@ -62,21 +61,21 @@ def whole_columns_kernel(
         dhs = tl.reshape(stack(dh_ptr + m0 * row + j * WORDS + inner_h, row, ROWS), SHAPE)
         for k in tl.static_range(PER_WORD):
             gate, up, dh = column(gates, k, dtype), column(ups, k, dtype), column(dhs, k, dtype)
-            value, slope = activate(gate, SILU)
+            value, slope = ACTIVATION(gate)
             first = m0 * 0 + j * TILE_F + k
             c = first + PER_WORD * tl.arange(0, WORDS)[:, None]
             where = first * M + m0 + inner_t
             for half in tl.static_range(2):
                 d = finite.only(tiles.narrow(dh * up * slope if half == 0 else dh * value, dtype)).to(tl.float32)
                 factor = column_factor(
-                    d, c + half * F, i * TILE_M, M, column_amax_ptr, column_scale_ptr, MODE, MAXIMUM, MARGIN, MX_UP
+                    d, c + half * F, i * TILE_M, M, column_amax_ptr, column_scale_ptr, MODE, FORMAT, MARGIN, MX_UP
                 )
                 v = d * factor[None, :, :, None]
-                v = tiles.saturate(v, seed + 1 + half, where, MAXIMUM, STOCHASTIC, tiles.INTERPRETED)
+                v = tiles.saturate(v, seed + 1 + half, where, FORMAT, STOCHASTIC, tiles.INTERPRETED)
                 q = tiles.cast(v, columns_ptr.dtype.element_ty, tl.bfloat16)
                 tl.store(columns_ptr + half * tl.cast(F, tl.int64) * M + where, q)
             h = finite.only(tiles.narrow(value * up, dtype)).to(tl.float32)
-            factor = column_factor(h, c, i * TILE_M, M, h_amax_ptr, h_scale_ptr, MODE, H_MAXIMUM, H_MARGIN, H_MX_UP)
+            factor = column_factor(h, c, i * TILE_M, M, h_amax_ptr, h_scale_ptr, MODE, H_FORMAT, H_MARGIN, H_MX_UP)
             v = h * factor[None, :, :, None]
-            v = tiles.saturate(v, seed + 3, where, H_MAXIMUM, H_STOCHASTIC, tiles.INTERPRETED)
+            v = tiles.saturate(v, seed + 3, where, H_FORMAT, H_STOCHASTIC, tiles.INTERPRETED)
             tl.store(h_ptr + where, tiles.cast(v, h_ptr.dtype.element_ty, tl.bfloat16))

@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.launch import Plan, Plans, kind
+from octavo.kernels.launch import LaunchCache, Launches, kind
+from octavo.kernels.tuning import tuning_for
 
-_TILE_N, _TILE_PAIRS, _WARPS = 128, 32, 4
-_PLANS = Plans()
+_LAUNCHES = LaunchCache()
 
 
 @triton.jit
@@ -51,16 +51,19 @@ def can_transpose(data: Tensor) -> bool:
 
 def transpose(data: Tensor) -> Tensor:
     """`data[N, K]` of one byte an element as `[K, N]`."""
-    key = (data.shape, kind(data))
-    plan = _PLANS.get(key)
-    if plan is None:
-        n, pairs = data.shape[0], data.shape[1] // 2
-        plan = Plan(given=1)
-        out = plan.make((2 * pairs, n // 2), torch.int16)
-        even = n % _TILE_N == 0 and pairs % _TILE_PAIRS == 0
-        constants = {"EVEN": even, "TILE_N": _TILE_N, "TILE_PAIRS": _TILE_PAIRS, "num_warps": _WARPS}
-        grid = (-(-n // _TILE_N) * -(-pairs // _TILE_PAIRS),)
-        plan.launch(transpose_kernel, grid, (0, out), (n, pairs), constants)
-        plan.results = (out,)
-        _PLANS[key] = plan
-    return plan.run(data.view(torch.int16))[0].view(data.dtype)
+    key = kind(data)
+    launches = _LAUNCHES.get(key) or _LAUNCHES.add(key, _build(data))
+    return launches.run(data.view(torch.int16))[0].view(data.dtype)
+
+
+def _build(data: Tensor) -> Launches:
+    n, pairs = data.shape[0], data.shape[1] // 2
+    launches = Launches(given=1)
+    out = launches.make((2 * pairs, n // 2), torch.int16)
+    tile_n, tile_pairs, warps, *_ = tuning_for(data.device).quantize.transpose
+    even = n % tile_n == 0 and pairs % tile_pairs == 0
+    constants = {"EVEN": even, "TILE_N": tile_n, "TILE_PAIRS": tile_pairs, "num_warps": warps}
+    grid = (-(-n // tile_n) * -(-pairs // tile_pairs),)
+    launches.launch(transpose_kernel, grid, (0, out), (n, pairs), constants)
+    launches.results = (out,)
+    return launches

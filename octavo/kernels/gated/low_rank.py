@@ -18,20 +18,17 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels import tiles
-from octavo.kernels.adapter_tiles import in_dtype, padded, product
-from octavo.kernels.gated_tiles import activate, keep, kept
-from octavo.kernels.launch import Plan, Plans, kind
-from octavo.kernels.quantize_tensor import load_tile, offsets, store_tile
+from octavo.kernels.adapters.tiles import in_dtype, padded, product
+from octavo.kernels.gated.activations import ACTIVATIONS
+from octavo.kernels.gated.tiles import keep, kept
+from octavo.kernels.launch import LaunchCache, Launches, kind
+from octavo.kernels.quantize.tensor import load_tile, offsets, store_tile
 from octavo.kernels.tiles import multiprocessors, programs_in_strips
+from octavo.kernels.tuning import Tile, tuning_for
 from octavo.numerics.quantize import BLOCK, Quantized
 
 LARGEST_RANK = 128
-Tile = tuple[int, int, int, int | None]
-# Tokens of a tile, warps, programs per multiprocessor, registers. Backward has eight elements for each thread, so that
-# no FP8 bytes change hands (see `dequantize.py`).
-_FORWARD: Tile = (16, 4, 6, 80)
-_BACKWARD: Tile = (16, 8, 4, 64)
-_PLANS = Plans()
+_LAUNCHES = LaunchCache()
 
 
 class Low(NamedTuple):
@@ -84,7 +81,7 @@ def _forward_kernel(
     up_scaling,
     GATE_RANK: tl.constexpr,
     UP_RANK: tl.constexpr,
-    SILU: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     KEEP: tl.constexpr,
     EVEN: tl.constexpr,
     TILE_M: tl.constexpr,
@@ -112,7 +109,7 @@ def _forward_kernel(
             )
         if UP_RANK > 0:
             up = _added(up, up_left_ptr, up_stride, up_right, up_scaling, m0, M, UP_RANK, UP_PADDED, EVEN, TILE_M)
-        value, _ = activate(gate.to(tl.float32), SILU)
+        value, _ = ACTIVATION(gate.to(tl.float32))
         h = tiles.narrow(value * up.to(tl.float32), gate.dtype)
         store_tile(h_ptr, h, i, j, inner_h, M, F, F, EVEN, TILE_M, TILE_F)
         if KEEP:
@@ -136,7 +133,7 @@ def _backward_kernel(
     stride,
     scaling,
     RANK: tl.constexpr,
-    SILU: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     FOLD: tl.constexpr,
     H: tl.constexpr,
     EVEN: tl.constexpr,
@@ -162,7 +159,7 @@ def _backward_kernel(
         dh = narrow.to(tl.float32)
         gate = kept(kept_ptr, scale_ptr, i, j, inner, M, F, 0, EVEN, TILE_M, TILE_F)
         up = kept(kept_ptr, scale_ptr, i, j, inner, M, F, 1, EVEN, TILE_M, TILE_F)
-        value, slope = activate(gate, SILU)
+        value, slope = ACTIVATION(gate)
         dgate, dup = dh * up * slope, dh * value
         if FOLD:
             dgate, dup = dgate * gate_factor, dup * up_factor
@@ -190,18 +187,23 @@ def gated(gate_up: Tensor, gate: Low | None, up: Low | None, activation: str, in
     keep = into is not None
     given += into if into is not None else (gate_up, gate_up)
     key = ("forward", activation, keep, ranks, scalings, kind(gate_up, *given))
-    plan = _PLANS.get(key)
-    if plan is None:
-        m, f = gate_up.shape[0], gate_up.shape[1] // 2
-        plan = Plan(given=7)
-        h = plan.make((m, f), gate_up.dtype)
-        grid, constants = _arrange(gate_up, m, f, _FORWARD, activation)
-        constants |= {"GATE_RANK": ranks[0], "UP_RANK": ranks[1], "KEEP": keep}
-        numbers = (m, f, *strides, *scalings)
-        plan.launch(_forward_kernel, grid, (0, 1, 2, 3, 4, h, 5, 6), numbers, constants)
-        plan.results = (h,)
-        _PLANS[key] = plan
-    return plan.run(gate_up, *given)[0]
+    launches = _LAUNCHES.get(key) or _LAUNCHES.add(
+        key, _build_forward(gate_up, ranks, (*strides, *scalings), activation, keep)
+    )
+    return launches.run(gate_up, *given)[0]
+
+
+def _build_forward(
+    gate_up: Tensor, ranks: tuple[int, ...], numbers: tuple[float, ...], activation: str, keep: bool
+) -> Launches:
+    m, f = gate_up.shape[0], gate_up.shape[1] // 2
+    launches = Launches(given=7)
+    h = launches.make((m, f), gate_up.dtype)
+    grid, constants = _arrange(gate_up, m, f, tuning_for(gate_up.device).gated.low_rank, activation)
+    constants |= {"GATE_RANK": ranks[0], "UP_RANK": ranks[1], "KEEP": keep}
+    launches.launch(_forward_kernel, grid, (0, 1, 2, 3, 4, h, 5, 6), (m, f, *numbers), constants)
+    launches.results = (h,)
+    return launches
 
 
 def gated_backward(
@@ -215,18 +217,23 @@ def gated_backward(
     given.append(dh if factor is None else factor.contiguous())
     fold = factor is not None
     key = ("backward", activation, h, fold, ranks, scalings, kind(dh, *kept, *given))
-    plan = _PLANS.get(key)
-    if plan is None:
-        m, f = dh.shape
-        plan = Plan(given=6)
-        gradient = plan.make((m, 2 * f), dh.dtype)
-        grid, constants = _arrange(dh, m, f, _BACKWARD, activation)
-        constants |= {"RANK": ranks[0], "FOLD": fold, "H": h}
-        numbers = (m, f, *strides, *scalings)
-        plan.launch(_backward_kernel, grid, (0, 1, 2, 3, 4, 5, gradient), numbers, constants)
-        plan.results = (gradient,)
-        _PLANS[key] = plan
-    return plan.run(dh, *kept, *given)[0]
+    launches = _LAUNCHES.get(key) or _LAUNCHES.add(
+        key, _build_backward(dh, ranks[0], (*strides, *scalings), activation, fold, h)
+    )
+    return launches.run(dh, *kept, *given)[0]
+
+
+def _build_backward(
+    dh: Tensor, rank: int, numbers: tuple[float, ...], activation: str, fold: bool, h: bool
+) -> Launches:
+    m, f = dh.shape
+    launches = Launches(given=6)
+    gradient = launches.make((m, 2 * f), dh.dtype)
+    grid, constants = _arrange(dh, m, f, tuning_for(dh.device).gated.low_rank_backward, activation)
+    constants |= {"RANK": rank, "FOLD": fold, "H": h}
+    launches.launch(_backward_kernel, grid, (0, 1, 2, 3, 4, 5, gradient), (m, f, *numbers), constants)
+    launches.results = (gradient,)
+    return launches
 
 
 def _operands(like: Tensor, *added: Low | None) -> tuple[list[Tensor], tuple[int, ...], list[int], tuple[float, ...]]:
@@ -240,9 +247,9 @@ def _operands(like: Tensor, *added: Low | None) -> tuple[list[Tensor], tuple[int
 
 
 def _arrange(x: Tensor, m: int, f: int, tile: Tile, activation: str) -> tuple[tuple[int], Any]:
-    tile_m, warps, programs, registers = tile
-    across = f // BLOCK
-    programs = programs_in_strips(across, -(-m // tile_m) * across, programs * multiprocessors(x.device))
-    constants = {"SILU": activation == "silu", "EVEN": m % tile_m == 0, "TILE_M": tile_m, "TILE_F": BLOCK}
-    constants |= {"num_warps": warps} | ({} if registers is None else {"maxnreg": registers})
+    across, down = f // tile.columns, -(-m // tile.rows)
+    programs = programs_in_strips(across, down * across, tile.programs * multiprocessors(x.device))
+    constants = {"EVEN": m % tile.rows == 0, "TILE_M": tile.rows, "TILE_F": tile.columns, "num_warps": tile.warps}
+    constants |= {"ACTIVATION": ACTIVATIONS[activation]}
+    constants |= {} if tile.registers is None else {"maxnreg": tile.registers}
     return (programs,), constants

@@ -66,7 +66,7 @@ def columns_kernel(
     stride_r,
     seed,
     MODE: tl.constexpr,
-    MAXIMUM: tl.constexpr,
+    FORMAT: tl.constexpr,
     MARGIN: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     MX_UP: tl.constexpr,
@@ -103,10 +103,10 @@ def columns_kernel(
             x = column(words, k, dtype, True) if WORD == 32 else finite.only(column(words, k, dtype))
             first = batch * C + j * TILE_C + k
             c = first + PER_WORD * tl.arange(0, WORDS)[:, None]
-            factor = column_factor(x, c, row, R, amax_ptr, scale_ptr, MODE, MAXIMUM, MARGIN, MX_UP)
+            factor = column_factor(x, c, row, R, amax_ptr, scale_ptr, MODE, FORMAT, MARGIN, MX_UP)
             where = first * R + row + inner_t
             v = x * factor[None, :, :, None]
-            v = tiles.saturate(v, seed + 1, where, MAXIMUM, STOCHASTIC, tiles.INTERPRETED)
+            v = tiles.saturate(v, seed + 1, where, FORMAT, STOCHASTIC, tiles.INTERPRETED)
             tl.store(out_ptr + where, tiles.cast(v, out_ptr.dtype.element_ty, tl.bfloat16))
     if MODE != CHANNEL:
         tiles.follow(OVERLAPS)  # what was before may still be at work: when this is done, that is to be, too
@@ -114,28 +114,30 @@ def columns_kernel(
 
 @triton.jit
 def column_factor(
-    x, c, row, R, amax_ptr, scale_ptr, MODE: tl.constexpr, MAXIMUM: tl.constexpr, MARGIN: tl.constexpr,
+    x, c, row, R, amax_ptr, scale_ptr, MODE: tl.constexpr, FORMAT: tl.constexpr, MARGIN: tl.constexpr,
     MX_UP: tl.constexpr,
 ):  # fmt: skip
-    """What to multiply columns c of a tile by, which is finite; stores the scales, of which it is the inverse."""
+    """Inverse scales of columns c of a tile without infinities; stores the scales."""
     if MODE == CHANNEL:
-        scale = tiles.scale_from_amax(tl.load(amax_ptr + c), MAXIMUM, MARGIN)
+        scale = tiles.scale_from_amax(tl.load(amax_ptr + c), FORMAT, MARGIN)
         tl.store(scale_ptr + c, scale, mask=(c >= 0) & (row == 0))
         factor = tiles.reciprocal(scale)
     elif MODE == MX:
-        tl.static_assert(x.shape[0] * x.shape[3] == 32, "a group of lanes has a block of rows")
-        exponent = tiles.mx_exponent(_amax(x), MAXIMUM, MARGIN, MX_UP)
-        group = row // 32 + tl.arange(0, x.shape[2])[None, :]
-        tl.store(scale_ptr + c * (R // 32) + group, exponent.to(tl.uint8))
+        GROUP: tl.constexpr = tiles.group(MODE)
+        tl.static_assert(x.shape[0] * x.shape[3] == GROUP, "a group of lanes has a block of rows")
+        exponent = tiles.mx_exponent(_amax(x), FORMAT, MARGIN, MX_UP)
+        group = row // GROUP + tl.arange(0, x.shape[2])[None, :]
+        tl.store(scale_ptr + c * (R // GROUP) + group, exponent.to(tl.uint8))
         factor = tiles.mx_factor(254 - exponent)
     else:
-        scale = tiles.scale_from_amax(tl.max(_amax(x), axis=1, keep_dims=True), MAXIMUM, MARGIN)
-        tl.store(scale_ptr + c * (R // 128) + row // 128, scale)
+        scale = tiles.scale_from_amax(tl.max(_amax(x), axis=1, keep_dims=True), FORMAT, MARGIN)
+        BLOCK: tl.constexpr = tiles.group(MODE)
+        tl.store(scale_ptr + c * (R // BLOCK) + row // BLOCK, scale)
         factor = tiles.reciprocal(scale)
     return factor
 
 
 @triton.jit
 def _amax(x):
-    """Of the rows of every group of lanes."""
+    """Amax over the rows of every group of lanes."""
     return tl.max(tl.max(finite.magnitude(x, True), axis=3), axis=0)
