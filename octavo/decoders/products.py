@@ -1,8 +1,8 @@
 """The products of fused decoders: linears with one input as one product, and a gated MLP as one function.
 
-Weights are trained (`FP8Linear`), or frozen in FP8 with or without PEFT's adapters around them. A function returns None
-where the modules have to be called one by one: they are watched from outside (`hooks.py`), they are not all of one
-kind, or their weights are on the meta device, and only the module itself knows what to do about that.
+Weights are trained (`FP8Linear`), or frozen in FP8 with or without PEFT's adapters around them; `ops.weight.Weight`
+knows the difference. A function returns None where the modules have to be called one by one: they are watched from
+outside (`hooks.py`), they are not all of one kind, or their scales are not those of one weight.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from octavo.decoders.match import activation_of, base_of
 from octavo.nn import mlp_function
 from octavo.nn.frozen import FP8FrozenLinear
 from octavo.nn.groups import why_no_group
-from octavo.nn.linear import FP8Linear
+from octavo.nn.linear import FP8Linear, LinearInFP8
 from octavo.nn.linear_function import linear
 from octavo.numerics.norm import Norm
 from octavo.ops.adapters import Adapter, Adapters
@@ -28,62 +28,22 @@ def linear_group(members: Sequence[Any], x: Tensor, norm: Norm | None = None) ->
 
     `norm`: x has yet to go through it.
     """
-    if x.numel() == 0:
-        return None
-    if all(type(member) is FP8Linear for member in members):
-        return _trained_group(members, x, norm)
     bases = [base_of(member) for member in members]
-    if not all(isinstance(base, FP8FrozenLinear) for base in bases) or why_no_group(bases):
+    if x.numel() == 0 or not _are_one_product(bases):
         return None
     adapters = _adapters_of(members)
-    return None if adapters is None else frozen_product(x, bases, adapters, norm=norm)
+    return None if adapters is None else product(x, bases, adapters, norm=norm)
 
 
-def gated_mlp(mlp: Any, x: Tensor, norm: Norm | None = None, *, residual: bool = False) -> Tensor | None:
-    """The output of a gated MLP.
-
-    `norm`: x has yet to go through it. `residual`: x, as it is before that, is added to the output.
-    """
-    activation = activation_of(mlp)
-    if x.numel() == 0 or activation is None or is_hooked(mlp.act_fn):
-        return None
-    members = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-    if all(type(member) is FP8Linear for member in members):
-        y = _trained_mlp(*members, x, activation, norm)
-        return x + y if residual and y is not None else y
-    return _frozen_mlp(*members, x, activation, norm, residual)
-
-
-def _trained_group(members: Sequence[Any], x: Tensor, norm: Norm | None) -> Tensor | None:
-    if not _share_scales(members):
-        return None
-    biases = [member.bias for member in members]
-    bias = None if biases[0] is None else torch.cat(biases)
-    first, *others = members
-    return linear(x, first.as_weight(*others), first.spec(x), first.states, bias=bias, norm=norm)
-
-
-def _trained_mlp(gate: Any, up: Any, down: Any, x: Tensor, activation: str, norm: Norm | None) -> Tensor | None:
-    if is_hooked(down) or not _share_scales((gate, up)):
-        return None
-    spec = MLPSpec(gate.spec(x), activation, saves_fp8=gate.config.activations == "fp8")
-    return mlp_function.gated_mlp(x, gate.as_weight(up), down.as_weight(), spec, gate.states, down.states, norm=norm)
-
-
-def _share_scales(members: Sequence[Any]) -> bool:
-    """Whether trained linears can be one product: with one scaling state, and none to be called by itself."""
-    return not is_hooked(*members) and all(member.row_x is members[0].row_x for member in members)
-
-
-def frozen_product(
+def product(
     x: Tensor,
-    bases: Sequence[FP8FrozenLinear],
+    bases: Sequence[LinearInFP8],
     adapters: Adapters,
     *,
     norm: Norm | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """The outputs of frozen linears side by side, with adapters. `residual`: is added to them."""
+    """The outputs of linears side by side, with adapters. `residual`: is added to them."""
     one, *others = bases
     bias = one.bias if not others or one.bias is None else torch.cat([base.bias for base in bases])
     return linear(
@@ -92,19 +52,45 @@ def frozen_product(
     )  # fmt: skip
 
 
-def _frozen_mlp(
-    gate: Any, up: Any, down: Any, x: Tensor, activation: str, norm: Norm | None, residual: bool
-) -> Tensor | None:
-    if why_no_frozen_mlp(gate, up, down):
+def gated_mlp(mlp: Any, x: Tensor, norm: Norm | None = None, *, residual: bool = False) -> Tensor | None:
+    """The output of a gated MLP.
+
+    `norm`: x has yet to go through it. `residual`: x, as it is before that, is added to the output.
+    """
+    activation = activation_of(mlp)
+    members = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+    gate, up, down = (base_of(member) for member in members)
+    if x.numel() == 0 or activation is None or is_hooked(mlp.act_fn) or not _is_one_function(gate, up, down):
         return None
-    adapters, adapters_down = _adapters_of((gate, up)), _adapters_of((down,))
+    adapters, adapters_down = _adapters_of(members[:2]), _adapters_of(members[2:])
     if adapters is None or adapters_down is None:
         return None
-    gate, up, down = (base_of(member) for member in (gate, up, down))
-    return mlp_function.gated_mlp(
-        x, gate.as_weight(up), down.as_weight(), MLPSpec(gate.spec(x), activation), gate.states, down.states,
-        adapters=adapters, adapters_down=adapters_down, norm=norm, residual=residual,
+    trained = gate.is_trained
+    spec = MLPSpec(gate.spec(x), activation, saves_fp8=trained and gate.config.activations == "fp8")
+    y = mlp_function.gated_mlp(
+        x, gate.as_weight(up), down.as_weight(), spec, gate.states, down.states, norm=norm, adapters=adapters,
+        adapters_down=adapters_down, residual=residual and not trained,
     )  # fmt: skip
+    return x + y if residual and trained else y
+
+
+def _are_one_product(bases: Sequence[Any]) -> bool:
+    """Whether linears can be one product: trained ones with one scaling state, or frozen ones whose scales fit."""
+    if all(type(base) is FP8Linear for base in bases):
+        return all(base.row_x is bases[0].row_x for base in bases)
+    return _are_frozen(bases) and not why_no_group(bases)
+
+
+def _is_one_function(gate: Any, up: Any, down: Any) -> bool:
+    """Whether the linears of a gated MLP can be one function."""
+    if all(type(base) is FP8Linear for base in (gate, up, down)):
+        return _are_one_product((gate, up))
+    return _are_frozen((gate, up, down)) and not why_no_frozen_mlp(gate, up, down)
+
+
+def _are_frozen(bases: Sequence[Any]) -> bool:
+    """Whether linears are frozen in FP8, and have values: on the meta device, only the module knows what to do."""
+    return all(isinstance(base, FP8FrozenLinear) and not base.weight.is_meta for base in bases)
 
 
 def why_no_frozen_mlp(gate: Any, up: Any, down: Any) -> str:
@@ -134,7 +120,7 @@ def _adapters_of(members: Sequence[Any]) -> Adapters | None:
     for member in members:
         base = base_of(member)
         end = start + base.out_features
-        if is_hooked(member, base) or base.weight.is_meta:
+        if is_hooked(member, base):
             return None
         if member is not base:
             names = member.fusible()

@@ -63,7 +63,6 @@ class FP8FrozenLinear(LinearInFP8):
     granularity: str
     is_planned: bool = False  # `in_fp8` was chosen by the cost model rather than by the user
     high_dtype: torch.dtype  # dtype of the weight before it was quantised, and so of PEFT's adapters beside it
-    input_is_kept: bool = False  # the module before saves it for its own backward: adapters then save it as it is, too
 
     def __init__(
         self,

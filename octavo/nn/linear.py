@@ -42,6 +42,7 @@ class LinearInFP8(nn.Linear):
     row_x: Tensor  # scaling state of the input
     row_g: Tensor  # scaling state of the gradient
     in_fp8: bool = True  # compute products in FP8; else a frozen weight is dequantised for each of them
+    input_is_kept: bool = False  # the module before saves it for its own backward: adapters then save it as it is, too
 
     @property
     def scaling_manager(self) -> FP8ScalingManager:
@@ -56,6 +57,10 @@ class LinearInFP8(nn.Linear):
     def states(self) -> tuple[Tensor, Tensor]:
         """Scaling state of input and gradient."""
         return self.row_x, self.row_g
+
+    def as_weight(self, *others: Any) -> Weight:
+        """Return the weight as products take it, with those of others side by side."""
+        raise NotImplementedError
 
     def spec(self, input: Tensor) -> LinearSpec:
         """Return how to multiply this input."""
