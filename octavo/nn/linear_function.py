@@ -181,7 +181,8 @@ def _sort(
 ) -> tuple[Sequence[Tensor], Adapters, Sequence[Tensor]]:
     """Return the trained tensors, the adapters, and the stored weights with their scales."""
     trained, downs, ups = _split(tensors, *counts[:2])
-    return trained, Adapters(places, tuple(downs), tuple(ups)), tensors[counts[0] + 2 * counts[1] :]
+    adapters = Adapters(places, tuple(downs), tuple(ups)) if places else NO_ADAPTERS
+    return trained, adapters, tensors[counts[0] + 2 * counts[1] :]
 
 
 def _split(values: Sequence[Any], trained: int, low: int) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:

@@ -108,7 +108,7 @@ class _GatedMLP(torch.autograd.Function):
         h = x
         x, inverse = normed(h, norm_weight, norm_eps)
         x = x if spec.x else as_dtype(x, spec.out_dtype)
-        call = MLPCall.encode(mlp, not trained, "" if save_x == AS_IS else save_x, saves_gate_up, *adapters)
+        call = MLPCall.encode(mlp, sizes[0] == 0, "" if save_x == AS_IS else save_x, saves_gate_up, *adapters)
         y, *saved, w_scale, w_down_scale = ops.gated_mlp(
             x, state_x, state_h, *weights[0], state_w, *weights[1], state_w_down, h if residual else None,
             *_lists(adapters), call, spec.out_dtype,

@@ -52,7 +52,7 @@ class Adapters:
 
     @classmethod
     def decode(cls, text: str, downs: Sequence[Tensor], ups: Sequence[Tensor]) -> "Adapters":
-        return cls(_places(text), tuple(downs), tuple(ups))
+        return cls(_places(text), tuple(downs), tuple(ups)) if downs else NO_ADAPTERS
 
     @property
     def ranks(self) -> list[int]:

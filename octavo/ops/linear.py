@@ -168,7 +168,7 @@ def linear_backward(
     spec, save_x, (places,) = Call.decode(call)
     adapters, weight = Adapters.decode(places, downs, ups), Weight(weights, scales, state_w)
     needs_x, needs_w, needs_a, needs_b = needs
-    dx, dw, da, db = empty(g, 4)
+    dx = dw = da = db = None
     if downs:
         gradients = AdapterGradients(adapters, g, needs_a=needs_a, needs_b=needs_b)
         u = gradients.grad_projected(g, t)
@@ -191,7 +191,7 @@ def linear_backward(
         # dw_NK = g_MNᵀ · x_MK
         x_km = input_columns(Quantized(x, x_scale), state_g, spec, save_x)
         dw = multiply(g_q[-1], x_km, None, weight.gradient_dtype(g), **how)
-    return dx, dw, da, db
+    return or_empty(dx, g), or_empty(dw, g), or_empty(da, g), or_empty(db, g)
 
 
 def quantize_input(
@@ -246,6 +246,11 @@ def first_rows(y: Tensor, rows: int) -> Tensor:
 def empty(like: Tensor, count: int) -> list[Tensor]:
     """Return separate empty tensors: an operator returns tensors, and never one twice."""
     return [like.new_empty(0) for _ in range(count)]
+
+
+def or_empty(x: Tensor | None, like: Tensor) -> Tensor:
+    """Return x, or an empty tensor in its place."""
+    return like.new_empty(0) if x is None else x
 
 
 def separate_scale(q: Quantized, other: Quantized) -> Tensor:

@@ -45,6 +45,7 @@ from octavo.ops.linear import (
     fake_used_scale,
     first_rows,
     input_columns,
+    or_empty,
     padded,
     quantize_gradient,
     quantize_input,
@@ -311,7 +312,7 @@ def _whole_backward(
     needs_x, needs_w, needs_w_down = needs[:3]
     assert spec.x is not None and spec.g is not None
     fast: dict[str, Any] = {"batch": [], "fast": spec.fast_backward, "emulate": spec.emulate}
-    dx, dw, ddown = empty(g, 3)
+    dx = dw = ddown = None
     g_q = quantize_gradient(padded(g, spec), last.state, spec, "both" if needs_w_down else "rows")
     # dh_MF = g_MK · w_down_KF
     in_fp8 = gate_up_scale.numel() > 0
@@ -336,7 +337,7 @@ def _whole_backward(
         # dw_2FK = dgu_M2Fᵀ · x_MK
         x_km = input_columns(Quantized(x, x_scale), last.state, spec, how.save_x)
         dw = multiply(d_columns, x_km, None, weight.gradient_dtype(g), **fast)
-    return dx, dw, ddown, *empty(g, 4)
+    return or_empty(dx, g), or_empty(dw, g), or_empty(ddown, g), *empty(g, 4)
 
 
 def _in_parts_backward(
