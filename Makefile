@@ -1,10 +1,11 @@
-# Two commands, `make train` and `make test`; `make test-hf` has the tests of Hugging Face's libraries. Each installs what
-# it still needs.
+# Two commands, `make train` and `make test`. `make test-all` runs the slow tests, too; `make test-hf` has the tests of
+# Hugging Face's libraries. Each installs what it still needs.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 ARGS ?=
+SELECTED := -m "not slow"
 # Threads that wait for one another by spinning starve when anything else runs: 12 s a step instead of 2.6 was seen.
 export OMP_WAIT_POLICY = PASSIVE
 
@@ -14,12 +15,15 @@ NEWEST := transformers==5.22.2
 NEWEST_TORCH := torch==2.15.0
 CORE_TESTS := tests/numerics tests/nn tests/optim tests/training tests/test_convert.py tests/test_ops.py tests/models/test_bdh.py
 
-.PHONY: train test test-hf test-newest-torch lint types pytest clean
+.PHONY: train test test-all test-hf test-newest-torch lint types pytest clean
 
 train: $(VENV)/.core
 	$(BIN)/octavo train $(ARGS)
 
 test: lint types pytest
+
+test-all: SELECTED :=
+test-all: test
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -30,7 +34,7 @@ types: $(VENV)/.dev
 
 # A core that is done takes from the other, so that none waits at the end.
 pytest: $(VENV)/.dev
-	$(BIN)/pytest -n 2 --dist worksteal tests --ignore=tests/hf $(ARGS)
+	$(BIN)/pytest -n 2 --dist worksteal tests --ignore=tests/hf $(SELECTED) $(ARGS)
 
 # Everything that meets Hugging Face's libraries, with the oldest transformers; with the newest, all but the decoders'
 # numerics.

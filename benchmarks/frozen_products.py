@@ -18,7 +18,7 @@ import torch
 import triton
 
 import octavo
-from octavo.hf.build import build_causal_lm
+from octavo.tools.bench.random_model import build_causal_lm
 from octavo.tools.shapes import DECODERS
 from octavo.training.files import write_json
 

@@ -28,8 +28,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from octavo.hf.build import build_causal_lm
 from octavo.numerics.checks import check_choice
+from octavo.tools.bench.random_model import build_causal_lm
 from octavo.tools.bench.result import device_name, versions, without_folders
 from octavo.tools.shapes import LLAMAS
 from octavo.training.files import write_json

@@ -28,10 +28,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from octavo.hf.build import build_causal_lm
 from octavo.numerics.split import join
 from octavo.optim import build_optimizer, keep_masters
 from octavo.optim.split_masters import LOW
+from octavo.tools.bench.random_model import build_causal_lm
 from octavo.tools.shapes import LLAMAS
 
 LR, STEPS = 1e-5, 20

@@ -30,7 +30,8 @@ from hopper import compile_for_hopper
 from rich.console import Console
 from rich.table import Table
 
-from octavo.kernels import gated, gated_scaled, quantize
+from octavo.kernels import gated, quantize
+from octavo.kernels.gated import blocks
 from octavo.numerics import FP8TrainingConfig
 from octavo.numerics.scaling import new_rows
 from octavo.tools.bench.kernels import Work, works
@@ -84,9 +85,9 @@ class Compiler:
 
     @staticmethod
     def _count_as(multiprocessors: Any) -> None:
-        for module in (quantize, gated, gated_scaled):
+        for module in (quantize, gated, blocks):
             module.multiprocessors = multiprocessors
-            module._PLANS.clear()
+            module._LAUNCHES.clear()
 
     def compile(self, kernel: Any, args: tuple[Any, ...], grid: tuple[int, ...], constants: dict[str, Any]) -> None:
         compiled = compile_for_hopper(kernel, args, constants)
@@ -137,16 +138,16 @@ def launch(work: Work) -> None:
         scale = row[0] if columns and how.delayed else None
         quantize.quantize_group(inputs, row, how, record=not columns, layout=work.layout, scale=scale)
         return
-    backward, by_block = "backward" in work.operand, gated_scaled.can_quantize(inputs[-1], recipe.x)
+    backward, by_block = "backward" in work.operand, blocks.can_quantize(inputs[-1], recipe.x)
     if recipe.x.granularity == "channel":
         return  # h is quantised as any other matrix
     if backward and by_block:
-        gated_scaled.gated_quantize_backward(*inputs, row, recipe.g, recipe.x, "silu")
+        blocks.gated_quantize_backward(*inputs, row, recipe.g, recipe.x, "silu")
     elif backward:
         scale = torch.empty((), device="meta")
         gated.gated_quantize_backward(*inputs, scale, row, recipe.g, recipe.x, "silu")
     elif by_block:
-        gated_scaled.gated_quantize(inputs[0], row, recipe.x, "silu", record=True)
+        blocks.gated_quantize(inputs[0], row, recipe.x, "silu", record=True)
     else:
         gated.gated_quantize(inputs[0], row, recipe.x, "silu", record=True)
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 import octavo
 from octavo import FastLanguageModel
-from octavo.hf.loading import LINEARS
+from octavo.hf.fast import LINEARS
 from octavo.nn.frozen import GRANULARITIES, quantize_weight
 
 # How products are computed; not named: as is planned where a model is loaded.

@@ -38,6 +38,11 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
 
 
+def figures(row: dict[str, Any], formats: dict[str, str]) -> list[str]:
+    """Cells of the named figures, each in its format."""
+    return [format(row[name], how) for name, how in formats.items()]
+
+
 def provenance(result: dict[str, Any], command: str) -> str:
     """GPU, date, versions and command, as one line above a table."""
     gpu = result.get("device") or result["gpu"]
@@ -57,29 +62,27 @@ def kernels() -> str:
     cells: dict[tuple[str, str, str], dict[str, str]] = {}
     for row in result["rows"]:
         key = (row["recipe"], row["operand"], "{:,} × {:,}".format(*row["shape"]))
-        figures = f"{row['seconds'] * 1e6:.0f} ({row['moved_share_of_equal_copy']:.0%})"
-        cells.setdefault(key, {})[row["layout"]] = figures
-    rows = [[f"{key[0]} {key[1]}", key[2], *(found.get(layout, "–") for layout in layouts)] for key, found in cells.items()]
+        time = f"{row['seconds'] * 1e6:.0f} ({row['moved_share_of_equal_copy']:.0%})"
+        cells.setdefault(key, {})[row["layout"]] = time
+    rows = [
+        [f"{recipe} {operand}", shape, *(times.get(layout, "–") for layout in layouts)]
+        for (recipe, operand, shape), times in cells.items()
+    ]
     heading = provenance(result, "octavo bench --preset 8b --kernels")
     return heading + table(["recipe, operand", "elements", *(f"{layout}, µs" for layout in layouts)], rows)
 
 
 def frozen_products() -> str:
     (result,) = read("*-frozen-products.json")
-    rows = [
-        [f"{row['model']}, {row['granularity']}", f"{row['fp8_ms']:.1f}", f"{row['bf16_ms']:.1f}"]
-        + [f"{row['fp8_gib']:.2f}", f"{row['bf16_gib']:.2f}"]
-        for row in result["results"]
-    ]
+    formats = {"fp8_ms": ".1f", "bf16_ms": ".1f", "fp8_gib": ".2f", "bf16_gib": ".2f"}
+    rows = [[f"{row['model']}, {row['granularity']}", *figures(row, formats)] for row in result["results"]]
     headings = ["model, granularity", "FP8 products, ms", "BF16 products, ms", "FP8, GiB", "BF16, GiB"]
     return provenance(result, f"python benchmarks/{result['command']}") + table(headings, rows)
 
 
 def longest() -> str:
     (result,) = read("*-longest.json")
-    rows = [
-        [row["way"], f"{row['longest']:,}", f"{row['planned']:,}", f"{row['peak_gib']:.1f}"] for row in result["rows"]
-    ]
+    rows = [[row["way"], *figures(row, {"longest": ",", "planned": ",", "peak_gib": ".1f"})] for row in result["rows"]]
     command = " ".join(result["command"][: result["command"].index("--out")])
     heading = provenance(result, f"python benchmarks/{command}")
     return heading + table(["", "longest sequence that fits", "planned", "peak, GiB"], rows)
@@ -87,12 +90,11 @@ def longest() -> str:
 
 def load() -> str:
     (result,) = read("*-load.json")
-    gib = 2**30
-    rows = [
-        [row["way"], f"{row['loading']['seconds']:.1f}", f"{row['weights_bytes'] / gib:.2f}"]
-        + [f"{row['loading']['device_peak_allocated'] / gib:.2f}", f"{row['loading']['host_own'] / gib:.2f}"]
-        for row in result["rows"]
-    ]
+    rows = []
+    for row in result["rows"]:
+        loading = row["loading"]
+        sizes = (row["weights_bytes"], loading["device_peak_allocated"], loading["host_own"])
+        rows.append([row["way"], f"{loading['seconds']:.1f}", *(f"{size / 2**30:.2f}" for size in sizes)])
     headings = ["granularity", "seconds", "weights, GiB", "GPU peak, GiB", "host, GiB"]
     return provenance(result, "python benchmarks/load.py --preset 8b --ways block") + table(headings, rows)
 
@@ -102,11 +104,9 @@ def masters() -> str:
     ways: dict[str, dict[str, Any]] = {}
     for result in sorted(read("*-masters*.json"), key=lambda result: -len(result["ways"])):
         ways |= {row["way"]: row for row in result["ways"]}
-    rows = [
-        [name, f"{row['cosine with FP32 weights, autocast']:.3f}", f"{row['moved in the first step']:.0%}"]
-        + [f"{row['bytes a parameter']:.1f}", f"{row['peak GiB']:.1f}", f"{row['step ms']:.1f}"]
-        for name, row in ways.items()
-    ]
+    formats = {"cosine with FP32 weights, autocast": ".3f", "moved in the first step": ".0%"}
+    formats |= {"bytes a parameter": ".1f", "peak GiB": ".1f", "step ms": ".1f"}
+    rows = [[name, *figures(row, formats)] for name, row in ways.items()]
     headings = ["weights", "cosine", "changed in a step", "bytes a parameter", "peak, GiB", "optimiser step, ms"]
     return f"{result['title']}. `python benchmarks/master_weights.py --size 1b`\n\n" + table(headings, rows)
 

@@ -18,12 +18,12 @@ if TYPE_CHECKING:  # see the end
     from octavo.convert import ConversionReport as ConversionReport
     from octavo.convert import convert_to_fp8 as convert_to_fp8
     from octavo.convert import restore as restore
-    from octavo.fast import FastLanguageModel as FastLanguageModel
+    from octavo.decoders.graphs import use_cuda_graphs as use_cuda_graphs
     from octavo.hf.accelerate import setup_fp8_mixed_precision_training as setup_fp8_mixed_precision_training
     from octavo.hf.accelerate import watch_environment as watch_environment
     from octavo.hf.callback import OctavoCallback as OctavoCallback
     from octavo.hf.export import export_fp8 as export_fp8
-    from octavo.hf.graphs import use_cuda_graphs as use_cuda_graphs
+    from octavo.hf.fast import FastLanguageModel as FastLanguageModel
     from octavo.hf.quantizer import OctavoConfig as OctavoConfig
     from octavo.nn.autocast import FP8Autocast as FP8Autocast
     from octavo.nn.autocast import fp8_autocast as fp8_autocast
@@ -105,12 +105,12 @@ _WHERE = {
 }
 # Not in `__all__`: these need transformers, accelerate or peft.
 _LATER = {
-    "FastLanguageModel": "octavo.fast",
+    "FastLanguageModel": "octavo.hf.fast",
     "OctavoCallback": "octavo.hf.callback",
     "OctavoConfig": "octavo.hf.quantizer",
     "export_fp8": "octavo.hf.export",
     "setup_fp8_mixed_precision_training": "octavo.hf.accelerate",
-    "use_cuda_graphs": "octavo.hf.graphs",
+    "use_cuda_graphs": "octavo.decoders.graphs",
     "watch_environment": "octavo.hf.accelerate",
 }
 

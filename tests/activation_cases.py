@@ -10,8 +10,8 @@ from torch import Tensor
 class Reference(NamedTuple):
     """An activation by torch, in any precision.
 
-    `amplifies`: the relative error of its result over that of its input, |x · f'(x) / f(x)| where f is large: 1 for what
-    grows like x, 2 for what grows like x².
+    `amplifies`: the relative error of its result over that of its input, |x · f'(x) / f(x)| where f is large: 1 for a
+    function that grows like x, 2 for one that grows like x².
     """
 
     function: Callable[[Tensor], Tensor]

@@ -19,16 +19,31 @@ if threading.current_thread() is threading.main_thread() and signal.getsignal(si
 
 sys.path.insert(0, str(Path(__file__).parent))  # for bounds.py
 
+from matrix import mark_all_but_samples
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # for tests/kernels; read when anything first imports triton
 
 
-def pytest_collection_modifyitems(items):
-    """The longest tests first: a core that comes to them at the end works alone, while the other has nothing left.
+# Each a process or a training of its own, ten seconds or more.
+LONGEST = (
+    "test_gradient_",
+    "test_a_run_on_a_hugging_face_model",
+    "test_ctrl_c_leaves",
+    "test_python_runs",
+    "test_tiles_",
+)
 
-    (Naming their folder first on the command line does nothing: pytest takes it for part of the other one.)
+
+@pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` is applied
+def pytest_collection_modifyitems(items):
+    """Mark as slow what is not in a matrix's sample. The longest tests first.
+
+    A core that came to those at the end would work alone, while the other had nothing left. (Naming their folder first
+    on the command line does nothing: pytest takes it for part of the other one.)
     """
-    items.sort(key=lambda item: Path(item.path).name != "test_bdh_fp8.py")
+    mark_all_but_samples(items)
+    items.sort(key=lambda item: not item.name.startswith(LONGEST))
 
 
 @pytest.fixture(autouse=True)

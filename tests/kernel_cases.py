@@ -158,7 +158,7 @@ def with_low_rank(x: Tensor, product: tuple | None, *, turned: bool = True) -> T
 
 
 def adapter_gradients(g, t, ups, places, factor):
-    """u and all dB one after the other, in FP32: what `kernels.adapter_gradients` adds up."""
+    """u and all dB one after the other, in FP32: what `kernels.adapters.gradients` adds up."""
     g = g.float() if factor is None else g.float() / factor
     parts = [scaling * g[:, first : first + size] for first, size, scaling in places]
     u = torch.cat([part @ up.float() for part, up in zip(parts, ups, strict=True)], dim=1)

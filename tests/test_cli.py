@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import Command
 
 OCTAVO = Path(sys.executable).with_name("octavo")
 SMALL = [
@@ -201,9 +201,7 @@ def test_a_signal_saves_says_how_to_go_on_and_sets_the_exit_code(
     # More steps than any machine takes before the signal comes, however busy.
     steps = ("--steps", "1000000", "--schedule", "constant", "--save-interval", "1000000")
     arguments = ["train", "--data", str(text), "--out", "run", *SMALL, *steps]
-    process = subprocess.Popen(
-        [OCTAVO, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
-    )
+    process = Command(*arguments)
     while not Path("run/metrics.jsonl").exists() or Path("run/metrics.jsonl").read_bytes().count(b"\n") < 3:
         assert process.poll() is None
         time.sleep(0.01)
@@ -222,13 +220,10 @@ def test_a_signal_saves_says_how_to_go_on_and_sets_the_exit_code(
 def test_a_disk_that_takes_no_more_is_one_line_and_exit_code_1(invoke: Invoke, text: Path) -> None:
     """A limit on file sizes is a full disk that needs no root: the system refuses the write in the same way."""
     arguments = ["train", "--data", str(text), "--steps", "6", "--out", "run", *SMALL]
-
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # metrics fit, the checkpoint's 60 kB do not
-
-    result = subprocess.run([OCTAVO, *arguments], capture_output=True, text=True, preexec_fn=limit, env=ENVIRONMENT)
-    assert result.returncode == 1
-    assert_one_line(result.stderr, "cannot write run/checkpoint-000003", "File too large", "--resume")
+    process = Command(*arguments, largest_file=20_000)  # metrics fit, the checkpoint's 60 kB do not
+    _, error = process.communicate()
+    assert process.returncode == 1
+    assert_one_line(error, "cannot write run/checkpoint-000003", "File too large", "--resume")
     assert not list(Path("run").glob("checkpoint-*"))
     assert invoke("train", "--resume", "--out", "run")[0] == 0
     assert len(rows(Path("run"))) == 6
@@ -282,9 +277,7 @@ def test_overwrite_spares_a_folder_of_hugging_face(invoke: Invoke, text: Path) -
 def test_two_processes_in_one_folder(invoke: Invoke, text: Path) -> None:
     """The second is told so in one line; the first goes on undisturbed."""
     arguments = ["train", "--data", str(text), "--steps", "1000000", "--out", "run", *SMALL]
-    process = subprocess.Popen(
-        [OCTAVO, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
-    )
+    process = Command(*arguments)
     try:
         while not Path("run/metrics.jsonl").exists():
             assert process.poll() is None
@@ -294,7 +287,7 @@ def test_two_processes_in_one_folder(invoke: Invoke, text: Path) -> None:
             assert_one_line(error, "run is in use", "another process")
             assert code == 2
     finally:
-        process.terminate()
+        process.send_signal(signal.SIGTERM)
         process.communicate()
     done = [row["step"] for row in rows(Path("run"))]
     assert done == list(range(1, len(done) + 1))

@@ -67,9 +67,11 @@ def test_restore_undoes_it_exactly():
     model[0].register_forward_hook(lambda *_: fired.append(1))
     x = torch.randn(3, 24)
     expected = model[:3](x)
-    convert_to_fp8(model)
+    report = convert_to_fp8(model)
+    assert model.octavo_report is report and model.octavo_fused is report.fused
     assert not torch.equal(model[:3](x), expected)
     restore(model)
+    assert not hasattr(model, "octavo_report") and not hasattr(model, "octavo_fused")
     assert all(a is b for a, b in zip(model.modules(), modules, strict=True))
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
     assert type(model[0]) is nn.Linear and set(vars(model[0])) == attributes

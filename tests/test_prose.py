@@ -10,7 +10,27 @@ import octavo
 
 ROOT = Path(octavo.__file__).parent
 # Files and folders of the library that follow the rule so far; at the end this is `("",)`.
-DONE = ("cli", "numerics", "optim", "support.py", "tools", "training")
+DONE = (
+    *("cli", "convert.py", "decoders", "hf", "models", "numerics", "optim", "support.py", "tools", "training"),
+    *(
+        f"nn/{name}.py"
+        for name in (
+            "attention",
+            "autocast",
+            "autocast_functions",
+            "checkpointing",
+            "choice",
+            "einsum",
+            "functional",
+            "loss",
+            "model_report",
+            "names",
+            "product",
+            "report",
+            "undo",
+        )
+    ),
+)
 # Openings that continue the name of the function, and say nothing without it.
 DANGLING = re.compile(r"(Of|As|By|That of|What)\b")
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

@@ -26,7 +26,7 @@ def bench(
     layers: Annotated[int | None, option("Model", "--layers", "Layers, instead of the model's.")] = None,
     mode: Annotated[str, option("Model", "--mode", "full or lora (default: full).")] = "full",
     rank: Annotated[
-        int | None, option("Model", "--rank", "Of LoRA's adapters (default: 32); 0: the frozen base alone.")
+        int | None, option("Model", "--rank", "Rank of LoRA's adapters (default: 32); 0: the frozen base alone.")
     ] = None,
     targets: Annotated[
         str | None, option("Model", "--targets", "Linears with adapters: all, attention or mlp (default: all).")
@@ -67,7 +67,7 @@ def bench(
     rounds: Annotated[int, option("Run", "--rounds", "Turns of every contender (default: 3).")] = 3,
     steps: Annotated[int, option("Run", "--steps", "Timed steps a turn (default: 5).")] = 5,
     warmup: Annotated[int, option("Run", "--warmup", "Untimed steps before the first (default: 3).")] = 3,
-    seed: Annotated[int, option("Run", "--seed", "Of weights and tokens (default: 0).")] = 0,
+    seed: Annotated[int, option("Run", "--seed", "Seed of weights and tokens (default: 0).")] = 0,
     device: Annotated[str, option("Run", "--device", "auto, cpu or cuda (default: auto).")] = "auto",
     out: Annotated[
         Path | None,

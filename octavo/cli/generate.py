@@ -13,19 +13,17 @@ from octavo.training.errors import UserError
 
 def generate(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run of octavo train.")],
-    prompt: Annotated[
-        str | None, option("Text", "--prompt", "What the model goes on from (default: a new line).")
-    ] = None,
-    length: Annotated[int, option("Text", "--bytes", "Bytes to write (default: 200).")] = 200,
+    prompt: Annotated[str | None, option("Text", "--prompt", "Text to continue (default: a new line).")] = None,
+    length: Annotated[int, option("Text", "--bytes", "Bytes to generate (default: 200).")] = 200,
     temperature: Annotated[
-        float, option("Text", "--temperature", "0: always the likeliest byte (default: 0.8).")
+        float, option("Text", "--temperature", "Sampling temperature; 0: always the likeliest byte (default: 0.8).")
     ] = 0.8,
-    seed: Annotated[int, option("Text", "--seed", "Of the choice of bytes (default: 0).")] = 0,
+    seed: Annotated[int, option("Text", "--seed", "Seed of the sampling (default: 0).")] = 0,
     device: Annotated[str, option("Run", "--device", "auto, cpu or cuda (default: auto).")] = "auto",
 ) -> None:
-    """Write text with the model of a run: the trained one or, of a run on its way, its newest checkpoint's.
+    """Write text with the model of a run: the trained one, or the newest checkpoint of an unfinished run.
 
-    Its products are in BF16 on a GPU and in FP32 on a CPU, whatever it was trained in.
+    Products are in BF16 on a GPU and in FP32 on a CPU, whatever precision it was trained in.
     """
     from octavo.tools.generate import generate_text
     from octavo.training.display import printable

@@ -24,11 +24,11 @@ def plan(
         int | None, option("Training", "--seq", "Tokens a sequence (default: 2048, or the model's positions).")
     ] = None,
     layers: Annotated[int | None, option("Training", "--layers", "Layers, instead of the model's.")] = None,
-    rank: Annotated[int | None, option("Training", "--rank", "Of LoRA's adapters (default: 32).")] = None,
+    rank: Annotated[int | None, option("Training", "--rank", "Rank of LoRA's adapters (default: 32).")] = None,
     targets: Annotated[
         str | None, option("Training", "--targets", "Linears with adapters: all, attention or mlp (default: all).")
     ] = None,
-    head: Annotated[str, option("Training", "--head", "Of FP8 options: bf16 or fp8 (default: bf16).")] = "bf16",
+    head: Annotated[str, option("Training", "--head", "Head of FP8 options: bf16 or fp8 (default: bf16).")] = "bf16",
     compile: Annotated[
         bool, option("Training", "--compile/--no-compile", "Compile decoder layers (default: yes).")
     ] = True,
@@ -37,14 +37,14 @@ def plan(
         option("Training", "--offload", "To host memory: none, optimizer or master (default: each is compared)."),
     ] = None,
     gpu: Annotated[
-        str | None, option("GPU", "--gpu", f"What fits: GiB such as 24, or one of {', '.join(GPUS)}.")
+        str | None, option("GPU", "--gpu", f"GPU to fit: GiB such as 24, or one of {', '.join(GPUS)}.")
     ] = None,
-    all: Annotated[bool, option("Output", "--all", "Every option, with what takes its memory.")] = False,
-    json: Annotated[Path | None, option("Output", "--json", "Write all figures to this file, too.")] = None,
+    all: Annotated[bool, option("Output", "--all", "Show every option, with its memory by kind.")] = False,
+    json: Annotated[Path | None, option("Output", "--json", "Also write all figures to this file.")] = None,
 ) -> None:
-    """Say how much GPU memory a training step takes, before anything runs: no weights, no GPU, nothing to download.
+    """Print the GPU memory of a training step before anything runs: no weights, no GPU, nothing to download.
 
-    For BF16 and each FP8 option; with --gpu also the largest batch of each, and the code of the one to take.
+    For BF16 and each FP8 option; with --gpu also the largest batch of each, and the code of the advised one.
     """
     from octavo.tools.plan.request import Request
     from octavo.tools.plan.run import make_plan, run_plan

@@ -69,7 +69,7 @@ def train(
     beta1: Annotated[float | None, option("Training", "--beta1", "Memory of the gradient (default: 0.9).")] = None,
     beta2: Annotated[float | None, option("Training", "--beta2", "Memory of its square (default: 0.95).")] = None,
     seed: Annotated[
-        int | None, option("Training", "--seed", "Of weights, data order and rounding (default: 0).")
+        int | None, option("Training", "--seed", "Seed of weights, data order and rounding (default: 0).")
     ] = None,
     precision: Annotated[str | None, option("Precision", "--precision", "fp8, bf16 or fp32 (default: fp8).")] = None,
     dtype: Annotated[
@@ -131,7 +131,7 @@ def train(
         int | None, option("Run", "--sample-bytes", "Bytes to generate at the end (default: 120).")
     ] = None,
 ) -> None:
-    """Train a model of bytes in FP8 (emulated where there are no FP8 tensor cores), and report on it.
+    """Train a model of bytes in FP8 (emulated where there are no FP8 tensor cores), and write a report.
 
     Without options: BDH on the source of Python's standard library, a few minutes on any machine.
     """

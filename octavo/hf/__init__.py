@@ -1,1 +1,1 @@
-"""Everything that imports transformers, accelerate, peft or trl."""
+"""Octavo within Hugging Face's libraries: loading into FP8, adapters, export, the Trainer, Accelerate and TRL."""

@@ -48,10 +48,11 @@ from accelerate.utils import AORecipeKwargs, DistributedType, FP8RecipeKwargs, M
 from torch import Tensor, nn
 
 from octavo.convert import ConversionReport, convert_to_fp8, is_converted
+from octavo.decoders.classes import HEAD
+from octavo.decoders.fuse import insist_on_fp8
 from octavo.hf import accelerate_backends as backends
-from octavo.nn.frozen import insist_on_fp8
-from octavo.nn.frozen_report import report_of
 from octavo.nn.linear import LinearInFP8
+from octavo.nn.model_report import report_of
 from octavo.nn.undo import all_or_nothing
 from octavo.numerics import FP8TrainingConfig
 from octavo.numerics.checks import check_choice
@@ -64,7 +65,7 @@ _RECIPE_HANDLERS = (AORecipeKwargs, TERecipeKwargs, MSAMPRecipeKwargs, FP8Recipe
 
 
 class FP8MixedPrecision:
-    """What is on, until `.disable()` or the end of its `with` block. Accelerators built meanwhile stay as they are."""
+    """A switch that is on until `.disable()` or the end of its `with` block. Accelerators built meanwhile keep FP8."""
 
     def __init__(
         self, backend: str, config: FP8TrainingConfig | None, *, tokens: int | None = None, watches: bool = False
@@ -193,7 +194,7 @@ def _wrapped_init(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _handlers(mode: FP8MixedPrecision, given: Sequence[Any]) -> list[Any]:
-    """The handlers an Accelerator was given, and that of the back end. Settings that speak for another one raise."""
+    """The handlers that an Accelerator was given, and the back end's. Settings for another back end raise."""
     for handler in given:
         if isinstance(handler, _RECIPE_HANDLERS):
             raise ValueError(
@@ -208,12 +209,12 @@ def _handlers(mode: FP8MixedPrecision, given: Sequence[Any]) -> list[Any]:
 
 
 def _check_state(precision: str) -> None:
-    """Accelerate's precision is one for the whole process, and the first Accelerator decides on it."""
+    """Raise if the process has another precision: Accelerate has one, which the first Accelerator sets."""
     state = AcceleratorState._shared_state
-    found = state.get("_mixed_precision")
-    if found not in (None, precision) and state["distributed_type"] != DistributedType.DEEPSPEED:
+    fixed = state.get("_mixed_precision")
+    if fixed not in (None, precision) and state["distributed_type"] != DistributedType.DEEPSPEED:
         raise ValueError(
-            f"mixed_precision={found!r} was fixed by an earlier Accelerator of this process, and FP8 needs "
+            f"mixed_precision={fixed!r} was fixed by an earlier Accelerator of this process, and FP8 needs "
             f"{precision!r}: turn FP8 on before the first one, or call AcceleratorState._reset_state() in between"
         )
 
@@ -247,7 +248,7 @@ else:
 
 
 class _PreparesInFP8(_Before):
-    """What an `Accelerator` does otherwise when it trains in FP8."""
+    """The methods of an `Accelerator` that differ when it trains in FP8."""
 
     fp8_mode: FP8MixedPrecision
     fp8_reports: list[ConversionReport]
@@ -272,7 +273,7 @@ class _PreparesInFP8(_Before):
         super().backward(loss, **kwargs)
 
     def _bring_to_fp8(self, objects: Iterable[Any]) -> None:
-        """Before anything else: autocast replaces `forward`, wrappers hide the model, and both take it as it is now."""
+        """Convert models before anything else: autocast and wrappers take a model as it is when they meet it."""
         backends.check_backend_variable(self.fp8_mode.backend)
         models = [obj for obj in objects if isinstance(obj, nn.Module) and obj not in self._fp8_models]
         reports: list[ConversionReport] = []
@@ -292,7 +293,7 @@ class _PreparesInFP8(_Before):
 
 
 def _save_with_state(accelerator: Any, model: nn.Module, file: str) -> None:
-    """Scales are part of `save_state`. Not by `register_for_checkpointing`: that fails on states saved without FP8."""
+    """Save scales with `save_state`. Not by `register_for_checkpointing`: that fails on states saved without FP8."""
     managers = list(dict.fromkeys(module.scaling for module in model.modules() if isinstance(module, LinearInFP8)))
 
     def save(_models: Any, _weights: Any, folder: str) -> None:
@@ -322,17 +323,17 @@ def _converted(model: nn.Module, mode: FP8MixedPrecision) -> ConversionReport:
 
 
 def _is_in_fp8(model: nn.Module) -> bool:
-    """Converted, or loaded with its weights frozen in FP8."""
+    """Whether the model is converted, or loaded with its weights frozen in FP8."""
     return is_converted(model) or any(isinstance(module, LinearInFP8) for module in model.modules())
 
 
 def _multiplies_in_fp8(model: nn.Module) -> bool:
-    """Not if it was loaded with `fp8_products=False`."""
+    """Whether all products run in FP8: not in a model that was loaded with `fp8_products=False`."""
     return _is_in_fp8(model) and all(module.in_fp8 for module in model.modules() if isinstance(module, LinearInFP8))
 
 
 def _report_of(model: nn.Module) -> ConversionReport:
-    """What an earlier conversion did, as far as the model shows it."""
+    """The report of an earlier conversion, as far as the model shows it."""
     report = report_of(model, title=f"layers of {type(model).__name__}, converted before")
     if not report.in_fp8 and any(isinstance(module, LinearInFP8) for module in model.modules()):
         raise ValueError(
@@ -348,9 +349,9 @@ def _report_of(model: nn.Module) -> ConversionReport:
 
 
 def _check_head(model: nn.Module) -> None:
-    """TRL's trainers replace `forward` of the object, and multiply `lm_head.weight` themselves, not in FP8."""
+    """Raise if an FP8 head would not be used: TRL's trainers replace `forward`, and multiply the head themselves."""
     for module in model.modules():
-        head, _ = module.__dict__.get("_octavo_head", (None, None))
+        head, _ = module.__dict__.get(HEAD, (None, None))
         if head is not None and "forward" in module.__dict__ and not getattr(model, "_is_accelerate_prepared", False):
             raise ValueError(
                 f"fp8_head=True: the forward of this {type(module).__name__} was replaced by another (TRL's trainers "
@@ -359,7 +360,7 @@ def _check_head(model: nn.Module) -> None:
 
 
 def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`prepare` for an Accelerator that was built too early to know of FP8."""
+    """Wrap `prepare` of an Accelerator, to raise for one that was built too early to know of FP8."""
 
     @wraps(original)
     def method(self: Accelerator, *args: Any, **kwargs: Any) -> Any:

@@ -52,24 +52,24 @@ def check_installed(backend: str) -> None:
 
 
 def check_backend_variable(backend: str) -> None:
-    """The environment may name a back end of Accelerate's; it must not be another one than is in use."""
+    """Raise if the environment names another back end of Accelerate's than the one in use."""
     name = _PREFIX + "BACKEND"
-    found = os.environ.get(name, "NO").upper()
-    if found in ("NO", backend.upper()) and (backend != "octavo" or found == "NO"):
+    named = os.environ.get(name, "NO").upper()
+    if named in ("NO", backend.upper()) and (backend != "octavo" or named == "NO"):
         return
-    if found == "OCTAVO":
+    if named == "OCTAVO":
         raise ValueError(
             f"{name}={os.environ[name]!r}: Accelerate knows AO, TE and MSAMP only and fails on other names; "
             "unset it (in a YAML: leave `fp8_config` out). ACCELERATE_MIXED_PRECISION=fp8 is enough for Octavo"
         )
     raise ValueError(
         f"{name}={os.environ[name]!r} while FP8 is to run by backend={backend!r}: unset it (in a YAML: `fp8_config`), "
-        f"or call octavo.setup_fp8_mixed_precision_training(backend={found.lower()!r})"
+        f"or call octavo.setup_fp8_mixed_precision_training(backend={named.lower()!r})"
     )
 
 
 def check_yaml_names() -> None:
-    """The launcher turns any key of `fp8_config` into a variable, also those that nothing reads."""
+    """Raise for unknown keys of `fp8_config`: the launcher turns any key into a variable, also if nothing reads it."""
     for wrong, right in _MISNAMED.items():
         if _PREFIX + wrong in os.environ:
             raise ValueError(
@@ -79,12 +79,12 @@ def check_yaml_names() -> None:
 
 
 def check_launcher_recipe(config: FP8TrainingConfig) -> None:
-    """A recipe in the launcher's YAML is for Transformer Engine; one that Octavo would not follow is refused."""
+    """Raise for a recipe in the launcher's YAML, written for Transformer Engine, that Octavo would not follow."""
     for field, (variable, default) in _LAUNCHER_DEFAULTS.items():
-        found = os.environ.get(_PREFIX + variable, default)
-        if found != default and found.lower() != str(getattr(config, field)).lower():
+        value = os.environ.get(_PREFIX + variable, default)
+        if value != default and value.lower() != str(getattr(config, field)).lower():
             raise ValueError(
-                f"{_PREFIX}{variable}={found!r} while Octavo's config has {field}={getattr(config, field)!r}: "
+                f"{_PREFIX}{variable}={value!r} while Octavo's config has {field}={getattr(config, field)!r}: "
                 f"take it out of `fp8_config`, and pass config=FP8TrainingConfig({field}=...) to Octavo"
             )
 
@@ -95,7 +95,7 @@ def handler_for(backend: str, config: FP8TrainingConfig | None) -> Any:
 
 
 def transformer_engine_handler(config: FP8TrainingConfig | None) -> Any:
-    """Without a configuration, what the environment says, that is, the launcher's YAML."""
+    """The handler for Transformer Engine. Without a configuration it follows the environment: the launcher's YAML."""
     from accelerate.utils import TERecipeKwargs
 
     handler = TERecipeKwargs(**({} if config is None else transformer_engine_fields(config)))
@@ -139,7 +139,7 @@ def torchao_handler(config: FP8TrainingConfig | None, *, fsdp2: bool) -> Any:
 
 
 def torchao_config(config: FP8TrainingConfig | None, *, fsdp2: bool) -> Any:
-    """Per tensor (`current`) or per row (`channel`): torchao has no delayed scaling. Emulated without tensor cores."""
+    """torchao's configuration, per tensor (`current`) or per row (`channel`): it has no delayed scaling."""
     from dataclasses import replace
 
     from torchao.float8 import Float8LinearConfig
@@ -160,7 +160,7 @@ def torchao_config(config: FP8TrainingConfig | None, *, fsdp2: bool) -> Any:
 
 
 def _torchao_filter(config: FP8TrainingConfig | None) -> Callable[[nn.Module, str], bool] | None:
-    """Without a configuration Accelerate's own: not the first linear, not the last."""
+    """The filter of linears for torchao. Without a configuration Accelerate's own: not the first, not the last."""
     if config is None:
         return None
 
@@ -198,7 +198,7 @@ def _refuse(backend: str, field: str, config: FP8TrainingConfig, allowed: str) -
 
 
 def _refuse_others(backend: str, config: FP8TrainingConfig, fields: tuple[str, ...]) -> None:
-    """Fields that the back end has no words for have to be as they are by default."""
+    """Raise for fields that the back end has no words for, unless they are as by default."""
     defaults: Mapping[str, Any] = FP8TrainingConfig().to_dict()
     values = config.to_dict()
     for field in fields:

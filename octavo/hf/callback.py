@@ -4,7 +4,7 @@
     trainer = Trainer(model, args, ..., callbacks=[octavo.OctavoCallback()])
 
 It says at the start what runs in FP8, adds FP8 statistics and speed to the Trainer's own logs, proves around the first
-step that every trainable weight moves (`octavo/hf/moved.py`), says what took the memory where it runs out
+step that every trainable weight moves (`octavo/hf/update_check.py`), says what took the memory where it runs out
 (`octavo/hf/out_of_memory.py`), and keeps the scaling state with the checkpoints: delayed scales come from the last
 steps, so a run that resumes without them is another run.
 """
@@ -23,11 +23,11 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
-from octavo.hf import decoder
-from octavo.hf.moved import MovementCheck, SampledWeights
+from octavo.decoders.classes import is_fused
 from octavo.hf.out_of_memory import explain_in
-from octavo.hf.running import put_first, resumed_from, running_trainer
 from octavo.hf.speed import Speed
+from octavo.hf.trainer_on_stack import put_first, resumed_from, running_trainer
+from octavo.hf.update_check import SampledWeights, UpdateCheck
 from octavo.nn.linear import FP8Linear, LinearInFP8
 from octavo.numerics import FP8ScalingManager
 from octavo.optim import keep_masters, offload_master, step_in_backward
@@ -80,7 +80,7 @@ class OctavoCallback(TrainerCallback):
         self._released: InBackward | None = None
         self._stop_explaining: Callable[[], None] | None = None
         self._managers: list[FP8ScalingManager] = []
-        self._check: MovementCheck | None = None
+        self._check: UpdateCheck | None = None
         self._sample: SampledWeights | None = None
         self._speed = Speed()
         self._head_checked = False
@@ -91,7 +91,7 @@ class OctavoCallback(TrainerCallback):
     ) -> None:
         model = kwargs["model"]
         self._managers = [self.scaling] if self.scaling is not None else scaling_managers(model)
-        if not self._managers and not any(decoder.is_fused(module) for module in model.modules()):
+        if not self._managers and not any(is_fused(module) for module in model.modules()):
             raise ValueError(
                 f"{type(model).__name__} has no FP8 layer: call octavo.convert_to_fp8(model) before the Trainer is "
                 "built, load it with load_in_fp8, or leave OctavoCallback out"
@@ -109,7 +109,7 @@ class OctavoCallback(TrainerCallback):
             self._introduced = True
             _introduce(model, trainer, args, kwargs["optimizer"])
         self._take_back()
-        self._check = MovementCheck(model) if self.check_weights else None
+        self._check = UpdateCheck(model) if self.check_weights else None
         if self.release_gradients or self.offload is not None:
             self._released = self._release(args, model, kwargs["optimizer"])
             if self.offload is not None and state.global_step:
@@ -160,7 +160,7 @@ class OctavoCallback(TrainerCallback):
         self._speed.step_ended()
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Of logs of training only: an evaluation records no statistics, and the last log is a summary."""
+        """Add to logs of training only: an evaluation records no statistics, and the last log is a summary."""
         logs = kwargs["logs"]
         if "loss" not in logs:
             return
@@ -192,7 +192,7 @@ class OctavoCallback(TrainerCallback):
         self._explain_no_more()
 
     def _take_back(self) -> None:
-        """What was set up for a run, also for one that broke off: its hooks would apply gradients in the next one."""
+        """Undo the set-up of a run, also of one that broke off: its hooks would apply gradients in the next one."""
         if self._check is not None:
             self._check.close()
             self._check = None
@@ -214,7 +214,7 @@ class OctavoCallback(TrainerCallback):
         self._check = None
 
     def _require_head(self) -> None:
-        """An FP8 head that was asked for must have been used: some trainers multiply the head's weight themselves."""
+        """Raise if an FP8 head was asked for and not used: some trainers multiply the head's weight themselves."""
         for manager in self._managers:
             if _HEAD in manager.names and _HEAD not in manager.statistics(reset=False):
                 raise RuntimeError(
@@ -248,13 +248,13 @@ class OctavoCallback(TrainerCallback):
 
 
 def scaling_managers(model: nn.Module) -> list[FP8ScalingManager]:
-    """Those of a model's FP8 layers, each once: also inside of what PEFT or DDP wrap around them."""
-    found = {id(m.scaling): m.scaling for m in model.modules() if isinstance(m, LinearInFP8)}
-    return list(found.values())
+    """The scaling managers of a model's FP8 layers, each once, also inside what PEFT or DDP wrap around them."""
+    managers = {id(m.scaling): m.scaling for m in model.modules() if isinstance(m, LinearInFP8)}
+    return list(managers.values())
 
 
 def _require_no_other_fp8(trainer: Any) -> None:
-    """Accelerate's own FP8 puts other layers, with other Parameters, in the place of Octavo's."""
+    """Raise if Accelerate's own FP8 is on: it puts other layers, with other Parameters, in the place of Octavo's."""
     if trainer.accelerator.mixed_precision == "fp8":
         raise ValueError(
             "mixed_precision='fp8': Accelerate has converted the model once more, by itself, in place of Octavo's FP8 "
@@ -267,14 +267,14 @@ def _statistics(managers: list[FP8ScalingManager]) -> dict[str, float]:
     tensors = [tensor for manager in managers for tensor in manager.statistics().values()]
     if not tensors:
         return {}
-    found: dict[str, float] = {}
+    statistics: dict[str, float] = {}
     for name in ("underflow", "saturated", "rescaled"):
         values = [tensor[name] for tensor in tensors]
-        found |= {f"fp8/{name}_mean": fmean(values), f"fp8/{name}_max": max(values)}
+        statistics |= {f"fp8/{name}_mean": fmean(values), f"fp8/{name}_max": max(values)}
     scales = [tensor["scale"] for tensor in tensors if tensor["scale"] > 0]  # 0: nothing but zeros so far
     if scales:
-        found |= {"fp8/scale_min": min(scales), "fp8/scale_max": max(scales)}
-    return found
+        statistics |= {"fp8/scale_min": min(scales), "fp8/scale_max": max(scales)}
+    return statistics
 
 
 def _summary(model: nn.Module) -> str:
@@ -352,7 +352,7 @@ def _resumed(folder: str | None, args: TrainingArguments, state: TrainerState) -
 
 
 def _read_again(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Path) -> None:
-    """Masters and their states, in FP32: the Trainer has read them into BF16 weights before there were any."""
+    """Read masters and their states again, in FP32: the Trainer read them into BF16 weights before there were any."""
     missing = {
         f"{name}.weight" for name, m in model.named_modules() if isinstance(m, FP8Linear) and m.fp8_only is not None
     }
@@ -370,7 +370,7 @@ def _file_name(process: int) -> str:
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
-    """All of it or nothing, whenever the process is killed."""
+    """Write all of a file or nothing, whenever the process is killed."""
     buffer = io.BytesIO()
     torch.save(content, buffer)
     unfinished = path.with_name(path.name + ".tmp")

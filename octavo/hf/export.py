@@ -11,6 +11,7 @@ import copy
 import shutil
 import tempfile
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -77,15 +78,15 @@ def _linears(base: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _saved_whole(base: nn.Module) -> dict[str, nn.Module]:
-    """Where PEFT trains a copy of a whole module (`modules_to_save`): the copy that is in use, or the original."""
-    found: dict[str, nn.Module] = {}
+    """The modules that PEFT trains a whole copy of (`modules_to_save`): the copy in use, or the original, by name."""
+    chosen: dict[str, nn.Module] = {}
     for name, module in base.named_modules():
         copies: Any = getattr(module, "modules_to_save", None)
         if isinstance(copies, nn.ModuleDict):
             wrapper: Any = module
             active = [key for key in wrapper.active_adapters if key in copies]
-            found[name] = copies[active[0]] if active and not wrapper.disable_adapters else wrapper.original_module
-    return found
+            chosen[name] = copies[active[0]] if active and not wrapper.disable_adapters else wrapper.original_module
+    return chosen
 
 
 def _goes_into_fp8(base: Any, name: str, module: Any) -> bool:
@@ -95,7 +96,7 @@ def _goes_into_fp8(base: Any, name: str, module: Any) -> bool:
 
 
 def _tensors(base: Any, *, fp8: bool) -> Iterator[tuple[str, Tensor]]:
-    """What goes to disk, under the names of the plain model."""
+    """The tensors to write, under the names of the plain model."""
     linears = dict(_linears(base))
     wrapped = tuple(f"{name}." for name, module in linears.items() if hasattr(module, "get_base_layer"))
     for name, module in linears.items():
@@ -165,7 +166,7 @@ def _merged(module: Any, inner: nn.Module) -> Tensor:
 
 
 def _dtype(base: Any) -> torch.dtype:
-    """Of what is not in FP8."""
+    """The dtype of tensors that are not in FP8."""
     embedding = base.get_input_embeddings()
     return embedding.weight.dtype if embedding is not None else torch.bfloat16
 
@@ -205,7 +206,38 @@ def _write(base: Any, tensors: dict[str, Tensor], quantization: Any, path: Path,
 
 
 def _alone(value: Tensor) -> Tensor:
-    """Contiguous, and all there is in its storage: weights of a group are slices of one buffer, which no file takes."""
+    """The tensor in a storage of its own: weights of a group are slices of one buffer, which safetensors refuses."""
     if value.is_contiguous() and value.untyped_storage().nbytes() == value.nbytes:
         return value
     return value.clone(memory_format=torch.contiguous_format)
+
+
+@cache
+def add_saving() -> None:
+    """Give transformers' models the methods that scripts for merged checkpoints call, of them or through PEFT."""
+    from transformers import PreTrainedModel
+
+    def save_pretrained_merged(
+        self: nn.Module, save_directory: str | Path, tokenizer: Any = None, save_method: str = "merged_16bit"
+    ) -> Path:
+        """Write the model with its adapters merged in: see `FastLanguageModel.save_pretrained_merged`."""
+        return save_merged(self, save_directory, save_method, tokenizer=tokenizer)
+
+    cls: Any = PreTrainedModel
+    cls.save_pretrained_merged = save_pretrained_merged
+    for name, fix in _NOT_WRITTEN.items():
+        setattr(cls, name, _refused(name, fix))
+
+
+_NOT_WRITTEN = {
+    "save_pretrained_gguf": "save_pretrained_merged(folder), then convert_hf_to_gguf.py of llama.cpp on that folder",
+    "push_to_hub_gguf": "save_pretrained_merged(folder), then convert_hf_to_gguf.py of llama.cpp on that folder",
+    "push_to_hub_merged": "save_pretrained_merged(folder), then huggingface_hub.upload_folder(folder_path=folder, ...)",
+}
+
+
+def _refused(name: str, fix: str) -> Any:
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError(f"{name}: Octavo writes safetensors into a folder; call {fix}")
+
+    return method

@@ -8,15 +8,16 @@ that, but keeps it in each `LoraConfig`, and forgets it when an adapter is saved
 from functools import cache, wraps
 from typing import Any
 
+import peft
 import torch
 from peft.tuners.lora import LoraModel
 from peft.tuners.lora import layer as peft_layer
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_adapters_to_merge
 from torch import Tensor, nn
 
-from octavo.hf.hooks import is_hooked
+from octavo.decoders.hooks import is_hooked
+from octavo.decoders.products import frozen_product
 from octavo.nn.frozen import FP8FrozenLinear, quantize_weight
-from octavo.nn.linear_function import linear
 from octavo.numerics.quantize import Quantized
 from octavo.ops.adapters import Adapter, Adapters
 
@@ -70,14 +71,17 @@ class FP8LoraLinear(peft_layer.Linear):
         self._before_merging = None
 
     def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
-        """Also to its dtype, which PEFT cannot see by bytes. (It makes FP32 of it, with `autocast_adapter_dtype`.)"""
+        """Move an adapter to the base's device and dtype, which PEFT cannot tell from bytes.
+
+        With `autocast_adapter_dtype`, PEFT makes FP32 of it afterwards.
+        """
         super()._move_adapter_to_device_of_base_layer(adapter_name, device)
         for matrices in (self.lora_A, self.lora_B):
             if adapter_name in matrices:
                 matrices[adapter_name].to(self.base_layer.high_dtype)
 
     def forward(self, x: Tensor, *args: Any, residual: Tensor | None = None, **kwargs: Any) -> Tensor:
-        """`residual`: is added to what comes out."""
+        """Compute base and adapters. `residual`: is added to the output."""
         adapters = self.fusible(args, kwargs)
         if adapters is None or x.numel() == 0:
             y = super().forward(x, *args, **kwargs)
@@ -85,13 +89,10 @@ class FP8LoraLinear(peft_layer.Linear):
         base = self.base_layer
         downs, ups = zip(*[self.matrices(name) for name in adapters], strict=True)
         places = tuple(Adapter(0, base.out_features, float(self.scaling[name])) for name in adapters)
-        return linear(
-            x, base.as_weight(), base.spec(x), base.states, bias=base.bias, adapters=Adapters(places, downs, ups),
-            residual=residual, x_is_saved=base.input_is_kept,
-        )  # fmt: skip
+        return frozen_product(x, [base], Adapters(places, downs, ups), residual=residual)
 
     def fusible(self, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> list[str] | None:
-        """The adapters to compute with the base in one function; None if PEFT's own way is called for."""
+        """The adapters to compute with the base in one function; None if the call takes PEFT's own forward."""
         names = [name for name in self.active_adapters if name in self.lora_A]
         parts = [group[name] for name in names for group in (self.lora_dropout, self.lora_A, self.lora_B)]
         if is_hooked(self.base_layer, *parts) or self.base_layer.weight.is_meta:
@@ -107,7 +108,7 @@ class FP8LoraLinear(peft_layer.Linear):
         return down.weight, up.weight
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Into the FP8 weight, which is quantised anew. The bytes it had are kept for `unmerge`."""
+        """Merge adapters into the FP8 weight, which is quantised anew. Its bytes are kept for `unmerge`."""
         for name in check_adapters_to_merge(self, adapter_names) or ():
             if name not in self.lora_A:
                 continue
@@ -126,3 +127,21 @@ class FP8LoraLinear(peft_layer.Linear):
             self.base_layer.fill(self._before_merging)
         self._before_merging = None
         self.merged_adapters.clear()
+
+
+def add_adapters(
+    model: nn.Module, *, checkpointing: bool | str, seed: int, max_seq_length: int | None, options: dict[str, Any]
+) -> nn.Module:
+    """`peft.get_peft_model`, with gradient checkpointing if asked for."""
+    autocast = options.pop("autocast_adapter_dtype", True)
+    base: Any = model
+    if checkpointing:
+        # Without an accelerator, checkpoints are in host memory anyway, and there is none to pin.
+        base.gradient_checkpointing_enable(offload=checkpointing == "unsloth" and torch.cuda.is_available())
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        config = peft.LoraConfig(task_type="CAUSAL_LM", **options)
+        adapted = peft.get_peft_model(base, config, autocast_adapter_dtype=autocast)
+    if max_seq_length is not None:
+        base.max_seq_length = base.octavo_asked_length = max_seq_length
+    return adapted

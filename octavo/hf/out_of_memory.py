@@ -1,4 +1,4 @@
-"""Where a GPU's memory runs out in the Trainer of transformers: its error says what took it, and what would take less.
+"""Errors of the Trainer of transformers when a GPU's memory runs out: what took it, and what would take less.
 
 Callbacks do not hear of errors, so the Trainer's `training_step`, a public method that subclasses override as well, is
 wrapped while it trains. It holds forward and backward, where memory runs out; the optimiser's step comes after it.
@@ -16,7 +16,7 @@ from octavo.optim.out_of_memory import explained
 
 
 def explain_in(trainer: Any) -> Callable[[], None]:
-    """Have a Trainer's errors of memory explained. Returns what undoes it."""
+    """Have a Trainer's out-of-memory errors explained. Returns a function that undoes it."""
     step = trainer.training_step
 
     @wraps(step)
@@ -54,7 +54,9 @@ def _ways(args: TrainingArguments) -> dict[str, str]:
 
 def _last_checkpoint(args: TrainingArguments) -> str:
     folder = args.output_dir
-    found = get_last_checkpoint(folder) if folder and Path(folder).is_dir() else None
+    checkpoint = get_last_checkpoint(folder) if folder and Path(folder).is_dir() else None
     return (
-        f"the last checkpoint is {found}: trainer.train(resume_from_checkpoint=True) goes on from it" if found else ""
+        f"the last checkpoint is {checkpoint}: trainer.train(resume_from_checkpoint=True) goes on from it"
+        if checkpoint
+        else ""
     )

@@ -1,4 +1,4 @@
-"""Loading straight into FP8 by transformers' own door.
+"""Loading straight into FP8 by transformers' own quantiser interface.
 
     from octavo.hf.quantizer import OctavoConfig                       # also octavo.OctavoConfig
     model = AutoModelForCausalLM.from_pretrained(name, quantization_config=OctavoConfig("block"))
@@ -27,10 +27,11 @@ from transformers.quantizers.quantizers_utils import get_module_from_name
 from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from octavo.hf import decoder, loading
+from octavo.decoders.fuse import called_alone, fuse_frozen, plan_products
 from octavo.hf.fp8_files import METHOD, fp8_dtype_in, names_in, read_layout
+from octavo.hf.untrained import explain_untrained
 from octavo.nn.frozen import GRANULARITIES, SCALE_NAME, FP8FrozenLinear, activation_config, quantize_weight
-from octavo.nn.frozen_report import report_of
+from octavo.nn.model_report import report_of
 from octavo.nn.names import matches
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 from octavo.numerics.checks import check_choice
@@ -42,7 +43,7 @@ logger = logging.get_logger(__name__)
 
 @register_quantization_config(METHOD)
 class OctavoConfig(QuantizationConfigMixin):
-    """How a model is loaded into FP8.
+    """Configuration of a model that is loaded into FP8.
 
     Fields:
         granularity: one scale per `channel` (row: the fastest), per `block` of 128×128, or per `tensor` of each weight.
@@ -95,16 +96,16 @@ class OctavoConfig(QuantizationConfigMixin):
     def to_diff_dict(self) -> dict[str, Any]:
         return self.to_dict()
 
-    def read(self, found: Mapping[str, Any]) -> "OctavoConfig":
+    def read(self, stored: Mapping[str, Any]) -> "OctavoConfig":
         """This configuration for a checkpoint in FP8, by the `quantization_config` of its config.json.
 
         Other settings are as they were saved: how inputs and gradients are quantised, and whether they are.
         """
-        granularity, scales, left = read_layout(found)
+        granularity, scales, left = read_layout(stored)
         products = self.fp8_products
         if products is None and not self._fp8_is_given:  # what is asked for now comes before what it was saved with
-            products = found.get("fp8_products")
-        fp8 = self.fp8 if self._fp8_is_given else None if products is False else found.get("fp8")
+            products = stored.get("fp8_products")
+        fp8 = self.fp8 if self._fp8_is_given else None if products is False else stored.get("fp8")
         return OctavoConfig(granularity, fp8, (*self.skip, *left), products, checkpoint=scales)
 
 
@@ -140,7 +141,7 @@ class OctavoQuantizer(HfQuantizer):
             setattr(parent, attribute, _empty(linear, config, scaling, name, *dtypes))
 
     def _is_head(self, model: Any, name: str, files: Sequence[str]) -> bool:
-        """A linear beside the body, such as a classifier: stays as it is, unless the checkpoint has it in FP8."""
+        """Whether a linear is a head, such as a classifier, and stays as it is: not if the checkpoint has it in FP8."""
         body = f"{model.base_model_prefix}."
         if name.startswith(body) or not hasattr(model, model.base_model_prefix):
             return False
@@ -163,45 +164,44 @@ class OctavoQuantizer(HfQuantizer):
         usual = config.fp8.replace(fp8_head=False) == activation_config(config.granularity)
         as_it_pays = config.fp8_products is None and usual
         on_gpu = has_fp8_tensor_cores(frozen[0].weight.device)
-        reason = loading.plan_products(model) if as_it_pays and on_gpu else ""
+        reason = plan_products(model) if as_it_pays and on_gpu else ""
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name in new)  # what the checkpoint lacks has yet to be trained
         _install_lora()
         scaling = frozen[0].scaling
         scaling.to(frozen[0].scaling_device)
         scaling.follow_optimizers(model)
-        loading.explain_untrained(model)
-        model.octavo_fused = loading.fuse_groups(model)
+        explain_untrained(model)
+        report = report_of(model, reasons=self._reasons(model, new))
+        report.attach(model, called_alone)
+        fuse_frozen(model, report)
         if any(module.in_fp8 for module in frozen):
             device, emulate = frozen[0].scaling_device, config.fp8.emulate
             require_tensor_cores(device, config.fp8)
             announce_emulation(device, emulate)
-            model.octavo_fused += filter(None, [emulation_on(device, emulate)])
+            report.fused += filter(None, [emulation_on(device, emulate)])
         if reason:
-            model.octavo_fused.append(f"{reason}; fp8_products=True insists")
-        model.octavo_report = report_of(model, reasons=self._reasons(model, new), fused=())
-        model.octavo_report.fused = model.octavo_fused
-        model.octavo_report.watch(model, decoder.called_alone)
-        if model.octavo_report.left_out():
-            logger.warning(f"octavo: {model.octavo_report.left_out()}")
+            report.fused.append(f"{reason}; fp8_products=True insists")
+        if report.left_out():
+            logger.warning(f"octavo: {report.left_out()}")
         self.quantization_config.checkpoint = SCALE_NAME  # what it would be if it were saved
         return model
 
     def _reasons(self, model: Any, new: set[str]) -> dict[str, str]:
-        """Why linears were left as they are."""
+        """The reasons why linears were left as they are, by name."""
         config = self.quantization_config
-        found: dict[str, str] = {}
+        reasons: dict[str, str] = {}
         for name, module in model.named_modules():
             if isinstance(module, nn.Linear):
                 named = any(_is_left(name, pattern) for pattern in (*config.skip, *config.fp8.skip))
                 kind = f"a {type(module).__name__}, which Octavo does not know"
-                found[name] = (
+                reasons[name] = (
                     "new: the checkpoint has no weight for it" if f"{name}.weight" in new
                     else "left alone: skip names it" if named and module is not model.get_output_embeddings()
                     else "the head stays in high precision" if type(module) is nn.Linear
                     else kind
                 )  # fmt: skip
-        return found
+        return reasons
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a pickled configuration, in a process that may not have loaded a model yet."""
@@ -223,7 +223,7 @@ class OctavoQuantizer(HfQuantizer):
         return _Quantize(self.quantization_config.granularity)
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any = None) -> list[Any]:
-        """`model` came with transformers 5.21."""
+        """Rename scales on the way in, where they are called otherwise. (`model` came with transformers 5.21.)"""
         name = self.quantization_config.checkpoint
         if name in (None, SCALE_NAME):
             return weight_conversions
@@ -251,12 +251,12 @@ def _install_lora() -> None:
 
 
 def _was_read(parameter: Tensor) -> bool:
-    """From the checkpoint, or tied to what was: transformers' own mark, by which it initialises the rest."""
+    """Whether a Parameter was read, or is tied to one that was: transformers marks it, and initialises the rest."""
     return getattr(parameter, "_is_hf_initialized", False)
 
 
 def _give_back_what_is_new(model: Any, new: set[str]) -> None:
-    """A linear of which the checkpoint has no weight: nothing is frozen that was never trained."""
+    """Make plain linears again of those without a weight in the checkpoint: nothing untrained is frozen."""
     for name, module in list(model.named_modules()):
         if isinstance(module, FP8FrozenLinear) and f"{name}.weight" in new:
             linear = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
@@ -266,14 +266,14 @@ def _give_back_what_is_new(model: Any, new: set[str]) -> None:
 
 
 def _is_left(name: str, pattern: str) -> bool:
-    """Checkpoints also name whole modules, or say `re:` before a regular expression."""
+    """Whether a pattern names this module or one around it; `re:` starts a regular expression in checkpoints."""
     if pattern.startswith("re:"):
         return re.match(pattern[3:], name) is not None
     return matches(name, pattern) or name.startswith(f"{pattern}.")
 
 
 class _Quantize(ConversionOps):
-    """One weight as it is read: FP8 and its scales, on the device it was read to."""
+    """Quantises one weight as it is read, on the device it was read to."""
 
     def __init__(self, granularity: str) -> None:
         self.granularity = granularity
@@ -295,7 +295,7 @@ def _empty(
     dtype: torch.dtype | None,
     scale_dtype: torch.dtype | None,
 ) -> FP8FrozenLinear:
-    """A place for a weight, on the meta device: of the dtype in which it will be read."""
+    """A frozen linear whose weight is still to be read, on the meta device, in the dtype in which it will be."""
     with torch.device("meta"):
         frozen = FP8FrozenLinear(
             linear.in_features,
@@ -318,11 +318,11 @@ _merge = AutoHfQuantizer.merge_quantization_configs
 
 
 def _merge_with_octavo(cls: Any, quantization_config: Any, quantization_config_from_args: Any) -> Any:
-    """transformers takes the checkpoint's own method over the one asked for. Octavo reads the same files."""
+    """Keep an OctavoConfig where the checkpoint names another method, which transformers would prefer."""
     if not isinstance(quantization_config_from_args, OctavoConfig):
         return _merge(quantization_config, quantization_config_from_args)
-    found = quantization_config if isinstance(quantization_config, Mapping) else quantization_config.to_dict()
-    return quantization_config_from_args.read(found)
+    stored = quantization_config if isinstance(quantization_config, Mapping) else quantization_config.to_dict()
+    return quantization_config_from_args.read(stored)
 
 
 _door: Any = AutoHfQuantizer

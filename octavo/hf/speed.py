@@ -1,4 +1,4 @@
-"""Tokens per second of a Trainer."""
+"""Measuring the tokens per second of a Trainer."""
 
 import time
 
@@ -20,7 +20,7 @@ class Speed:
         self._step_end = now
 
     def since_last_log(self, tokens: int) -> float:
-        """The Trainer has just read the loss back, so the device has done all that was counted."""
+        """Tokens per second since the last log. The Trainer has just read the loss: the device is done with them."""
         now = time.perf_counter()
         rate = (tokens - self._tokens) / (now - self._since - self._other)
         self._tokens, self._since, self._step_end, self._other = tokens, now, now, 0.0

@@ -24,7 +24,8 @@ logger = logging.get_logger(__name__)
 
 @cache
 def install() -> None:
-    for kind in TRAINERS:
+    """Wrap the trainers that are there; without TRL, none is."""
+    for kind in TRAINERS if importlib.util.find_spec("trl") is not None else ():
         modules = [f"trl.trainer.{kind.lower()}_{part}" for part in ("trainer", "config")]
         if all(importlib.util.find_spec(name) is not None for name in modules):
             trainer: Any = getattr(importlib.import_module(modules[0]), f"{kind}Trainer")
@@ -59,7 +60,7 @@ def _wrapped(original: Callable[..., None], config: Any) -> Callable[..., None]:
 
 
 def _set_length(arguments: dict[str, Any], config: Any, asked: int, default: Any) -> None:
-    """`max_length`, unless the configuration has another than TRL's own default."""
+    """Set `max_length`, unless the configuration has another than TRL's own default."""
     args = arguments.get("args")
     if args is None:  # as TRL names it
         name = str(getattr(arguments["model"].config, "_name_or_path", "")).split("/")[-1] or "model"

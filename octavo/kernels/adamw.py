@@ -43,13 +43,15 @@ from octavo.kernels.tiles import (
     reciprocal,
     root,
 )
+from octavo.kernels.tuning import is_known_gpu, tuning_for
 from octavo.numerics import adamw as spec
+from octavo.numerics.formats import E4M3
 
 PLAIN, BITS_8, BITS_4, FP8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 _KINDS = {"OptimState8bit": BITS_8, "OptimState4bit": BITS_4, "OptimStateFp8": FP8}
 _GOLDEN = tl.constexpr(spec.GOLDEN)
+_E4M3_MAX = tl.constexpr(E4M3.max)
 _LOG2_10, _LOG2_9 = tl.constexpr(3.3219280948873623), tl.constexpr(3.1699250014423122)
-_ELEMENTS, _WARPS = 1024, 4  # of a program: eight a thread
 _PLAIN_BLOCK = 256
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -141,7 +143,7 @@ def _write(
         x = tl.where(magnitude_bits(x) < INFINITY_BITS, x, 0.0)
         scale = tl.maximum(tl.max(tl.abs(x), axis=1), 1e-12)
         if KIND == FP8:
-            scale = divide(scale, 448.0)
+            scale = divide(scale, _E4M3_MAX)
         _store(scale_ptr + row, scale, row * BLOCK < n, EVEN)
         x = x * reciprocal(scale)[:, None]
         if KIND == BITS_4:
@@ -154,7 +156,7 @@ def _write(
             codes = 127 + _nearest(x, 6) if SIGNED else _nearest(x, 7) - 1
             _store(state_ptr + where, codes.to(tl.uint8), inside, EVEN)
         else:
-            _store(state_ptr + where, cast(tl.clamp(x, -448.0, 448.0), tl.float8e4nv, tl.float32), inside, EVEN)
+            _store(state_ptr + where, cast(tl.clamp(x, -_E4M3_MAX, _E4M3_MAX), tl.float8e4nv, tl.float32), inside, EVEN)
 
 
 @triton.jit
@@ -187,7 +189,7 @@ def _nearest(x, D: tl.constexpr):
 
 @triton.jit
 def _start(where):
-    """Of the noise at each place: see `numerics.adamw.noise_of`."""
+    """Start of the dither at each index; see `numerics.adamw.noise_of`."""
     x = where.to(tl.uint32) * _GOLDEN
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
@@ -226,19 +228,13 @@ def can_step(p: Tensor, mean: Tensor, square: Tensor) -> bool:
     if not alike or not mean.device == square.device == p.device or not (INTERPRETED or p.is_cuda):
         return False
     kind = PLAIN if type(mean) is Tensor else _KINDS.get(type(mean).__name__)
-    if p.is_cuda and not _is_known_gpu(p.device, fp8=kind is FP8):
+    if p.is_cuda and not is_known_gpu(p.device, fp8=kind is FP8):
         return False
     if kind is PLAIN:
         return all(x.dtype in _FLOATS and x.is_contiguous() for x in (mean, square))
     block = getattr(mean, "block_size", 0)
     whole = block == getattr(square, "block_size", 0) and block >= 2 and block & (block - 1) == 0
     return kind is not None and whole and (kind is not BITS_8 or has_known_levels())
-
-
-@cache
-def _is_known_gpu(device: torch.device, *, fp8: bool) -> bool:
-    """The kernel has instructions of NVIDIA's, from Ampere on; those for FP8 come later."""
-    return not torch.version.hip and torch.cuda.get_device_capability(device) >= ((8, 9) if fp8 else (8, 0))
 
 
 @cache
@@ -269,7 +265,8 @@ def apply(step: spec.Step, p: Tensor, g: Tensor, mean: Any, square: Any, low: Te
     """Step one parameter; see `numerics.adamw.apply`. `low`: the lower half of its master."""
     kind = _KINDS.get(type(mean).__name__, PLAIN)
     block = _PLAIN_BLOCK if kind is PLAIN else mean.block_size
-    rows = max(_ELEMENTS // block, 1)
+    elements, warps = tuning_for(p.device).adamw
+    rows = max(elements // block, 1)
     n = p.numel()
     constants = {"KIND": kind, "BLOCK": block, "ROWS": rows, "EVEN": n % (rows * block) == 0}
     weights = 1 - step.betas[0], 1 - step.betas[1]
@@ -281,7 +278,7 @@ def apply(step: spec.Step, p: Tensor, g: Tensor, mean: Any, square: Any, low: Te
     with torch.cuda.device(p.device) if p.is_cuda else nullcontext():
         adamw_kernel[(-(-n // (rows * block)),)](
             *halves, g.contiguous(), *_parts(mean), *_parts(square), n, *numbers, spec.turn_of(step.count),
-            step.count * spec.TURN_OF_P & 0xFFFF, **constants, num_warps=_WARPS,
+            step.count * spec.TURN_OF_P & 0xFFFF, **constants, num_warps=warps,
         )  # fmt: skip
 
 

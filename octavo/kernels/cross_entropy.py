@@ -10,12 +10,11 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels import tiles
+from octavo.kernels.tuning import tuning_for
 from octavo.numerics.cross_entropy import IGNORED
 from octavo.numerics.formats import Format
 from octavo.numerics.quantize import Quantized
 
-_WIDTH = 2048
-_TILE_T, _TILE_V = 128, 64
 _IGNORED = tl.constexpr(IGNORED)
 
 
@@ -61,7 +60,7 @@ def _gradient_kernel(
     stride_t,
     FP8: tl.constexpr,
     COLUMNS: tl.constexpr,
-    MAXIMUM: tl.constexpr,
+    FORMAT: tl.constexpr,
     TILE_T: tl.constexpr,
     TILE_V: tl.constexpr,
 ):
@@ -82,12 +81,13 @@ def _gradient_kernel(
         else:
             narrow = tiles.narrow(gradient, logits.dtype)
         dtype = rows_ptr.dtype.element_ty
-        unit = tl.div_rn(1.0, MAXIMUM)
+        maximum: tl.constexpr = FORMAT.max
+        unit = tl.div_rn(1.0, maximum)
         multiplier = tl.div_rn(1.0, unit)
-        q = tiles.saturate(narrow.to(tl.float32) * multiplier, 0, 0, MAXIMUM, False)
+        q = tiles.saturate(narrow.to(tl.float32) * multiplier, 0, 0, FORMAT, False)
         tl.store(rows_ptr + t[:, None].to(tl.int64) * V + v[None, :], tiles.cast(q, dtype, narrow.dtype), mask=inside)
         if COLUMNS:
-            q_t = tiles.saturate(tl.trans(narrow).to(tl.float32) * multiplier, 0, 0, MAXIMUM, False)
+            q_t = tiles.saturate(tl.trans(narrow).to(tl.float32) * multiplier, 0, 0, FORMAT, False)
             q8_t = tiles.cast(q_t, dtype, narrow.dtype)
             inside_t = (v[:, None] < V) & (t[None, :] < T)
             tl.store(columns_ptr + v[:, None].to(tl.int64) * stride_t + t[None, :], q8_t, mask=inside_t)
@@ -112,17 +112,19 @@ def _scale_kernel(x_ptr, factor_ptr, numel, WIDTH: tl.constexpr):
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """As `numerics.cross_entropy.cross_entropy`; a label that is no token makes its loss and its gradient NaN."""
+    """The kernel of `numerics.cross_entropy.cross_entropy`; loss and gradient are NaN for a label that is no token."""
     loss, lse = logits.new_empty(2, len(labels), dtype=torch.float32)
+    width, warps = tuning_for(logits.device).cross_entropy
     _loss_kernel[(len(labels),)](
-        logits, labels, loss, lse, logits.shape[1], logits.stride(0), WIDTH=_WIDTH, num_warps=4
+        logits, labels, loss, lse, logits.shape[1], logits.stride(0), WIDTH=width, num_warps=warps
     )
     return loss, lse
 
 
 def cross_entropy_backward_(logits: Tensor, labels: Tensor, lse: Tensor, factor: Tensor) -> None:
     """`numerics.cross_entropy.cross_entropy_backward` in place of the logits."""
-    _gradient_kernel[_grid(logits)](
+    grid, tile = _arrange(logits)
+    _gradient_kernel[grid](
         logits,
         labels,
         lse,
@@ -136,21 +138,20 @@ def cross_entropy_backward_(logits: Tensor, labels: Tensor, lse: Tensor, factor:
         0,
         FP8=False,
         COLUMNS=False,
-        MAXIMUM=1.0,
-        TILE_T=_TILE_T,
-        TILE_V=_TILE_V,
-        num_warps=4,
+        FORMAT=None,
+        **tile,
     )
 
 
 def cross_entropy_quantize(
     logits: Tensor, labels: Tensor, lse: Tensor, factor: Tensor, format: Format, columns: Tensor | None
 ) -> Quantized:
-    """As `numerics.cross_entropy.cross_entropy_quantize`; columns `[V, T]` if given, which may be part of more."""
+    """The kernel of `numerics.cross_entropy.cross_entropy_quantize`; writes columns `[V, T]`, too, if given."""
     t, v = logits.shape
     rows = Quantized(logits.new_empty(t, v, dtype=format.dtype), lse.new_empty(()))
     scale_t = lse.new_empty(())
-    _gradient_kernel[_grid(logits)](
+    grid, tile = _arrange(logits)
+    _gradient_kernel[grid](
         logits,
         labels,
         lse,
@@ -165,18 +166,20 @@ def cross_entropy_quantize(
         0 if columns is None else columns.stride(0),
         FP8=True,
         COLUMNS=columns is not None,
-        MAXIMUM=format.max,
-        TILE_T=_TILE_T,
-        TILE_V=_TILE_V,
-        num_warps=4,
+        FORMAT=format,
+        **tile,
     )
     return rows
 
 
 def scale_(x: Tensor, factor: Tensor) -> None:
     """`x *= factor`, which costs nothing where the factor is 1, as that of a loss usually is."""
-    _scale_kernel[(1056,)](x, factor, x.numel(), WIDTH=4096, num_warps=8)
+    tuning = tuning_for(x.device)
+    width, warps = tuning.rescale
+    _scale_kernel[(tuning.rescale_programs,)](x, factor, x.numel(), WIDTH=width, num_warps=warps)
 
 
-def _grid(logits: Tensor) -> tuple[int]:
-    return (-(-logits.shape[0] // _TILE_T) * -(-logits.shape[1] // _TILE_V),)
+def _arrange(logits: Tensor) -> tuple[tuple[int], dict[str, int]]:
+    tile = tuning_for(logits.device).cross_entropy_gradient
+    grid = (-(-logits.shape[0] // tile.rows) * -(-logits.shape[1] // tile.columns),)
+    return grid, {"TILE_T": tile.rows, "TILE_V": tile.columns, "num_warps": tile.warps}

@@ -29,11 +29,11 @@ GIVEN = tl.constexpr(3)  # from the place of the row: no row, but a scale
 
 
 @triton.jit
-def is_held(row_ptr, maximum: tl.constexpr, margin: tl.constexpr):
+def is_held(row_ptr, format: tl.constexpr, margin: tl.constexpr):
     """Whether the scale of the pass before holds what it met; see `numerics.scaling.holds`."""
     used, most = tl.load(row_ptr + tiles.USED), tl.load(row_ptr + tiles.AMAX)
-    threshold: tl.constexpr = 464.0 if maximum == 448.0 else 61440.0
-    normal: tl.constexpr = 2.0**-6 if maximum == 448.0 else 2.0**-14
+    threshold: tl.constexpr = format.saturation_threshold
+    normal: tl.constexpr = format.smallest_normal
     part: tl.constexpr = margin if margin < 1.0 else 1.0
     fits = most * part <= used * threshold
     counts = most * margin >= used * normal
@@ -48,10 +48,10 @@ def scale_before(row_ptr):
 
 
 @triton.jit
-def find_scale(row_ptr, amax_ptr, SCALING: tl.constexpr, maximum: tl.constexpr, margin: tl.constexpr):
+def find_scale(row_ptr, amax_ptr, SCALING: tl.constexpr, format: tl.constexpr, margin: tl.constexpr):
     """The scale to quantise with, and the one that statistics in the row are about so far."""
     if SCALING == CURRENT:
-        scale = tiles.scale_from_amax(tl.load(amax_ptr), maximum, margin)
+        scale = tiles.scale_from_amax(tl.load(amax_ptr), format, margin)
         return scale, scale
     if SCALING == DELAYED:
         known = tl.load(row_ptr + tiles.SCALE)
@@ -59,52 +59,53 @@ def find_scale(row_ptr, amax_ptr, SCALING: tl.constexpr, maximum: tl.constexpr, 
         return scale, scale
     if SCALING == AGAIN:
         before = scale_before(row_ptr)
-        own = tiles.scale_from_amax(tl.load(row_ptr + tiles.AMAX), maximum, margin)
-        return tl.where(is_held(row_ptr, maximum, margin), before, own), before
+        own = tiles.scale_from_amax(tl.load(row_ptr + tiles.AMAX), format, margin)
+        return tl.where(is_held(row_ptr, format, margin), before, own), before
     scale = tl.load(row_ptr)
     return scale, scale
 
 
 @triton.jit
 def lost_of_eight(
-    x, v, before, seed, where, maximum: tl.constexpr, STOCHASTIC: tl.constexpr, SCALING: tl.constexpr
+    x, v, before, seed, where, format: tl.constexpr, STOCHASTIC: tl.constexpr, SCALING: tl.constexpr
 ):  # fmt: skip
     """How many of every eight neighbours underflow; while quantising again, how many more than before.
 
     `v`: what goes into the cast. `before`: the reciprocal of the scale that the pass before had.
     """
-    found = tiles.count_of_eight(tiles.is_lost(x, v, maximum))
+    found = tiles.count_of_eight(tiles.is_lost(x, v, format))
     if SCALING == AGAIN:
         v_before = x * before
         if STOCHASTIC:
-            v_before = tiles.saturate(v_before, seed, where, maximum, True)
-        found -= tiles.count_of_eight(tiles.is_lost(x, v_before, maximum))
+            v_before = tiles.saturate(v_before, seed, where, format, True)
+        found -= tiles.count_of_eight(tiles.is_lost(x, v_before, format))
     return found
 
 
 @triton.jit
-def clipped(x, scale, before, maximum: tl.constexpr, SCALING: tl.constexpr):
+def clipped(x, scale, before, format: tl.constexpr, SCALING: tl.constexpr):
     """How many elements saturate; while quantising again, how many more than before."""
-    found = tiles.count(tiles.is_clipped(x, scale, maximum))
+    found = tiles.count(tiles.is_clipped(x, scale, format))
     if SCALING == AGAIN:
-        found -= tiles.count(tiles.is_clipped(x, before, maximum))
+        found -= tiles.count(tiles.is_clipped(x, before, format))
     return found
 
 
 @triton.jit
-def largest_counted(scale, before, maximum: tl.constexpr, margin: tl.constexpr, SCALING: tl.constexpr):
+def largest_counted(scale, before, format: tl.constexpr, margin: tl.constexpr, SCALING: tl.constexpr):
     """The magnitude beyond which a program has to look for saturated elements.
 
     A scale that holds its tensor saturates nothing, unless a margin below 1 asks for it.
     """
     if (SCALING == DELAYED or SCALING == AGAIN) and margin >= 1.0:
         return scale * 0.0 + float("inf")
+    maximum: tl.constexpr = format.max
     return tl.minimum(scale, before) * maximum
 
 
 @triton.jit
 def note_use(
-    row_ptr, amax_ptr, scale, SCALING: tl.constexpr, maximum: tl.constexpr, margin: tl.constexpr
+    row_ptr, amax_ptr, scale, SCALING: tl.constexpr, format: tl.constexpr, margin: tl.constexpr
 ):  # fmt: skip
     """Leave in the row what a use leaves beside its statistics. For one program only."""
     if SCALING == CURRENT:
@@ -115,7 +116,7 @@ def note_use(
         tiles.record_use(row_ptr)
     elif SCALING == AGAIN:
         used = tl.load(row_ptr + tiles.USED)
-        if not is_held(row_ptr, maximum, margin):
+        if not is_held(row_ptr, format, margin):
             tl.store(row_ptr + tiles.SCALE, scale)
             if (used > 0.0) & (used != scale):
                 tl.store(row_ptr + tiles.RESCALED, tl.load(row_ptr + tiles.RESCALED) + 1.0)

@@ -1,4 +1,4 @@
-"""What is not finite in a tile: maxima pass over it, FP8 keeps it as NaN, and its row is told of it.
+"""Non-finite values in a tile: maxima skip them, FP8 keeps them as NaN, and the scaling state records them.
 
 v + 0 · v is v where v is finite, else NaN, which the maximum of two passes over: one instruction, or half of one where
 two values of 16 bits share a register. (Comparing and selecting takes four.)
@@ -12,7 +12,7 @@ from octavo.kernels.tiles import INFINITY_BITS, INTERPRETED, magnitude_bits
 
 @triton.jit
 def magnitude(v, CHECKED: tl.constexpr = False):
-    """|v| in FP32, to take the maximum of, as if what is not finite were not there; only one over nothing else is NaN.
+    """|v| in FP32 for a maximum that skips non-finite values; a maximum over nothing else is NaN.
 
     `CHECKED`: v has been through `only`.
     """
@@ -27,7 +27,7 @@ def magnitude(v, CHECKED: tl.constexpr = False):
 
 @triton.jit
 def raised(top, v):
-    """The larger of top and |v| in their own dtype, as if what is not finite were 0. Two 16-bit values at a time."""
+    """The larger of top and |v| in their own dtype, with non-finite values as 0. Two 16-bit values at a time."""
     if INTERPRETED or v.dtype == tl.float32:
         top = tl.maximum(top.to(tl.float32), magnitude(v.to(tl.float32))).to(v.dtype)
     else:
@@ -37,7 +37,7 @@ def raised(top, v):
 
 @triton.constexpr_function
 def _raise_pair(dtype):
-    """|v + 0 · v| is NaN for what is not finite, and a maximum passes over it."""
+    """PTX for max(top, |v + 0 · v|) on packed pairs: NaN where v is not finite, which the maximum skips."""
     pair = {"bf16": "bf16x2", "fp16": "f16x2"}[str(dtype)]
     return (
         "{.reg .b32 magnitude, zero; mov.b32 zero, 0; and.b32 magnitude, $2, 0x7FFF7FFF; "
@@ -47,7 +47,7 @@ def _raise_pair(dtype):
 
 @triton.jit
 def only(v):
-    """v in its own dtype, NaN in place of infinities: then maxima pass over what is not finite, and products keep it.
+    """v in its own dtype with NaN in place of infinities, so that maxima skip them and products keep them.
 
     Two 16-bit values at a time. (Interpreted, v as it is: `magnitude` and `saturate` look at each value there.)
     """
@@ -69,7 +69,7 @@ def only_pairs(words, dtype: tl.constexpr):
 
 @triton.jit
 def add_trouble(trouble, v):
-    """0 for all that is finite, else NaN, added up. In the dtype of v, two 16-bit values at a time."""
+    """Add 0 · v to a running sum: NaN once any value was not finite. In the dtype of v, two 16-bit values at a time."""
     if INTERPRETED or v.dtype == tl.float32:
         trouble = (trouble.to(tl.float32) + v.to(tl.float32) * 0.0).to(v.dtype)
     else:
@@ -81,14 +81,14 @@ def add_trouble(trouble, v):
 
 @triton.constexpr_function
 def _plus_nothing(dtype):
-    """Of the first of two operands 0 times, and the second."""
+    """PTX for `a * 0 + b` on packed pairs: NaN wherever `a` is not finite."""
     pair = {"bf16": "bf16x2", "fp16": "f16x2"}[str(dtype)]
     return f"{{.reg .b32 zero; mov.b32 zero, 0; fma.rn.{pair} $0, $1, zero, $2;}}"
 
 
 @triton.jit
 def trouble_of_eight(v):
-    """0 for every eight neighbours that are finite, else NaN: to be added up."""
+    """Sum of 0 · v over every eight neighbours: NaN if any is not finite."""
     return tl.sum(tl.reshape(v * 0.0, [v.shape[0], v.shape[1] // 8, 8]), axis=2)
 
 

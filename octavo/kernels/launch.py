@@ -2,16 +2,21 @@
 
 Triton's own launch binds arguments, builds a key from their types and alignments, checks globals and asks the driver
 about every pointer, every time; a decoder layer makes some forty launches, and for a 1B model all that Python took
-longer than the GPU (docs/LOG.md). A `Plan` is worked out once for tensors of one kind (shapes, strides, dtypes,
-alignments, device). Running it allocates, draws seeds, and calls compiled kernels with plain addresses.
+longer than the GPU (docs/LOG.md). `Launches` are worked out once for tensors of one kind (shapes, strides, dtypes,
+alignments, device). Running them allocates, draws seeds, and calls compiled kernels with plain addresses.
 
-The launches of a plan may overlap: the next begins while the last programs of the one before are at work, and waits
-for it where it needs what that has left (`tiles.follow`), so that no time passes between them.
+A host function looks its launches up, and builds them where there are none yet:
+
+    key = (activation, kind(gate_up))
+    launches = _LAUNCHES.get(key) or _LAUNCHES.add(key, _build(gate_up, activation))
+    return launches.run(gate_up)
+
+Launches may overlap: the next begins while the last programs of the one before are at work, and waits for it where it
+needs what that has left (`tiles.follow`), so that no time passes between them.
 """
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
@@ -36,7 +41,7 @@ class _Launch:
     rest: tuple[Any, ...] = ()
 
     def first(self, tensors: Sequence[Tensor], seed: int) -> None:
-        """By Triton's own launch, which compiles."""
+        """Launch through Triton, which compiles the kernel."""
         numbers = (*self.numbers, seed) if self.seeded else self.numbers
         compiled = self.kernel[self.grid](*[tensors[i] for i in self.tensors], *numbers, **self.constants)
         if tensors[0].is_cuda:
@@ -44,7 +49,7 @@ class _Launch:
             self.start, self.function = _start_of(compiled)
 
     def again(self, addresses: Sequence[int], stream: int, seed: int) -> None:
-        """The compiled kernel, told nothing but what it reads."""
+        """Launch the compiled kernel directly."""
         assert self.start is not None
         grid = self.grid
         across = grid[1] if len(grid) == 2 else 1
@@ -56,7 +61,7 @@ class _Launch:
 
 
 def _start_of(compiled: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
-    """What starts a compiled kernel, and what stands between the stream and its arguments.
+    """The function that starts a compiled kernel, and its arguments between the stream and the kernel's own.
 
     Triton's launcher asks for memory that some kernels need, then calls a function in C, which can be called at once
     for those that need none.
@@ -72,7 +77,7 @@ def _start_of(compiled: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
 
 
 @dataclass
-class Plan:
+class Launches:
     """Launches over tensors that are given and tensors that it makes, both named by number, the given ones first."""
 
     given: int
@@ -103,7 +108,7 @@ class Plan:
         self._launches.append(_Launch(kernel, grid, tuple(tensors), numbers, constants, seeded))
 
     def run(self, *given: Tensor) -> list[Tensor]:
-        """The tensors named by `results`."""
+        """Allocate, launch everything, and return the tensors named by `results`."""
         device = given[0].device
         tensors = [*given, *[make(shape, dtype=dtype, device=device) for make, shape, dtype in self._made]]
         if device.index is None or device.index == torch._C._cuda_getDevice():
@@ -127,21 +132,16 @@ class Plan:
             launch.again(addresses, stream, seed)
 
 
-class Plans(dict[tuple[Any, ...], Plan]):
-    """Plans by what they were made for. Not for ever: sequence lengths may change with every step."""
+class LaunchCache(dict[tuple[Any, ...], Launches]):
+    """Launches by what they were built for. Not for ever: sequence lengths may change with every step."""
 
     LIMIT = 2048
 
-    def __setitem__(self, key: tuple[Any, ...], plan: Plan) -> None:
+    def add(self, key: tuple[Any, ...], launches: Launches) -> Launches:
         if len(self) >= self.LIMIT:
             self.clear()
-        super().__setitem__(key, plan)
-
-
-@cache
-def may_overlap(device: torch.device) -> bool:
-    """Programmatic dependent launch came with Hopper. (On a CPU kernels are interpreted; `meta` is to compile them.)"""
-    return device.type == "meta" or (device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0))
+        self[key] = launches
+        return launches
 
 
 def seed_of(*recipes: OperandRecipe) -> Any:
@@ -150,7 +150,7 @@ def seed_of(*recipes: OperandRecipe) -> Any:
 
 
 def kind(*tensors: Tensor) -> tuple[Hashable, ...]:
-    """What a plan may depend on. All are on one device."""
+    """All that launches may depend on. The tensors are on one device."""
     found = [(x.shape, x.stride(), x.dtype, x.data_ptr() & 15) for x in tensors]
     return (tensors[0].get_device(), *found)
 

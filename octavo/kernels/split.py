@@ -8,9 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.tiles import INFINITY_BITS, INTERPRETED, magnitude_bits
+from octavo.kernels.tuning import tuning_for
 from octavo.numerics import split as spec
 
-_ELEMENTS, _WARPS = 2048, 4
 _HALF = tl.constexpr(spec.HALF)
 
 
@@ -55,23 +55,21 @@ def can_split(high: Tensor, low: Tensor) -> bool:
 
 def join(high: Tensor, low: Tensor) -> Tensor:
     x = torch.empty_like(high, dtype=torch.float32)
+    grid, size = _arrange(x)
     with _on(high):
-        join_kernel[_grid(x)](
-            high.view(torch.int16), low.view(torch.int16), x, x.numel(), SIZE=_ELEMENTS,
-            num_warps=_WARPS,
-        )  # fmt: skip
+        join_kernel[grid](high.view(torch.int16), low.view(torch.int16), x, x.numel(), **size)
     return x
 
 
 def split(x: Tensor, high: Tensor, low: Tensor) -> None:
+    grid, size = _arrange(x)
     with _on(high):
-        split_kernel[_grid(x)](
-            x, high.view(torch.int16), low.view(torch.int16), x.numel(), SIZE=_ELEMENTS, num_warps=_WARPS
-        )
+        split_kernel[grid](x, high.view(torch.int16), low.view(torch.int16), x.numel(), **size)
 
 
-def _grid(x: Tensor) -> tuple[int]:
-    return (-(-x.numel() // _ELEMENTS),)
+def _arrange(x: Tensor) -> tuple[tuple[int], dict[str, int]]:
+    elements, warps = tuning_for(x.device).split
+    return (-(-x.numel() // elements),), {"SIZE": elements, "num_warps": warps}
 
 
 def _on(x: Tensor) -> "torch.cuda.device | nullcontext[None]":

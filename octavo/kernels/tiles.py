@@ -1,4 +1,4 @@
-"""What the quantising kernels share: scales, rounding and counting for one tile held in registers.
+"""Scales, rounding and counting for one tile held in registers: shared by the quantising kernels.
 
 Each function says in Triton what `octavo/numerics` says in torch, in the same order of operations: one correctly
 rounded reciprocal, then a multiplication (`/` is not correctly rounded in Triton).
@@ -14,6 +14,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from octavo.numerics import formats
+from octavo.numerics.quantize import BLOCK, MX_BLOCK
+
 # Slots of a scaling row; see numerics/scaling.py.
 SCALE = tl.constexpr(0)
 AMAX = tl.constexpr(1)
@@ -25,7 +28,7 @@ CALLS = tl.constexpr(6)
 RESCALED = tl.constexpr(8)
 USED = tl.constexpr(9)
 
-# How a layout's scales are found.
+# How a layout's scales are found; `quantize/modes.py` has what each stands for.
 NONE = tl.constexpr(0)  # this layout is not wanted
 TENSOR = tl.constexpr(1)
 CHANNEL = tl.constexpr(2)
@@ -44,9 +47,21 @@ SAMPLE = tl.constexpr(8)  # counting underflow takes about as many instructions 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
+@triton.constexpr_function
+def group(mode):
+    """How many elements along a row share a scale that is found in the tile itself."""
+    return {BLOCK_1X128.value: BLOCK, MX.value: MX_BLOCK}[mode]
+
+
+@triton.constexpr_function
+def format_of(dtype):
+    """The format that a dtype of Triton's holds."""
+    return {"fp8e4nv": formats.E4M3, "fp8e5": formats.E5M2}[str(dtype)]
+
+
 @triton.jit
 def follow(OVERLAPS: tl.constexpr):
-    """From here on there is what the launch before has left, and the next one may begin to begin."""
+    """Wait for the previous kernel's writes (programmatic dependent launch), then let the next kernel start."""
     if OVERLAPS:
         gdc_wait()
         gdc_launch_dependents()
@@ -60,7 +75,7 @@ def magnitude_bits(v):
 
 @triton.jit
 def divide(amax, divisor: tl.constexpr):
-    """Correctly rounded, for a constant: a quotient, what it leaves, and the quotient of that (Markstein).
+    """Divide by a constant, correctly rounded: a quotient, its remainder, and the quotient of that (Markstein).
 
     Below the smallest scale it may be off. Every thread does this for its own eight elements, so it should be short.
     """
@@ -72,28 +87,29 @@ def divide(amax, divisor: tl.constexpr):
 
 
 @triton.jit
-def scale_from_amax(amax, maximum: tl.constexpr, margin: tl.constexpr):
-    scale = divide(amax, maximum) * margin
+def scale_from_amax(amax, format: tl.constexpr, margin: tl.constexpr):
+    """The scale that maps amax to the largest value of a format (`numerics.formats`)."""
+    scale = divide(amax, format.max) * margin
     scale = tl.minimum(tl.maximum(scale, SMALLEST_SCALE), LARGEST_SCALE)
     return tl.where(amax > 0, scale, 1.0)
 
 
 @triton.jit
 def reciprocal(scale):
-    """Correctly rounded."""
+    """1 / scale, correctly rounded."""
     if INTERPRETED:
         return tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
     return tl.inline_asm_elementwise("rcp.rn.f32 $0, $1;", "=f,f", [scale], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
-def mx_exponent(amax, maximum: tl.constexpr, margin: tl.constexpr, up: tl.constexpr):
+def mx_exponent(amax, format: tl.constexpr, margin: tl.constexpr, up: tl.constexpr):
     """The biased exponent of a block's power-of-two scale."""
     if up:
-        bits = (divide(amax, maximum) * margin).to(tl.int32, bitcast=True)
+        bits = (divide(amax, format.max) * margin).to(tl.int32, bitcast=True)
         exponent = (bits >> 23) + tl.where((bits & 0x7FFFFF) != 0, 1, 0)
     else:
-        top: tl.constexpr = 8 if maximum == 448.0 else 15  # ⌊log2 of the largest value⌋
+        top: tl.constexpr = format.max_exponent
         exponent = ((amax * margin).to(tl.int32, bitcast=True) >> 23) - top
     exponent = tl.minimum(tl.maximum(exponent, 1), 254)
     return tl.where(amax > 0, exponent, E8M0_ONE)
@@ -117,17 +133,18 @@ def scaled(x, inverse, careful: tl.constexpr = True):
 
 
 @triton.jit
-def saturate(v, seed, offset, maximum: tl.constexpr, stochastic: tl.constexpr, careful: tl.constexpr = True):
-    """What is left to do is a cast to FP8, which saturates.
+def saturate(v, seed, offset, format: tl.constexpr, stochastic: tl.constexpr, careful: tl.constexpr = True):
+    """Prepare scaled values for the cast to FP8, which saturates: only rounding at random is done here.
 
     `careful`: infinities become NaN (v + 0 · v is v if v is finite). Without it there must be none.
     """
     if careful:
         v = tl.fma(v, 0.0, v)
     if INTERPRETED or stochastic:
+        maximum: tl.constexpr = format.max
         v = tl.clamp(v, -maximum, maximum, propagate_nan=tl.PropagateNan.ALL)
     if stochastic:
-        v = _stochastic(v, seed, offset, 3 if maximum == 448.0 else 2, -6 if maximum == 448.0 else -14)
+        v = _stochastic(v, seed, offset, format.mantissa_bits, format.min_exponent)
     return v
 
 
@@ -268,19 +285,19 @@ def _stochastic(v, seed, offset, mantissa_bits: tl.constexpr, min_exponent: tl.c
 
 
 @triton.jit
-def is_lost(x, v, maximum: tl.constexpr):
+def is_lost(x, v, format: tl.constexpr):
     """Which elements become zero without having been it; `v` is what goes into the cast to FP8.
 
     Rounding to nearest even makes zero of what is at most half the smallest subnormal.
     """
-    half: tl.constexpr = 2.0**-10 if maximum == 448.0 else 2.0**-17
+    half: tl.constexpr = format.smallest_subnormal / 2
     return (tl.abs(v) <= half) & (x != 0.0)
 
 
 @triton.jit
-def is_clipped(x, scale, maximum: tl.constexpr):
+def is_clipped(x, scale, format: tl.constexpr):
     """Which finite elements the clamp changes."""
-    beyond: tl.constexpr = 464.0 if maximum == 448.0 else 61440.0
+    beyond: tl.constexpr = format.saturation_threshold
     return (tl.abs(x) > scale * beyond) & (magnitude_bits(x) < INFINITY_BITS)
 
 
@@ -308,7 +325,7 @@ def largest(values):
 
 @triton.jit
 def record(row_ptr, top, non_finite, lost, clipped, per_element):
-    """What one program saw, into the row. Looking first saves nearly all atomics on the maximum."""
+    """Record what one program saw in the scaling state. Looking first saves nearly all atomics on the maximum."""
     if top > tl.load(row_ptr + AMAX):
         tl.atomic_max(row_ptr + AMAX, top, sem="relaxed")
     if non_finite:
@@ -321,7 +338,7 @@ def record(row_ptr, top, non_finite, lost, clipped, per_element):
 
 @triton.jit
 def raise_to(amax_ptr, amax, inside):
-    """Several maxima in memory, raised to these, which may be NaN where there was nothing finite.
+    """Raise maxima in memory to these, which may be NaN where nothing was finite.
 
     Without looking first: a loop that waits for what it reads here takes longer than the atomics.
     """
@@ -330,14 +347,14 @@ def raise_to(amax_ptr, amax, inside):
 
 @triton.jit
 def record_scale(row_ptr, scale, amax):
-    """By one program only: the scale of this use (a tensor of zeros teaches nothing)."""
+    """Record the scale of this use, from one program only; a tensor of zeros has none."""
     if amax > 0:
         tl.store(row_ptr + SCALE, scale)
 
 
 @triton.jit
 def record_use(row_ptr):
-    """By one program only: one more use."""
+    """Count one more use, from one program only."""
     tl.store(row_ptr + SEEN, tl.load(row_ptr + SEEN) + 1.0)
     tl.store(row_ptr + CALLS, tl.load(row_ptr + CALLS) + 1.0)
 

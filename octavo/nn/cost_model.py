@@ -9,22 +9,7 @@ the GEMM is large in all three dimensions.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-FROZEN_WIDTH = 750
-
-
-@dataclass(frozen=True)
-class Rates:
-    """What a GPU does per second.
-
-    Fitted to 66 linears timed on an H200 (`benchmarks/linears.py`, 2026-11-15). Five of them come out on the wrong
-    side, where FP8 is 0.97x to 1.2x as fast.
-    """
-
-    bf16_flops: float = 750e12
-    fp8_flops: float = 1430e12
-    bytes: float = 3.25e12
-    launch: float = 2e-6
-    start_of_gemm: float = 4.7e-6
+from octavo.kernels.tuning import HOPPER, Rates
 
 
 @dataclass(frozen=True)
@@ -44,7 +29,7 @@ class Estimate:
 
 def estimate(tokens: int, inputs: int, outputs: int, rates: Rates | None = None) -> Estimate:
     """What the linear would cost either way."""
-    rates = rates or Rates()
+    rates = rates or HOPPER.rates
     flops = 2.0 * tokens * inputs * outputs
 
     def products(rate: float) -> float:
@@ -74,4 +59,5 @@ def why_not_frozen(shapes: Iterable[tuple[int, float, int]]) -> str:
         saved += inputs * outputs
         cost += inputs * share + outputs
     width = saved / max(cost, 1.0)
-    return "" if width >= FROZEN_WIDTH else f"FP8 does not pay at a width of {width:.0f}, but from {FROZEN_WIDTH} on"
+    least = HOPPER.frozen_width
+    return "" if width >= least else f"FP8 does not pay at a width of {width:.0f}, but from {least} on"

@@ -262,21 +262,3 @@ def activation_config(granularity: str) -> FP8TrainingConfig:
 def quantize_weight(weight: Tensor, granularity: str, format: str = "E4M3") -> Quantized:
     """A weight `[N, K]` with one scale per tensor, per row, or per 128×128 block."""
     return quantize(weight.detach(), format=format, granularity=granularity, block=(BLOCK, BLOCK))
-
-
-def insist_on_fp8(model: nn.Module) -> None:
-    """Somebody asked for products in FP8, whether they pay or not."""
-    frozen = [module for module in model.modules() if isinstance(module, FP8FrozenLinear)]
-    changed = [module for module in frozen if module.is_planned and not module.in_fp8]
-    for each in changed:
-        each.in_fp8 = True
-    for module in model.modules():
-        said, report = module.__dict__.get("octavo_fused"), module.__dict__.get("octavo_report")
-        if changed and said is not None:
-            said.append(f"since then, products in FP8, as asked for ({len(changed)})")
-        if changed and report is not None:
-            now = {name.removesuffix(".base_layer"): linear for name, linear in module.named_modules()}  # under PEFT
-            for entry in report.entries:
-                found = now.get(entry.name)
-                if isinstance(found, FP8FrozenLinear) and found in changed:
-                    entry.precision, entry.reason, entry.formats = "fp8", "", str(found.recipe)

@@ -1,4 +1,4 @@
-"""What runs in FP8, what does not, and why: one entry per linear layer or matrix product."""
+"""Reports of what runs in FP8, what does not, and why: one entry per linear layer or matrix product."""
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -11,6 +11,8 @@ from octavo.numerics import FP8ScalingManager
 from octavo.support import emulation_on
 
 FP8 = "fp8"
+REPORT = "octavo_report"  # the attribute of a model that has its report
+_FUSED = "octavo_fused"
 NOTEWORTHY = 0.1  # of the linear weights, not in FP8: then the summary says so
 
 
@@ -41,7 +43,7 @@ class Entry:
 
 @dataclass
 class Report:
-    """Prints as a table; `to_dict()` for files; iterates over its entries.
+    """A report that prints as a table, iterates over its entries, and goes to files by `to_dict()`.
 
     `scaling` holds histories and statistics of what is in FP8; `emulate` is the configuration's.
     """
@@ -121,9 +123,19 @@ class ConversionReport(Report):
     model: weakref.ref[nn.Module] | None = field(default=None, repr=False, compare=False)
     find_hooked: Callable[[nn.Module], list[str]] | None = field(default=None, repr=False, compare=False)
 
-    def watch(self, model: nn.Module, find_hooked: Callable[[nn.Module], list[str]]) -> None:
-        """Look for hooks in this model, by that function."""
+    def attach(self, model: nn.Module, find_hooked: Callable[[nn.Module], list[str]]) -> None:
+        """Make this report the model's `octavo_report`, and look for hooks in it by that function.
+
+        `model.octavo_fused` is this report's `fused`.
+        """
         self.model, self.find_hooked = weakref.ref(model), find_hooked
+        model.__dict__[REPORT], model.__dict__[_FUSED] = self, self.fused
+
+    @staticmethod
+    def detach_from(model: nn.Module) -> None:
+        """Undo `attach`."""
+        for name in (REPORT, _FUSED):
+            model.__dict__.pop(name, None)
 
     @property
     def hooked(self) -> list[str]:
@@ -140,7 +152,7 @@ class ConversionReport(Report):
         return [*fused, f"but {len(names)} with hooks called one by one, not fused: {shown}{head}"]
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy, or one that is saved, is of no model that lives."""
+        """Leave the model out: a copy, or a pickled report, belongs to none."""
         return {**self.__dict__, "model": None}
 
     @property
@@ -160,17 +172,17 @@ class ConversionReport(Report):
         return sum(e.numel for e in counted if e.is_left_out) / max(1, sum(e.numel for e in counted))
 
     def left_out(self) -> str:
-        """Names what is not in FP8, and why, if it is more than a tenth of the linear weights; else empty."""
+        """A sentence on what is not in FP8, and why, if it is more than a tenth of the linear weights; else empty."""
         if self.share_left_out <= NOTEWORTHY:
             return ""
-        found: dict[tuple[str, str], int] = {}
+        sizes: dict[tuple[str, str], int] = {}
         for entry in self.entries:
             if entry.is_left_out and entry.numel and not is_adapter(entry.name):
                 key = (entry.name.rpartition(".")[2], entry.reason)
-                found[key] = found.get(key, 0) + entry.numel
-        largest = sorted(found, key=lambda key: -found[key])[:3]
+                sizes[key] = sizes.get(key, 0) + entry.numel
+        largest = sorted(sizes, key=lambda key: -sizes[key])[:3]
         names = ", ".join(f"{name} ({reason})" if reason else name for name, reason in largest)
-        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+        more = f" and {len(sizes) - 3} more" if len(sizes) > 3 else ""
         return f"{self.share_left_out:.0%} of the linear weights are not in FP8: {names}{more}"
 
     def summary(self) -> str:

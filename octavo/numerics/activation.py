@@ -10,6 +10,7 @@ result directly round likewise.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -18,21 +19,36 @@ from octavo.numerics.amax import block_amax
 from octavo.numerics.formats import E4M3, E8M0_DTYPE
 from octavo.numerics.quantize import BLOCK, Quantized, mx_scale, quantize_by
 
-ACTIVATIONS = ("silu", "gelu_tanh")
 GELU_FACTOR = math.sqrt(2 / math.pi)
 GELU_CUBIC = 0.044715
+
+
+def silu(gate: Tensor) -> tuple[Tensor, Tensor]:
+    """act(gate) and its derivative, as all of these."""
+    sigmoid = torch.sigmoid(gate)
+    return gate * sigmoid, sigmoid * (1 + gate * (1 - sigmoid))
+
+
+def gelu_tanh(gate: Tensor) -> tuple[Tensor, Tensor]:
+    sigmoid = torch.sigmoid(2 * GELU_FACTOR * (gate + GELU_CUBIC * gate * gate * gate))
+    inner = 2 * GELU_FACTOR * (1 + 3 * GELU_CUBIC * gate * gate)
+    return gate * sigmoid, sigmoid * (1 + gate * (1 - sigmoid) * inner)
+
+
+# The same names are in `kernels/gated/activations.py`; which of transformers' classes is which, in the decoders.
+ACTIVATIONS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {"silu": silu, "gelu_tanh": gelu_tanh}
 
 
 def gated(gate_up: Tensor, activation: str) -> Tensor:
     """Compute h, `[..., F]`, from `gate_up`, `[..., 2F]`."""
     gate, up = gate_up.float().chunk(2, dim=-1)
-    return (_activate(gate, activation)[0] * up).to(gate_up.dtype)
+    return (ACTIVATIONS[activation](gate)[0] * up).to(gate_up.dtype)
 
 
 def gated_backward(dh: Tensor, gate_up: Tensor, activation: str) -> Tensor:
     """Compute the gradient of `gate_up`, `[..., 2F]`, from that of `h`."""
     gate, up = gate_up.float().chunk(2, dim=-1)
-    value, slope = _activate(gate, activation)
+    value, slope = ACTIVATIONS[activation](gate)
     dh = dh.float()
     return torch.cat([dh * up * slope, dh * value], dim=-1).to(gate_up.dtype)
 
@@ -46,13 +62,3 @@ def keep(gate_up: Tensor) -> Quantized:
 
 def from_kept(kept: Quantized) -> Tensor:
     return Quantized(kept.data, kept.scale.view(E8M0_DTYPE).float()).dequantize(torch.float32)
-
-
-def _activate(gate: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """Compute act(gate) and its derivative."""
-    if activation == "silu":
-        sigmoid = torch.sigmoid(gate)
-        return gate * sigmoid, sigmoid * (1 + gate * (1 - sigmoid))
-    sigmoid = torch.sigmoid(2 * GELU_FACTOR * (gate + GELU_CUBIC * gate * gate * gate))
-    inner = 2 * GELU_FACTOR * (1 + 3 * GELU_CUBIC * gate * gate)
-    return gate * sigmoid, sigmoid * (1 + gate * (1 - sigmoid) * inner)

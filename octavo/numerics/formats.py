@@ -14,6 +14,7 @@ The `fnuz` twins (finite, no negative zero) are what MI300 computes in. E8M0 hol
 from 2^-127 to 2^127, with no sign and no zero.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -39,10 +40,14 @@ class Format:
         return 2.0**self.min_exponent
 
     @property
+    def max_exponent(self) -> int:
+        """⌊log2 of the largest value⌋."""
+        return math.frexp(self.max)[1] - 1
+
+    @property
     def saturation_threshold(self) -> float:
         """Half-way from `max` to the next step there would be: larger magnitudes saturate."""
-        exponent = torch.tensor(self.max, dtype=torch.float32).log2().floor().item()
-        return self.max + 2.0 ** (exponent - self.mantissa_bits - 1)
+        return self.max + 2.0 ** (self.max_exponent - self.mantissa_bits - 1)
 
     def __str__(self) -> str:
         return self.name

@@ -27,6 +27,8 @@ A scale given by the caller is the same factor, as `compute_scale` returns it, o
 """
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -38,13 +40,51 @@ from octavo.numerics.formats import E4M3, E8M0_DTYPE, Format, get_format, to_flo
 from octavo.numerics.multiplier import as_factor, checked_factor
 from octavo.numerics.rounding import ROUNDINGS, round_nearest, round_stochastic
 
-GRANULARITIES = ("tensor", "channel", "block", "mx")
 MX_RULES = ("up", "floor")
 BLOCK = 128
 BLOCKS = ((1, BLOCK), (BLOCK, BLOCK))
 MX_BLOCK = 32
+
+
+@dataclass(frozen=True)
+class Granularity:
+    """Which elements of `[R, C]` share a scale: so many rows by columns; None stands for all there are."""
+
+    rows: int | None
+    columns: int | None
+    is_e8m0: bool = False  # the scale is a power of two, in one byte; else it is in FP32
+
+
+# What a recipe, a file or a kernel needs to know of each. That of `block` may be 128×128, too: see `granularity_of`.
+GRANULARITIES = {
+    "tensor": Granularity(None, None),
+    "channel": Granularity(1, None),
+    "block": Granularity(1, BLOCK),
+    "mx": Granularity(1, MX_BLOCK, is_e8m0=True),
+}
+# How many elements along a row may share a scale without sharing it with all; the largest first.
+GROUPS = tuple(sorted({g.columns for g in GRANULARITIES.values() if g.columns is not None}, reverse=True))
 LARGEST_SCALE = 2.0**126
 SMALLEST_SCALE = 2.0**-126  # the smallest normal FP32: its reciprocal is finite and exact
+
+
+def granularity_of(name: str, block: tuple[int, int] = (1, BLOCK)) -> Granularity:
+    """The granularity of this name; `block` counts for the one that is called so."""
+    return Granularity(*block) if name == "block" else GRANULARITIES[name]
+
+
+def scale_shape(shape: Sequence[int], granularity: str, block: tuple[int, int] = (1, BLOCK)) -> tuple[int, ...]:
+    """The shape of the scale of a tensor `[..., R, C]`."""
+    found = granularity_of(granularity, block)
+    if found.rows is None:
+        return ()
+    *batch, r, c = shape
+    return (*batch, -(-r // found.rows), 1 if found.columns is None else -(-c // found.columns))
+
+
+def packed_scale_dtype(granularity: str) -> torch.dtype:
+    """The dtype in which kernels and operators pass scales: FP32, or bytes for E8M0."""
+    return torch.uint8 if GRANULARITIES[granularity].is_e8m0 else torch.float32
 
 
 class Quantized(NamedTuple):
@@ -158,12 +198,12 @@ def compute_scale(
     if x.dim() == 0:
         raise ValueError(f"granularity={granularity!r}: a 0-d tensor has no rows; use granularity='tensor'")
     rows = x.unsqueeze(0) if x.dim() == 1 else x
-    shape = {"channel": (1, max(rows.shape[-1], 1)), "block": block, "mx": (1, MX_BLOCK)}[granularity]
-    amax = block_amax(rows, shape)
-    if granularity == "channel" and not rows.shape[-1]:
+    group = granularity_of(granularity, block)
+    amax = block_amax(rows, (group.rows or 1, group.columns or max(rows.shape[-1], 1)))
+    if group.columns is None and not rows.shape[-1]:
         amax = amax.new_zeros(*rows.shape[:-1], 1)  # a row without elements still has a scale
     amax = amax.squeeze(0) if x.dim() == 1 else amax
-    return mx_scale(amax, format, mx_rule, margin) if granularity == "mx" else scale_from_amax(amax, format, margin)
+    return mx_scale(amax, format, mx_rule, margin) if group.is_e8m0 else scale_from_amax(amax, format, margin)
 
 
 def scale_from_amax(amax: Tensor, format: Format, margin: float = 1.0) -> Tensor:

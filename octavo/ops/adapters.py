@@ -98,7 +98,7 @@ def add_to(y: Tensor, t: Tensor, adapters: Adapters, residual: Tensor | None = N
     """Add the adapters' outputs to y, and `residual`, if there is one."""
     # y += s · t · Bᵀ
     if has_fp8_tensor_cores(y.device):
-        from octavo.kernels import adapter_outputs as kernel
+        from octavo.kernels.adapters import outputs as kernel
 
         if kernel.can_add(y, adapters.ups, adapters.spans, residual, turned=True):
             kernel.add_outputs(y, t, adapters.ups, adapters.spans, residual, turned=True)
@@ -113,7 +113,7 @@ def add_to_input(dx: Tensor, u: Tensor, a: Tensor) -> None:
     """Add to dx the part of the gradient that comes through the adapters: `u[M, ΣR]` times all A."""
     # dx += u · A
     if has_fp8_tensor_cores(dx.device):
-        from octavo.kernels import adapter_outputs as kernel
+        from octavo.kernels.adapters import outputs as kernel
 
         span = ((0, dx.shape[1], 1.0),)
         if kernel.can_add(dx, [a], span, None, turned=False):
@@ -154,7 +154,7 @@ class AdapterGradients:
     def _in_one_pass(self, g: Tensor) -> bool:
         if not has_fp8_tensor_cores(g.device):
             return False
-        from octavo.kernels import adapter_gradients as kernel
+        from octavo.kernels.adapters import gradients as kernel
 
         return kernel.can_multiply(g, self.adapters.ups)
 
@@ -165,7 +165,7 @@ class AdapterGradients:
         """
         if self._u is None:
             return self._project_by_products(g, t)
-        from octavo.kernels import adapter_gradients as kernel
+        from octavo.kernels.adapters import gradients as kernel
 
         u = self._u[self._rows : self._rows + g.shape[0]]
         self._rows += g.shape[0]
@@ -216,7 +216,7 @@ class AdapterGradients:
         """Use the kernel that reads FP8, if there is one; return whether it was used."""
         if not has_fp8_tensor_cores(u.device):
             return False
-        from octavo.kernels import adapter_gradients as kernel
+        from octavo.kernels.adapters import gradients as kernel
 
         if not kernel.can_multiply_kept(x, u, self._like.dtype):
             return False

@@ -36,24 +36,26 @@ def gated_quantize(
 ) -> Quantized:
     """Compute h, quantised as rows; save gate and up, if there is room for them."""
     if has_fp8_tensor_cores(gate_up.device):
-        from octavo.kernels import gated, gated_scaled
+        from octavo.kernels import gated
+        from octavo.kernels.gated import blocks
 
         if gated.can_quantize(gate_up, recipe) and (saved is None or gated.can_keep(gate_up)):
             return gated.gated_quantize(gate_up, state, recipe, activation, record=record, into=saved)
-        if saved is None and gated_scaled.can_quantize(gate_up, recipe):
-            return gated_scaled.gated_quantize(gate_up, state, recipe, activation, record=record)
+        if saved is None and blocks.can_quantize(gate_up, recipe):
+            return blocks.gated_quantize(gate_up, state, recipe, activation, record=record)
     return quantize_group([_gated(gate_up, activation, saved)], state, recipe, record, "rows")[0]
 
 
 def _gated(gate_up: Tensor, activation: str, saved: Quantized | None) -> Tensor:
     """Compute h in high precision; save gate and up, if there is room for them."""
     if has_fp8_tensor_cores(gate_up.device):
-        from octavo.kernels import gated, gated_lora
+        from octavo.kernels import gated
+        from octavo.kernels.gated import low_rank
 
         if saved is None and gated.can_gate(gate_up):
             return gated.gated(gate_up, activation)
-        if saved is not None and gated_lora.can_gate(gate_up, gate_up.shape[1] // 2):
-            return gated_lora.gated(gate_up, None, None, activation, saved)
+        if saved is not None and low_rank.can_gate(gate_up, gate_up.shape[1] // 2):
+            return low_rank.gated(gate_up, None, None, activation, saved)
     if saved is not None:
         _save(gate_up, saved)
     return spec.gated(gate_up, activation)
@@ -80,7 +82,8 @@ def gated_quantize_backward(
     `saved_scale`: `gate_up` is as it was saved, in FP8.
     """
     if has_fp8_tensor_cores(dh.device):
-        from octavo.kernels import gated, gated_scaled
+        from octavo.kernels import gated
+        from octavo.kernels.gated import blocks
 
         if saved_scale is not None and gated.can_quantize(dh, recipe, recipe_h) and gated.can_keep(gate_up):
             how = (h_scale, state, recipe, recipe_h, activation)
@@ -89,8 +92,8 @@ def gated_quantize_backward(
             gate_up, saved_scale = spec.from_kept(Quantized(gate_up, saved_scale)).to(dh.dtype), None
         if gated.can_quantize(gate_up, recipe, recipe_h):
             return gated.gated_quantize_backward(dh, gate_up, h_scale, state, recipe, recipe_h, activation)
-        if gated_scaled.can_quantize_backward(gate_up, recipe, recipe_h):
-            return gated_scaled.gated_quantize_backward(dh, gate_up, state, recipe, recipe_h, activation)
+        if blocks.can_quantize_backward(gate_up, recipe, recipe_h):
+            return blocks.gated_quantize_backward(dh, gate_up, state, recipe, recipe_h, activation)
     if saved_scale is not None:
         gate_up = spec.from_kept(Quantized(gate_up, saved_scale)).to(dh.dtype)
     gradient, h = _gated_backward(dh, gate_up, activation)
@@ -115,7 +118,7 @@ def gated_adapted(
     """Add the adapters' outputs to gate and up, compute h, and save gate and up, if there is room for them."""
     in_hp = saved is not None and is_high_precision(saved)
     if not in_hp and not emulate and has_fp8_tensor_cores(gate_up.device):
-        from octavo.kernels import gated_lora as kernel
+        from octavo.kernels.gated import low_rank as kernel
 
         halves = _halves(t, adapters, gate_up.shape[1] // 2, kernel.Low)
         if halves is not None and kernel.can_gate(gate_up, gate_up.shape[1] // 2, *halves):
@@ -155,7 +158,7 @@ def gated_adapted_backward(
     If h is wanted, it takes the place of its gradient.
     """
     if not emulate and not is_high_precision(saved) and has_fp8_tensor_cores(dh.device):
-        from octavo.kernels import gated_lora as kernel
+        from octavo.kernels.gated import low_rank as kernel
 
         added = None if a is None else kernel.Low(u, a)
         if kernel.can_gate(dh, dh.shape[1], added):

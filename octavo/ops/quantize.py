@@ -11,7 +11,7 @@ from torch import Tensor
 from octavo.numerics import OperandRecipe, Quantized
 from octavo.numerics import operand as spec
 from octavo.numerics.formats import E8M0_DTYPE
-from octavo.numerics.quantize import MX_BLOCK
+from octavo.numerics.quantize import packed_scale_dtype, scale_shape
 from octavo.ops.register import operator
 from octavo.support import has_fp8_tensor_cores
 
@@ -54,7 +54,7 @@ def quantize_scaled(g: Tensor, factor: Tensor, state: Tensor, recipe: OperandRec
 def dequantize(x: Quantized, dtype: torch.dtype) -> Tensor:
     """Compute `x.dequantize(dtype)`, in one pass where there is a kernel."""
     if has_fp8_tensor_cores(x.data.device):
-        from octavo.kernels import dequantize as kernel
+        from octavo.kernels.quantize import dequantize as kernel
 
         if kernel.can_dequantize(x, dtype):
             return kernel.dequantize(x, dtype)
@@ -64,7 +64,7 @@ def dequantize(x: Quantized, dtype: torch.dtype) -> Tensor:
 def transpose_bytes(data: Tensor) -> Tensor:
     """Transpose an FP8 matrix; the result is contiguous."""
     if has_fp8_tensor_cores(data.device):
-        from octavo.kernels import transpose as kernel
+        from octavo.kernels.quantize import transpose as kernel
 
         if kernel.can_transpose(data):
             return kernel.transpose(data)
@@ -93,16 +93,10 @@ def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def fake_quantize(x: Tensor, operand: OperandRecipe, transpose: bool) -> tuple[Tensor, Tensor]:
     """Return empty tensors shaped as a quantised operand and its packed scale."""
-    *batch, r, c = x.mT.shape if transpose else x.shape
+    shape = x.mT.shape if transpose else x.shape
     granularity = operand.columns if transpose and operand.columns else operand.granularity
-    scale_shape = {
-        "tensor": [],
-        "channel": [*batch, r, 1],
-        "block": [*batch, -(-r // operand.block[0]), -(-c // operand.block[1])],
-        "mx": [*batch, r, -(-c // MX_BLOCK)],
-    }[granularity]
-    scale_dtype = torch.uint8 if granularity == "mx" else torch.float32
-    return x.new_empty([*batch, r, c], dtype=operand.format.dtype), x.new_empty(scale_shape, dtype=scale_dtype)
+    scale = x.new_empty(scale_shape(shape, granularity, operand.block), dtype=packed_scale_dtype(granularity))
+    return x.new_empty(shape, dtype=operand.format.dtype), scale
 
 
 def _quantize_fake(x: Tensor, recipe: str, layout: str) -> tuple[Tensor, ...]:

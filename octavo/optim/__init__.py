@@ -44,7 +44,7 @@ __all__ = [
 
 LOW_BIT = {"adamw8bit": "AdamW8bit", "adamw4bit": "AdamW4bit", "adamwfp8": "AdamWFp8"}
 OPTIMIZERS = ("adamw", *LOW_BIT)
-_WAYS = ("fused", "foreach")
+_VARIANTS = ("fused", "foreach")
 
 
 def build_optimizer(
@@ -68,19 +68,21 @@ def build_optimizer(
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(parameters, **options)
         if all(p.is_cuda for group in optimizer.param_groups for p in group["params"]):
             # Makes no copies of all tensors, unlike torch's other implementations. On a CPU it ignores strides.
-            groups = [{name: x for name, x in group.items() if name not in _WAYS} for group in optimizer.param_groups]
+            groups = [
+                {name: x for name, x in group.items() if name not in _VARIANTS} for group in optimizer.param_groups
+            ]
             optimizer = torch.optim.AdamW(groups, **options, fused=True)
     else:
         optimizer_class = with_fused_step(getattr(_torchao_optim(name), LOW_BIT.get(name, "_AdamW")))
         optimizer = optimizer_class(parameters, **options, bf16_stochastic_round=stochastic_rounding)
-    optimizer.register_load_state_dict_pre_hook(_keep_way)
+    optimizer.register_load_state_dict_pre_hook(_keep_variant)
     return optimizer
 
 
-def _keep_way(optimizer: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
+def _keep_variant(optimizer: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
     """Keep this optimiser's `fused` and `foreach`: torch would take over those of the checkpoint."""
-    own = {name: optimizer.defaults[name] for name in _WAYS if name in optimizer.defaults}
-    groups = [{name: x for name, x in group.items() if name not in _WAYS} | own for group in loaded["param_groups"]]
+    own = {name: optimizer.defaults[name] for name in _VARIANTS if name in optimizer.defaults}
+    groups = [{name: x for name, x in group.items() if name not in _VARIANTS} | own for group in loaded["param_groups"]]
     return {**loaded, "param_groups": groups}
 
 

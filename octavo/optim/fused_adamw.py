@@ -26,7 +26,7 @@ def with_fused_step(optimizer_class: Any) -> Any:
 
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options)
-            self.register_load_state_dict_pre_hook(_take_levels)
+            self.register_load_state_dict_pre_hook(_convert_loaded)
 
         @staticmethod
         def _subclass_zeros(p: Tensor, signed: bool, block_size: int) -> Any:
@@ -49,7 +49,8 @@ def with_fused_step(optimizer_class: Any) -> Any:
                 on_cpu = all(p.device.type == "cpu" for p in left)  # a CPU may lack what compiling needs
                 try:
                     with set_stance("force_eager") if on_cpu else nullcontext():
-                        super(optimizer_class, self).step()  # past the class that torch may have put step hooks around
+                        # Not optimizer_class.step, which torch may have wrapped in hooks.
+                        super(optimizer_class, self).step()
                 finally:
                     self.param_groups = groups
             return loss
@@ -88,7 +89,7 @@ def _way_for(p: Tensor, mean: Tensor, square: Tensor) -> Callable[..., None]:
     return adamw.apply
 
 
-def _take_levels(_optimizer: Any, loaded: dict[str, Any]) -> dict[str, Any]:
+def _convert_loaded(_optimizer: Any, loaded: dict[str, Any]) -> dict[str, Any]:
     """Re-encode 4-bit states of a checkpoint with other levels, and move counters to the host, which reads them."""
     ways: dict[str, Callable[[Any], Any]] = {
         "exp_avg": adamw.with_levels,

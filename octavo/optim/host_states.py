@@ -16,7 +16,7 @@ from torch import Tensor
 from octavo.optim.split_masters import LOW, has_master, joined
 from octavo.optim.transfers import State, Transfers, Trip, is_moved, mapped
 
-AHEAD = 2  # parameters whose states are on their way
+AHEAD = 2  # parameters whose states are prefetched
 _MASTER = "master"
 
 
@@ -26,21 +26,21 @@ class HostStates:
     def __init__(self, optimizer: torch.optim.Optimizer, masters: Mapping[Tensor, Tensor] | None = None) -> None:
         self.optimizer = optimizer
         self._rooms: dict[Tensor, State] = {p: {_MASTER: master} for p, master in (masters or {}).items()}
-        self._written: dict[Tensor, Any] = {}  # when the room will be
+        self._written: dict[Tensor, Any] = {}  # event after which the host copy is complete
         self._coming: dict[Tensor, Trip] = {}
         self._here: dict[Tensor, Trip] = {}
-        self._after: dict[Tensor, Tensor] = {}  # the parameter that came next in the step before
+        self._after: dict[Tensor, Tensor] = {}  # the parameter that followed in the previous step
         self._last: Tensor | None = None
         self._transfers: dict[torch.device, Transfers] = {}
-        self._order: list[Any] = []  # of parameters in a checkpoint that is being loaded, and their states
+        self._order: list[Any] = []  # parameters of a checkpoint that is being loaded, and below their states
         self._loaded: dict[Any, State] = {}
         self._hooks = [
             optimizer.register_state_dict_pre_hook(lambda _optimizer: self.wait()),
             optimizer.register_load_state_dict_pre_hook(self._take_loaded),
-            optimizer.register_load_state_dict_post_hook(self._settle_loaded),
+            optimizer.register_load_state_dict_post_hook(self._store_loaded),
         ]
         for parameter, state in list(optimizer.state.items()):
-            self._settle(parameter, state, torch.float32 if self._is_stepped_in_fp32(parameter) else None)
+            self._store(parameter, state, torch.float32 if self._is_stepped_in_fp32(parameter) else None)
 
     def bring(self, parameter: Tensor) -> Tensor | None:
         """Copy the states of `parameter` to its device, and start copying the next ones. Returns its master."""
@@ -49,7 +49,7 @@ class HostStates:
         self._of(parameter).wait_for(trip)
         state = dict(trip.state)
         master = state.pop(_MASTER, None)
-        if state:  # else it is the optimiser's to make
+        if state:  # else the optimiser creates it
             self.optimizer.state[parameter] = state
         for following in self._following(parameter):
             if following not in self._coming and following not in self._here:
@@ -93,7 +93,7 @@ class HostStates:
         self._cancel(parameter)
         self._rooms[parameter][_MASTER].copy_(values)
 
-    def give_back(self) -> None:
+    def restore(self) -> None:
         """Move all states to the devices of their parameters, and stop offloading."""
         self.wait()
         self._coming.clear()
@@ -123,14 +123,14 @@ class HostStates:
         if state:
             self.optimizer.state[parameter] = state
 
-    def _settle(self, parameter: Tensor, state: State, dtype: torch.dtype | None) -> None:
+    def _store(self, parameter: Tensor, state: State, dtype: torch.dtype | None) -> None:
         """Copy states that lie elsewhere into host memory."""
         room = self._rooms.setdefault(parameter, {})
-        housed = partial(_housed, parameter.device)
+        to_host = partial(_to_host, parameter.device)
         if has_master(self.optimizer, parameter):
             state = joined(state)
         in_dtype = {name: value if name == LOW else _in_dtype(value, dtype) for name, value in state.items()}
-        room |= mapped(in_dtype, housed)
+        room |= mapped(in_dtype, to_host)
         self._show(parameter)
 
     def _is_stepped_in_fp32(self, parameter: Tensor) -> bool:
@@ -145,7 +145,7 @@ class HostStates:
         rest = {i: {name: x for name, x in state.items() if not is_moved(x)} for i, state in states}
         return {**loaded, "state": rest}
 
-    def _settle_loaded(self, optimizer: torch.optim.Optimizer) -> None:
+    def _store_loaded(self, optimizer: torch.optim.Optimizer) -> None:
         self.wait()
         self._last = None
         parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
@@ -154,12 +154,12 @@ class HostStates:
             room = self._rooms.pop(parameter, {})
             if _MASTER in room:
                 self._rooms[parameter] = {_MASTER: room[_MASTER]}
-            del room  # its memory is taken again
+            del room  # frees its memory for the loaded state
             state = optimizer.state.get(parameter, {}) | self._loaded.pop(i, {})
             if state:
-                # torch's rule: in the dtype of what is stepped.
+                # As in torch: the dtype of the tensor that is stepped.
                 in_fp32 = self._is_stepped_in_fp32(parameter)
-                self._settle(parameter, state, torch.float32 if in_fp32 else parameter.dtype)
+                self._store(parameter, state, torch.float32 if in_fp32 else parameter.dtype)
 
 
 def _in_dtype(value: Any, dtype: torch.dtype | None) -> Any:
@@ -168,7 +168,7 @@ def _in_dtype(value: Any, dtype: torch.dtype | None) -> Any:
     return value.to(dtype) if plain and dtype is not None else value
 
 
-def _housed(device: torch.device, x: Tensor) -> Tensor:
+def _to_host(device: torch.device, x: Tensor) -> Tensor:
     return torch.empty_like(x, device="cpu", pin_memory=device.type == "cuda").copy_(x)
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from octavo.optim.host_states import HostStates
 from octavo.optim.per_parameter import PerParameter
-from octavo.optim.split_masters import is_left_to_others
+from octavo.optim.split_masters import leave_to_others
 
 _MARK = "_octavo_in_backward"
 
@@ -38,7 +38,7 @@ class InBackward(PerParameter):
         self._handles: list[Any] = [
             parameter.register_post_accumulate_grad_hook(self._apply_once) for parameter in self.parameters
         ]
-        self._handles.append(optimizer.register_step_post_hook(lambda *_: self.begin_anew()))
+        self._handles.append(optimizer.register_step_post_hook(lambda *_: self.reset()))
         setattr(optimizer, _MARK, self)
 
     def _apply_once(self, parameter: Tensor) -> None:
@@ -53,16 +53,16 @@ class InBackward(PerParameter):
         if parameter.grad is None:  # else it waits for the gradients of its product
             self._applied.add(parameter)
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Accept gradients of a new step, after one has ended or failed."""
         self._applied.clear()
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
-        is_left_to_others(self.optimizer, False)
+        leave_to_others(self.optimizer, False)
         if self.states is not None:
-            self.states.give_back()
+            self.states.restore()
         delattr(self.optimizer, _MARK)
 
 

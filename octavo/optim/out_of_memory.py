@@ -21,11 +21,11 @@ from octavo.optim.step_memory import StepMemory, device_memory, in_words, measur
 # Shares of activations, by `octavo plan 8b`: 26.2 GiB in FP8; 15.3 with gate and up in FP8; 2.2 with checkpointing.
 FP8_ACTIVATIONS = 0.4
 CHECKPOINTING = 0.9
-LOW_BIT = {"adamw8bit": 2 * (1 + 4 / 256), "adamw4bit": 2 * (1 / 2 + 4 / 128)}  # bytes of states for a number trained
-SMALLEST = 0.01  # of all that is taken: what saves less is not worth a line
+LOW_BIT = {"adamw8bit": 2 * (1 + 4 / 256), "adamw4bit": 2 * (1 / 2 + 4 / 128)}  # bytes of states per trained parameter
+SMALLEST = 0.01  # share of the memory in use below which a saving is not listed
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
-# What to do, in the words of whoever is asked: by the names of `savings`.
+# Instructions in the caller's terms, by the names of `savings`.
 Ways = Mapping[str, str]
 
 
@@ -69,11 +69,11 @@ def savings(model: nn.Module, optimizer: Any, memory: StepMemory) -> dict[str, i
 
     Measures in use already are left out. States that AdamW creates only in its first step count, too.
     """
-    optimizer = getattr(optimizer, "optimizer", optimizer)  # without what Accelerate puts around it
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # unwrap Accelerate's
     trained = [p for p in model.parameters() if p.requires_grad]
     numbers, gradients = sum(p.numel() for p in trained), sum(tensor_bytes(p) for p in trained)
     largest = max((p.numel() for p in trained), default=0)
-    halves = sum(p.numel() for p in trained if has_master(optimizer, p))  # each with a low half, and means in FP32
+    halves = sum(p.numel() for p in trained if has_master(optimizer, p))  # each with a low half, and FP32 moments
     to_come = 2 * gradients + (2 + 4) * halves if isinstance(optimizer, torch.optim.Adam) else 0
     states = max(memory.states, to_come)
 

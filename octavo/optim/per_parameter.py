@@ -5,7 +5,7 @@ from torch import Tensor
 
 from octavo.optim.host_states import HostStates
 from octavo.optim.partial_step import plain_step, step_groups
-from octavo.optim.split_masters import in_fp32, is_left_to_others
+from octavo.optim.split_masters import in_fp32, leave_to_others
 
 
 class PerParameter:
@@ -15,9 +15,9 @@ class PerParameter:
         self.optimizer = optimizer
         self.states = states
         self._step = plain_step(optimizer)
-        # By number: loading a checkpoint puts new groups in the place of the old ones.
+        # Index of its group: loading a checkpoint replaces the group objects.
         self._group = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
-        is_left_to_others(optimizer, True)
+        leave_to_others(optimizer, True)
 
     @property
     def parameters(self) -> list[Tensor]:

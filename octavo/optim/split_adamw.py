@@ -53,7 +53,7 @@ class FusedSplitAdamW:
             state |= {name: torch.zeros_like(p, dtype=torch.float32) for name in ("exp_avg", "exp_avg_sq")}
         mean, square = state["exp_avg"], state["exp_avg_sq"]
         if mean.dtype != torch.float32 or square.dtype != torch.float32 or not kernel.can_step(p, mean, square):
-            return False  # as loaded, they are in halves
+            return False  # still split, as loaded
         if low_name not in state:
             state[low_name] = split.new_low(p.detach())
         count = self._count(p, state["step"]) + 1

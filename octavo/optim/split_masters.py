@@ -34,7 +34,7 @@ from octavo.optim.split_adamw import FusedSplitAdamW
 LOW = "weight_low"
 _SUFFIX = "_low"
 _MARK, _ATTACHED, _OTHERS = "_octavo_master", "_octavo_masters", "_octavo_per_parameter"
-_AT_A_TIME = 2**26  # elements whose masters and FP32 gradients are there at once: half a GiB
+_AT_A_TIME = 2**26  # elements with masters and FP32 gradients at a time: half a GiB
 _hook: list[Any] = []
 
 
@@ -60,7 +60,7 @@ def is_decided(parameter: Tensor) -> bool:
 
 def has_master(optimizer: Any, parameter: Tensor) -> bool:
     """Return True if `optimizer` steps this parameter through an FP32 master."""
-    optimizer = getattr(optimizer, "optimizer", optimizer)  # without what Accelerate puts around it
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # unwrap Accelerate's
     wanted = getattr(parameter, _MARK, False) and parameter.dtype == torch.bfloat16
     return wanted and type(parameter.data) is Tensor and not getattr(optimizer, "bf16_stochastic_round", False)
 
@@ -86,7 +86,7 @@ def joined(state: dict[str, Any]) -> dict[str, Any]:
     return whole
 
 
-def is_left_to_others(optimizer: torch.optim.Optimizer, left: bool) -> None:
+def leave_to_others(optimizer: torch.optim.Optimizer, left: bool) -> None:
     """Mark an optimiser whose parameters are stepped singly, within `in_fp32`, and not before its own step."""
     if left:
         _attach(optimizer)
@@ -96,12 +96,12 @@ def is_left_to_others(optimizer: torch.optim.Optimizer, left: bool) -> None:
 @contextmanager
 def in_fp32(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> Iterator[None]:
     """Replace those of `parameters` that have masters by them, with FP32 gradients; split them again at the end."""
-    raised: list[_Raised] = []
+    raised: list[_JoinedParameter] = []
     changed = False
     try:
         for parameter in parameters:
             if has_master(optimizer, parameter):
-                raised.append(_Raised(optimizer, parameter))
+                raised.append(_JoinedParameter(optimizer, parameter))
         yield
         changed = True
     finally:
@@ -109,7 +109,7 @@ def in_fp32(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> I
             one.lower(changed=changed)
 
 
-class _Raised:
+class _JoinedParameter:
     """A parameter that currently holds its own FP32 master."""
 
     @torch.no_grad()
@@ -119,7 +119,7 @@ class _Raised:
         state = optimizer.state.get(parameter)
         self.low = None
         if state:
-            self.low = state.pop(LOW, None)  # optimisers make their states where they find none at all
+            self.low = state.pop(LOW, None)  # optimisers create states only where there are none at all
             if any(map(_is_half, state.values())):
                 optimizer.state[parameter] = joined(state)
         if self.low is None:
@@ -135,7 +135,7 @@ class _Raised:
         if changed:
             _way_for(self.high, self.low).split(self.parameter.data, self.high, self.low)
         grad = self.parameter.grad
-        self.parameter.data = self.high  # the memory it had, which CUDA graphs know
+        self.parameter.data = self.high  # its original memory, which CUDA graphs refer to
         self.parameter.grad = self.grad if grad is self.raised_grad else None if grad is None else grad.bfloat16()
         self.optimizer.state[self.parameter][LOW] = self.low
 
@@ -160,7 +160,7 @@ class _Masters:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._pre = optimizer.register_step_pre_hook(self._step)
         self._post = optimizer.register_step_post_hook(lambda *_: self._end())
-        optimizer.register_state_dict_post_hook(_cut)
+        optimizer.register_state_dict_post_hook(_split_states)
         self._hidden: list[tuple[Any, Tensor]] = []
         self._fused_adamw = FusedSplitAdamW()
         self._whole = ExitStack()
@@ -173,7 +173,7 @@ class _Masters:
     def _step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if getattr(optimizer, _OTHERS, False):
             return None
-        self._hidden.clear()  # of a step that broke off
+        self._hidden.clear()  # left by a step that failed
         self._whole.close()
         new = _with_closure_called(args, kwargs)
         mine = [p for group in optimizer.param_groups for p in group["params"] if _steps(optimizer, p)]
@@ -192,7 +192,7 @@ class _Masters:
             ]
             with in_fp32(optimizer, some):
                 step_groups(optimizer, [group for group in groups if group["params"]], plain_step(optimizer))
-        for p in mine:  # the step that follows is for the others; then gradients are there again
+        for p in mine:  # hidden from the step that follows, and restored after it
             self._hidden.append((p, p.grad))
             p.grad = None
 
@@ -262,13 +262,13 @@ def _portions(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
         yield some
 
 
-def _cut(_optimizer: Any, saved: dict[str, Any]) -> dict[str, Any]:
+def _split_states(_optimizer: Any, saved: dict[str, Any]) -> dict[str, Any]:
     """Split FP32 states of parameters with masters into halves that `load_state_dict` leaves unchanged."""
-    states = {i: _cut_state(state) if LOW in state else state for i, state in saved["state"].items()}
+    states = {i: _split_state(state) if LOW in state else state for i, state in saved["state"].items()}
     return {**saved, "state": states}
 
 
-def _cut_state(state: dict[str, Any]) -> dict[str, Any]:
+def _split_state(state: dict[str, Any]) -> dict[str, Any]:
     halves: dict[str, Any] = {}
     for name, value in state.items():
         if name != "step" and type(value) is Tensor and value.dtype == torch.float32:

@@ -83,8 +83,8 @@ class Transfers:
             event = self._out.record_event()
         buffers = trip.buffers if trip is not None else []
         if new:
-            # In its first step an optimiser makes the states, and the allocator would not get their memory back before
-            # all of them were there.
+            # The optimiser has just created these states; without waiting, the allocator would not get their memory
+            # back before all states existed.
             self._out.synchronize()
         else:
             mine = {buffer.untyped_storage().data_ptr() for buffer in buffers}

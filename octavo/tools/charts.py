@@ -147,7 +147,7 @@ def line(steps: Ints, values: Floats) -> dict[str, list[Any]]:
 def _extremes(values: Floats, indices: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
     finite = indices[np.isfinite(values[indices])]
     if len(finite) == 0:
-        return indices[:1]  # one gap says what many would
+        return indices[:1]  # one gap is enough
     return finite[[values[finite].argmin(), values[finite].argmax()]]
 
 
@@ -158,16 +158,16 @@ def rounded(value: float) -> float | None:
 def spans(steps: Ints, flags: Bools) -> list[list[int]]:
     """Return the flagged steps as [first, last] spans; those too close to tell apart on a chart are joined."""
     reach = max(1, len(steps) // LINE_POINTS)
-    found: list[list[int]] = []
+    merged: list[list[int]] = []
     previous = -reach - 1
     for index in np.flatnonzero(flags).tolist():
         step = int(steps[index])
         if index - previous <= reach:
-            found[-1][1] = step
+            merged[-1][1] = step
         else:
-            found.append([step, step])
+            merged.append([step, step])
         previous = index
-    return found
+    return merged
 
 
 def scaling_series(run: Run) -> dict[str, Any]:

@@ -108,7 +108,7 @@ class Family:
 
     def build(self, case: "Case") -> nn.Module:
         """Return a model with the shape of the case."""
-        from octavo.hf.build import build_causal_lm
+        from octavo.tools.bench.random_model import build_causal_lm
 
         model = build_causal_lm(case.config, layers=case.layers, positions=case.seq, device=case.device)
         found = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))

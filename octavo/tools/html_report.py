@@ -4,13 +4,13 @@
     config.json         the run's settings
     metrics_bf16.jsonl  optional: the same run in BF16, for comparison
     products.json       optional: every matrix product, its precision and, where it is not FP8, the reason
-    sample.json         optional: a held-out line, and how the trained model went on
-    summary.json        optional: of a run that has ended; the memory of its steps
+    sample.json         optional: a held-out line, and the trained model's continuation
+    summary.json        optional: results of a finished run; the memory of its steps
 
 The page loads nothing: style, script and numbers are in the file, and a content security policy keeps it so.
 `report_template.html` is the layout, `report.js` fills it, `charts.js` draws its lines and `charts.py` thins them; this
-module has the headline figures and puts it all together. Everything that comes
-from the folder goes through `html.escape` or through JSON without a `<`, so a run's own text cannot become markup.
+module computes the headline figures and assembles the page. All text from the folder passes through `html.escape` or
+through JSON without a `<`, so it cannot become markup.
 """
 
 import html
@@ -90,7 +90,7 @@ def _page(folder: Path) -> str:
         ),
         "script": _asset("charts.js") + _asset("report.js"),
     }
-    # One pass, so that a "{{config}}" in someone's sample stays what it is.
+    # One pass, so that a "{{config}}" in a sample is not replaced.
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _asset("report_template.html"))
 
 
@@ -234,12 +234,12 @@ def _unit(config: dict[str, Any]) -> str:
 
 def _held_out_cards(label: str, unit: str, summary: dict[str, dict[str, Any]]) -> list[str]:
     """Return the loss of a finished run on held-out text, and that of BF16."""
-    found = {name: _held_out(result) for name, result in summary.items() if "held_out_loss" in result}
-    if label.lower() not in found:
+    losses = {name: _held_out(result) for name, result in summary.items() if "held_out_loss" in result}
+    if label.lower() not in losses:
         return []
-    ours, theirs = found[label.lower()], found.get("bf16", math.nan)
+    ours, theirs = losses[label.lower()], losses.get("bf16", math.nan)
     note = f"{unit}; on text never trained on"
-    if label != "BF16" and "bf16" in found:
+    if label != "BF16" and "bf16" in losses:
         note += f"; BF16 {_significant(theirs)}"
         if math.isfinite(ours) and math.isfinite(theirs) and theirs:
             note += f", {100 * (ours / theirs - 1):+.2f} %"

@@ -28,8 +28,8 @@ class RunMemory:
 
     @property
     def columns(self) -> dict[str, StepMemory]:
-        found = {self.precision: self.measured}
-        return found if self.planned is None else {**found, f"{self.precision}, planned": self.planned}
+        by_precision = {self.precision: self.measured}
+        return by_precision if self.planned is None else {**by_precision, f"{self.precision}, planned": self.planned}
 
     @property
     def against_plan(self) -> str:
@@ -41,13 +41,13 @@ class RunMemory:
 
 def run_memories(config: Mapping[str, Any], summary: Mapping[str, Any]) -> list[RunMemory]:
     """Return the memory in each precision, from a run's `config.json` and `summary.json`."""
-    found = []
+    memories = []
     for precision, result in summary.items():
         measured = memory_of(result)
         if measured is not None:
             planned = None if measured.peak is None else planned_memory({**config, "precision": precision})
-            found.append(RunMemory(precision, measured, planned))
-    return found
+            memories.append(RunMemory(precision, measured, planned))
+    return memories
 
 
 def planned_memory(config: Mapping[str, Any]) -> StepMemory | None:

@@ -35,10 +35,10 @@ from octavo.training.errors import UserError
 FLOPS_FORMULA = "6 * matmul parameters * tokens + causal attention (half of every score matrix), forward and backward"
 LORA_FLOPS_FORMULA = "4 * matmul parameters * tokens + 6 * adapter parameters * tokens + causal attention"
 CHECK_LAYERS = 2
-LARGEST_ON_CPU = 50_000_000  # parameters; more take minutes a step where FP8 is emulated
+LARGEST_ON_CPU = 50_000_000  # parameters; larger models take minutes per step with emulated FP8
 MODES = ("full", "lora")
 RANK = 32
-# The linears with adapters, by the names of `Case.linears`, and what each is made of.
+# Linears with adapters, by the names of `Case.linears`, and the members of each.
 TARGETS = {"all": ("qkv", "o", "gate_up", "down"), "attention": ("qkv", "o"), "mlp": ("gate_up", "down")}
 MEMBERS = {
     "qkv": ("q_proj", "k_proj", "v_proj"),
@@ -143,7 +143,7 @@ class Case:
     seed: int
     device: str
     frozen: bool = False  # LoRA: the weights are not trained
-    rank: int = 0  # of the adapters beside frozen weights; 0: there are none
+    rank: int = 0  # rank of the adapters beside frozen weights; 0: none
     targets: str = "all"  # which linears have adapters
 
     def __post_init__(self) -> None:
@@ -157,7 +157,7 @@ class Case:
 
     @property
     def family(self) -> Family:
-        """What the tools do differently for models of this kind."""
+        """The family of the model, with everything that differs between kinds of models."""
         return family_of(self.config["model_type"])
 
     @property
@@ -214,11 +214,11 @@ class Case:
         body = sum(linear.parameters for linear in self.linears if linear.name != "head") * self.products * self.tokens
         head = self.products * self.matmul_parameters * self.tokens - body
         body += self.family.attention_gemm_flops(self)
-        found = {"fp8": 0, "bf16": 0}
-        found["fp8" if fp8 else "bf16"] += body
-        found["fp8" if fp8 and fp8_head else "bf16"] += head
-        found["bf16"] += 6 * self.adapter_parameters * self.tokens
-        return found
+        flops = {"fp8": 0, "bf16": 0}
+        flops["fp8" if fp8 else "bf16"] += body
+        flops["fp8" if fp8 and fp8_head else "bf16"] += head
+        flops["bf16"] += 6 * self.adapter_parameters * self.tokens
+        return flops
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -303,5 +303,5 @@ def read_config(path: Path, given: str) -> dict[str, Any]:
     experts = [name for name in _EXPERTS if values.get(name)]
     if experts:
         raise UserError(f"{given}: {experts[0]}={values[experts[0]]}: this counts dense decoders only")
-    values.pop("_name_or_path", None)  # results hold the configuration, and this may be a folder of the machine
+    values.pop("_name_or_path", None)  # written to results, and may be a local path
     return values

@@ -76,7 +76,7 @@ def save_checkpoint(folder: Path, step: int, model: Mapping[str, Tensor], state:
             for name, content in contents.items():
                 write_durable(unfinished / name, content)
         except OSError:
-            shutil.rmtree(unfinished, ignore_errors=True)  # give the full disk its space back
+            shutil.rmtree(unfinished, ignore_errors=True)  # free the space on the full disk
             raise
         sync_folder(unfinished)
         unfinished.rename(target)
@@ -97,7 +97,7 @@ def load_checkpoint(path: Path, device: torch.device) -> tuple[dict[str, Tensor]
     try:
         model = safetensors.torch.load(contents[MODEL])
         state = torch.load(io.BytesIO(contents[STATE]), map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:  # torch's own words go on to advise weights_only=False
+    except pickle.UnpicklingError as error:  # torch's own message advises weights_only=False
         raise _damaged(path, f"{STATE} holds more than tensors and plain values, or is no file of torch") from error
     except (safetensors.SafetensorError, RuntimeError, ValueError, EOFError) as error:
         raise _damaged(path, str(error).splitlines()[0]) from error

@@ -73,7 +73,7 @@ class Display:
             worst = max(operand["saturated"] for operand in row["scaling"].values())
             self._saturated = f"  saturated {worst:.3%}"
             rescaled = fmean(operand["rescaled"] for operand in row["scaling"].values())
-            if rescaled:  # a delayed scale was too small, or far too large, for what came
+            if rescaled:  # delayed scales were too small, or far too large
                 self._saturated += f"  rescaled {rescaled:.1%}"
         loss = "not finite (skipped)" if row["loss"] is None else f"{row['loss']:.4f}"
         figures = f"loss {loss}  {row['tokens_per_s']:,.0f} tokens/s{self._saturated}"

@@ -25,7 +25,7 @@ from octavo.numerics.rounding import round_stochastic_bf16
 
 GRADIENTS = ("fp32", "bf16", "fp8")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
-_CHUNK = 2**24  # elements that are in FP32 at a time
+_CHUNK = 2**24  # elements converted to FP32 at a time
 _Sum = list[Tensor]  # values, and in FP8 their scales
 
 

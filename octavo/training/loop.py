@@ -5,10 +5,10 @@
                           steps, a row of metrics each; a checkpoint every `save_interval` steps and at the end
                       held-out losses, trained model, sample, summary
 
-A run killed anywhere is continued by the same function with `resume=True`: a leg that is complete has a checkpoint at
-its last step and trains no further, so only what is missing is done again. The folder of a new run holds no checkpoint.
+A run killed anywhere is continued by the same function with `resume=True`: a complete leg has a checkpoint at its last
+step and trains no further, so only missing work is repeated. The folder of a new run holds no checkpoint.
 
-A finished run may be extended: `resume=True` with more steps. From there on the rate is that of the longer schedule.
+A finished run may be extended: `resume=True` with more steps. The learning rate then follows the longer schedule.
 """
 
 import json
@@ -128,7 +128,7 @@ def train(
             write_config(folder, settings, _machine_facts(settings, data))
             display.model_and_data(settings, data, folder)
             ready = [learner]
-            del learner  # what is left here would stay in memory while BF16 is compared, and count in its peak
+            del learner  # a reference here would keep it in memory during the BF16 leg, and count in its peak
             try:
                 return _train_legs(legs, data, ready, start, folder, display, stop)
             except Interrupted as interrupted:
@@ -284,7 +284,7 @@ def _check_same_run(before: TrainSettings, now: TrainSettings, where: Path) -> N
     if changed:
         name = changed[0]
         old, new = before.to_dict()[name], now.to_dict()[name]
-        if isinstance(old, dict):  # say which field of the model's shape or of the FP8 recipe it is
+        if isinstance(old, dict):  # name the field of the model's shape or of the FP8 recipe
             inner = next(key for key in old if old[key] != new[key])
             name, old, new = f"{name}.{inner}", old[inner], new[inner]
         raise UserError(
@@ -339,7 +339,7 @@ def _sample(learner: Learner) -> Sample | None:
 
 
 def _result(leg: Leg, learner: Learner, taken: int, folder: Path) -> LegResult:
-    # Before anything else is computed; where no step was taken, what was measured when there were some.
+    # Measured before anything else is computed; without new steps, the earlier measurement stands.
     precision = leg.settings.precision
     memory = measure_memory(learner.model, learner.optimizer) if taken else _measured_before(folder, precision)
     rows = leg.metrics.rows()

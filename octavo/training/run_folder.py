@@ -1,20 +1,20 @@
 """Folder of a run, and its files.
 
     octavo-run.json     the marker: this folder is a run of Octavo. Locked while a process trains in it
-    config.json         the settings, complete; with versions and what was found on this machine
+    config.json         the complete settings, versions, and facts about this machine and the data
     metrics.jsonl       one line per step: loss, learning rate, gradient norm, speed; scaling statistics now and then
     checkpoint-000150/  the newest two (see checkpoint.py)
     model.safetensors   the trained parameters
     products.json       every matrix product of the model: in FP8 or not, and why
-    sample.json         a held-out line, and how the trained model went on
+    sample.json         a held-out line, and the trained model's continuation
     summary.json        final and held-out losses, speed, memory
     report.html         all of it on one page
 
 A comparison adds `metrics_bf16.jsonl` and `bf16/checkpoint-…`.
 
 A run is recognised by its marker alone: a `config.json` or a `model.safetensors` may be anyone's, such as a model of
-Hugging Face. A new run never replaces a file in a folder without the marker, and `--overwrite` removes what a run wrote
-from a folder with it, and nothing else.
+Hugging Face. A new run never replaces a file in a folder without the marker, and `--overwrite` removes only the files
+of a run from a folder with it.
 """
 
 import fcntl
@@ -51,13 +51,13 @@ FILES = (CONFIG, METRICS, METRICS_BF16, MODEL, PRODUCTS, SAMPLE, SUMMARY, REPORT
 def new_run(name: str, out: Path | None, overwrite: bool) -> Iterator[Path]:
     """Lock a folder for a new run: `out`, or the next free `runs/<name>-001`, `-002`, …"""
     folder = _next_free(name) if out is None else out
-    _check_free(folder, overwrite)  # before anything is made in a folder that may be someone else's
+    _check_free(folder, overwrite)  # before anything is created in a folder that may be someone else's
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot make the folder {folder}: {error.strerror}; choose another --out") from error
     with _locked(folder):
-        _check_free(folder, overwrite)  # another process may have begun there in between
+        _check_free(folder, overwrite)  # another process may have started there meanwhile
         _clear(folder)
         yield folder
 
@@ -158,7 +158,7 @@ class Metrics:
     def _lines(self) -> list[bytes]:
         if not self.path.exists():
             return []
-        return self.path.read_bytes().split(b"\n")[:-1]  # what follows the last newline is a row cut short
+        return self.path.read_bytes().split(b"\n")[:-1]  # text after the last newline is an incomplete row
 
 
 def _next_free(name: str) -> Path:

@@ -3,8 +3,8 @@
 People give a few options; `settings_from_options` fills in the rest from the defaults of the model size and the device,
 or, for a resumed run, from the settings it was started with. A run's `config.json` is these settings.
 
-Every field changes the loss curve except those in `HARMLESS`. That is what decides whether a run may be resumed under
-different settings: the promise is a curve that is bit for bit the one an uninterrupted run would have given.
+Every field changes the loss curve except those in `HARMLESS`. A run may be resumed under different settings only if
+they leave the curve alone: a resumed run's is bit for bit that of an uninterrupted one.
 """
 
 import math
@@ -25,7 +25,7 @@ PRECISIONS = ("fp8", "bf16", "fp32")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DEVICES = ("cpu", "cuda")
 SCHEDULES = ("cosine", "constant")
-# `data` is where the bytes are; that they are the same bytes is checked when a run is resumed.
+# `data` is only a path; resuming checks that the bytes are the same.
 # `steps` is checked against the checkpoint: a finished run may be extended, and a constant rate does not know its end.
 HARMLESS = ("data", "steps", "log_interval", "save_interval", "evaluation_batches", "sample_bytes", "compare")
 SHAPE_OPTIONS = ("dim", "heads", "neurons", "layers", "dropout")

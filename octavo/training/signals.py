@@ -47,7 +47,7 @@ class StopSignals:
             yield
         finally:
             self._deferred = False
-        self.raise_if_requested()  # noted after the loop's last look
+        self.raise_if_requested()  # a signal after the loop's last check
 
     def raise_if_requested(self) -> None:
         if self.requested is not None:

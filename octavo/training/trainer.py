@@ -26,8 +26,8 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from octavo.convert import can_convert, convert_to_fp8
 from octavo.nn.autocast import FP8Autocast, fp8_autocast
-from octavo.nn.frozen_report import report_of
 from octavo.nn.linear import LinearInFP8
+from octavo.nn.model_report import report_of
 from octavo.nn.report import Report
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 from octavo.numerics.checks import check_choice
@@ -108,8 +108,8 @@ class FP8Trainer:
             )
         if release_gradients or offload == "master":
             why = "release_gradients=True" if release_gradients else "offload='master'"
-            _require_each_gradient_alone(why, model, gradient_accumulation_steps, max_grad_norm)
-        self.gradients = _what_gradients_are(gradients, model, gradient_accumulation_steps)
+            _check_release(why, model, gradient_accumulation_steps, max_grad_norm)
+        self.gradients = _gradients_kind(gradients, model, gradient_accumulation_steps)
         self.model = model
         self.optimizer = optimizer
         self.fp8_config = check_config(fp8_config)
@@ -122,7 +122,7 @@ class FP8Trainer:
         self.skipped_steps = 0
         self.grad_norm: Tensor | None = None
         self.last_step: Step | None = None
-        self._loss_sum: Tensor | None = None  # of the micro-batches so far, each divided by their number
+        self._loss_sum: Tensor | None = None  # sum so far of losses / gradient_accumulation_steps
         self._fp8: FP8Autocast | None = None
         self._saved: Path | None = None
         self.scaling: FP8ScalingManager | None = None
@@ -140,7 +140,7 @@ class FP8Trainer:
 
     def _set_up_fp8(self, convert: bool) -> None:
         converted = [m for m in self.model.modules() if isinstance(m, LinearInFP8)]
-        if converted:  # before, or loaded with its weights frozen in FP8: adapters beside them stay as they are
+        if converted:  # earlier, or loaded with weights frozen in FP8, whose adapters stay as they are
             self.report = report_of(self.model)
             self.scaling = converted[0].scaling
             logger.info("%s", self.report.summary())
@@ -217,7 +217,7 @@ class FP8Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         self._loss_sum = None
         if self._released is not None:
-            self._released.begin_anew()
+            self._released.reset()
         dropped = self.micro_step % self.gradient_accumulation_steps
         self.micro_step -= dropped
         if self._sums is not None:
@@ -357,7 +357,7 @@ class FP8Trainer:
             logger.warning("the saved state is of a version without random number states: dropout will differ")
 
 
-def _what_gradients_are(asked: str | None, model: nn.Module, accumulation: int) -> str:
+def _gradients_kind(asked: str | None, model: nn.Module, accumulation: int) -> str:
     if asked is not None:
         check_choice("gradients", asked, GRADIENTS)
     if accumulation > 1:
@@ -371,7 +371,7 @@ def _what_gradients_are(asked: str | None, model: nn.Module, accumulation: int) 
     return dtype
 
 
-def _require_each_gradient_alone(why: str, model: nn.Module, accumulation: int, limit: float | None) -> None:
+def _check_release(why: str, model: nn.Module, accumulation: int, limit: float | None) -> None:
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise ValueError(f"{why} with DistributedDataParallel: gradients would be applied before they are averaged")
     if accumulation > 1:

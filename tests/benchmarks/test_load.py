@@ -1,4 +1,4 @@
-"""The loading experiment on the tiny preset: the whole path that the GPU sitting takes, processes included."""
+"""The loading experiment on the tiny preset: the whole path that the GPU sitting takes, once with its processes."""
 
 import json
 from pathlib import Path
@@ -17,9 +17,17 @@ def _scripts(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
-def test_what_is_loaded_trains(tmp_path, tmp_path_factory):
+@pytest.mark.parametrize("fresh", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_what_is_loaded_trains(tmp_path, tmp_path_factory, monkeypatch, fresh):
     import load
 
+    def in_this_process(task, folder, options):
+        if task == "write":
+            return load.write_checkpoint(folder, options.preset, options.device)
+        return load.load_and_train(folder, task, options.device)
+
+    if not fresh:
+        monkeypatch.setattr(load, "in_a_fresh_process", in_this_process)
     out = tmp_path / "load.json"
     load.main(f"--preset tiny --device cpu --ways channel --folder {tmp_path} --out {out}".split())
     assert list(tmp_path.iterdir()) == [out]  # the checkpoint is gone

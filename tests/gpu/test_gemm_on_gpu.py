@@ -94,7 +94,7 @@ def test_every_format(kind, formats, fast):
 @pytest.mark.parametrize("kinds", [("tensor", "tensor"), ("row", "row"), ("1x128", "128x128"), ("1x128", "1x128")])
 def test_a_long_positive_sum_is_added_up_in_fp32(kinds, library):
     """Where fast accumulation would lose most: the sum is far larger than what is added to it."""
-    from octavo.kernels import gemm_triton
+    from octavo.kernels.gemm import triton as gemm_triton
 
     multiply = gemm.gemm_nt if library == "cublas" else gemm_triton.gemm_nt
     a, b = (quantize(torch.rand(256, 32768, device="cuda"), **KINDS[kind]) for kind in kinds)

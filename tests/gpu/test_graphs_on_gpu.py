@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import octavo
-from octavo.hf import graphs
-from octavo.hf.build import build_causal_lm
+from octavo.decoders import graphs
 from octavo.nn.frozen import FP8FrozenLinear
 from octavo.tools.bench.contenders import Contender
 from octavo.tools.bench.prepared_model import PreparedModel
+from octavo.tools.bench.random_model import build_causal_lm
 from octavo.tools.shapes import LLAMAS, Case
 
 SHAPE = {**LLAMAS["tiny"], "hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "vocab_size": 512}

@@ -36,9 +36,9 @@ from octavo.numerics.scaling import RESCALED, SATURATED, SCALE, UNDERFLOW, USED
 if torch.cuda.is_available():  # elsewhere these tests are skipped, and Triton need not be there
     from octavo.kernels import cross_entropy as loss_kernel
     from octavo.kernels import gated as gated_kernel
-    from octavo.kernels import gated_scaled as gated_scaled_kernel
     from octavo.kernels import quantize as kernel
     from octavo.kernels import trust
+    from octavo.kernels.gated import blocks as gated_scaled_kernel
 
 OPERANDS = operands()
 DELAYED, CURRENT = CONFIGS["delayed"].recipe, CONFIGS["current"].recipe
@@ -359,7 +359,7 @@ def test_scaling_in_place():
 
 @pytest.mark.parametrize("shape", [(128, 64), (130, 66), (4096, 14336), (4, 300), (1024, 4096)])
 def test_transposed_bytes(shape):
-    from octavo.kernels import transpose as transpose_kernel
+    from octavo.kernels.quantize import transpose as transpose_kernel
 
     data = torch.randint(256, shape, dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
     for _ in range(3):  # the transposed store is checked on every run, and more than once

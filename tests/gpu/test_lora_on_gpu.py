@@ -15,11 +15,11 @@ from kernel_cases import (
 )
 from torch import nn
 
-from octavo.kernels import adapter_gradients as adapting
-from octavo.kernels import adapter_outputs as adding
-from octavo.kernels import dequantize as dequantizing
-from octavo.kernels import gated_lora
 from octavo.kernels import quantize as kernel
+from octavo.kernels.adapters import gradients as adapting
+from octavo.kernels.adapters import outputs as adding
+from octavo.kernels.gated import low_rank as gated_low_rank
+from octavo.kernels.quantize import dequantize as dequantizing
 from octavo.nn.frozen import FP8FrozenLinear
 from octavo.nn.groups import put_together
 from octavo.nn.linear_function import linear as fp8_linear
@@ -80,7 +80,7 @@ def test_dequantize(shape, granularity, block, dtype):
 
 
 def low(*shape, **options):
-    return gated_lora.Low(*low_rank(*shape, **options, device="cuda"))
+    return gated_low_rank.Low(*low_rank(*shape, **options, device="cuda"))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -97,7 +97,7 @@ def test_gated_with_adapters(m, f, rank, activation):
         torch.empty(m, 2 * f // 128, dtype=torch.uint8, device="cuda"),
     )
     for _ in range(3):
-        h = gated_lora.gated(gate_up, gate, up, activation, kept)
+        h = gated_low_rank.gated(gate_up, gate, up, activation, kept)
         assert cosine(h, expected) > 0.99999 and (h != expected).float().mean() < 0.03
         wanted = keep(halves)
         assert (kept.scale != wanted.scale).float().mean() < 1e-3  # an amax at a power of two may fall either way
@@ -108,13 +108,13 @@ def test_gated_with_adapters(m, f, rank, activation):
             scale=kept.scale.float(),
         )
         assert_nearly_same(same, wanted._replace(scale=same.scale), share=0.02)
-    assert torch.equal(gated_lora.gated(gate_up, gate, up, activation, None), h)
+    assert torch.equal(gated_low_rank.gated(gate_up, gate, up, activation, None), h)
 
     dh = torch.randn(m, f, device="cuda").to(BF16)
     product = low(m, f, rank, 1.0, turned=False) if rank else None
     factor = torch.rand(2 * f, device="cuda") + 0.1
     again = dh.clone()
-    d = gated_lora.gated_backward(again, kept, product, activation, factor=factor, h=True)
+    d = gated_low_rank.gated_backward(again, kept, product, activation, factor=factor, h=True)
     wide = from_kept(kept)
     expected = gated_backward(with_low_rank(dh, product, turned=False), wide, activation) * factor
     assert cosine(d, expected) > 0.99999 and cosine(again, gated(wide, activation)) > 0.99999

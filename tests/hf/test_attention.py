@@ -9,7 +9,7 @@ from test_decoder_loss import assert_same
 from test_decoder_masks import differ, packed, prefix_of
 
 from octavo import convert_to_fp8
-from octavo.hf import attention
+from octavo.decoders import attention
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from trainer_cases import build, converted, logs, losses, sft_trainer, trainer
 import octavo
 from octavo import FP8TrainingConfig, OctavoCallback
 from octavo.hf.callback import scaling_managers
-from octavo.hf.moved import MOST_STEPS, MovementCheck
 from octavo.hf.speed import Speed
+from octavo.hf.update_check import MOST_STEPS, UpdateCheck
 
 transformers = pytest.importorskip("transformers")
 STATISTICS = {f"fp8/{name}" for name in (
@@ -140,7 +140,7 @@ def test_a_replaced_parameter_is_caught(tmp_path):
 
 class ChecksOnly(transformers.TrainerCallback):
     def on_train_begin(self, *_, model, **__):
-        self.check = MovementCheck(model)
+        self.check = UpdateCheck(model)
 
     def on_pre_optimizer_step(self, *_, optimizer, **__):
         self.check.before_step(optimizer)
@@ -194,7 +194,7 @@ def test_a_group_that_leaves_weights_out_is_caught(tmp_path):
 
 
 def checked(model, optimizer, loss, steps=1):
-    check = MovementCheck(model)
+    check = UpdateCheck(model)
     for _ in range(steps):
         if check.done:
             break

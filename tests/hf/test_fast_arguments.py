@@ -163,7 +163,7 @@ def test_saving_by_a_method_of_the_model(folder, tmp_path):
 
 
 def test_what_true_means(folder):
-    """The fastest recipe that is safe: see the table of `octavo/fast.py`."""
+    """The fastest recipe that is safe: see the table of `octavo/hf/fast.py`."""
     frozen = {m.granularity for m in load(folder)[0].modules() if isinstance(m, FP8FrozenLinear)}
     trained = [m for m in load(folder, full_finetuning=True)[0].modules() if isinstance(m, FP8Linear)]
     assert frozen == {"channel"} and {m.config for m in trained} == {FP8TrainingConfig.from_recipe("delayed")}

@@ -132,6 +132,34 @@ def test_converted_models_have_it_too(folder):
     assert "of the linear weights are not in FP8" in report.left_out() and report.left_out() in report.summary()
 
 
+@pytest.mark.parametrize("options", [{}, {"load_in_fp8": True}, {"load_in_fp8": True, "full_finetuning": True}])
+def test_every_loaded_model_has_one_report(folder, options):
+    model, _ = FastLanguageModel.from_pretrained(str(folder), tokenizer=False, **options)
+    report = model.octavo_report
+    assert isinstance(report, octavo.ConversionReport) and report.fused is model.octavo_fused
+    assert len(report) == 15 and bool(report.in_fp8) == bool(options)
+    assert "head and loss in chunks, head in BF16" in report.fused
+    assert ("q, k and v in one product (2)" in report.fused) == bool(options)
+    assert ("MLP with its activation in one function (2)" in report.fused) == bool(options)
+    layer = model.model.layers[1].mlp.down_proj
+    layer.register_forward_hook(lambda *_: None)
+    assert report.hooked == (["model.layers.1.mlp.down_proj"] if options else [])
+
+
+def test_restore_gives_back_the_report_of_a_loaded_model(folder):
+    model = load(folder, skip=["mlp"])
+    loaded = model.octavo_report
+    converted = octavo.convert_to_fp8(model)
+    assert model.octavo_report is converted and len(converted.in_fp8) == 14 and len(loaded.in_fp8) == 8
+    octavo.restore(model)
+    assert model.octavo_report is loaded and model.octavo_fused is loaded.fused
+    assert loaded.fused == ["nothing fused any more: octavo.restore was called"] and len(loaded.in_fp8) == 8
+    model.requires_grad_(False).get_input_embeddings().requires_grad_(True)
+    loss = model.train()(input_ids=tokens(), labels=tokens()).loss
+    loss.backward()
+    assert loss.isfinite() and model.get_input_embeddings().weight.grad.abs().max() > 0
+
+
 def test_what_a_checkpoint_was_saved_with_is_what_it_is_loaded_with(folder, tmp_path):
     mine = activation_config("channel").replace(fast_accumulation="none", fp8_head=True)
     load(folder, load_in_fp8="channel", fp8_config=mine).save_pretrained(tmp_path)

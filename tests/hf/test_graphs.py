@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import octavo
-from octavo.hf import graphs
-from octavo.hf.build import build_causal_lm
+from octavo.decoders import graphs
+from octavo.tools.bench.random_model import build_causal_lm
 from octavo.tools.shapes import LLAMAS
 
 

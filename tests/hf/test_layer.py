@@ -9,7 +9,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from octavo import FastLanguageModel, FP8TrainingConfig, convert_to_fp8, restore
-from octavo.hf import decoder
+from octavo.decoders import fuse
+from octavo.decoders.classes import is_fused
 from octavo.nn.frozen import FP8FrozenLinear
 
 SIZES = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64}  # whole blocks
@@ -52,7 +53,7 @@ def layers_of(model):
 def apart(model):
     """The same layers as transformers computes them, with the same fused products."""
     for layer in layers_of(model):
-        decoder.restore(layer)
+        fuse.restore(layer)
     return model
 
 
@@ -82,7 +83,7 @@ def step(model):
 @pytest.mark.parametrize("targets", [LINEARS, LINEARS[:1]], ids=["all", "q"])
 def test_as_transformers_computes_it(tmp_path, granularity, family, targets):
     model = load(checkpoint(tmp_path, family), granularity, targets)
-    assert all(decoder.is_fused(layer) for layer in layers_of(model))
+    assert all(is_fused(layer) for layer in layers_of(model))
     exact = step(in_float32(tmp_path, model, targets))
     mine = step(model)
     theirs = step(apart(model))
@@ -198,7 +199,7 @@ def test_full_fine_tuning_with_fp8_activations():
 def test_several_scales_keep_norms_apart(recipe):
     model, report, _ = trained("fp8", recipe)
     assert any("norms apart" in line for line in report.fused)
-    assert not any(decoder.is_fused(layer) for layer in model.model.layers)
+    assert not any(is_fused(layer) for layer in model.model.layers)
     step(model)
 
 
@@ -213,7 +214,7 @@ def test_full_fine_tuning_compiled_and_restored():
     for layer in model.model.layers:
         layer._compiled_call_impl = None
     restore(model)
-    assert not any(decoder.is_fused(layer) for layer in model.model.layers)
+    assert not any(is_fused(layer) for layer in model.model.layers)
     for found, expected in zip(step(model), exact, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 

@@ -11,7 +11,7 @@ from small import LINEARS, small_llama, tokens
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from octavo.hf import decoder
+from octavo.decoders import fuse
 from octavo.hf.lora import FP8LoraLinear
 from octavo.hf.quantizer import OctavoConfig
 from octavo.nn.frozen import GRANULARITIES, FP8FrozenLinear
@@ -112,7 +112,7 @@ def test_merging_and_the_very_bytes_back(checkpoint, granularity):
     assert not any(isinstance(m, FP8LoraLinear) for m in plain.modules())
     assert cosine(plain(tokens()).logits, merged) > 0.999  # its MLP is one function again, and rounds once less
     for module in plain.modules():
-        decoder.restore(module)
+        fuse.restore(module)
     assert torch.equal(plain(tokens()).logits, merged)
 
 

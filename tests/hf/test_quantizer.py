@@ -15,7 +15,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from octavo import FP8TrainingConfig
-from octavo.hf import decoder
+from octavo.decoders import fuse
+from octavo.decoders.fuse import insist_on_fp8
 from octavo.hf.fp8_files import read_layout
 from octavo.hf.quantizer import OctavoConfig
 from octavo.nn.frozen import (
@@ -23,7 +24,6 @@ from octavo.nn.frozen import (
     SCALE_NAME,
     FP8FrozenLinear,
     activation_config,
-    insist_on_fp8,
     quantize_weight,
 )
 
@@ -210,7 +210,7 @@ def test_its_groups_are_fused_and_still_give_what_the_modules_give(checkpoint, t
     assert fused == (granularity == "channel" and not biases)
     together = model(tokens()).logits
     for module in model.modules():
-        decoder.restore(module)
+        fuse.restore(module)
     torch.testing.assert_close(together, model(tokens()).logits, rtol=0, atol=0.05)
 
 

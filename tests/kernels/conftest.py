@@ -156,7 +156,7 @@ GUARD, POISON = 16384, 0xA5  # bytes on either side: as much as a tile may reach
 def guarded(monkeypatch):
     """Kernels write into memory with guards around it: what goes past an edge without a mask shows, and fails the test.
 
-    Plans remember how their memory is made, so they are made anew.
+    Launches remember how their memory is made, so they are built anew.
     """
     from octavo.kernels import launch
 
@@ -169,7 +169,7 @@ def guarded(monkeypatch):
         return memory[GUARD : GUARD + size].view(dtype).view(shape) if size else honest(shape, dtype=dtype)
 
     with monkeypatch.context() as patching:
-        patching.setattr(launch.Plans, "get", lambda *_: None)
+        patching.setattr(launch.LaunchCache, "get", lambda *_: None)
         patching.setattr(torch, "empty", empty)
         yield
     assert around, "no kernel has made any memory"

@@ -11,20 +11,11 @@ import torch
 from torch import Tensor
 
 from octavo import FP8TrainingConfig
-from octavo.kernels import (
-    adamw,
-    adapter_gradients,
-    adapter_outputs,
-    cross_entropy,
-    dequantize,
-    gated,
-    gated_lora,
-    gated_scaled,
-    gemm_triton,
-    quantize,
-    split,
-    transpose,
-)
+from octavo.kernels import adamw, cross_entropy, gated, quantize, split
+from octavo.kernels.adapters import gradients, outputs
+from octavo.kernels.gated import blocks, low_rank
+from octavo.kernels.gemm import triton as gemm_triton
+from octavo.kernels.quantize import dequantize, transpose
 from octavo.models.bdh.kernels import backward as bdh_backward
 from octavo.models.bdh.kernels import forward as bdh
 from octavo.models.bdh.kernels import scores as bdh_scores
@@ -152,13 +143,13 @@ def _gated_blocks(dtype: torch.dtype, rounding: str) -> Iterator[Launch]:
                 name = f"{recipe_name} {activation} {m}"
                 yield (
                     f"gated blocks {name}",
-                    lambda gate_up=gate_up, r=recipe, a=activation: gated_scaled.gated_quantize(
+                    lambda gate_up=gate_up, r=recipe, a=activation: blocks.gated_quantize(
                         gate_up, _state(), r.x, a, record=True
                     ),
                 )
                 yield (
                     f"gated blocks backward {name}",
-                    lambda dh=dh, gate_up=gate_up, r=recipe, a=activation: gated_scaled.gated_quantize_backward(
+                    lambda dh=dh, gate_up=gate_up, r=recipe, a=activation: blocks.gated_quantize_backward(
                         dh, gate_up, _state(), r.g, r.x, a
                     ),
                 )
@@ -260,29 +251,29 @@ def _low_rank(dtype: torch.dtype) -> Iterator[Launch]:
         for m in (256, 250) if activation == "silu" else (256,):
             gate_up, dh = torch.zeros(m, 512, dtype=dtype), torch.zeros(m, 256, dtype=dtype)
             kept = Quantized(torch.zeros(m, 512, dtype=E4M3.dtype), torch.ones(m, 4, dtype=torch.uint8))
-            low = gated_lora.Low(torch.zeros(m, 32, dtype=dtype), torch.zeros(256, 32, dtype=dtype))
+            low = low_rank.Low(torch.zeros(m, 32, dtype=dtype), torch.zeros(256, 32, dtype=dtype))
             turned = low._replace(right=low.right.t())
             name = f"{activation} {m}"
             for into in (kept, None):
                 yield (
                     f"gated low rank {name}{' kept' if into else ''}",
-                    lambda x=gate_up, low=low, a=activation, into=into: gated_lora.gated(x, low, low, a, into),
+                    lambda x=gate_up, low=low, a=activation, into=into: low_rank.gated(x, low, low, a, into),
                 )
                 yield (
                     f"gated low rank backward {name}{' with h' if into else ''}",
-                    lambda dh=dh, kept=kept, low=turned, a=activation, h=into is not None: gated_lora.gated_backward(
+                    lambda dh=dh, kept=kept, low=turned, a=activation, h=into is not None: low_rank.gated_backward(
                         dh, kept, low, a, factor=torch.ones(512), h=h
                     ),
                 )
             yield (
                 f"gated low rank {name} without adapters",
-                lambda x=gate_up, kept=kept, a=activation: gated_lora.gated(x, None, None, a, kept),
+                lambda x=gate_up, kept=kept, a=activation: low_rank.gated(x, None, None, a, kept),
             )
     rows = Quantized(torch.zeros(256, 512, dtype=E4M3.dtype), torch.ones(256, 1))
     for rank in (32, 96):
         yield (
             f"adapters down {rank}",
-            lambda rank=rank: adapter_gradients.add_down(torch.zeros(256, rank), rows, torch.zeros(rank, 512), dtype),
+            lambda rank=rank: gradients.add_down(torch.zeros(256, rank), rows, torch.zeros(rank, 512), dtype),
         )
     ups, places = [torch.zeros(256, 32, dtype=dtype)] * 2, [(0, 256, 1.0), (256, 256, 2.0)]
     y, t = torch.zeros(256, 512, dtype=dtype), torch.zeros(256, 64, dtype=dtype)
@@ -290,16 +281,16 @@ def _low_rank(dtype: torch.dtype) -> Iterator[Launch]:
         for d in (torch.zeros(512 * 32), None):
             yield (
                 f"adapters gradients {'folded' if factor is not None else ''} {'dB' if d is not None else ''}",
-                lambda factor=factor, d=d: adapter_gradients.add_gradients(y, t, ups, places, factor, t.float(), d),
+                lambda factor=factor, d=d: gradients.add_gradients(y, t, ups, places, factor, t.float(), d),
             )
-    yield "adapters add up", lambda: adapter_outputs.add_outputs(y, t, ups, places, None, turned=True)
+    yield "adapters add up", lambda: outputs.add_outputs(y, t, ups, places, None, turned=True)
     down, up = [torch.zeros(64, 512, dtype=dtype)], [torch.zeros(512, 64, dtype=dtype)]
     one = [(0, 512, 1.0)]
-    yield "adapters add down", lambda: adapter_outputs.add_outputs(y, t, down, one, None, turned=False)
-    yield "adapters add residual", lambda: adapter_outputs.add_outputs(y, t, up, one, y, turned=True)
+    yield "adapters add down", lambda: outputs.add_outputs(y, t, down, one, None, turned=False)
+    yield "adapters add residual", lambda: outputs.add_outputs(y, t, up, one, y, turned=True)
     yield (
         "adapters add edges",
-        lambda: adapter_outputs.add_outputs(y[:250], t[:250], up, one, None, turned=True),
+        lambda: outputs.add_outputs(y[:250], t[:250], up, one, None, turned=True),
     )
 
 

@@ -13,6 +13,7 @@ from octavo.numerics import split
 from octavo.numerics.adamw import Step, with_levels
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", CLASSES)
 def test_as_in_torch(name, shape):

@@ -4,8 +4,8 @@ import pytest
 import torch
 from kernel_cases import adapter_gradients, sample
 
-from octavo.kernels import adapter_gradients as kernel
-from octavo.kernels import adapter_outputs as adding
+from octavo.kernels.adapters import gradients as kernel
+from octavo.kernels.adapters import outputs as adding
 from octavo.numerics.formats import E4M3
 from octavo.numerics.quantize import Quantized, quantize
 

@@ -46,6 +46,7 @@ def saved(shape, scale=0.01):
     return Quantized(x.to(torch.float8_e4m3fn), torch.tensor(scale))
 
 
+@pytest.mark.matrix("dtype", "recipe")
 @pytest.mark.parametrize("recipe", [DELAYED, CURRENT], ids=["delayed", "current"])
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -80,6 +81,7 @@ def test_gate(size):
     assert_same_statistics(mine, theirs)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("recipe", [DELAYED, CURRENT], ids=["delayed", "current"])
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_gate_backward(size, recipe):
@@ -94,6 +96,7 @@ def test_gate_backward(size, recipe):
     assert_same_statistics([mine], [theirs])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("recipe", [DELAYED, CURRENT], ids=["delayed", "current"])
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_relu_rope_backward(size, recipe):

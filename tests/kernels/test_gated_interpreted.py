@@ -72,6 +72,7 @@ def test_backward(name, shape, activation):
         assert_row(mine, theirs, gate_up.numel())
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize(("name", "m", "f"), [("delayed", 33, 128), ("current", 64, 256), ("E5M2", 1, 128)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

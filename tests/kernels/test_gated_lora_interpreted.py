@@ -4,8 +4,8 @@ import pytest
 import torch
 from kernel_cases import assert_nearly_same, low_rank, sample, with_low_rank
 
-from octavo.kernels import dequantize as dequantizing
-from octavo.kernels import gated_lora as kernel
+from octavo.kernels.gated import low_rank as kernel
+from octavo.kernels.quantize import dequantize as dequantizing
 from octavo.numerics.activation import ACTIVATIONS, from_kept, gated, gated_backward, keep
 from octavo.numerics.formats import E4M3
 from octavo.numerics.quantize import Quantized, quantize

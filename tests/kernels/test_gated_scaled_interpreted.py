@@ -8,8 +8,9 @@ import torch
 from kernel_cases import CONFIGS, assert_nearly_same, new_row, sample
 
 from octavo import FP8TrainingConfig
-from octavo.kernels import gated_scaled as kernel
-from octavo.kernels.launch import Plans
+from octavo.kernels.gated import blocks as kernel
+from octavo.kernels.launch import LaunchCache
+from octavo.kernels.tuning import HOPPER
 from octavo.numerics.activation import ACTIVATIONS, gated, gated_backward
 from octavo.numerics.operand import quantize_operand
 
@@ -51,6 +52,7 @@ def assert_row(found, expected, elements):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=2 / elements)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize(("name", "shape"), CASES)
 def test_forward(name, shape, activation):
@@ -65,6 +67,7 @@ def test_forward(name, shape, activation):
         assert_row(mine, theirs, math.prod(shape))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize(("name", "shape"), CASES)
 def test_backward(name, shape, activation):
@@ -80,6 +83,7 @@ def test_backward(name, shape, activation):
     assert_row(mine, theirs, 2 * math.prod(shape))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("name", ["block", "block, channel wgrad", "mx"])
 def test_whole_columns_are_those_of_any_tiles(name, dtype, monkeypatch):
@@ -87,9 +91,10 @@ def test_whole_columns_are_those_of_any_tiles(name, dtype, monkeypatch):
     gate_up[5, 7], dh[100, 90] = math.inf, math.nan
     recipe = RECIPES[name]
     found = kernel.gated_quantize_backward(dh, gate_up, new_row(), recipe.g, recipe.x, "silu")
-    too_high = {mode: (256, *tile[1:]) for mode, tile in kernel._WHOLE_COLUMNS.items()}
-    monkeypatch.setattr(kernel, "_WHOLE_COLUMNS", too_high)
-    monkeypatch.setattr(kernel, "_PLANS", Plans())
+    too_high = {name: tile._replace(rows=256) for name, tile in HOPPER.gated.whole_columns.items()}
+    high = HOPPER._replace(gated=HOPPER.gated._replace(whole_columns=too_high))
+    monkeypatch.setattr(kernel, "tuning_for", lambda _: high)
+    monkeypatch.setattr(kernel, "_LAUNCHES", LaunchCache())
     expected = kernel.gated_quantize_backward(dh, gate_up, new_row(), recipe.g, recipe.x, "silu")
     for one, other in zip(found, expected, strict=True):
         for part, whole in zip(one, other, strict=True):

@@ -7,7 +7,9 @@ of magnitudes. How the tensor cores add up is for tests/gpu.
 import pytest
 import torch
 
-from octavo.kernels import gemm, gemm_triton
+from octavo.kernels import gemm
+from octavo.kernels.gemm import triton as gemm_triton
+from octavo.kernels.tuning import HOPPER
 from octavo.numerics import Quantized, quantize
 from octavo.numerics.gemm import padded_gemm_nt
 
@@ -52,6 +54,7 @@ def assert_same_product(y, a, b, batch, bias=None):
     assert ((y.float() - exact).abs() <= step * magnitudes + 1e-30).all()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("i", range(len(SHAPES)), ids=lambda i: str(SHAPES[i]))
 @pytest.mark.parametrize("kinds", PAIRS, ids=" by ".join)
 def test_every_scale_and_batch(kinds, i):
@@ -118,11 +121,12 @@ def calls(monkeypatch):
     scaled_mm, by_triton = torch._scaled_mm, gemm_triton.gemm_nt
     monkeypatch.setattr(torch, "_scaled_mm", lambda *a, **k: (found.append("cublas"), scaled_mm(*a, **k))[1])
     monkeypatch.setattr(gemm_triton, "gemm_nt", lambda *a, **k: (found.append("triton"), by_triton(*a, **k))[1])
-    monkeypatch.setattr(gemm, "_is_hopper", lambda _: True)
-    monkeypatch.setattr(gemm, "FULL_GPU", 2)
+    small = HOPPER._replace(gemm=HOPPER.gemm._replace(full_gpu=2))
+    monkeypatch.setattr(gemm, "tuning_for", lambda _: small)
     return found
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("i", range(len(SHAPES) + 2))
 @pytest.mark.parametrize("kinds", PAIRS[::2], ids=" by ".join)
 @pytest.mark.usefixtures("calls")

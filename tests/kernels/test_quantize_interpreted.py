@@ -39,6 +39,7 @@ def compare(x, recipe, layout, *, record=True, row=None):
     return mine
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("guarded")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", NAMES)
@@ -67,6 +68,7 @@ def test_unusual_values(name, kind):
     compare(unusual(9, 37, dtype=dtype)[kind], OPERANDS[name], "both")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("format", "margin"), [(E4M3, 1.0), (E5M2, 1.0), (E4M3, 4.0), (E4M3, 0.25)])
 def test_delayed_scales(layout, format, margin):
@@ -132,6 +134,7 @@ def test_strided_inputs(name):
         compare(x, OPERANDS[name], "both")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["channel x", "block x", "mx x", "mx floor x", "little margin x"])
 def test_columns_of_whole_tiles(name, dtype, monkeypatch):

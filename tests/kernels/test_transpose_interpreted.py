@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from octavo.kernels import transpose as kernel
+from octavo.kernels.quantize import transpose as kernel
 
 SHAPES = [(128, 64), (128, 66), (130, 64), (130, 66), (2, 2), (256, 576), (4, 300), (126, 190)]
 

@@ -72,6 +72,7 @@ def train(model, function, context, steps=3):
     return losses, [p.grad for p in model.parameters()]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_autocast_around_a_compiled_model(recipe, checkpointed):

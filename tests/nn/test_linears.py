@@ -156,6 +156,7 @@ def test_autocast_decides_the_dtype():
     assert x.grad.dtype == layer.weight.grad.dtype == torch.float32
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_zero_rows_change_nothing(name, compiled, monkeypatch):

@@ -126,6 +126,7 @@ def test_frozen_adapters_keep_nothing_and_get_nothing():
     assert x.grad is not None and all(m.grad is None for pair in matrices for m in pair)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("in_fp8", [True, False])
 def test_compiled_as_one_graph(granularity, in_fp8):

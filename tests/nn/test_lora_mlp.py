@@ -159,6 +159,7 @@ def test_nothing_is_kept_in_high_precision_but_what_is_narrow():
     assert all(t.shape[1] <= 2 * R for t in tall if t.element_size() > 1)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("granularity", ["block", "channel"])
 @pytest.mark.parametrize("in_fp8", [True, False])
 def test_compiled_as_one_graph(granularity, in_fp8):

@@ -119,6 +119,7 @@ def test_gate_and_up_are_kept_in_half_as_much():
     assert [sizes for _, sizes in kept] == [[4], [1]] and torch.equal(kept[0][0], kept[1][0])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("in_fp8", [False, True])
 def test_one_graph_under_compile(name, in_fp8):
@@ -167,6 +168,7 @@ def test_activation_is_rounded_once(dtype):
     assert torch.equal(gated(gate_up, "silu"), gated(gate_up.float(), "silu").to(dtype))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_zero_rows_change_nothing(name, compiled, monkeypatch):

@@ -121,15 +121,15 @@ def test_non_finite_stays_visible_and_local(bad):
 
 
 def test_stochastic_gradients_are_unbiased():
-    """Mean over many backward passes; 2000 draws of relative error < 2^-3 leave < 2^-3 / √2000 = 0.3 %, four sigma."""
+    """Mean over many rows; 2000 draws of relative error < 2^-3 leave < 2^-3 / √2000 = 0.3 %, four sigma."""
     torch.manual_seed(0)
     config = FP8TrainingConfig(rounding={"g": "stochastic"})
-    a, b = torch.ones(1, 16, requires_grad=True), torch.eye(16)
+    a, b = torch.ones(100, 16, requires_grad=True), torch.eye(16)
     g = torch.rand(1, 16) + 0.1
     total = torch.zeros(1, 16)
-    for _ in range(2000):
+    for _ in range(20):
         y, _ = fp8(a, b, config)
-        total += torch.autograd.grad(y, a, g)[0]
+        total += torch.autograd.grad(y, a, g.expand(100, 16))[0].sum(0)
     assert ((total / 2000 - g) / g).abs().max() < 4 * 2**-3 / 2000**0.5
 
 

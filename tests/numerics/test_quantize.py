@@ -23,7 +23,15 @@ from numpy_fp8 import (
 from numpy_fp8 import quantize as numpy_quantize
 
 from octavo.numerics import E4M3, Quantized, compute_scale, dequantize, get_format, quantize
-from octavo.numerics.quantize import expand_scale, mx_scale, scale_from_amax
+from octavo.numerics.quantize import (
+    BLOCKS,
+    GRANULARITIES,
+    expand_scale,
+    mx_scale,
+    packed_scale_dtype,
+    scale_from_amax,
+    scale_shape,
+)
 
 MODULE = importlib.import_module("octavo.numerics.quantize")
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
@@ -185,6 +193,15 @@ def test_dequantize_multiplies_in_fp32_and_rounds_once(kind):
     for dtype in DTYPES:
         assert torch.equal(dequantize(data, scale, dtype), torch.from_numpy(value).to(dtype))
         assert torch.equal(Quantized(data, scale).dequantize(dtype), torch.from_numpy(value).to(dtype))
+
+
+@pytest.mark.parametrize("shape", [(5, 300), (256, 128), (2, 3, 130, 33), (4, 0)], ids=str)
+def test_the_shape_of_a_scale_is_known_beforehand(shape):
+    for granularity in GRANULARITIES:
+        for block in BLOCKS:
+            scale = compute_scale(torch.randn(shape), granularity=granularity, block=block)
+            assert tuple(scale.shape) == scale_shape(shape, granularity, block)
+            assert scale.element_size() == packed_scale_dtype(granularity).itemsize
 
 
 def test_the_tensor_scale_of_a_scalar():

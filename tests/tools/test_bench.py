@@ -70,26 +70,12 @@ def read(folder: Path, pattern: str = "*.json") -> dict:
     return json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
 
-def test_a_run_on_a_hugging_face_model(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    command = ("--preset", "tiny", "--recipe", "delayed,block", "--against", "bf16-eager,octavo-bf16,te,bf16-compiled")
-    run = subprocess.run(
-        [str(OCTAVO), "bench", *command, "--no-compile", *SHORT],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=ENVIRONMENT,
-    )
-    assert run.returncode == 0, run.stderr
-    assert run.stderr == ""
-    assert "these times say nothing about FP8" in run.stdout
-
-    result = read(tmp_path, "20??-??-??-cpu-tiny-2l.json")
+def check_run(result: dict, timed: list[str]) -> None:
     rows = {row["name"]: row for row in result["rows"]}
-    assert list(rows) == ["bf16-eager", "octavo-bf16", "octavo delayed", "octavo block", "te", "bf16-compiled"]
+    assert list(rows) == [*timed, "te", "bf16-compiled"]
     assert rows["bf16-compiled"]["reason"] == "left out by --no-compile"
     assert rows["te"]["status"] == "not run"
-    for name in ("bf16-eager", "octavo-bf16", "octavo delayed", "octavo block"):
+    for name in timed:
         row = rows[name]
         assert (row["status"], row["reason"]) == ("timed", "")
         assert [len(turn["times"]) for turn in row["turns"]] == [2, 2]
@@ -99,8 +85,10 @@ def test_a_run_on_a_hugging_face_model(tmp_path: Path) -> None:
         assert (figures["fastest_s"], figures["slowest_s"]) == (times[0], times[-1])
         assert figures["tokens_per_s"] == pytest.approx(256 / figures["step_s"])
         assert figures["tflops"] == pytest.approx(result["flops"] / figures["step_s"] / 1e12)
-        assert figures["speedup_octavo-bf16"] == pytest.approx(
-            rows["octavo-bf16"]["figures"]["step_s"] / figures["step_s"]
+        assert figures["speedup_octavo-bf16"] == (
+            pytest.approx(rows["octavo-bf16"]["figures"]["step_s"] / figures["step_s"])
+            if "octavo-bf16" in timed
+            else None
         )
         assert figures["speedup_bf16-compiled"] is None
         assert row["check"]["cosine"] > 0.95 and abs(row["check"]["loss_difference"]) < 0.01
@@ -110,6 +98,32 @@ def test_a_run_on_a_hugging_face_model(tmp_path: Path) -> None:
     rates = rows["octavo delayed"]["figures"]["scaling"]
     assert set(rates) == {"x", "w", "g"} and all(0 <= rate["underflow_max"] <= 1 for rate in rates.values())
     assert result["versions"]["torch"] and result["device"] == "CPU"
+
+
+def test_a_run_on_a_hugging_face_model(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    run = subprocess.run(
+        [str(OCTAVO), "bench", "--preset", "tiny", "--against", "bf16-eager,te,bf16-compiled", "--no-compile", *SHORT],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=ENVIRONMENT,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stderr == ""
+    assert "these times say nothing about FP8" in run.stdout
+    result = read(tmp_path, "20??-??-??-cpu-tiny-2l.json")
+    check_run(result, ["bf16-eager", "octavo delayed"])
+    assert result["command"].startswith("octavo bench --preset tiny --against bf16-eager,te,bf16-compiled")
+
+
+def test_more_contenders(bench: Bench, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    command = ("--preset", "tiny", "--recipe", "delayed,block", "--against", "bf16-eager,octavo-bf16,te,bf16-compiled")
+    code, _, error = bench(*command, "--no-compile", *SHORT)
+    assert code == 0, error
+    result = read(tmp_path, "20??-??-??-cpu-tiny-2l.json")
+    check_run(result, ["bf16-eager", "octavo-bf16", "octavo delayed", "octavo block"])
     assert result["command"].startswith("octavo bench --preset tiny --recipe delayed,block")
 
 
@@ -281,10 +295,9 @@ def test_it_writes_where_it_is_told(bench: Bench, tmp_path: Path) -> None:
 
 
 def test_ctrl_c_leaves_no_worker(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    command = [str(OCTAVO), "bench", "--preset", "tiny", "--no-compile", "--against", "bf16-eager", *SHORT[2:]]
+    shape = ("--preset", "bdh-tiny", "--layers", "1", "--seq", "32", "--tokens", "64")  # which imports no transformers
     process = subprocess.Popen(
-        [*command, "--rounds", "10000"],
+        [str(OCTAVO), "bench", *shape, "--no-compile", "--against", "bf16-eager", *SHORT[2:], "--rounds", "10000"],
         cwd=tmp_path,
         env=ENVIRONMENT,
         text=True,

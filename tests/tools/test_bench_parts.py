@@ -11,7 +11,7 @@ import torch
 from bench_cases import preset
 
 from octavo import ops
-from octavo.hf import graphs
+from octavo.decoders import graphs
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 from octavo.numerics.config import RECIPES
 from octavo.numerics.operand import LAYOUTS
@@ -79,13 +79,13 @@ def test_gemms_are_three_for_every_linear():
 def test_passes_are_those_of_the_kernels():
     pytest.importorskip("triton")
     from octavo.kernels.delayed import AGAIN
-    from octavo.kernels.quantize import _Planner
+    from octavo.kernels.quantize import _LaunchBuilder
 
     x = torch.empty(256, 256, dtype=torch.bfloat16)
     for name, layout in itertools.product(RECIPES, LAYOUTS):
         for operand in ("x", "w", "g"):
             recipe = getattr(FP8TrainingConfig.from_recipe(name).recipe, operand)
-            launches = _Planner([x], recipe, torch.Size()).plan(True, layout)._launches
+            launches = _LaunchBuilder([x], recipe, torch.Size()).build(True, layout)._launches
             launches = [one for one in launches if one.constants.get("SCALING") != AGAIN.value]  # returns at once
             # Per channel, one more folds the maxima that the rows' pass leaves, which are few.
             reading = [launch for launch in launches if 0 in launch.tensors]

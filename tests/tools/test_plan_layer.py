@@ -52,7 +52,7 @@ def prepared_of(case, option):
 
 def layer_call(prepared, case, option):
     """The second decoder layer, and what it is called with in a step."""
-    from octavo.hf.build import decoder_layers
+    from octavo.tools.bench.random_model import decoder_layers
 
     layer = decoder_layers(prepared.model.get_base_model() if case.rank else prepared.model)[1]
     found = []
@@ -93,33 +93,43 @@ def counted(case, option):
     return sum(storage.nbytes() for storage in found.values())
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def eager_and_compiled(cases, few):
+    """Every case in both ways; compiling takes seconds, so `make test` compiles but a few."""
+    for case in cases:
+        yield pytest.param(*case, False)
+        yield pytest.param(*case, True, marks=() if case in few else pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
-    ("model_type", "code", "recipe", "rank"),
-    [
-        ("llama", "hf", None, None),
-        ("llama", "own", None, None),
-        ("llama", "fp8", "delayed", None),
-        ("llama", "fp8", "block", None),
-        ("llama", "fp8", "channel", None),
-        ("llama", "hf", None, 8),
-        ("llama", "own", None, 8),
-        ("llama", "fp8", "block", 8),
-        ("llama", "fp8", "channel", 8),
-        ("qwen3", "hf", None, None),
-        ("qwen3", "fp8", "delayed", None),
-        ("qwen3", "fp8", "channel", 8),
-    ],
+    ("model_type", "code", "recipe", "rank", "compiled"),
+    eager_and_compiled(
+        [
+            ("llama", "hf", None, None),
+            ("llama", "own", None, None),
+            ("llama", "fp8", "delayed", None),
+            ("llama", "fp8", "block", None),
+            ("llama", "fp8", "channel", None),
+            ("llama", "hf", None, 8),
+            ("llama", "own", None, 8),
+            ("llama", "fp8", "block", 8),
+            ("llama", "fp8", "channel", 8),
+            ("qwen3", "hf", None, None),
+            ("qwen3", "fp8", "delayed", None),
+            ("qwen3", "fp8", "channel", 8),
+        ],
+        few=[("llama", "own", None, None), ("llama", "fp8", "channel", 8), ("qwen3", "fp8", "delayed", None)],
+    ),
 )
-def test_kept_bytes(model_type, compiled, code, recipe, rank):
+def test_kept_bytes(model_type, code, recipe, rank, compiled):
     case = case_of(model_type, rank)
     option = Option(code, recipe, compiled=compiled)
     assert sum(kept(case, option).values()) == counted(case, option)
 
 
 @pytest.mark.parametrize("targets", ["attention", "mlp"])
-@pytest.mark.parametrize(("code", "recipe"), [("hf", None), ("fp8", "channel")])
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    ("code", "recipe", "compiled"), eager_and_compiled([("hf", None), ("fp8", "channel")], few=[("hf", None)])
+)
 def test_kept_bytes_with_some_adapters(code, recipe, compiled, targets):
     case = case_of(rank=8, targets=targets)
     option = Option(code, recipe, compiled=compiled)
@@ -132,8 +142,10 @@ def test_kept_bytes_with_fp32_weights(compiled):
     assert sum(kept(case, option).values()) == counted(case, option)
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize(("model_type", "recipe"), [("llama", "delayed"), ("llama", "block"), ("qwen3", "delayed")])
+@pytest.mark.parametrize(
+    ("model_type", "recipe", "compiled"),
+    eager_and_compiled([("llama", "delayed"), ("llama", "block"), ("qwen3", "delayed")], few=[("llama", "block")]),
+)
 def test_kept_bytes_with_fp8_activations(model_type, recipe, compiled):
     case, option = case_of(model_type), Option("fp8", recipe, activations="fp8", compiled=compiled)
     assert sum(kept(case, option).values()) == counted(case, option)

@@ -7,10 +7,11 @@ rounding and micro-batches are on, so that every random state and every history 
 import json
 import os
 import random
-import subprocess
-import sys
+import signal
 import time
 from pathlib import Path
+
+from commands import Command
 
 KILLS = int(os.environ.get("OCTAVO_KILLS", "3"))
 STEPS = 12 * (KILLS + 1)
@@ -20,17 +21,15 @@ OPTIONS = [
     *("--rounding", "nearest,nearest,stochastic", "--save-interval", "4", "--log-interval", "5", "--device", "cpu"),
     *("--evaluation-batches", "1", "--sample-bytes", "3"),
 ]
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}  # products this small only lose by being shared
 
 
-def start(folder: Path, *options: str) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "octavo.cli", "train", "--out", str(folder), *options]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT)
+def start(folder: Path, *options: str) -> Command:
+    return Command("train", "--out", str(folder), *options)
 
 
-def finish(process: "subprocess.Popen[str]") -> None:
-    output, _ = process.communicate()
-    assert process.returncode == 0, output
+def finish(process: Command) -> None:
+    _, error = process.communicate()
+    assert process.returncode == 0, error
 
 
 def lines(folder: Path) -> list[bytes]:
@@ -42,12 +41,12 @@ def curve(folder: Path) -> list[tuple[float, ...]]:
     return [(row["step"], row["loss"], row["lr"], row["grad_norm"]) for row in map(json.loads, lines(folder))]
 
 
-def kill_after(process: "subprocess.Popen[str]", folder: Path, rows: int, delay: float) -> None:
+def kill_after(process: Command, folder: Path, rows: int, delay: float) -> None:
     """kill -9 once `rows` rows are there, and a moment later: within a step, or within a save."""
     while len(lines(folder)) < rows and process.poll() is None:
         time.sleep(0.001)
     time.sleep(delay)
-    process.kill()
+    process.send_signal(signal.SIGKILL)
     process.communicate()
 
 

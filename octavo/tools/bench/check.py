@@ -32,7 +32,7 @@ def check(case: Case, contender: Contender) -> tuple[dict[str, Any], PreparedMod
     prepared.step()
     prepared.forget_gradients()
     loss = prepared.step().item()
-    found = {
+    result = {
         "layers": layers,
         "tokens": case.tokens,
         "loss": loss,
@@ -41,13 +41,13 @@ def check(case: Case, contender: Contender) -> tuple[dict[str, Any], PreparedMod
         **_compare(prepared, gradients),
     }
     reference.drop()
-    found["failure"] = failure(found)
-    return _finite(found), prepared
+    result["failure"] = failure(result)
+    return _finite(result), prepared
 
 
-def failure(found: dict[str, Any]) -> str:
+def failure(result: dict[str, Any]) -> str:
     """Return why these figures are not those of a correct step; empty if they are. NaN fails every comparison."""
-    difference, cosine = found["loss_difference"], found["cosine"]
+    difference, cosine = result["loss_difference"], result["cosine"]
     if not abs(difference) <= LARGEST_LOSS_DIFFERENCE:
         return f"loss off by {difference:+.2%} from BF16 (allowed: {LARGEST_LOSS_DIFFERENCE:.0%})"
     if not cosine >= SMALLEST_COSINE:
@@ -80,6 +80,6 @@ def _cosine(sums: torch.Tensor) -> float:
     return gr / math.sqrt(gg * rr) if gg * rr != 0 else math.nan
 
 
-def _finite(found: dict[str, Any]) -> dict[str, Any]:
+def _finite(values: dict[str, Any]) -> dict[str, Any]:
     """Replace NaN, which JSON lacks, by None."""
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in found.items()}
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}

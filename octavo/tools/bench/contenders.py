@@ -17,7 +17,7 @@ BASELINE = "bf16-compiled"
 OWN_BASELINE = "octavo-bf16"
 AGAINST = ("bf16-eager", BASELINE, OWN_BASELINE, "torchao", "torchao-row", "te", "unsloth")
 EXTRAS = ("fp8-head", "wgrad-channel", "graphs", "fp8-activations", "weights-only")
-STEP_EXTRAS = ("in-backward", "offload-optimizer", "offload-master")  # of whole steps: see `octavo.optim`
+STEP_EXTRAS = ("in-backward", "offload-optimizer", "offload-master")  # for whole steps: see `octavo.optim`
 OURS = ("octavo", "octavo-bf16", "octavo-fused")
 HEADS = ("bf16", "fp8", "both")
 WGRADS = ("recipe", "channel", "both")
@@ -25,7 +25,7 @@ FROZEN = {
     "block": "block",
     "channel": "channel",
     "current": "tensor",
-}  # recipes, and what a frozen weight has scales per
+}  # recipes, and the granularity of a frozen weight's scales
 _PACKAGES = {"torchao": "torchao", "torchao-row": "torchao", "te": "transformer_engine", "unsloth": "unsloth"}
 
 
@@ -46,7 +46,7 @@ class Contender:
     graphs: bool = False  # replayed from CUDA graphs
     weights_only: bool = False  # a frozen base in FP8, products in BF16
     activations: str = "bf16"
-    optimizer: str | None = None  # a whole step is timed, with this one's part in it
+    optimizer: str | None = None  # if given, whole steps are timed, including its update
     in_backward: bool = False
     offload: str | None = None
 
@@ -92,14 +92,14 @@ def make_contenders(
     case.family.check_head(case, head)
 
     reasons = {name: reason for name in against if (reason := _why_not(name, case, compile))}
-    found = [_other(name, compile) for name in against if name not in reasons]
+    chosen = [_other(name, compile) for name in against if name not in reasons]
     for item in recipes:
         recipe, *extras = item.split("+")
         if extras:
-            found.append(_with_extras(recipe, extras, compile))
+            chosen.append(_with_extras(recipe, extras, compile))
         else:
-            found += case.family.contenders(recipe, head, wgrad if recipe == "block" else "recipe", compile)
-    return _with_optimizers(found, optimizers) if optimizers else found, reasons
+            chosen += case.family.contenders(recipe, head, wgrad if recipe == "block" else "recipe", compile)
+    return _with_optimizers(chosen, optimizers) if optimizers else chosen, reasons
 
 
 def _check_recipe(item: str, case: Case, *, whole: bool) -> None:
@@ -143,13 +143,13 @@ def _with_extras(recipe: str, extras: Sequence[str], compile: bool) -> Contender
 
 
 def _with_optimizers(contenders: Sequence[Contender], names: Sequence[str]) -> list[Contender]:
-    found = []
+    whole_steps = []
     for contender in contenders:
         if contender.kind in OURS:
-            found += [replace(contender, name=f"{contender.name} {name}", optimizer=name) for name in names]
+            whole_steps += [replace(contender, name=f"{contender.name} {name}", optimizer=name) for name in names]
         else:
-            found.append(replace(contender, optimizer="adamw"))
-    return found
+            whole_steps.append(replace(contender, optimizer="adamw"))
+    return whole_steps
 
 
 def _check_lora(recipes: Sequence[str], wgrad: str) -> None:
@@ -165,11 +165,11 @@ def _check_lora(recipes: Sequence[str], wgrad: str) -> None:
 
 def decoder_contenders(recipe: str, head: str, wgrad: str, compile: bool) -> list[Contender]:
     """Return Octavo's own ways to run a decoder in a recipe."""
-    found = []
+    contenders = []
     for fp8_head in {"bf16": (False,), "fp8": (True,), "both": (False, True)}[head]:
         for w in {"recipe": (None,), "channel": ("channel",), "both": (None, "channel")}[wgrad]:
-            found.append(_octavo(recipe, fp8_head, w, compile))
-    return found
+            contenders.append(_octavo(recipe, fp8_head, w, compile))
+    return contenders
 
 
 def _octavo(recipe: str, fp8_head: bool, wgrad: str | None, compile: bool) -> Contender:

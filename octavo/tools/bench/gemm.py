@@ -74,7 +74,7 @@ def measure_ceilings(case: Case) -> dict[str, Any]:
 def _rates(gemm: Gemm, case: Case) -> dict[str, float | None]:
     a = torch.randn(gemm.m, gemm.k, device=case.device, dtype=torch.bfloat16)
     b = torch.randn(gemm.n, gemm.k, device=case.device, dtype=torch.bfloat16)
-    found: dict[str, float | None] = {"bf16": gemm.tflops(_time(lambda: torch.mm(a, b.t()), case)), "fp8": None}
+    rates: dict[str, float | None] = {"bf16": gemm.tflops(_time(lambda: torch.mm(a, b.t()), case)), "fp8": None}
     if has_fp8_tensor_cores(torch.device(case.device)) and gemm.n % ALIGNMENT == gemm.k % ALIGNMENT == 0:
         a8, b8 = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
         one = torch.ones((), device=case.device)
@@ -82,8 +82,8 @@ def _rates(gemm: Gemm, case: Case) -> dict[str, float | None]:
         def multiply() -> Tensor:
             return torch._scaled_mm(a8, b8.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
 
-        found["fp8"] = gemm.tflops(_time(multiply, case))
-    return found
+        rates["fp8"] = gemm.tflops(_time(multiply, case))
+    return rates
 
 
 def _time(function: Callable[[], object], case: Case) -> float:
@@ -116,9 +116,9 @@ def _time_own(linear: Linear, case: Case, recipe_name: str, fast: bool) -> dict[
         return ops.gemm_nt(a, b, out_dtype=torch.bfloat16, batch=(), fast=fast)
 
     x, w, g = both(m, k, recipe.x), both(n, k, recipe.w), both(m, n, recipe.g)
-    found = {}
+    figures = {}
     for which, a, b in (("y", x[0], w[0]), ("dx", g[0], w[1]), ("dw", g[1], x[1])):
         seconds, reason = try_device_time([partial(multiply, a, b)] * CALLS, case.device)
         rate = None if seconds is None else 2 * m * n * k / seconds / 1e12
-        found[which] = {"status": FAILED if seconds is None else TIMED, "reason": reason, "tflops": rate}
-    return found
+        figures[which] = {"status": FAILED if seconds is None else TIMED, "reason": reason, "tflops": rate}
+    return figures

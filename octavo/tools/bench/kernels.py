@@ -2,12 +2,13 @@
 
     TB/s = (bytes of every input + bytes of every output) / time
 
-Each byte is counted once, however often a kernel reads it: current scaling has to look at a tensor twice, and pays.
-Beside this, which is what a caller gains, stands how well the kernels use the memory: what their passes move, by the
-table in `passes`; against the copy of a GiB, and against a copy that moves as much (small ones are slower). Live
-recording of amax, underflow and saturation is part of what is timed, as in a step: columns alone are those of a tensor
-whose rows came first and were recorded, so a delayed scale is known. Beside plain quantising stand the fused forms of a
-gated MLP, with h = silu(gate) · up: h→FP8 in forward; in backward the gradients of gate and up, and h again.
+Each byte is counted once, however often a kernel reads it: current scaling has to read a tensor twice, and pays for it.
+Besides this figure, which is the caller's view, the table shows how well the kernels use the memory: the bytes that
+their passes move, by the table in `passes`, against the copy of a GiB, and against a copy of as many bytes (small ones
+are slower). Recording of amax, underflow and saturation is timed, too, as in a step; columns alone are those of a
+tensor whose rows were quantised and recorded before, so a delayed scale is known. Besides plain quantisation there are
+the fused forms of a gated MLP, with h = silu(gate) · up: h→FP8 in forward; in backward the gradients of gate and up,
+and h.
 """
 
 import statistics
@@ -30,7 +31,7 @@ from octavo.tools.bench.result import FAILED, TIMED
 from octavo.tools.bench.timing import time_each, try_device_time
 from octavo.tools.shapes import Case
 
-WORKING_SET = 2**28  # bytes of input that the calls on a GPU go through: several times its last cache
+WORKING_SET = 2**28  # bytes of input that the calls on a GPU cycle through: several times its last-level cache
 MOST_INPUTS = 16
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**24}
 Shape = tuple[int, int]

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from octavo.convert import convert_to_fp8
-from octavo.hf import graphs, loading
-from octavo.hf.build import decoder_layers
+from octavo.decoders import graphs
+from octavo.decoders.fuse import fuse_loaded
 from octavo.nn.frozen import FP8FrozenLinear, activation_config
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 from octavo.optim import build_optimizer, offload_master, offload_states, step_in_backward
 from octavo.tools.bench.contenders import FROZEN, OURS, Contender
 from octavo.tools.bench.others import convert_by_te, convert_by_torchao
+from octavo.tools.bench.random_model import decoder_layers
 from octavo.tools.shapes import Case
 
 INIT_STD = 0.02
@@ -63,7 +64,7 @@ class PreparedModel:
     def _prepare(self, contender: Contender) -> None:
         kind, tokens = contender.kind, self.case.tokens
         if kind == "octavo" and self.case.frozen:
-            self._drawn = []  # or the weights in BF16 would stay beside those in FP8
+            self._drawn = []  # drops the BF16 weights, which would stay beside the FP8 ones
             self.summary = "; ".join(self._freeze(contender))
         elif kind in ("torchao", "torchao-row"):
             self.summary = convert_by_torchao(self.model, kind)
@@ -82,7 +83,7 @@ class PreparedModel:
         optimizer = build_optimizer(str(contender.optimizer), trained, LEARNING_RATE, stochastic_rounding=ours)
         if contender.offload == "master":
             offload_master(self.model, optimizer)
-            self._drawn = []  # what is left of the weights is in FP8, and stays between turns
+            self._drawn = []  # the remaining weights are in FP8, and stay between turns
         elif contender.in_backward:
             step_in_backward(optimizer, offload=contender.offload is not None)
         elif contender.offload is not None:
@@ -100,14 +101,18 @@ class PreparedModel:
                 frozen.in_fp8 = not contender.weights_only
                 self.model.set_submodule(name, frozen)
         self.scaling.to(self.case.device)
-        loading.install_lora()
-        return loading.fuse(self.model)
+        from octavo.hf import lora
+
+        lora.install()
+        return fuse_loaded(self.model).fused
 
     def _adapt(self) -> None:
         """Add adapters to the targets, in BF16, with non-zero B, so that every gradient is informative."""
         options = {"r": self.case.rank, "lora_alpha": self.case.rank, "target_modules": self.case.target_modules}
         options["autocast_adapter_dtype"] = False
-        self.model = loading.add_adapters(
+        from octavo.hf.lora import add_adapters
+
+        self.model = add_adapters(
             self.model, checkpointing=False, seed=self.case.seed, max_seq_length=None, options=options
         )
         generator = torch.Generator(self.case.device).manual_seed(self.case.seed)
@@ -145,7 +150,7 @@ class PreparedModel:
             self._optimizer.step()
             self._optimizer.zero_grad(set_to_none=True)
         if self.scaling is not None:
-            self.scaling.step()  # once more after an optimiser that it follows: this changes nothing
+            self.scaling.step()  # a no-op after an optimiser that it follows
         return loss.detach()
 
     @property
@@ -193,7 +198,7 @@ class PreparedModel:
         self._use_graphs(False)
         if self._optimizer is not None:
             self._optimizer.state.clear()
-        self._give_back(self._drawn)
+        self._free(self._drawn)
 
     def unpark(self) -> None:
         for storage, size in self._storages:
@@ -203,13 +208,13 @@ class PreparedModel:
 
     def drop(self) -> None:
         """Free all memory for good, except the compiled code, which belongs to the model."""
-        self._give_back(self._matrices())
+        self._free(self._matrices())
 
-    def _give_back(self, weights: list[nn.Parameter]) -> None:
+    def _free(self, weights: list[nn.Parameter]) -> None:
         self.forget_gradients()
         self._storages = []
         for storage in (weight.untyped_storage() for weight in weights):
-            if storage.nbytes():  # frozen weights of a group share one
+            if storage.nbytes():  # frozen weights of a group share a storage
                 self._storages.append((storage, storage.nbytes()))
                 storage.resize_(0)
         if self.case.device == "cuda":

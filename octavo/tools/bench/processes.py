@@ -25,7 +25,7 @@ class WorkerProcess:
     def __init__(self, case: Case, contender: Contender, workers: int) -> None:
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
         environment = {
-            "OMP_WAIT_POLICY": "PASSIVE",  # waiting threads that spin would take the cores of the worker being timed
+            "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads would take cores from the worker being timed
             "TORCHINDUCTOR_COMPILE_THREADS": str(max(2, (os.cpu_count() or 2) // workers)),
             **os.environ,
         }
@@ -54,22 +54,22 @@ class WorkerProcess:
         line = stdout.readline()
         if not line:
             raise WorkerError(self._last_words())
-        found = json.loads(line)
-        if "error" in found:
-            raise WorkerError(found["error"])
-        return found
+        reply = json.loads(line)
+        if "error" in reply:
+            raise WorkerError(reply["error"])
+        return reply
 
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout, self._stderr):
             assert stream is not None
-            with suppress(BrokenPipeError):  # a request that it died without reading
+            with suppress(BrokenPipeError):  # it died without reading the request
                 stream.close()
 
     def _send(self, message: dict[str, Any]) -> None:
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it has died; `answer` says of what
+        with suppress(BrokenPipeError):  # it has died; `answer` reports why
             self._process.stdin.write(json.dumps(message) + "\n")
             self._process.stdin.flush()
 

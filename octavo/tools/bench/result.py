@@ -19,7 +19,7 @@ from octavo.tools.shapes import FLOPS_FORMULA, LORA_FLOPS_FORMULA, Case, usual_t
 from octavo.training.errors import UserError
 from octavo.training.files import disk_errors, write_json
 
-# What became of a contender.
+# Status of a contender.
 TIMED, WRONG, FAILED, NOT_RUN = "timed", "wrong", "failed", "not run"
 VERSION = 1
 _PACKAGES = ("triton", "transformers", "peft", "torchao", "transformer_engine", "unsloth")
@@ -84,8 +84,8 @@ def _floor_seconds(row: dict[str, Any], case: Case, ceilings: dict[str, Any]) ->
     return seconds
 
 
-def describe(case: Case, command: Sequence[str], found: dict[str, Any]) -> dict[str, Any]:
-    """Return `found` (kind, rows, …) with everything a reader needs to judge and repeat it."""
+def describe(case: Case, command: Sequence[str], measured: dict[str, Any]) -> dict[str, Any]:
+    """Return `measured` (kind, rows, …) with everything a reader needs to judge and repeat it."""
     return {
         "octavo_bench": VERSION,
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
@@ -97,7 +97,7 @@ def describe(case: Case, command: Sequence[str], found: dict[str, Any]) -> dict[
         "matmul_parameters": case.matmul_parameters,
         "flops": case.flops,
         "flops_formula": LORA_FLOPS_FORMULA if case.frozen else FLOPS_FORMULA,
-        **found,
+        **measured,
     }
 
 
@@ -115,15 +115,15 @@ def device_name(device: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    found = {"octavo": _octavo_version(), "torch": torch.__version__}
+    packages = {"octavo": _octavo_version(), "torch": torch.__version__}
     if torch.version.cuda:
-        found["cuda"] = torch.version.cuda
+        packages["cuda"] = torch.version.cuda
     for package in _PACKAGES:
         try:
-            found[package] = metadata.version(package)
+            packages[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            continue  # its row, if it has one, says so
-    return found
+            continue  # its row, if any, gives the reason
+    return packages
 
 
 def _octavo_version() -> str:

@@ -76,12 +76,12 @@ class _Field:
             self._answer(i)
 
     def check_and_load(self, i: int, warmup: int) -> None:
-        found = self._ask(i, "check")
-        if found is None:
+        comparison = self._ask(i, "check")
+        if comparison is None:
             return
-        self.rows[i]["check"] = found
-        if found["failure"]:
-            self._leave(i, WRONG, found["failure"])
+        self.rows[i]["check"] = comparison
+        if comparison["failure"]:
+            self._leave(i, WRONG, comparison["failure"])
             return
         loaded = self._ask(i, "load", warmup=warmup)
         if loaded is not None:

@@ -36,7 +36,7 @@ def try_device_time(calls: Sequence[Callable[[], object]], device: str) -> tuple
     """Return `device_time`, or None and the reason, so that one shape that does not fit costs only its own row."""
     try:
         return device_time(calls, device), ""
-    except RuntimeError as error:  # also out of memory, and what a kernel does not implement
+    except RuntimeError as error:  # also out of memory, and unsupported shapes
         return None, str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
 
 

@@ -51,10 +51,10 @@ class Worker:
         return {}
 
     def check(self) -> dict[str, Any]:
-        found, prepared = check(self.case, self.contender.without_optimizer)
+        comparison, prepared = check(self.case, self.contender.without_optimizer)
         prepared.drop()
         self._kept.append(prepared)
-        return found
+        return comparison
 
     def load(self, warmup: int) -> dict[str, Any]:
         start = time.perf_counter()
@@ -108,13 +108,13 @@ def scaling_rates(scaling: FP8ScalingManager | None) -> dict[str, dict[str, floa
     by_operand: dict[str, list[dict[str, float]]] = {}
     for name, row in scaling.statistics().items():
         by_operand.setdefault(name.rsplit(".", 1)[-1], []).append(row)
-    found = {}
+    shares = {}
     for operand, rows in by_operand.items():
-        found[operand] = {"tensors": float(len(rows))}
+        shares[operand] = {"tensors": float(len(rows))}
         for rate in ("underflow", "saturated"):
             values = [row[rate] for row in rows]
-            found[operand] |= {f"{rate}_mean": sum(values) / len(values), f"{rate}_max": max(values)}
-    return found
+            shares[operand] |= {f"{rate}_mean": sum(values) / len(values), f"{rate}_max": max(values)}
+    return shares
 
 
 def serve(requests: TextIO, answers: TextIO) -> None:

@@ -172,41 +172,41 @@ def _keeps_less(option: Option) -> bool:
 
 def notes(case: Case, memories: Sequence[Memory], gpu: Gpu | None) -> list[str]:
     """Return remarks that the figures alone do not make, for this model on this GPU."""
-    found = []
+    lines = []
     if gpu is not None:
-        least = min(_standing(memory) for memory in memories)
+        least = min(_persistent_bytes(memory) for memory in memories)
         if least > gpu.room * GIB:
             what = "weights, and adapters with their states," if case.frozen else "weights, gradients and states"
-            found.append(
+            lines.append(
                 f"Not possible on {gpu.name}, whatever the batch: {what} alone take {least / GIB:.1f} GiB at the "
                 f"least, and there are {gpu.room:.1f} GiB for tensors."
             )
         if not gpu.has_fp8:
-            found.append(f"{gpu.name} has no FP8 tensor cores: FP8 would be emulated there, slowly. Take BF16.")
-    return found + case.family.notes(case)
+            lines.append(f"{gpu.name} has no FP8 tensor cores: FP8 would be emulated there, slowly. Take BF16.")
+    return lines + case.family.notes(case)
 
 
 def decoder_background(case: Case, memories: Sequence[Memory]) -> list[str]:
-    """How to read the table of all options."""
-    found = []
+    """Return how to read the table of all options."""
+    remarks = []
     if case.frozen and not why_wide(case) and not blocks_fit(case):
-        found.append(
+        remarks.append(
             f"Left out: block. Of q, k, v, gate or up, one has outputs that are no multiple of {BLOCK}, so that they "
             "are computed one by one, and keep more."
         )
     if not case.frozen:
-        found.append(
+        remarks.append(
             "FP8 products alone halve what layers keep of most inputs; FP8 activations, gate and up as well. Weights "
             "stay in BF16, and so do gradients, which in backward are applied one by one: no clipping, no accumulation."
         )
     if any(memory.option.offload == "master" for memory in memories):
-        found.append(
+        remarks.append(
             "Master on the host: the GPU has the layers' weights in FP8, embedding and head in BF16; FP32 weights and "
             "states come from the host, one parameter at a time, in every step."
         )
-    return found
+    return remarks
 
 
-def _standing(memory: Memory) -> int:
+def _persistent_bytes(memory: Memory) -> int:
     """Return the bytes that must exist at once even without tokens."""
     return max(moment.weights + moment.gradients + moment.states for moment in memory.moments)

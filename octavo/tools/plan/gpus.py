@@ -1,8 +1,8 @@
 """GPUs by name, and the largest batch and the longest sequence that fit one.
 
-What a plan counts are tensors. A process takes more: CUDA's context and libraries, and memory that torch's allocator
-has reserved but not handed out. On an H200, training an 8B: 0.75 GiB, and 2.3 % of the tensors' peak
-(`benchmarks/results/2026-11-15-h200-load.json`); 5 % are left here, for what varies from run to run.
+A plan counts tensors. A process takes more: CUDA's context and libraries, and memory that torch's allocator has
+reserved but not handed out. On an H200, training an 8B: 0.75 GiB, and 2.3 % of the tensors' peak
+(`benchmarks/results/2026-11-15-h200-load.json`); 5 % are added here, to cover variation between runs.
 """
 
 import math

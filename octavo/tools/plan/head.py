@@ -19,7 +19,7 @@ def head_bytes(case: Case, option: Option) -> dict[str, int]:
     m, k, v = case.tokens, case.config["hidden_size"], case.vocabulary
     rows = m * k * option.weight_bytes
     if option.code == "hf":
-        # The norm's input in FP32; if they are trained, what is multiplied by the norm's weight, and by the head.
+        # The norm's input in FP32; if they are trained, also the inputs of the norm's weight and of the head.
         norm = m * k * FP32 + (0 if case.frozen else 2 * rows)
         return {"activations": norm, "gradients": 0, "buffers": 3 * m * v * FP32}
     norm = (2 if case.frozen else 3) * rows  # its input, its output; normed without weights
@@ -54,7 +54,7 @@ def _fp8_chunks(case: Case, option: Option) -> tuple[int, int]:
     rows, columns = chunk * v, group * v * trained
     dw = v * k * option.weight_bytes * trained
     sums = v * k * FP32 * trained if len(groups) > 1 else 0
-    # The gradient so far, and buffers, at each of these; a variable lives until it is given something new.
+    # Gradient so far and buffers at each point; a variable lives until it is reassigned.
     in_chunk = sums + columns + chunk * v * BF16 + rows * min(len(chunks), 2)
     at_product = sums + columns + rows + group * k * trained + dw
     return dw, max(in_chunk, at_product, sums + dw + rows) - dw + 2 * v * k + m * k

@@ -1,14 +1,14 @@
 """States and master weights in host memory: the part of them on the GPU, and the memory of the host.
 
-They come to the GPU for the step of their parameter, those of the next `AHEAD` on their way (`optim/host_states.py`).
-The parameters take turns, and after the last comes the first again:
+They are copied to the GPU for the step of their parameter, and those of the next `AHEAD` are prefetched
+(`optim/host_states.py`). Parameters are stepped in a cycle:
 
     in backward      head, norm, last layer, …, first layer, embedding, and again the head, …
     all in step()    embedding, first layer, …, last layer, norm, head, and again the embedding, …
 
-They land in buffers that are kept and used again (`optim/transfers.py`), so at every moment there are as many of each
-size as turns that follow one another ever want: of the vocabulary's two, for head and embedding, or one if they are
-tied. Masters are of layers' weights alone. Norms are too small to count.
+They are copied into buffers that are reused (`optim/transfers.py`), so there are as many of each size as consecutive
+parameters ever need at once: two of the vocabulary's, for head and embedding, or one if they are tied. Only weights of
+layers have masters. Norms are too small to count.
 """
 
 from collections import Counter
@@ -32,23 +32,23 @@ def on_gpu(case: Case, option: Option) -> int:
 def _at_once(case: Case) -> Counter[int]:
     """Return how many matrices of each size may be on the GPU at once: the one being stepped, and the next ones."""
     sizes = [n * k for n, k in persistent.layer_matrices(case)]
-    found: Counter[int] = Counter()
+    largest: Counter[int] = Counter()
     for i in range(len(sizes)):
-        found |= Counter((sizes * 2)[i : i + 1 + AHEAD])
-    return found
+        largest |= Counter((sizes * 2)[i : i + 1 + AHEAD])
+    return largest
 
 
 def on_host(case: Case, option: Option) -> int:
     """Return bytes of pinned host memory; torch gives each tensor there a power of two."""
-    found = 0
+    total = 0
     if option.offload is not None:
         layer = [n * k for n, k in persistent.layer_matrices(case)]
-        found += case.layers * sum(_power_of_two(n * each) for n in layer for each in _of_layers(case, option))
+        total += case.layers * sum(_power_of_two(n * each) for n in layer for each in _of_layers(case, option))
         vocabulary = [persistent.vocabulary_parameters(case)] * (1 if persistent.is_tied(case) else 2)
-        found += sum(_power_of_two(n * each) for n in vocabulary for each in persistent.state_bytes(case, option))
+        total += sum(_power_of_two(n * each) for n in vocabulary for each in persistent.state_bytes(case, option))
     if option.checkpointing == "offload":
-        found += case.layers * layer_input(case, option)
-    return found
+        total += case.layers * layer_input(case, option)
+    return total
 
 
 def _of_layers(case: Case, option: Option) -> tuple[float, ...]:

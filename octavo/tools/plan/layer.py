@@ -3,7 +3,7 @@
 Letters: M tokens, K width, Q and KV outputs of q and of k or v, F hidden of the MLP, R rank. Everything is in bytes.
 
     attention      q, k, v, its output, one FP32 number for each head and token
-    norms          compiled: their inputs in BF16. Eager: in FP32, and what is multiplied by a trained weight.
+    norms          compiled: their inputs in BF16. Eager: in FP32, and the inputs of trained weights.
                    Before products of a frozen FP8 base: nothing but 1/rms (`numerics/norm.py`)
     BF16 linears   their input, where the weight is trained or has an adapter; gate, up, and eager silu(gate)
     FP8, trained   inputs of q/k/v, o and gate/up in FP8; gate and up in BF16 (`nn/*_function.py`), in FP8
@@ -12,8 +12,8 @@ Letters: M tokens, K width, Q and KV outputs of q and of k or v, F hidden of the
                    (`nn/lora.py`, `nn/lora_mlp.py`)
     adapters       x · Aᵀ of each
 
-What `torch.compile` keeps is what its partitioner chooses; the choices here are those it made for these layers. All
-layers count alike: the first of a model with a frozen embedding need not keep its input, one tensor too many here.
+The partitioner of `torch.compile` chooses what to save; the choices here are those it made for these layers. All layers
+count alike, though the first of a model with a frozen embedding need not save its input: one tensor too many here.
 """
 
 from dataclasses import dataclass
@@ -69,13 +69,13 @@ def layer_input(case: Case, option: Option) -> int:
 def kept(case: Case, option: Option) -> dict[str, int]:
     """Return the bytes that a layer saves, by tensor."""
     linears = _fp8_linears if option.code == "fp8" else _bf16_linears
-    found = {**_attention(case, option), **_norms(case, option), **linears(case, option), **_adapters(case)}
-    return {name: size for name, size in found.items() if size}
+    saved = {**_attention(case, option), **_norms(case, option), **linears(case, option), **_adapters(case)}
+    return {name: size for name, size in saved.items() if size}
 
 
 def _attention(case: Case, option: Option) -> dict[str, int]:
     s = Sizes.of(case)
-    found = {
+    saved = {
         "q, k and v": (s.q + 2 * s.kv) * BF16 * s.m,
         "attention's output": s.q * BF16 * s.m,
         "log-sum-exp": s.heads * FP32 * s.m,
@@ -85,8 +85,8 @@ def _attention(case: Case, option: Option) -> dict[str, int]:
         before = BF16 * (s.q + s.kv + (s.kv if option.code == "fp8" else 0))
         if not option.compiled:
             before = (FP32 + (0 if case.frozen else BF16)) * (s.q + s.kv)
-        found["q and k before norms"] = (before + FP32 * (s.heads + s.kv_heads)) * s.m
-    return found
+        saved["q and k before norms"] = (before + FP32 * (s.heads + s.kv_heads)) * s.m
+    return saved
 
 
 def joins_norms(case: Case, option: Option) -> bool:
@@ -97,13 +97,13 @@ def joins_norms(case: Case, option: Option) -> bool:
 
 def _norms(case: Case, option: Option) -> dict[str, int]:
     s = Sizes.of(case)
-    found = {"1/rms": 2 * FP32 * s.m}
+    saved = {"1/rms": 2 * FP32 * s.m}
     if joins_norms(case, option):
-        return found
+        return saved
     if option.compiled:
-        return found | {INPUT: layer_input(case, option), "attention's part of the residual": s.k * BF16 * s.m}
+        return saved | {INPUT: layer_input(case, option), "attention's part of the residual": s.k * BF16 * s.m}
     normed = 0 if case.frozen else 2 * s.k * option.weight_bytes * s.m
-    return found | {"norms' inputs": 2 * s.k * FP32 * s.m, "normed, without weights": normed}
+    return saved | {"norms' inputs": 2 * s.k * FP32 * s.m, "normed, without weights": normed}
 
 
 def _bf16_linears(case: Case, option: Option) -> dict[str, int]:

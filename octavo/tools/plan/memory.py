@@ -21,7 +21,7 @@ from octavo.tools.plan.options import Option
 from octavo.tools.plan.timeline import WORKSPACE, Memory, Moment
 from octavo.tools.shapes import Case
 
-IN_FLIGHT = 2  # inputs of layers on their way to and from the host
+IN_FLIGHT = 2  # inputs of layers in transfer to and from the host
 
 
 def plan_memory(case: Case, option: Option) -> Memory:
@@ -39,8 +39,8 @@ def plan_decoder(case: Case, option: Option) -> Memory:
     head = head_bytes(case, option)
     at_head = _at_head(case, option, all_kept)
     bottom = case.tokens * case.config["hidden_size"] * BF16
-    # A tied embedding makes a gradient of its own, which is added to the head's. Hugging Face's head makes a transposed
-    # one, which autograd cannot add to in place: the sum is a third.
+    # A tied embedding has a separate gradient, which is added to the head's. Hugging Face's head has a transposed one,
+    # which autograd cannot add to in place, so the sum is a third.
     of_tied = held["head"] * (2 if option.code == "hf" else 1) if persistent.is_tied(case) else 0
 
     def moment(name: str, gradients: int, activations: int, buffers: int) -> Moment:
@@ -77,7 +77,7 @@ def _activations(case: Case, option: Option, layer: Mapping[str, int]) -> tuple[
     one = sum(layer.values())
     if option.checkpointing == "none":
         return case.layers * one, one
-    inside = one - layer.get(INPUT, 0)  # computed again
+    inside = one - layer.get(INPUT, 0)  # recomputed
     inputs = case.layers if option.checkpointing == "layers" else min(case.layers, IN_FLIGHT)
     whole = layer_input(case, option)
     return inputs * whole + inside, whole + inside

@@ -13,7 +13,7 @@ CODES = ("hf", "own", "fp8", *bdh.CODES)
 RECIPES = ("delayed", "channel", "block")
 CHECKPOINTING = ("none", "layers", "offload")
 OFFLOADS = ("optimizer", "master")
-BY_EXACTNESS = ("adamw", "adamw8bit", "adamwfp8", "adamw4bit")  # of the optimiser's states
+BY_EXACTNESS = ("adamw", "adamw8bit", "adamwfp8", "adamw4bit")  # optimisers by the precision of their states
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Option:
     activations: str = "bf16"
     in_backward: bool = False
     offload: str | None = None
-    weight_bytes: int = 2  # of a weight that is trained, or is not in FP8
+    weight_bytes: int = 2  # per weight that is trained, or not in FP8
     adapter_bytes: int = 2
     joined_norms: bool = True
     masters: bool = False
@@ -86,8 +86,8 @@ class Option:
             "states on the host": self.offload == "optimizer",
             "master on the host": self.offload == "master",
         }
-        found = ", ".join(word for word, holds in words.items() if holds)
-        return f"with {found}" if found else ""
+        effort = ", ".join(word for word, holds in words.items() if holds)
+        return f"with {effort}" if effort else ""
 
     @property
     def full_name(self) -> str:

@@ -122,7 +122,7 @@ def _shown(plan: Plan) -> list[int]:
         options = [(i, memories[i].option) for i in plain]
         return next((i for i, o in options if o.code == code and o.weight_bytes == family.weight_bytes), 0)
 
-    found = {
+    chosen = {
         0,
         first(family.advised[False][0]),
         first(family.advised[True][0]),
@@ -131,8 +131,8 @@ def _shown(plan: Plan) -> list[int]:
         least(range(len(memories))),
     }
     if plan.advice is not None and plan.advice.option is not None:
-        found |= {i for i, memory in enumerate(memories) if memory.option == plan.advice.option}
-    return sorted(found)
+        chosen |= {i for i, memory in enumerate(memories) if memory.option == plan.advice.option}
+    return sorted(chosen)
 
 
 def _short_table(plan: Plan) -> Table:

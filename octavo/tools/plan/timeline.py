@@ -7,8 +7,8 @@ from octavo.tools.plan.options import Option
 
 GIB = 2**30
 KINDS = ("weights", "gradients", "states", "activations", "buffers")
-# cuBLAS has 32 MiB on Hopper for each of the two threads, forward's and backward's; 2 MiB are what measured steps have
-# beside all that is counted here: positions, labels, scaling histories.
+# cuBLAS takes 32 MiB on Hopper for each of the two threads, forward's and backward's; measured steps take 2 MiB more
+# for tensors not counted here: positions, labels, scaling histories.
 WORKSPACE = 66 * 2**20
 
 
@@ -37,7 +37,7 @@ class Memory:
 
     option: Option
     moments: tuple[Moment, ...]
-    kept: Mapping[str, int] = field(repr=False)  # by a layer, tensor by tensor
+    kept: Mapping[str, int] = field(repr=False)  # bytes that a layer saves, by tensor
     host: int = 0  # bytes of host memory
 
     @property

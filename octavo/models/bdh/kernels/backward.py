@@ -72,10 +72,10 @@ def _gate_backward_kernel(
     seed,
     MEASURE: tl.constexpr,
     SCALING: tl.constexpr,
-    MAXIMUM: tl.constexpr,
+    FORMAT: tl.constexpr,
     MARGIN: tl.constexpr,
     STOCHASTIC: tl.constexpr,
-    Z_MAXIMUM: tl.constexpr,
+    Z_FORMAT: tl.constexpr,
     Z_STOCHASTIC: tl.constexpr,
     EVEN: tl.constexpr,
     TILE_T: tl.constexpr,
@@ -84,9 +84,9 @@ def _gate_backward_kernel(
 ):
     """Quantise dt in both layouts, and z transposed. `MEASURE`: only find the amax of dt, for a current scale."""
     if SCALING == delayed.AGAIN:
-        if delayed.is_held(state_ptr, MAXIMUM, MARGIN):
+        if delayed.is_held(state_ptr, FORMAT, MARGIN):
             return
-    scale, before = delayed.find_scale(state_ptr, amax_ptr, SCALING, MAXIMUM, MARGIN)
+    scale, before = delayed.find_scale(state_ptr, amax_ptr, SCALING, FORMAT, MARGIN)
     inverse, inverse_before = tiles.reciprocal(scale), tiles.reciprocal(before)
     s_scale, t_scale = tl.load(s_scale_ptr), tl.load(t_scale_ptr)
     z_inverse = tiles.reciprocal(tl.load(z_scale_ptr))
@@ -108,17 +108,17 @@ def _gate_backward_kernel(
         top = tl.maximum(top, tiles.largest_of_eight(tiles.magnitude_bits(dt)))
         if not MEASURE:
             rows_first = stacked_start(h, b, B, t0, n0, T, N)
-            q, v = to_fp8(dt, inverse, seed, rows_first + stacked, dtype, rounded.dtype, MAXIMUM, STOCHASTIC)
+            q, v = to_fp8(dt, inverse, seed, rows_first + stacked, dtype, rounded.dtype, FORMAT, STOCHASTIC)
             store(rows_ptr + rows_first, stacked, q, inside, EVEN)
             lost += delayed.lost_of_eight(
-                dt, v, inverse_before, seed, rows_first + stacked, MAXIMUM, STOCHASTIC, SCALING
+                dt, v, inverse_before, seed, rows_first + stacked, FORMAT, STOCHASTIC, SCALING
             )
             columns_first = (h * N + n0).to(tl.int64) * M + b * T + t0
             if STOCHASTIC:
                 q_t = tiles.cast(tl.trans(v), dtype, tl.float32)  # the same random bits in both layouts
             else:
                 x_t = tl.trans(rounded).to(tl.float32)
-                q_t, _ = to_fp8(x_t, inverse, seed, 0, dtype, rounded.dtype, MAXIMUM, False)
+                q_t, _ = to_fp8(x_t, inverse, seed, 0, dtype, rounded.dtype, FORMAT, False)
             store(columns_ptr + columns_first, transposed, q_t, inside_t, EVEN)
             z_t, _ = to_fp8(
                 tl.trans(z).to(tl.float32),
@@ -127,12 +127,12 @@ def _gate_backward_kernel(
                 columns_first + transposed,
                 z_ptr.dtype.element_ty,
                 z.dtype,
-                Z_MAXIMUM,
+                Z_FORMAT,
                 Z_STOCHASTIC,
             )
             store(z_ptr + columns_first, transposed, z_t, inside_t, EVEN)
     most, non_finite, beyond = check_top(
-        top, float("inf") if MEASURE else delayed.largest_counted(scale, before, MAXIMUM, MARGIN, SCALING)
+        top, float("inf") if MEASURE else delayed.largest_counted(scale, before, FORMAT, MARGIN, SCALING)
     )
     clipped = each * 0
     if beyond:
@@ -144,14 +144,14 @@ def _gate_backward_kernel(
             first = joined_start(b, h, t0, n0, H, T, N)
             rounded, _ = _gate_tile(dz_ptr, s_ptr, t_ptr, s_scale, t_scale, first, joined, inside, EVEN)
             most = tl.maximum(most, tiles.largest(finite.magnitude(rounded.to(tl.float32))))
-            clipped += delayed.clipped(rounded.to(tl.float32), scale, before, MAXIMUM, SCALING)
+            clipped += delayed.clipped(rounded.to(tl.float32), scale, before, FORMAT, SCALING)
     if MEASURE:
         record_amax(amax_ptr, most)
     else:
         tiles.record(state_ptr, most, non_finite, tl.sum(tl.sum(lost, axis=1), axis=0), clipped, per_element)
         if tl.program_id(0) == 0:
             tl.store(scale_ptr, scale)
-            delayed.note_use(state_ptr, amax_ptr, scale, SCALING, MAXIMUM, MARGIN)
+            delayed.note_use(state_ptr, amax_ptr, scale, SCALING, FORMAT, MARGIN)
 
 
 @triton.jit
@@ -190,7 +190,7 @@ def _relu_rope_backward_kernel(
     seed,
     MEASURE: tl.constexpr,
     SCALING: tl.constexpr,
-    MAXIMUM: tl.constexpr,
+    FORMAT: tl.constexpr,
     MARGIN: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     EVEN: tl.constexpr,
@@ -200,9 +200,9 @@ def _relu_rope_backward_kernel(
 ):
     """Quantise ds in both layouts. `MEASURE`: only find its amax, for a current scale."""
     if SCALING == delayed.AGAIN:
-        if delayed.is_held(state_ptr, MAXIMUM, MARGIN):
+        if delayed.is_held(state_ptr, FORMAT, MARGIN):
             return
-    scale, before = delayed.find_scale(state_ptr, amax_ptr, SCALING, MAXIMUM, MARGIN)
+    scale, before = delayed.find_scale(state_ptr, amax_ptr, SCALING, FORMAT, MARGIN)
     inverse, inverse_before = tiles.reciprocal(scale), tiles.reciprocal(before)
     t_scale = tl.load(t_scale_ptr)
     dtype: tl.constexpr = rows_ptr.dtype.element_ty
@@ -242,18 +242,18 @@ def _relu_rope_backward_kernel(
             top = tl.maximum(top, tiles.largest_of_eight(tiles.magnitude_bits(ds)))
             if not MEASURE:
                 first = joined_start(bh // H, bh % H, t0, n0, H, T, N)
-                q, v = to_fp8(ds, inverse, seed, first + joined, dtype, rounded.dtype, MAXIMUM, STOCHASTIC)
+                q, v = to_fp8(ds, inverse, seed, first + joined, dtype, rounded.dtype, FORMAT, STOCHASTIC)
                 store(rows_ptr + first, joined, q, inside, EVEN)
-                lost += delayed.lost_of_eight(ds, v, inverse_before, seed, first + joined, MAXIMUM, STOCHASTIC, SCALING)
+                lost += delayed.lost_of_eight(ds, v, inverse_before, seed, first + joined, FORMAT, STOCHASTIC, SCALING)
                 if STOCHASTIC:
                     q_t = tiles.cast(tl.trans(v), dtype, tl.float32)
                 else:
                     x_t = tl.trans(rounded).to(tl.float32)
-                    q_t, _ = to_fp8(x_t, inverse, seed, 0, dtype, rounded.dtype, MAXIMUM, False)
+                    q_t, _ = to_fp8(x_t, inverse, seed, 0, dtype, rounded.dtype, FORMAT, False)
                 columns_first = (bh % H * N + n0).to(tl.int64) * M + bh // H * T + t0
                 store(columns_ptr + columns_first, transposed, q_t, inside_t, EVEN)
     most, non_finite, beyond = check_top(
-        top, float("inf") if MEASURE else delayed.largest_counted(scale, before, MAXIMUM, MARGIN, SCALING)
+        top, float("inf") if MEASURE else delayed.largest_counted(scale, before, FORMAT, MARGIN, SCALING)
     )
     clipped = count * 0
     if beyond:
@@ -267,14 +267,14 @@ def _relu_rope_backward_kernel(
                     dq_ptr, dz_ptr, s_ptr, t_ptr, t_scale, cos, -sin, bh, t0, n0, joined, stacked, inside, H, T, N, EVEN
                 )
                 most = tl.maximum(most, tiles.largest(finite.magnitude(rounded.to(tl.float32))))
-                clipped += delayed.clipped(rounded.to(tl.float32), scale, before, MAXIMUM, SCALING)
+                clipped += delayed.clipped(rounded.to(tl.float32), scale, before, FORMAT, SCALING)
     if MEASURE:
         record_amax(amax_ptr, most)
     else:
         tiles.record(state_ptr, most, non_finite, tl.sum(tl.sum(lost, axis=1), axis=0), clipped, per_element)
         if tl.program_id(0) == 0:
             tl.store(scale_ptr, scale)
-            delayed.note_use(state_ptr, amax_ptr, scale, SCALING, MAXIMUM, MARGIN)
+            delayed.note_use(state_ptr, amax_ptr, scale, SCALING, FORMAT, MARGIN)
 
 
 def gate_backward(
@@ -305,7 +305,7 @@ def gate_backward(
             *(B, H, T, N),
             1.0 / dz_BTHN.numel(),
             seed,
-            Z_MAXIMUM=recipe_z.format.max,
+            Z_FORMAT=recipe_z.format,
             Z_STOCHASTIC=recipe_z.rounding == "stochastic",
             **task,
             **recipe_constants(recipe),

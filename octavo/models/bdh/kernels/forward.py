@@ -49,9 +49,7 @@ _COLUMNS: Tile = (64, 64, 4, 2, 4)
 
 
 @triton.jit
-def _relu_rope_tile(
-    s_pre_ptr, cos, sin, bh, t0, n0, joined, inside, H, T, N, EVEN: tl.constexpr
-):  # fmt: skip
+def _relu_rope_tile(s_pre_ptr, cos, sin, bh, t0, n0, joined, inside, H, T, N, EVEN: tl.constexpr):
     """Return q and s of one tile, rounded as they would be in memory."""
     x = load(s_pre_ptr + joined_start(bh // H, bh % H, t0, n0, H, T, N), joined, inside, EVEN)
     s = relu(x.to(tl.float32))
@@ -79,7 +77,7 @@ def _relu_rope_kernel(
     seed,
     MEASURE: tl.constexpr,
     SCALING: tl.constexpr,
-    MAXIMUM: tl.constexpr,
+    FORMAT: tl.constexpr,
     MARGIN: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     EVEN: tl.constexpr,
@@ -89,10 +87,10 @@ def _relu_rope_kernel(
 ):
     """Quantise q and s. `MEASURE`: only find their amax, for current scales."""
     if SCALING == delayed.AGAIN:
-        if delayed.is_held(q_state_ptr, MAXIMUM, MARGIN) & delayed.is_held(s_state_ptr, MAXIMUM, MARGIN):
+        if delayed.is_held(q_state_ptr, FORMAT, MARGIN) & delayed.is_held(s_state_ptr, FORMAT, MARGIN):
             return
-    q_scale, q_before = delayed.find_scale(q_state_ptr, q_amax_ptr, SCALING, MAXIMUM, MARGIN)
-    s_scale, s_before = delayed.find_scale(s_state_ptr, s_amax_ptr, SCALING, MAXIMUM, MARGIN)
+    q_scale, q_before = delayed.find_scale(q_state_ptr, q_amax_ptr, SCALING, FORMAT, MARGIN)
+    s_scale, s_before = delayed.find_scale(s_state_ptr, s_amax_ptr, SCALING, FORMAT, MARGIN)
     q_inverse, s_inverse = tiles.reciprocal(q_scale), tiles.reciprocal(s_scale)
     inverse_before = tiles.reciprocal(q_before)
     dtype: tl.constexpr = q_ptr.dtype.element_ty
@@ -114,17 +112,17 @@ def _relu_rope_kernel(
             if not MEASURE:
                 q_first = stacked_start(bh // H, bh % H, H, t0, n0, T, N)
                 s_first = joined_start(bh // H, bh % H, t0, n0, H, T, N)
-                q8, v = to_fp8(q, q_inverse, seed, q_first + stacked, dtype, source, MAXIMUM, STOCHASTIC)
-                s8, _ = to_fp8(s, s_inverse, seed + 1, s_first + joined, dtype, source, MAXIMUM, STOCHASTIC)
+                q8, v = to_fp8(q, q_inverse, seed, q_first + stacked, dtype, source, FORMAT, STOCHASTIC)
+                s8, _ = to_fp8(s, s_inverse, seed + 1, s_first + joined, dtype, source, FORMAT, STOCHASTIC)
                 store(q_ptr + q_first, stacked, q8, inside, EVEN)
                 store(s_ptr + s_first, joined, s8, inside, EVEN)
                 lost += delayed.lost_of_eight(
-                    q, v, inverse_before, seed, q_first + stacked, MAXIMUM, STOCHASTIC, SCALING
+                    q, v, inverse_before, seed, q_first + stacked, FORMAT, STOCHASTIC, SCALING
                 )
     infinity = float("inf")
-    q_limit = delayed.largest_counted(q_scale, q_before, MAXIMUM, MARGIN, SCALING)
+    q_limit = delayed.largest_counted(q_scale, q_before, FORMAT, MARGIN, SCALING)
     q_most, q_non_finite, q_beyond = check_top(q_top, infinity if MEASURE else q_limit)
-    s_limit = delayed.largest_counted(s_scale, s_before, MAXIMUM, MARGIN, SCALING)
+    s_limit = delayed.largest_counted(s_scale, s_before, FORMAT, MARGIN, SCALING)
     s_most, s_non_finite, s_beyond = check_top(s_top, infinity if MEASURE else s_limit)
     q_clipped, s_clipped = count * 0, count * 0
     if q_beyond | s_beyond:
@@ -137,8 +135,8 @@ def _relu_rope_kernel(
                 q, s = _relu_rope_tile(s_pre_ptr, cos, sin, bh, t0, n0, joined, inside, H, T, N, EVEN)
                 q_most = tl.maximum(q_most, tiles.largest(finite.magnitude(q)))
                 s_most = tl.maximum(s_most, tiles.largest(finite.magnitude(s)))
-                q_clipped += delayed.clipped(q, q_scale, q_before, MAXIMUM, SCALING)
-                s_clipped += delayed.clipped(s, s_scale, s_before, MAXIMUM, SCALING)
+                q_clipped += delayed.clipped(q, q_scale, q_before, FORMAT, SCALING)
+                s_clipped += delayed.clipped(s, s_scale, s_before, FORMAT, SCALING)
     if MEASURE:
         record_amax(q_amax_ptr, q_most)
         record_amax(s_amax_ptr, s_most)
@@ -149,8 +147,8 @@ def _relu_rope_kernel(
         if tl.program_id(0) == 0:
             tl.store(q_scale_ptr, q_scale)
             tl.store(s_scale_ptr, s_scale)
-            delayed.note_use(q_state_ptr, q_amax_ptr, q_scale, SCALING, MAXIMUM, MARGIN)
-            delayed.note_use(s_state_ptr, s_amax_ptr, s_scale, SCALING, MAXIMUM, MARGIN)
+            delayed.note_use(q_state_ptr, q_amax_ptr, q_scale, SCALING, FORMAT, MARGIN)
+            delayed.note_use(s_state_ptr, s_amax_ptr, s_scale, SCALING, FORMAT, MARGIN)
 
 
 @triton.jit(do_not_specialize=["seed"])
@@ -167,7 +165,7 @@ def _rope_columns_kernel(
     N,
     seed,
     DTYPE: tl.constexpr,
-    MAXIMUM: tl.constexpr,
+    FORMAT: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     EVEN: tl.constexpr,
     TILE_T: tl.constexpr,
@@ -191,7 +189,7 @@ def _rope_columns_kernel(
             q = tl.trans(tiles.narrow(rotate(s, cos, sin), DTYPE)).to(tl.float32)
             first = (bh * N + n0).to(tl.int64) * T + t0
             dtype: tl.constexpr = columns_ptr.dtype.element_ty
-            q8, _ = to_fp8(q, q_inverse, seed, first + transposed, dtype, DTYPE, MAXIMUM, STOCHASTIC)
+            q8, _ = to_fp8(q, q_inverse, seed, first + transposed, dtype, DTYPE, FORMAT, STOCHASTIC)
             store(columns_ptr + first, transposed, q8, inside_t, EVEN)
 
 
@@ -223,7 +221,7 @@ def _gate_kernel(
     seed,
     MEASURE: tl.constexpr,
     SCALING: tl.constexpr,
-    MAXIMUM: tl.constexpr,
+    FORMAT: tl.constexpr,
     MARGIN: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     EVEN: tl.constexpr,
@@ -233,10 +231,10 @@ def _gate_kernel(
 ):
     """Quantise z and t. `MEASURE`: only find their amax, for current scales."""
     if SCALING == delayed.AGAIN:
-        if delayed.is_held(z_state_ptr, MAXIMUM, MARGIN) & delayed.is_held(t_state_ptr, MAXIMUM, MARGIN):
+        if delayed.is_held(z_state_ptr, FORMAT, MARGIN) & delayed.is_held(t_state_ptr, FORMAT, MARGIN):
             return
-    z_scale, z_before = delayed.find_scale(z_state_ptr, z_amax_ptr, SCALING, MAXIMUM, MARGIN)
-    t_scale, t_before = delayed.find_scale(t_state_ptr, t_amax_ptr, SCALING, MAXIMUM, MARGIN)
+    z_scale, z_before = delayed.find_scale(z_state_ptr, z_amax_ptr, SCALING, FORMAT, MARGIN)
+    t_scale, t_before = delayed.find_scale(t_state_ptr, t_amax_ptr, SCALING, FORMAT, MARGIN)
     z_inverse, t_inverse = tiles.reciprocal(z_scale), tiles.reciprocal(t_scale)
     inverse_before = tiles.reciprocal(z_before)
     dtype: tl.constexpr = z_ptr.dtype.element_ty
@@ -258,15 +256,15 @@ def _gate_kernel(
         z_top = tl.maximum(z_top, tiles.largest_of_eight(tiles.magnitude_bits(z)))
         t_top = tl.maximum(t_top, tiles.largest_of_eight(tiles.magnitude_bits(t)))
         if not MEASURE:
-            z8, v = to_fp8(z, z_inverse, seed, first + joined, dtype, source, MAXIMUM, STOCHASTIC)
-            t8, _ = to_fp8(t, t_inverse, seed + 1, first + joined, dtype, source, MAXIMUM, STOCHASTIC)
+            z8, v = to_fp8(z, z_inverse, seed, first + joined, dtype, source, FORMAT, STOCHASTIC)
+            t8, _ = to_fp8(t, t_inverse, seed + 1, first + joined, dtype, source, FORMAT, STOCHASTIC)
             store(z_ptr + first, joined, z8, inside, EVEN)
             store(t_ptr + first, joined, t8, inside, EVEN)
-            lost += delayed.lost_of_eight(z, v, inverse_before, seed, first + joined, MAXIMUM, STOCHASTIC, SCALING)
+            lost += delayed.lost_of_eight(z, v, inverse_before, seed, first + joined, FORMAT, STOCHASTIC, SCALING)
     infinity = float("inf")
-    z_limit = delayed.largest_counted(z_scale, z_before, MAXIMUM, MARGIN, SCALING)
+    z_limit = delayed.largest_counted(z_scale, z_before, FORMAT, MARGIN, SCALING)
     z_most, z_non_finite, z_beyond = check_top(z_top, infinity if MEASURE else z_limit)
-    t_limit = delayed.largest_counted(t_scale, t_before, MAXIMUM, MARGIN, SCALING)
+    t_limit = delayed.largest_counted(t_scale, t_before, FORMAT, MARGIN, SCALING)
     t_most, t_non_finite, t_beyond = check_top(t_top, infinity if MEASURE else t_limit)
     z_clipped, t_clipped = each * 0, each * 0
     if z_beyond | t_beyond:
@@ -281,8 +279,8 @@ def _gate_kernel(
             )
             z_most = tl.maximum(z_most, tiles.largest(finite.magnitude(z)))
             t_most = tl.maximum(t_most, tiles.largest(finite.magnitude(t)))
-            z_clipped += delayed.clipped(z, z_scale, z_before, MAXIMUM, SCALING)
-            t_clipped += delayed.clipped(t, t_scale, t_before, MAXIMUM, SCALING)
+            z_clipped += delayed.clipped(z, z_scale, z_before, FORMAT, SCALING)
+            t_clipped += delayed.clipped(t, t_scale, t_before, FORMAT, SCALING)
     if MEASURE:
         record_amax(z_amax_ptr, z_most)
         record_amax(t_amax_ptr, t_most)
@@ -293,8 +291,8 @@ def _gate_kernel(
         if tl.program_id(0) == 0:
             tl.store(z_scale_ptr, z_scale)
             tl.store(t_scale_ptr, t_scale)
-            delayed.note_use(z_state_ptr, z_amax_ptr, z_scale, SCALING, MAXIMUM, MARGIN)
-            delayed.note_use(t_state_ptr, t_amax_ptr, t_scale, SCALING, MAXIMUM, MARGIN)
+            delayed.note_use(z_state_ptr, z_amax_ptr, z_scale, SCALING, FORMAT, MARGIN)
+            delayed.note_use(t_state_ptr, t_amax_ptr, t_scale, SCALING, FORMAT, MARGIN)
 
 
 def relu_rope(
@@ -338,7 +336,7 @@ def rope_columns(
         *(B, H, T, N),
         draw_seed(recipe),
         DTYPE=TL_DTYPES[dtype],
-        MAXIMUM=recipe.format.max,
+        FORMAT=recipe.format,
         STOCHASTIC=recipe.rounding == "stochastic",
         **launch,
     )

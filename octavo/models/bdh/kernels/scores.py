@@ -58,7 +58,7 @@ def _mask_kernel(
     SYMMETRIC: tl.constexpr,
     MEASURE: tl.constexpr,
     SCALING: tl.constexpr,
-    MAXIMUM: tl.constexpr,
+    FORMAT: tl.constexpr,
     MARGIN: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     EVEN: tl.constexpr,
@@ -68,9 +68,9 @@ def _mask_kernel(
 ):
     """Mask and quantise. `MEASURE`: only find the amax, for a current scale. Tiles are square: TILE_N is TILE_T."""
     if SCALING == delayed.AGAIN:
-        if delayed.is_held(state_ptr, MAXIMUM, MARGIN):
+        if delayed.is_held(state_ptr, FORMAT, MARGIN):
             return
-    scale, before = delayed.find_scale(state_ptr, amax_ptr, SCALING, MAXIMUM, MARGIN)
+    scale, before = delayed.find_scale(state_ptr, amax_ptr, SCALING, FORMAT, MARGIN)
     inverse, inverse_before = tiles.reciprocal(scale), tiles.reciprocal(before)
     dtype: tl.constexpr = rows_ptr.dtype.element_ty
     side = tl.cdiv(T, TILE_T)
@@ -99,13 +99,13 @@ def _mask_kernel(
             x = rounded.to(tl.float32)
             top = tl.maximum(top, tiles.largest_of_eight(tiles.magnitude_bits(x)))
             if not MEASURE:
-                q, v = to_fp8(x, inverse, seed, first + inner, dtype, rounded.dtype, MAXIMUM, STOCHASTIC)
+                q, v = to_fp8(x, inverse, seed, first + inner, dtype, rounded.dtype, FORMAT, STOCHASTIC)
                 store(rows_ptr + first, inner, q, inside, EVEN)
                 if STOCHASTIC:
                     q_t = tiles.cast(tl.trans(v), dtype, tl.float32)
                 else:
                     x_t = tl.trans(rounded).to(tl.float32)
-                    q_t, _ = to_fp8(x_t, inverse, seed, 0, dtype, rounded.dtype, MAXIMUM, False)
+                    q_t, _ = to_fp8(x_t, inverse, seed, 0, dtype, rounded.dtype, FORMAT, False)
                 if SYMMETRIC:
                     if i > j:
                         store(transposed_ptr + first_t, inner_t, q_t, inside_t, EVEN)
@@ -113,7 +113,7 @@ def _mask_kernel(
                     store(transposed_ptr + first_t, inner_t, q_t, inside_t, EVEN)
                 # An element below the diagonal of a symmetric matrix counts twice.
                 underflow = delayed.lost_of_eight(
-                    x, v, inverse_before, seed, first + inner, MAXIMUM, STOCHASTIC, SCALING
+                    x, v, inverse_before, seed, first + inner, FORMAT, STOCHASTIC, SCALING
                 )
                 lost += tl.where(i > j, underflow * 2, underflow) if SYMMETRIC else underflow
         elif not SYMMETRIC and not MEASURE:
@@ -121,7 +121,7 @@ def _mask_kernel(
             store(rows_ptr + first, inner, zeros, inside, EVEN)
             store(transposed_ptr + first_t, inner_t, tl.trans(zeros), inside_t, EVEN)
     most, non_finite, beyond = check_top(
-        top, float("inf") if MEASURE else delayed.largest_counted(scale, before, MAXIMUM, MARGIN, SCALING)
+        top, float("inf") if MEASURE else delayed.largest_counted(scale, before, FORMAT, MARGIN, SCALING)
     )
     clipped = side * 0
     if beyond:
@@ -131,14 +131,14 @@ def _mask_kernel(
             if i >= j:
                 x = _lower(scores_ptr, matrix, i, j, inner, T, EVEN, TILE_T).to(tl.float32)
                 most = tl.maximum(most, tiles.largest(finite.magnitude(x)))
-                clipped += delayed.clipped(x, scale, before, MAXIMUM, SCALING) * (2 if SYMMETRIC else 1)
+                clipped += delayed.clipped(x, scale, before, FORMAT, SCALING) * (2 if SYMMETRIC else 1)
     if MEASURE:
         record_amax(amax_ptr, most)
     else:
         tiles.record(state_ptr, most, non_finite, tl.sum(tl.sum(lost, axis=1), axis=0), clipped, per_element)
         if tl.program_id(0) == 0:
             tl.store(scale_ptr, scale)
-            delayed.note_use(state_ptr, amax_ptr, scale, SCALING, MAXIMUM, MARGIN)
+            delayed.note_use(state_ptr, amax_ptr, scale, SCALING, FORMAT, MARGIN)
 
 
 def mask(

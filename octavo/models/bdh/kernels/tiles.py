@@ -85,10 +85,10 @@ def stacked_start(outer, inner, inners, t0, n0, T, N):
 
 @triton.jit
 def to_fp8(
-    x, inverse, seed, where, dtype: tl.constexpr, source: tl.constexpr, MAXIMUM: tl.constexpr, STOCHASTIC: tl.constexpr
+    x, inverse, seed, where, dtype: tl.constexpr, source: tl.constexpr, FORMAT: tl.constexpr, STOCHASTIC: tl.constexpr
 ):
     """Return a tile in FP8, and its scaled and clipped values before the cast. `source`: the dtype its values have."""
-    v = tiles.saturate(tiles.scaled(x, inverse), seed, where, MAXIMUM, STOCHASTIC, False)
+    v = tiles.saturate(tiles.scaled(x, inverse), seed, where, FORMAT, STOCHASTIC, False)
     return tiles.cast(v, dtype, tl.float32 if STOCHASTIC else source), v
 
 
@@ -138,7 +138,7 @@ def launch_options(x: Tensor, batches: int, t: int, n: int, tile: Tile) -> tuple
 def recipe_constants(recipe: OperandRecipe) -> dict[str, object]:
     """Return the constants that a kernel takes from a recipe."""
     return {
-        "MAXIMUM": recipe.format.max,
+        "FORMAT": recipe.format,
         "MARGIN": recipe.margin,
         "STOCHASTIC": recipe.rounding == "stochastic",
     }

@@ -1,0 +1,77 @@
+"""A module with another forward: the same object, of a subclass made for the class that it had, under the same name.
+
+It pickles and copies like its parent. `give_class_back` undoes it.
+"""
+
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import Any
+
+from torch import nn
+
+from octavo.decoders import attention
+from octavo.decoders.match import GATE_UP, QKV, base_of
+from octavo.nn.frozen import FP8FrozenLinear
+from octavo.nn.groups import put_together, why_no_group
+from octavo.nn.linear import change_class
+
+ORIGINAL = "_octavo_original"  # in a fused module: the class that it had
+HEAD = "_octavo_head"  # in a fused causal language model: its FP8 head, and that head's scaling state
+
+
+def take_class(module: Any, forward: Callable[..., Any]) -> None:
+    """Have a module compute `forward(module, original, ...)`, where `original` is the forward of its class.
+
+    In the place of another such forward, if it has one: a model may be loaded fused, and then converted.
+    """
+    original: Any = module.__dict__.get(ORIGINAL, type(module))
+    module.__dict__[ORIGINAL] = original
+    module.__class__ = _subclass(original, forward)
+
+
+def give_class_back(module: nn.Module) -> bool:
+    """Undo `take_class`. Returns whether there was anything to undo."""
+    original = module.__dict__.pop(ORIGINAL, None)
+    if original is not None:
+        change_class(module, original)
+        module.__dict__.pop(HEAD, None)
+    return original is not None
+
+
+def is_fused(module: nn.Module) -> bool:
+    return ORIGINAL in module.__dict__
+
+
+@cache
+def _subclass(cls: Any, forward: Callable[..., Any]) -> type[nn.Module]:
+    """A subclass with its parent's name, which ends up in saved configurations, and signature, which trainers read."""
+
+    @wraps(cls.forward)
+    def fused(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, cls.forward, *args, **kwargs)
+
+    def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
+        return _unpickled, (cls, forward), *cls.__reduce_ex__(self, protocol)[2:]  # by its name there is the parent
+
+    def set_state(self: Any, state: Any) -> None:
+        cls.__setstate__(self, state)
+        if getattr(getattr(self, "config", None), "_attn_implementation", None) == attention.NAME:
+            attention.register()  # it may have been saved by another process
+        _put_group_together(self)
+
+    body = {"forward": fused, "__reduce_ex__": reduce, "__setstate__": set_state}
+    return type(cls.__name__, (cls,), body | {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+
+
+def _unpickled(cls: Any, forward: Callable[..., Any]) -> Any:
+    """An empty module of the subclass, for `pickle` and `copy`."""
+    fused = _subclass(cls, forward)
+    return fused.__new__(fused)
+
+
+def _put_group_together(module: nn.Module) -> None:
+    """Put copies of frozen weights side by side again: each has come with its own part alone."""
+    for names in (QKV, GATE_UP):
+        members = [base_of(getattr(module, name, None)) for name in names]
+        if all(isinstance(member, FP8FrozenLinear) for member in members) and not why_no_group(members):
+            put_together(members)

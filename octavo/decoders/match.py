@@ -1,0 +1,110 @@
+"""Recognising the modules of a transformers decoder, and the reasons why a piece of a model cannot be fused.
+
+A module is known by the name and the origin of its class: a class of the same name elsewhere may compute something
+else. Nothing here changes a module.
+"""
+
+from typing import Any
+
+from torch import nn
+
+FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3")
+QKV = ("q_proj", "k_proj", "v_proj")
+GATE_UP = ("gate_proj", "up_proj")
+MLP = (*GATE_UP, "down_proj")
+NORMS = ("input_layernorm", "post_attention_layernorm")
+HF_ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUTanh": "gelu_tanh"}  # by the class of `act_fn`
+_PLAIN_NORMS = {f"{family}RMSNorm" for family in ("Llama", "Mistral", "Qwen2", "Qwen3")}  # weight · h / rms(h)
+
+
+def is_attention(module: nn.Module) -> bool:
+    return _is_own(module, "Attention") and _has_linears(module, QKV)
+
+
+def is_mlp(module: nn.Module) -> bool:
+    return _is_own(module, "MLP") and _has_linears(module, MLP)
+
+
+def is_layer(module: nn.Module) -> bool:
+    """Whether this layer is h + attention(norm(h)), then h + mlp(norm(h)), with plain norms."""
+    return _is_own(module, "DecoderLayer") and all(is_plain_norm(getattr(module, name, None)) for name in NORMS)
+
+
+def is_causal_lm(module: nn.Module) -> bool:
+    return _is_of_family(module, "ForCausalLM") and type(getattr(module, "lm_head", None)) is nn.Linear
+
+
+def is_plain_norm(module: Any) -> bool:
+    """Whether this norm computes weight · h / rms(h)."""
+    return type(module).__name__ in _PLAIN_NORMS and type(module).__module__.startswith("transformers.models.")
+
+
+def _is_of_family(module: nn.Module, kind: str) -> bool:
+    cls = type(module)
+    return cls.__module__.startswith("transformers.models.") and cls.__name__ in {f + kind for f in FAMILIES}
+
+
+def _is_own(module: nn.Module, kind: str) -> bool:
+    """Whether the module runs the forward of its class: one put in its place, as Accelerate does, calls the old one."""
+    return _is_of_family(module, kind) and "forward" not in module.__dict__
+
+
+def _has_linears(module: nn.Module, names: tuple[str, ...]) -> bool:
+    return all(isinstance(getattr(module, name, None), nn.Linear) for name in names)
+
+
+def base_of(module: Any) -> Any:
+    """The linear itself, without adapters.
+
+    PEFT is not imported here: a linear with adapters is known by its method `fusible` (`hf/lora.py`).
+    """
+    return module.base_layer if hasattr(module, "fusible") else module
+
+
+def activation_of(mlp: Any) -> str | None:
+    """The name of an MLP's activation; None for one that has no kernel."""
+    return HF_ACTIVATIONS.get(type(mlp.act_fn).__name__)
+
+
+def group_of(module: nn.Module) -> tuple[str, ...]:
+    """The linears of an attention or an MLP that share their input; empty for any other module."""
+    return QKV if is_attention(module) else GATE_UP if is_mlp(module) else ()
+
+
+def outputs_of_groups(modules: dict[str, nn.Module]) -> dict[str, int]:
+    """The outputs of the product that a linear would be part of, for linears that would share one."""
+    outputs: dict[str, int] = {}
+    for name, module in modules.items():
+        members = group_of(module)
+        total = sum(getattr(module, member).out_features for member in members)
+        outputs |= {f"{name}.{member}": total for member in members}
+    return outputs
+
+
+def why_no_mlp(module: Any) -> str:
+    """Why an MLP is not one function, whatever its weights are; empty if it can be."""
+    if activation_of(module) is None:
+        return f"activation {type(module.act_fn).__name__} has no kernel"
+    if any(getattr(module, member).bias is not None for member in MLP):
+        return "its linears have biases"
+    return ""
+
+
+def why_no_loss(model: Any) -> str:
+    """Why a model keeps its own head and loss; empty if it need not."""
+    if getattr(model.config, "final_logit_softcapping", None):
+        return "final_logit_softcapping bends its logits"
+    if model.lm_head.bias is not None:
+        return "its head has a bias"
+    if "forward" in model.__dict__:
+        return f"the forward of this {type(model).__name__} was replaced by another (TRL's trainers do that)"
+    if not has_default_loss(model):
+        return "its loss function is not transformers' default"
+    return ""
+
+
+def has_default_loss(model: Any) -> bool:
+    """Whether the model's loss is the one that transformers gives causal models: users may assign or derive another."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    return model.loss_function is ForCausalLMLoss

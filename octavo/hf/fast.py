@@ -1,0 +1,276 @@
+"""`FastLanguageModel`: a model from the Hub, or a folder, ready to train in FP8.
+
+    from octavo import FastLanguageModel
+
+    model, tokenizer = FastLanguageModel.from_pretrained("meta-llama/Llama-3.1-8B", load_in_fp8=True)
+    model = FastLanguageModel.get_peft_model(model, r=32)
+
+`load_in_fp8=True` means the fastest recipe that is safe: per `channel` where weights are frozen, and `delayed` scaling
+per tensor where they are trained. A checkpoint that is in FP8 already is taken as it is. What is trained, and what is
+in FP8:
+
+| call                                         | weights                           | products          |
+| -------------------------------------------- | --------------------------------- | ----------------- |
+| `load_in_fp8=True`                           | frozen in FP8, the only copy      | FP8; for adapters |
+| `load_in_fp8=True, fp8_products=False`       | frozen in FP8, the only copy      | `dtype`; as above |
+| `load_in_fp8=True, full_finetuning=True`     | in `dtype`, FP32 ones trained     | FP8               |
+| `full_finetuning=True`                       | in `dtype`, FP32 ones trained     | `dtype`           |
+| neither                                      | in `dtype`, frozen; for adapters  | `dtype`           |
+"""
+
+import inspect
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from octavo.convert import convert_to_fp8
+from octavo.decoders.fuse import fuse_loaded
+from octavo.hf import export, reading, trl, untrained
+from octavo.hf.accelerate import watch_environment
+from octavo.nn.frozen import GRANULARITIES, FP8FrozenLinear
+from octavo.numerics import FP8TrainingConfig
+from octavo.numerics.checks import check_choice, check_positive_int
+from octavo.numerics.config import check_config
+
+LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+CHECKPOINTING = (True, False, "unsloth")
+MAX_SEQ_LENGTH = 2048  # unless the model has fewer positions
+# By `load_in_fp8`: the granularity of frozen weights, and the recipe of trained ones. For True, what is fastest: on an
+# 8B, LoRA per channel 1.50x (block 1.36x), full fine-tuning with delayed scaling 1.57x (block 1.28x, H200, 2026-11-16).
+_FROZEN = {True: "channel", "tensor": "tensor", "channel": "channel", "block": "block"}
+_TRAINED = {True: "delayed", "tensor": "delayed", "channel": "channel", "block": "block"}
+
+
+class FastLanguageModel:
+    """Loading and adapting causal language models. Nothing to instantiate."""
+
+    @staticmethod
+    def from_pretrained(
+        model_name: str,
+        max_seq_length: int | None = None,
+        dtype: torch.dtype | None = None,
+        load_in_fp8: bool | str = False,
+        load_in_4bit: bool = False,
+        load_in_8bit: bool = False,
+        full_finetuning: bool = False,
+        fast_inference: bool = False,
+        max_lora_rank: int = 64,
+        gpu_memory_utilization: float = 0.6,
+        *,
+        fp8_config: FP8TrainingConfig | str | None = None,
+        skip: Sequence[str] = (),
+        fp8_products: bool | None = None,
+        device_map: Any = None,
+        tokenizer: bool = True,
+        master_weights: bool = True,
+        **kwargs: Any,
+    ) -> tuple[Any, Any]:
+        """The model and its tokenizer (None with `tokenizer=False`).
+
+        `max_seq_length`: that of the tokenizer, and of TRL's trainers unless their configuration says otherwise; not
+        given, 2,048 or what the model has positions for, and the trainers keep their own.
+        `load_in_fp8`: True (the fastest: see above), "block", "channel" or "tensor". Weights are quantised as they are
+        read, so memory stays near one byte a parameter. `model.octavo_report` says what is in FP8, and what is not and
+        why. `fp8_config` says how inputs and gradients are quantised, `skip` which linears are left alone.
+        `fp8_products=False`: weights in FP8 are dequantised for each product, which is then in `dtype`: closer to it,
+        slower for all but small models, and with more activations. Not given: on a GPU, what is faster; elsewhere, and
+        with an `fp8_config` that has them quantised in another way than by default, FP8.
+        `master_weights`: with `full_finetuning`, whatever optimiser steps the BF16 weights steps FP32 ones, of which it
+        keeps the lower halves (2 bytes a weight) and FP32 means; False lets each step round to BF16.
+        `dtype`: BF16 unless given. Anything else goes to transformers' `from_pretrained`. `max_lora_rank` and
+        `gpu_memory_utilization` are for `fast_inference`, which is to come.
+        """
+        fp8_config = None if fp8_config is None else check_config(fp8_config)
+        _check_loading(load_in_fp8, load_in_4bit, load_in_8bit, fast_inference, fp8_config)
+        if max_seq_length is not None:
+            check_positive_int("max_seq_length", max_seq_length)
+        check_positive_int("max_lora_rank", max_lora_rank)
+        _check_products(fp8_products, load_in_fp8, full_finetuning, fp8_config)
+        _check_recipe(load_in_fp8, full_finetuning, fp8_config)
+        if not 0 < gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization={gpu_memory_utilization!r}: a share of the memory, above 0 to 1")
+        watch_environment(fp8_config)  # ACCELERATE_MIXED_PRECISION=fp8, set before or after, means Octavo from here on
+        if device_map is None and torch.cuda.is_available():
+            device_map = {"": torch.cuda.current_device()}
+        reading.check_name(model_name, kwargs)
+        words = reading.read_tokenizer(model_name, kwargs) if tokenizer else None
+        dtype = dtype or torch.bfloat16
+        frozen_fp8 = bool(load_in_fp8) and not full_finetuning
+        quantization = None
+        if frozen_fp8:
+            from octavo.hf.quantizer import OctavoConfig  # not before: it registers itself with transformers
+
+            quantization = OctavoConfig(_FROZEN[load_in_fp8], fp8_config, skip, fp8_products)
+        model = reading.read_model(
+            model_name,
+            dtype=dtype,
+            device_map=device_map,
+            quantization=quantization,
+            options=kwargs,
+            arguments=list(inspect.signature(FastLanguageModel.from_pretrained).parameters),
+        )
+        if frozen_fp8 and load_in_fp8 is not True:
+            _check_granularity(model, str(load_in_fp8))
+        if full_finetuning and load_in_fp8:
+            config = fp8_config or FP8TrainingConfig.from_recipe(_TRAINED[load_in_fp8])
+            convert_to_fp8(model, config.replace(skip=_with(config.skip, skip)))
+        else:
+            fuse_loaded(model)
+        if not frozen_fp8:  # else what the checkpoint has is frozen, and what it lacks is not
+            model.requires_grad_(full_finetuning)
+        if full_finetuning:
+            untrained.remember_masters(model, master_weights)
+        untrained.explain_untrained(model)
+        trl.install()
+        export.add_saving()
+        _set_length(model, words, max_seq_length, model_name)
+        return model, words
+
+    @staticmethod
+    def get_peft_model(
+        model: nn.Module,
+        r: int = 16,
+        target_modules: Sequence[str] | str = LINEARS,
+        lora_alpha: float = 16,
+        lora_dropout: float = 0.0,
+        bias: str = "none",
+        use_gradient_checkpointing: bool | str = True,
+        random_state: int = 3407,
+        max_seq_length: int | None = None,
+        use_rslora: bool = False,
+        modules_to_save: Sequence[str] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """The model with LoRA adapters, which alone are trained.
+
+        `use_gradient_checkpointing`: "unsloth" keeps the checkpoints in pinned host memory. Anything else goes to
+        `peft.LoraConfig`.
+        """
+        check_positive_int("r", r)
+        if use_gradient_checkpointing not in CHECKPOINTING:
+            raise ValueError(f"use_gradient_checkpointing={use_gradient_checkpointing!r}: True, False or 'unsloth'")
+        if not isinstance(lora_dropout, (int, float)) or not 0 <= lora_dropout < 1:
+            raise ValueError(f"lora_dropout={lora_dropout!r}: a probability below 1")
+        if not isinstance(lora_alpha, (int, float)) or not 0 < lora_alpha < math.inf:
+            raise ValueError(f"lora_alpha={lora_alpha!r}: a positive number")
+        _check_targets(model, target_modules)
+        options = {
+            "r": r,
+            "target_modules": target_modules if isinstance(target_modules, str) else list(target_modules),
+            "lora_alpha": lora_alpha,
+            "lora_dropout": lora_dropout,
+            "bias": bias,
+            "use_rslora": use_rslora,
+            "modules_to_save": None if modules_to_save is None else list(modules_to_save),
+            **kwargs,
+        }
+        from octavo.hf.lora import add_adapters  # which needs PEFT; models load without it
+
+        return add_adapters(
+            model,
+            checkpointing=use_gradient_checkpointing,
+            seed=random_state,
+            max_seq_length=max_seq_length,
+            options=options,
+        )
+
+    @staticmethod
+    def save_pretrained_merged(
+        model: nn.Module, save_directory: str | Path, tokenizer: Any = None, save_method: str = "merged_16bit"
+    ) -> Path:
+        """Write the model with its adapters merged in: `merged_16bit` (BF16) or `merged_fp8`. It stays as it is."""
+        return export.save_merged(model, save_directory, save_method, tokenizer=tokenizer)
+
+    @staticmethod
+    def for_training(model: nn.Module) -> nn.Module:
+        return model.train()
+
+    @staticmethod
+    def for_inference(model: nn.Module) -> nn.Module:
+        return model.eval()
+
+
+def _check_loading(
+    load_in_fp8: bool | str, load_in_4bit: bool, load_in_8bit: bool, fast_inference: bool, fp8_config: Any
+) -> None:
+    if isinstance(load_in_fp8, str):
+        check_choice("load_in_fp8", load_in_fp8, GRANULARITIES)
+    elif not isinstance(load_in_fp8, bool):
+        raise TypeError(f"load_in_fp8={load_in_fp8!r}: True, False, 'block', 'channel' or 'tensor'")
+    for name, value in (("load_in_4bit", load_in_4bit), ("load_in_8bit", load_in_8bit)):
+        if value and load_in_fp8:
+            raise ValueError(f"{name}=True with load_in_fp8={load_in_fp8!r}: a weight has one precision; leave one out")
+        if value:
+            raise ValueError(f"{name}=True: Octavo loads FP8 (load_in_fp8=True) or high precision; leave it out")
+    if fast_inference:
+        raise ValueError(
+            "fast_inference=True: comes with reinforcement learning on shared weights; leave it out for now"
+        )
+    if fp8_config is not None and not load_in_fp8:
+        raise ValueError("fp8_config is given but load_in_fp8=False: nothing would run in FP8; set load_in_fp8")
+
+
+def _check_recipe(load_in_fp8: bool | str, full_finetuning: bool, fp8_config: FP8TrainingConfig | None) -> None:
+    """Raise if the scales of trained weights are named twice, and differently."""
+    if full_finetuning and fp8_config is not None and isinstance(load_in_fp8, str):
+        granularity = fp8_config.granularity
+        if granularity != load_in_fp8:
+            raise ValueError(
+                f"load_in_fp8={load_in_fp8!r} with fp8_config.granularity={granularity!r} and full_finetuning=True: "
+                "both say what scales the weights have; set load_in_fp8=True, or leave fp8_config out"
+            )
+
+
+def _set_length(model: Any, tokenizer: Any, asked: int | None, name: str) -> None:
+    limit = getattr(model.config, "max_position_embeddings", None)
+    if limit is not None and asked is not None and asked > limit:
+        raise ValueError(f"max_seq_length={asked}: {name} has {limit} positions")
+    length = min(MAX_SEQ_LENGTH, limit or MAX_SEQ_LENGTH) if asked is None else asked
+    model.max_seq_length = length
+    model.octavo_asked_length = asked
+    if tokenizer is not None:
+        tokenizer.model_max_length = length
+
+
+def _check_products(fp8_products: Any, load_in_fp8: bool | str, full_finetuning: bool, fp8_config: Any) -> None:
+    if fp8_products is not None and not isinstance(fp8_products, bool):
+        raise ValueError(f"fp8_products={fp8_products!r}: True or False")
+    if fp8_products is True and not load_in_fp8:
+        raise ValueError("fp8_products=True with load_in_fp8=False: nothing would run in FP8; set load_in_fp8")
+    if fp8_products is not False:
+        return
+    if not load_in_fp8 or full_finetuning:
+        raise ValueError("fp8_products=False is for a base frozen in FP8: with load_in_fp8, without full_finetuning")
+    if fp8_config is not None:
+        raise ValueError(
+            "fp8_config with fp8_products=False: it says how products are quantised; leave one of them out"
+        )
+
+
+def _check_granularity(model: nn.Module, asked: str) -> None:
+    granularities = {module.granularity for module in model.modules() if isinstance(module, FP8FrozenLinear)}
+    if granularities - {asked}:
+        raise ValueError(
+            f"load_in_fp8={asked!r}: the checkpoint is in FP8 already, per {' and '.join(sorted(granularities))}; "
+            "load_in_fp8=True takes it as it is"
+        )
+
+
+def _check_targets(model: nn.Module, targets: Any) -> None:
+    """Raise for a name that matches no module; PEFT minds only if none of them does."""
+    if isinstance(targets, str):  # a pattern, or all-linear: PEFT's to judge
+        return
+    if not isinstance(targets, (list, tuple, set, frozenset)):
+        raise ValueError(f"target_modules={targets!r}: names of linears, such as {list(LINEARS)}")
+    names = [name for name, _ in model.named_modules()]
+    for target in targets:
+        if not any(name == target or name.endswith(f".{target}") for name in names):
+            raise ValueError(f"target_modules: {target!r} is no module of {type(model).__name__}")
+
+
+def _with(skip: Sequence[str], more: Sequence[str]) -> tuple[str, ...]:
+    return (*skip, *((more,) if isinstance(more, str) else more))

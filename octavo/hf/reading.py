@@ -1,0 +1,84 @@
+"""Reading models and tokenizers by transformers, with errors that name the mistake."""
+
+import difflib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def read_model(
+    name: str,
+    *,
+    dtype: torch.dtype,
+    device_map: Any,
+    quantization: Any,
+    options: dict[str, Any],
+    arguments: Sequence[str] = (),
+) -> Any:
+    """`AutoModelForCausalLM.from_pretrained`, into FP8 if `quantization` says so.
+
+    `arguments`: those that would not have ended up in `options`, had they been spelt right.
+    """
+    from transformers import AutoModelForCausalLM
+
+    if quantization is not None:
+        if options.get("quantization_config") is not None:
+            raise ValueError(
+                "quantization_config with load_in_fp8: both say what becomes of the weights; leave one out"
+            )
+        options = {**options, "quantization_config": quantization}
+    try:
+        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map=device_map, **options)
+    except TypeError as error:  # from the model's class, which gets what nobody else has taken
+        unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        if unknown is None or unknown[1] not in options:
+            raise
+        close = difflib.get_close_matches(unknown[1], arguments, n=1)
+        raise TypeError(
+            f"{unknown[1]}={options[unknown[1]]!r}: no argument of FastLanguageModel.from_pretrained, of transformers' "
+            f"from_pretrained, or of this model's configuration{f'; {close[0]} is meant?' if close else ''}"
+        ) from error
+
+
+def check_name(name: str, options: dict[str, Any]) -> None:
+    """Raise if there is no such model, before anything else is said about it."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if not any((folder / file).exists() for file in ("config.json", "adapter_config.json")):
+            raise ValueError(f"model_name={name!r}: a folder without config.json, so none of a model")
+        return
+    if name.startswith(("/", ".", "~")) or name.count("/") > 1:
+        raise ValueError(f"model_name={name!r}: there is no such folder")
+    from transformers.utils.hub import cached_file
+
+    hub_options = {
+        key: options[key] for key in ("revision", "token", "cache_dir", "local_files_only") if key in options
+    }
+    files: Any = ("config.json", "adapter_config.json")
+    try:
+        there = any(
+            cached_file(name, file, _raise_exceptions_for_missing_entries=False, **hub_options) for file in files
+        )
+        why = "it has no config.json, or there is no connection and no copy in the cache"
+    except OSError as error:
+        there, why = False, str(error)
+    if not there:
+        raise ValueError(f"model_name={name!r}: no folder here, and no model on the Hub that can be had: {why}")
+
+
+def read_tokenizer(name: str, options: dict[str, Any]) -> Any:
+    from transformers import AutoTokenizer
+
+    kept = {key: options[key] for key in ("revision", "token", "trust_remote_code", "cache_dir") if key in options}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, **kept)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{name} has no tokenizer that loads; for the model alone, tokenizer=False ({error})"
+        ) from error
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
