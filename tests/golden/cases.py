@@ -239,7 +239,7 @@ def _lora(granularity: str, fp8_products: bool, adapters: str, device: str, fami
 
 def _bdh(config: FP8TrainingConfig, device: str) -> dict[str, Tensor]:
     from octavo.models import BDH, BDHConfig
-    from octavo.models.bdh import fuse
+    from octavo.models.bdh_fused import fuse
 
     torch.manual_seed(0)
     model = BDH(BDHConfig(dim=64, heads=2, neurons=256, layers=2)).to(device)
