@@ -120,16 +120,18 @@ class _Linear(torch.autograd.Function):
         x = x if spec.x else as_dtype(x, spec.out_dtype)
         call = Call.encode(spec, "" if save_x == AS_IS else save_x, adapters)
         y, *saved, t, w_scale = ops.linear(
-            x, state_x, list(parts), list(scales), state_w, bias, residual, list(adapters.downs), list(adapters.ups),
-            call, spec.out_dtype,
-        )  # fmt: skip
+            x, state_x, list(parts), list(scales), state_w, bias, residual, adapters.matrices, call, spec.out_dtype
+        )
         if save_x == AS_IS:
             saved[0] = x if inverse is None else h
+        # Nothing is saved that is empty: each tensor costs time.
+        used = w_scale if trained and spec.w is not None and spec.w.delayed and not stored else None
         # A trained weight is saved as tensors are. A frozen one is not: `versions.py` says why. Scaling state is not,
         # either: it changes with every use, which autograd's version check would take for a mistake.
         ctx.save_for_backward(
-            *saved, t, w_scale, inverse, norm_weight, *adapters.downs, *adapters.ups, *(parts if trained else ())
-        )
+            *(saved if save_x else (None, None)), t if places else None, used, inverse, norm_weight,
+            *adapters.downs, *adapters.ups, *(parts if trained else ()),
+        )  # fmt: skip
         ctx.frozen = () if trained else parts
         ctx.scales, ctx.states = scales, (state_g, state_w)
         ctx.versions = () if trained else versions_of(stored)
@@ -142,35 +144,34 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x_data, x_scale, t, w_scale, inverse, norm_weight, *rest = ctx.saved_tensors
         count, low, _ = ctx.counts
-        downs, ups, parts = rest[:low], rest[low : 2 * low], rest[2 * low :] or ctx.frozen
+        matrices, parts = rest[: 2 * low], rest[2 * low :] or ctx.frozen
         needs_x, needs_bias, needs_residual, needs_norm = ctx.needs_input_grad[:4]
         needs_w, needs_a, needs_b = _split(ctx.needs_input_grad[_BEFORE:], count, low)
         needs = [needs_x or needs_norm, any(needs_w), any(needs_a), any(needs_b)]
         x_dtype, bias_dtype = ctx.dtypes
         dx = dnorm = dbias = None
         dws: Sequence[Tensor | None] = [None] * count
-        matrices: list[Tensor | None] = [None] * (2 * low)
+        dmatrices: list[Tensor | None] = [None] * (2 * low)
         if any(needs):
             check_versions((*ctx.frozen, *ctx.scales), ctx.versions)
             x = normed_again(x_data, norm_weight, inverse) if ctx.save_x == AS_IS else x_data
-            scales = [w_scale] if w_scale.numel() else list(ctx.scales)
+            scales = list(ctx.scales) if w_scale is None else [w_scale]
             state_g, state_w = ctx.states
             dx, dw, da, db = ops.linear_backward(
-                g, state_g, x, x_scale, t, list(parts), scales, state_w, list(downs), list(ups), ctx.call, needs,
-                x_dtype,
-            )  # fmt: skip
+                g, state_g, x, x_scale, t, list(parts), scales, state_w, list(matrices), ctx.call, needs, x_dtype
+            )
             if any(needs_w):
                 dws = _needed(dw.split([part.shape[0] for part in parts]), needs_w)
             if low:
-                adapters = Adapters(ctx.places, tuple(downs), tuple(ups))
-                matrices = _needed(adapters.split(da, db), (*needs_a, *needs_b))
+                adapters = Adapters(ctx.places, tuple(matrices[:low]), tuple(matrices[low:]))
+                dmatrices = _needed(adapters.split(da, db), (*needs_a, *needs_b))
             saved = Quantized(x_data, x_scale)
             dx, dnorm = back_through(dx, saved, norm_weight, ctx.eps, inverse, needs=(needs_x, needs_norm))
         if needs_bias:
             dbias = g.float().sum(dim=0).to(bias_dtype)
         unused = len(ctx.needs_input_grad) - _BEFORE - count - 2 * low
         before = (dx, dbias, g if needs_residual else None, dnorm, *[None] * (_BEFORE - 4))
-        return *before, *dws, *matrices, *[None] * unused
+        return *before, *dws, *dmatrices, *[None] * unused
 
 
 _BEFORE = 12  # arguments of `forward` before the trained tensors
@@ -181,7 +182,8 @@ def _sort(
 ) -> tuple[Sequence[Tensor], Adapters, Sequence[Tensor]]:
     """Return the trained tensors, the adapters, and the stored weights with their scales."""
     trained, downs, ups = _split(tensors, *counts[:2])
-    return trained, Adapters(places, tuple(downs), tuple(ups)), tensors[counts[0] + 2 * counts[1] :]
+    adapters = Adapters(places, tuple(downs), tuple(ups)) if places else NO_ADAPTERS
+    return trained, adapters, tensors[counts[0] + 2 * counts[1] :]
 
 
 def _split(values: Sequence[Any], trained: int, low: int) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:

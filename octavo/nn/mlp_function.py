@@ -111,7 +111,7 @@ class _GatedMLP(torch.autograd.Function):
         call = MLPCall.encode(mlp, sizes[0] == 0, "" if save_x == AS_IS else save_x, saves_gate_up, *adapters)
         y, *saved, w_scale, w_down_scale = ops.gated_mlp(
             x, state_x, state_h, *weights[0], state_w, *weights[1], state_w_down, h if residual else None,
-            *_lists(adapters), call, spec.out_dtype,
+            list(matrices), call, spec.out_dtype,
         )  # fmt: skip
         if save_x == AS_IS:
             saved[0] = x if inverse is None else h
@@ -147,7 +147,7 @@ class _GatedMLP(torch.autograd.Function):
         (state_g, state_dgate_up), (state_w, state_w_down) = ctx.states
         dx, dgate_up, ddown, *found = ops.gated_mlp_backward(
             g, state_g, state_dgate_up, saved, [gate, up], scales[0], state_w, [down], scales[1], state_w_down,
-            *_lists(adapters), ctx.call, [*needs, *_any_of(needs_low, ctx.places)], ctx.x_dtype,
+            list(matrices), ctx.call, [*needs, *_any_of(needs_low, ctx.places)], ctx.x_dtype,
         )  # fmt: skip
         dh, dnorm = back_through(dx, kept, norm_weight, ctx.eps, inverse, needs=(needs_x, needs_norm))
         if ctx.residual and dh is not None:
@@ -181,11 +181,6 @@ def _sort(matrices: Sequence[Tensor], places: Places) -> tuple[Adapters, Adapter
     first = Adapters(places[0], tuple(matrices[:n]), tuple(matrices[n : 2 * n]))
     rest = matrices[2 * n :]
     return first, Adapters(places[1], tuple(rest[:last]), tuple(rest[last:]))
-
-
-def _lists(adapters: tuple[Adapters, Adapters]) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
-    first, last = adapters
-    return list(first.downs), list(first.ups), list(last.downs), list(last.ups)
 
 
 def _any_of(needs: Sequence[bool], places: Places) -> list[bool]:

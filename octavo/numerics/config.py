@@ -222,7 +222,7 @@ class FP8TrainingConfig:
         """Recipes of the three operands, as the layers read them."""
 
         def operand(i: int) -> OperandRecipe:
-            return OperandRecipe(
+            recipe = OperandRecipe(
                 format=get_format(FP8_FORMATS[self.fp8_format][i]),
                 granularity=self.granularity,
                 block=(BLOCK, BLOCK) if OPERANDS[i] == "w" else (1, BLOCK),
@@ -233,6 +233,8 @@ class FP8TrainingConfig:
                 mx_rule=self.mx_rule,
                 columns=None if OPERANDS[i] == "w" else self.wgrad,
             )
+            # One object for equal recipes: caches that layers ask in every call then find it by identity.
+            return OperandRecipe.decode(recipe.encode())
 
         return Recipe(operand(0), operand(1), operand(2))
 

@@ -51,8 +51,18 @@ class Adapters:
         return ",".join(f"{place.first}:{place.last}:{place.scaling!r}" for place in self.places)
 
     @classmethod
-    def decode(cls, text: str, downs: Sequence[Tensor], ups: Sequence[Tensor]) -> "Adapters":
-        return cls(_places(text), tuple(downs), tuple(ups))
+    def decode(cls, text: str, matrices: Sequence[Tensor]) -> "Adapters":
+        """Return the adapters of what `encode` wrote, from all A, then all B. Further matrices are not theirs."""
+        if not text:
+            return NO_ADAPTERS
+        places = _places(text)
+        count = len(places)
+        return cls(places, tuple(matrices[:count]), tuple(matrices[count : 2 * count]))
+
+    @property
+    def matrices(self) -> list[Tensor]:
+        """All A, then all B."""
+        return [*self.downs, *self.ups]
 
     @property
     def ranks(self) -> list[int]:
@@ -236,15 +246,11 @@ class AdapterGradients:
         return da, db
 
 
-def fake_projected(x: Tensor, downs: list[Tensor], rows: int | torch.SymInt, dtype: torch.dtype) -> Tensor:
-    return x.new_empty([rows, sum(a.shape[0] for a in downs)] if downs else [0], dtype=dtype)
+def fake_projected(x: Tensor, adapters: Adapters, rows: int | torch.SymInt, dtype: torch.dtype) -> Tensor:
+    return x.new_empty([rows, sum(adapters.ranks)] if adapters.downs else [0], dtype=dtype)
 
 
-def fake_gradients(
-    like: Tensor, downs: list[Tensor], ups: list[Tensor], needs_a: bool, needs_b: bool
-) -> tuple[Tensor, Tensor]:
-    k = downs[0].shape[1] if downs else 0
-    shape = [sum(a.shape[0] for a in downs), k] if needs_a else [0]
-    size = [sum(b.numel() for b in ups)] if needs_b else [0]
-    a_dtype, b_dtype = (downs[0].dtype if needs_a else like.dtype), (ups[0].dtype if needs_b else like.dtype)
-    return like.new_empty(shape, dtype=a_dtype), like.new_empty(size, dtype=b_dtype)
+def fake_gradients(like: Tensor, adapters: Adapters, needs_a: bool, needs_b: bool) -> list[Tensor]:
+    a, b = adapters.downs, adapters.ups
+    da = a[0].new_empty([sum(adapters.ranks), a[0].shape[1]]) if needs_a else like.new_empty(0)
+    return [da, b[0].new_empty([sum(up.numel() for up in b)]) if needs_b else like.new_empty(0)]

@@ -95,10 +95,10 @@ class Call(NamedTuple):
         return Call(spec, save_x, tuple(places))
 
 
-def _linear_fake(x: Tensor, weights: list[Tensor], downs: list[Tensor], call: str, dtype: torch.dtype) -> Any:
-    spec, save_x, _ = Call.decode(call)
+def _linear_fake(x: Tensor, weights: list[Tensor], matrices: list[Tensor], call: str, dtype: torch.dtype) -> Any:
+    spec, save_x, (places,) = Call.decode(call)
     y = x.new_empty([x.shape[0], sum(w.shape[0] for w in weights)], dtype=dtype)
-    t = fake_projected(x, downs, x.shape[0], dtype)
+    t = fake_projected(x, Adapters.decode(places, matrices), x.shape[0], dtype)
     return y, *fake_saved_input(x, spec, save_x), t, fake_used_scale(x, weights, spec)
 
 
@@ -111,17 +111,17 @@ def linear(
     state_w: Tensor | None,
     bias: Tensor | None,
     residual: Tensor | None,
-    downs: list[Tensor],
-    ups: list[Tensor],
+    matrices: list[Tensor],
     call: str,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """y in `dtype`; x as saved, and its scale; `x · Aᵀ`; the weight's scale. Empty where there is no such thing.
 
-    The weight's scale is the one of `linear_backward`; see `Weight.used_scale`.
+    `matrices`: of the adapters, all A, then all B. The weight's scale is for `linear_backward`; see
+    `Weight.used_scale`.
     """
     spec, save_x, (places,) = Call.decode(call)
-    adapters, weight = Adapters.decode(places, downs, ups), Weight(weights, scales, state_w)
+    adapters, weight = Adapters.decode(places, matrices), Weight(weights, scales, state_w)
     x_q, x_saved = quantize_input(padded(x, spec), state_x, spec, save_x, dtype)
     w = weight.forward_operand(spec.w, spec.record, None if spec.x else dtype)
     # y_MN = x_MK · w_NKᵀ
@@ -130,50 +130,51 @@ def linear(
     del w
     y = first_rows(y, x.shape[0])
     t = project_down(x, adapters, dtype)
-    if downs or residual is not None:
+    if matrices or residual is not None:
         add_to(y, t, adapters, residual)
     return y, x_saved.data, separate_scale(x_saved, x_q), t, w_scale
 
 
 def _linear_backward_fake(
-    g: Tensor, weights: list[Tensor], downs: list[Tensor], ups: list[Tensor], needs: list[bool], dtype: torch.dtype
+    g: Tensor, weights: list[Tensor], matrices: list[Tensor], call: str, needs: list[bool], dtype: torch.dtype
 ) -> Any:
     needs_x, needs_w, needs_a, needs_b = needs
     k, w_dtype = weights[0].shape[1], Weight(weights).gradient_dtype(g)
     dx = g.new_empty([g.shape[0], k], dtype=dtype) if needs_x else g.new_empty(0)
     dw = g.new_empty([g.shape[1], k], dtype=w_dtype) if needs_w else g.new_empty(0)
-    return dx, dw, *fake_gradients(g, downs, ups, needs_a, needs_b)
+    return dx, dw, *fake_gradients(g, Adapters.decode(Call.decode(call).places[0], matrices), needs_a, needs_b)
 
 
 @operator(mutates=("state_g",), fake=_linear_backward_fake)
 def linear_backward(
     g: Tensor,
     state_g: Tensor,
-    x: Tensor,
-    x_scale: Tensor,
-    t: Tensor,
+    x: Tensor | None,
+    x_scale: Tensor | None,
+    t: Tensor | None,
     weights: list[Tensor],
     scales: list[Tensor],
     state_w: Tensor | None,
-    downs: list[Tensor],
-    ups: list[Tensor],
+    matrices: list[Tensor],
     call: str,
     needs: list[bool],
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dx in `dtype`; dw of all weights; dA and dB (see `Adapters.split`). Empty where not needed.
 
-    x, `x_scale`: as saved, or x in high precision with an empty scale. `needs`: of x, w, any A, any B.
+    x, `x_scale`: as saved, or x in high precision with an empty scale; None where nothing was. `needs`: of x, w, any
+    A, any B.
     """
     spec, save_x, (places,) = Call.decode(call)
-    adapters, weight = Adapters.decode(places, downs, ups), Weight(weights, scales, state_w)
+    adapters, weight = Adapters.decode(places, matrices), Weight(weights, scales, state_w)
     needs_x, needs_w, needs_a, needs_b = needs
-    dx, dw, da, db = empty(g, 4)
-    if downs:
+    dx = dw = da = db = None
+    if matrices:
+        assert t is not None
         gradients = AdapterGradients(adapters, g, needs_a=needs_a, needs_b=needs_b)
         u = gradients.grad_projected(g, t)
         if needs_a:
-            gradients.add_a(u, Quantized(x, x_scale))
+            gradients.add_a(u, as_saved(x, x_scale))
         da, db = gradients.result()
     if needs_x or needs_w:
         layout = "both" if needs_x and needs_w else "rows" if needs_x else "columns"
@@ -185,13 +186,18 @@ def linear_backward(
         w = weight.dgrad_operand(spec.w, None if spec.g else g.dtype)
         dx = first_rows(multiply(g_q[0], w, None, dtype, **how), g.shape[0])
         del w
-        if downs:
+        if matrices:
             add_to_input(dx, u, adapters.down(dtype))
     if needs_w:
         # dw_NK = g_MNᵀ · x_MK
-        x_km = input_columns(Quantized(x, x_scale), state_g, spec, save_x)
+        x_km = input_columns(as_saved(x, x_scale), state_g, spec, save_x)
         dw = multiply(g_q[-1], x_km, None, weight.gradient_dtype(g), **how)
-    return dx, dw, da, db
+    return or_empty(dx, g), or_empty(dw, g), or_empty(da, g), or_empty(db, g)
+
+
+def as_saved(data: Tensor | None, scale: Tensor | None) -> Quantized:
+    assert data is not None and scale is not None
+    return Quantized(data, scale)
 
 
 def quantize_input(
@@ -246,6 +252,11 @@ def first_rows(y: Tensor, rows: int) -> Tensor:
 def empty(like: Tensor, count: int) -> list[Tensor]:
     """Return separate empty tensors: an operator returns tensors, and never one twice."""
     return [like.new_empty(0) for _ in range(count)]
+
+
+def or_empty(x: Tensor | None, like: Tensor) -> Tensor:
+    """Return x, or an empty tensor in its place."""
+    return like.new_empty(0) if x is None else x
 
 
 def separate_scale(q: Quantized, other: Quantized) -> Tensor:

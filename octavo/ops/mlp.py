@@ -45,6 +45,7 @@ from octavo.ops.linear import (
     fake_used_scale,
     first_rows,
     input_columns,
+    or_empty,
     padded,
     quantize_gradient,
     quantize_input,
@@ -92,6 +93,11 @@ class MLPCall(NamedTuple):
         saves_fp8, in_parts, saves_gate_up = (flag == "1" for flag in flags)
         return MLPCall(spec, activation, saves_fp8, in_parts, save_x, saves_gate_up, places)
 
+    def adapters(self, matrices: Sequence[Tensor]) -> tuple[Adapters, Adapters]:
+        """Return the adapters of gate and up, and those of down: all A, then all B of each."""
+        first = Adapters.decode(self.places[0], matrices)
+        return first, Adapters.decode(self.places[1], matrices[2 * len(first.places) :])
+
     def new_saved(self, like: Tensor, rows: Any, features: Any, dtype: torch.dtype) -> list[Tensor]:
         """Return room for gate and up: in FP8, unless products are in high precision and results in FP32."""
         if self.spec.x is not None or dtype != torch.float32:
@@ -108,13 +114,7 @@ class Side(NamedTuple):
 
 
 def _gated_mlp_fake(
-    x: Tensor,
-    weights: list[Tensor],
-    down: list[Tensor],
-    a_matrices: list[Tensor],
-    a_matrices_down: list[Tensor],
-    call: str,
-    dtype: torch.dtype,
+    x: Tensor, weights: list[Tensor], down: list[Tensor], matrices: list[Tensor], call: str, dtype: torch.dtype
 ) -> Any:
     how = MLPCall.decode(call)
     spec, both = how.spec, sum(w.shape[0] for w in weights)
@@ -128,7 +128,7 @@ def _gated_mlp_fake(
         saved = [x.new_empty([rows, both], dtype=dtype), x.new_empty(0)]
     one_scale = not how.in_parts and spec.x is not None and spec.x.granularity == "tensor"
     h_scale = x.new_empty(() if one_scale else 0, dtype=torch.float32)
-    projected = [fake_projected(x, matrices, rows, dtype) for matrices in (a_matrices, a_matrices_down)]
+    projected = [fake_projected(x, adapters, rows, dtype) for adapters in how.adapters(matrices)]
     w_scales = [fake_used_scale(x, w, spec) for w in (weights, down)]
     return y, *fake_saved_input(x, spec, how.save_x), *saved, *projected, h_scale, *w_scales
 
@@ -145,21 +145,17 @@ def gated_mlp(
     scales_down: list[Tensor],
     state_w_down: Tensor | None,
     residual: Tensor | None,
-    a_matrices: list[Tensor],
-    b_matrices: list[Tensor],
-    a_matrices_down: list[Tensor],
-    b_matrices_down: list[Tensor],
+    matrices: list[Tensor],
     call: str,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """y plus `residual`; x, and gate and up, as saved, with their scales; `x · Aᵀ` and `h · Aᵀ`; scales for backward.
 
     Those are the scales of h, of gate and up, and of down; see `Weight.used_scale`. Empty where there is no such thing.
-    `weights`: gate and up.
+    `weights`: gate and up. `matrices`: of the adapters, all A, then all B, of gate and up, then of down.
     """
     how = MLPCall.decode(call)
-    adapters = Adapters.decode(how.places[0], a_matrices, b_matrices)
-    adapters_down = Adapters.decode(how.places[1], a_matrices_down, b_matrices_down)
+    adapters, adapters_down = how.adapters(matrices)
     first = Side(Weight(weights, scales, state_w), state_x, adapters)
     last = Side(Weight(down, scales_down, state_w_down), state_h, adapters_down)
     return (_in_parts if how.in_parts else _whole)(x, first, last, residual, how, dtype)
@@ -254,10 +250,8 @@ def _gated_mlp_backward_fake(
     g: Tensor,
     weights: list[Tensor],
     down: list[Tensor],
-    a_matrices: list[Tensor],
-    b_matrices: list[Tensor],
-    a_matrices_down: list[Tensor],
-    b_matrices_down: list[Tensor],
+    matrices: list[Tensor],
+    call: str,
     needs: list[bool],
     dtype: torch.dtype,
 ) -> Any:
@@ -266,8 +260,8 @@ def _gated_mlp_backward_fake(
     dx = g.new_empty([g.shape[0], k], dtype=dtype) if needs_x else g.new_empty(0)
     dw = g.new_empty([both, k], dtype=Weight(weights).gradient_dtype(g)) if needs_w else g.new_empty(0)
     ddown = g.new_empty(down[0].shape, dtype=Weight(down).gradient_dtype(g)) if needs_w_down else g.new_empty(0)
-    first = fake_gradients(g, a_matrices, b_matrices, *needs[3:5])
-    return dx, dw, ddown, *first, *fake_gradients(g, a_matrices_down, b_matrices_down, *needs[5:])
+    first, last = MLPCall.decode(call).adapters(matrices)
+    return dx, dw, ddown, *fake_gradients(g, first, *needs[3:5]), *fake_gradients(g, last, *needs[5:])
 
 
 @operator(mutates=("state_g", "state_dgate_up"), fake=_gated_mlp_backward_fake)
@@ -282,10 +276,7 @@ def gated_mlp_backward(
     down: list[Tensor],
     scales_down: list[Tensor],
     state_w_down: Tensor | None,
-    a_matrices: list[Tensor],
-    b_matrices: list[Tensor],
-    a_matrices_down: list[Tensor],
-    b_matrices_down: list[Tensor],
+    matrices: list[Tensor],
     call: str,
     needs: list[bool],
     dtype: torch.dtype,
@@ -296,8 +287,7 @@ def gated_mlp_backward(
     may be in high precision, with an empty scale. `needs`: of x, of gate or up, of down, then of any A and B.
     """
     how = MLPCall.decode(call)
-    adapters = Adapters.decode(how.places[0], a_matrices, b_matrices)
-    adapters_down = Adapters.decode(how.places[1], a_matrices_down, b_matrices_down)
+    adapters, adapters_down = how.adapters(matrices)
     first = Side(Weight(weights, scales, state_w), state_dgate_up, adapters)
     last = Side(Weight(down, scales_down, state_w_down), state_g, adapters_down)
     return (_in_parts_backward if how.in_parts else _whole_backward)(g, first, last, saved, how, needs, dtype)
@@ -311,7 +301,7 @@ def _whole_backward(
     needs_x, needs_w, needs_w_down = needs[:3]
     assert spec.x is not None and spec.g is not None
     fast: dict[str, Any] = {"batch": [], "fast": spec.fast_backward, "emulate": spec.emulate}
-    dx, dw, ddown = empty(g, 3)
+    dx = dw = ddown = None
     g_q = quantize_gradient(padded(g, spec), last.state, spec, "both" if needs_w_down else "rows")
     # dh_MF = g_MK · w_down_KF
     in_fp8 = gate_up_scale.numel() > 0
@@ -336,7 +326,7 @@ def _whole_backward(
         # dw_2FK = dgu_M2Fᵀ · x_MK
         x_km = input_columns(Quantized(x, x_scale), last.state, spec, how.save_x)
         dw = multiply(d_columns, x_km, None, weight.gradient_dtype(g), **fast)
-    return dx, dw, ddown, *empty(g, 4)
+    return or_empty(dx, g), or_empty(dw, g), or_empty(ddown, g), *empty(g, 4)
 
 
 def _in_parts_backward(

@@ -50,12 +50,13 @@ def test_products_in_high_precision(granularity, k, n):
     frozen.in_fp8 = False
     x = torch.randn(2, 9, k, dtype=torch.bfloat16, requires_grad=True)
     kept = []
-    with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         y = frozen(x)
     g = torch.randn_like(y)
     y.backward(g)
     w = frozen.dequantize(torch.bfloat16)
-    assert torch.equal(y, nn.functional.linear(x, w, frozen.bias)) and not kept
+    assert torch.equal(y, nn.functional.linear(x, w, frozen.bias))
+    assert not kept
     assert torch.equal(x.grad, (g.reshape(-1, n) @ w).reshape(x.shape))
     torch.testing.assert_close(frozen.bias.grad, g.float().sum((0, 1)).bfloat16())
     assert "products in high precision" in repr(frozen)

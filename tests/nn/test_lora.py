@@ -5,6 +5,7 @@ import torch
 from bounds import cosine
 from torch import nn
 
+from octavo import FP8Linear
 from octavo.nn.frozen import GRANULARITIES, FP8FrozenLinear, quantize_weight
 from octavo.nn.groups import put_together
 from octavo.nn.linear_function import linear
@@ -158,3 +159,31 @@ def test_under_autocast_and_without_gradients(in_fp8):
     assert x.grad.dtype == torch.float32
     with torch.no_grad():
         assert cosine(run(frozen, matrices, x), reference(frozen, matrices, x)) > 0.999
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "channel", "block", "mx"])
+@pytest.mark.parametrize("normed", [False, True])
+def test_adapters_over_a_trained_weight(recipe, normed):
+    """Outputs and every gradient, the weight's too, at any granularity: x is saved so that it serves dA and dw."""
+    torch.manual_seed(0)
+    layer = FP8Linear(K, N, config=recipe)
+    if normed and layer.recipe.x.granularity != "tensor":
+        pytest.skip("a norm joins trained weights per tensor only")
+    matrices = [nn.Parameter(torch.randn(shape) / shape[1] ** 0.5) for shape in ((R, K), (R, K), (192, R), (64, R))]
+    adapters = Adapters(tuple(PARTS), tuple(matrices[:2]), tuple(matrices[2:]))
+    norm = Norm(nn.Parameter(torch.rand(K) + 0.5), 1e-6) if normed else None
+    x, residual = (torch.randn(3, 37, size, requires_grad=True) for size in (K, N))
+    leaves = [x, residual, layer.weight, layer.bias, *matrices, *([norm.weight] if norm else [])]
+    how = {"bias": layer.bias, "norm": norm, "adapters": adapters, "residual": residual}
+    y = linear(x, layer.as_weight(), layer.spec(x), layer.states, **how)
+    g = torch.randn_like(y)
+    found = torch.autograd.grad(y, leaves, g)
+
+    h = x if norm is None else nn.functional.rms_norm(x, (K,), norm.weight, norm.eps)
+    expected = nn.functional.linear(h, layer.weight, layer.bias) + residual
+    for part, a, b in zip(PARTS, adapters.downs, adapters.ups, strict=True):
+        added = part.scaling * (h @ a.T) @ b.T
+        expected = expected + nn.functional.pad(added, (part.first, N - part.last))
+    assert cosine(y, expected) > 0.999
+    for one, other in zip(found, torch.autograd.grad(expected, leaves, g), strict=True):
+        assert cosine(one, other) > 0.995
