@@ -123,7 +123,7 @@ class _Linear(torch.autograd.Function):
             x, state_x, list(parts), list(scales), state_w, bias, residual, adapters.matrices, call, spec.out_dtype
         )
         if save_x == AS_IS:
-            saved[0] = x if inverse is None else h
+            saved = [x if inverse is None else h, *saved[1:]]
         # Nothing is saved that is empty: each tensor costs time.
         used = w_scale if trained and spec.w is not None and spec.w.delayed and not stored else None
         # A trained weight is saved as tensors are. A frozen one is not: `versions.py` says why. Scaling state is not,

@@ -114,7 +114,7 @@ class _GatedMLP(torch.autograd.Function):
             list(matrices), call, spec.out_dtype,
         )  # fmt: skip
         if save_x == AS_IS:
-            saved[0] = x if inverse is None else h
+            saved = [x if inverse is None else h, *saved[1:]]
         parts = (*weights[0][0], *weights[1][0])
         # As in `linear_function.py`: frozen weights and scaling state are not saved as tensors are.
         ctx.save_for_backward(
