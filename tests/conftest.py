@@ -51,6 +51,21 @@ def fresh_seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def no_manager_follows_other_tests():
+    """A scaling manager steps after every optimiser for as long as it lives, which pytest and Dynamo make long.
+
+    After those of a thousand tests, a small training step takes forty times as long as it should.
+    """
+    from octavo.numerics import scaling
+
+    before = {id(manager) for manager in scaling._followers}
+    yield
+    for manager in list(scaling._followers):
+        if id(manager) not in before:
+            del scaling._followers[manager]
+
+
 @pytest.fixture(autouse=True)
 def accelerate_as_found():
     """Loading a model lets Octavo watch Accelerate's variable from then on, in the whole process: not in the next test.
