@@ -32,6 +32,7 @@ LONGEST = (
     "test_ctrl_c_leaves",
     "test_python_runs",
     "test_tiles_",
+    "test_kernels_are_as_recorded",
 )
 
 
