@@ -54,7 +54,7 @@ def fresh_seed():
 
 @pytest.fixture(autouse=True, scope="module")
 def no_manager_follows_other_tests():
-    """A scaling manager steps after every optimiser for as long as it lives, which pytest and Dynamo make long.
+    """A scaling manager steps after every optimiser for as long as it lives, and some outlive their test.
 
     After those of a thousand tests, a small training step takes forty times as long as it should.
     """
