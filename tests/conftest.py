@@ -32,6 +32,7 @@ LONGEST = (
     "test_ctrl_c_leaves",
     "test_python_runs",
     "test_tiles_",
+    "test_kernels_are_as_recorded",
 )
 
 
@@ -49,6 +50,21 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(autouse=True)
 def fresh_seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_manager_follows_other_tests():
+    """A scaling manager steps after every optimiser for as long as it lives, and some outlive their test.
+
+    After those of a thousand tests, a small training step takes forty times as long as it should.
+    """
+    from octavo.numerics import scaling
+
+    before = {id(manager) for manager in scaling._followers}
+    yield
+    for manager in list(scaling._followers):
+        if id(manager) not in before:
+            del scaling._followers[manager]
 
 
 @pytest.fixture(autouse=True)
