@@ -185,7 +185,7 @@ class GemmTiles(NamedTuple):
 
 @dataclass(frozen=True)
 class Rates:
-    """What a GPU does per second.
+    """Rates of a GPU, per second.
 
     Fitted to 66 linears timed on an H200 (`benchmarks/linears.py`, 2026-11-15). Five of them come out on the wrong
     side, where FP8 is 0.97x to 1.2x as fast.

@@ -28,7 +28,7 @@ class Estimate:
 
 
 def estimate(tokens: int, inputs: int, outputs: int, rates: Rates | None = None) -> Estimate:
-    """What the linear would cost either way."""
+    """Estimate the time of the linear in BF16 and in FP8."""
     rates = rates or HOPPER.rates
     flops = 2.0 * tokens * inputs * outputs
 

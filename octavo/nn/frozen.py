@@ -77,7 +77,7 @@ class FP8FrozenLinear(LinearInFP8):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Without a weight yet: `fill` it, or load one. `dtype` is that of the bias and of unquantised weights."""
+        """Create the linear without a weight: `fill` it, or load one. `dtype`: of the bias and of unquantised ones."""
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
         self._become(granularity, config, scaling, name)
 
@@ -133,7 +133,7 @@ class FP8FrozenLinear(LinearInFP8):
         self._put(SCALE_NAME, scale.contiguous().view(torch.int32))
 
     def _put(self, name: str, data: Tensor) -> None:
-        """Into the place of what is there, which may be part of a group's buffer; else as something new."""
+        """Copy into the present tensor, which may be part of a group's buffer, or else store a new one."""
         old = getattr(self, name)
         if isinstance(old, FrozenTensor) and old.shape == data.shape and old.device == data.device:
             old.detach().copy_(data)  # not `old.data`: a backward that is still to come must notice

@@ -20,7 +20,7 @@ from octavo.support import has_fp8_tensor_cores
 
 @dataclass(frozen=True)
 class Adapter:
-    """Where an adapter is: outputs `first` to `last`, times `scaling`."""
+    """Position of an adapter: outputs `first` to `last`, times `scaling`."""
 
     first: int
     last: int

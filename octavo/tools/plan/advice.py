@@ -3,7 +3,7 @@
 First what fits without computing anything twice, then with checkpointing, then with checkpoints in host memory; where
 none of it fits, the same with states in host memory, or with master weights there, too. In each, first what keeps most:
 all gradients, BF16 activations, the optimiser with the most exact states. `channel` comes before `block`, which is
-slower (README).
+slower (docs/memory.md).
 """
 
 from collections.abc import Sequence
