@@ -33,7 +33,7 @@ from rich.table import Table
 from octavo.kernels import gated, quantize
 from octavo.kernels.gated import blocks
 from octavo.numerics import FP8TrainingConfig
-from octavo.numerics.scaling import new_rows
+from octavo.numerics.scaling import new_states
 from octavo.tools.bench.kernels import Work, works
 from octavo.tools.shapes import make_case
 
@@ -132,7 +132,7 @@ def launch(work: Work) -> None:
     """Run `work.run` as on a GPU, on tensors without contents."""
     recipe = FP8TrainingConfig.from_recipe(work.recipe).recipe
     inputs = [torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in work.shapes]
-    row, columns = new_rows(device="meta"), work.layout == "columns"
+    row, columns = new_states(device="meta"), work.layout == "columns"
     if work.operand in ("x", "w", "g"):
         how = getattr(recipe, work.operand)
         scale = row[0] if columns and how.delayed else None

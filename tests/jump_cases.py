@@ -49,7 +49,7 @@ class Layer(nn.Module):
             # Linears that share its manager: scaling state of x, w and g.
             parts = [FP8Linear(16, 16, config=config, scaling=self.scaling, name=name) for name in ("first", "second")]
             self.states = [part.states for part in parts]
-            self.weight_states = [part.row_w for part in parts]
+            self.weight_states = [part.state_w for part in parts]
             self.spec = parts[0].spec(torch.zeros(1, 16, device=device, dtype=dtype))
 
     def forward(self, x):

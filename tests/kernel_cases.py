@@ -11,7 +11,7 @@ from torch import Tensor
 from octavo.numerics import FP8TrainingConfig, OperandRecipe, Quantized
 from octavo.numerics.activation import gated, gated_backward
 from octavo.numerics.operand import quantize_operand
-from octavo.numerics.scaling import ROW, SCALE, USED
+from octavo.numerics.scaling import SCALE, SLOTS, USED
 
 INTERPRETED = not torch.cuda.is_available()
 CONFIGS = {
@@ -65,8 +65,8 @@ def unusual(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu"
     }
 
 
-def new_row(scale: float = 0.0, device: str = "cpu") -> Tensor:
-    row = torch.zeros(ROW, device=device)
+def new_state(scale: float = 0.0, device: str = "cpu") -> Tensor:
+    row = torch.zeros(SLOTS, device=device)
     row[SCALE] = scale
     return row
 

@@ -8,7 +8,7 @@ from torch.library import opcheck
 from octavo import ops
 from octavo.numerics import E4M3, E5M2, FP8TrainingConfig, OperandRecipe, padded_gemm_nt
 from octavo.numerics.operand import quantize_operand
-from octavo.numerics.scaling import ROW
+from octavo.numerics.scaling import SLOTS
 
 RECIPES = {
     "delayed": OperandRecipe(E4M3, delayed=True),
@@ -39,7 +39,7 @@ def bits(t):
 @pytest.mark.parametrize("layout", ["rows", "columns", "both"])
 def test_quantize_gives_what_the_spec_gives(name, layout):
     recipe, x = RECIPES[name], randn(33, 150)
-    row, spec_row = torch.zeros(ROW), torch.zeros(ROW)
+    row, spec_row = torch.zeros(SLOTS), torch.zeros(SLOTS)
     found = run_quantize(x, row, recipe, layout)
     expected = [t for q in quantize_operand(x, spec_row, recipe, layout=layout) for t in q]
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(found, expected, strict=True))
@@ -55,9 +55,9 @@ def test_fake_results_look_like_real_ones(name, shape):
     recipe = RECIPES[name]
     for layout in ("rows", "columns", "both"):
         for x in (randn(*shape), randn(*shape).mT.contiguous().mT):
-            real = run_quantize(x, torch.zeros(ROW), recipe, layout)
+            real = run_quantize(x, torch.zeros(SLOTS), recipe, layout)
             with FakeTensorMode() as mode:
-                fake = run_quantize(mode.from_tensor(x), mode.from_tensor(torch.zeros(ROW)), recipe, layout)
+                fake = run_quantize(mode.from_tensor(x), mode.from_tensor(torch.zeros(SLOTS)), recipe, layout)
             for r, f in zip(real, fake, strict=True):
                 assert (r.shape, r.dtype) == (f.shape, f.dtype)
                 assert r.is_contiguous() and f.is_contiguous()
@@ -66,7 +66,7 @@ def test_fake_results_look_like_real_ones(name, shape):
 @by_recipe
 @pytest.mark.parametrize("shape", SHAPES)
 def test_outputs_do_not_share_memory(name, shape):
-    x, row = randn(*shape), torch.zeros(ROW)
+    x, row = randn(*shape), torch.zeros(SLOTS)
     outputs = run_quantize(x, row, RECIPES[name], "both")
     pointers = [t.untyped_storage().data_ptr() for t in (*outputs, x, row) if t.numel()]
     assert len(set(pointers)) == len(pointers)
@@ -83,7 +83,7 @@ def test_opcheck_quantize(name):
         (randn(2, 3, 5), False, "both"),
         (randn(1, 9), True, "both"),
     ):
-        opcheck(torch.ops.octavo.quantize, (x, torch.zeros(ROW), recipe, record, layout, None))
+        opcheck(torch.ops.octavo.quantize, (x, torch.zeros(SLOTS), recipe, record, layout, None))
 
 
 PRODUCTS = [
@@ -99,7 +99,7 @@ PRODUCTS = [
 
 
 def product_arguments(recipe, a, b, batch, out_dtype=torch.float32, bias=None):
-    a, b = (quantize_operand(randn(*shape), torch.zeros(ROW), recipe)[0] for shape in (a, b))
+    a, b = (quantize_operand(randn(*shape), torch.zeros(SLOTS), recipe)[0] for shape in (a, b))
     return a, b, (a.data, a.scale, b.data, b.scale, bias, out_dtype, list(batch), False, False)
 
 
@@ -139,7 +139,7 @@ def test_compiled_without_graph_breaks_the_bits_are_the_same(config):
         return ops.gemm_nt(x_q, w_q, out_dtype=torch.float32, batch=()) * 2
 
     x, w = randn(33, 50, seed=1), randn(7, 50, seed=2)
-    rows, compiled_rows = ([torch.zeros(ROW), torch.zeros(ROW)] for _ in range(2))
+    rows, compiled_rows = ([torch.zeros(SLOTS), torch.zeros(SLOTS)] for _ in range(2))
     compiled = torch.compile(product, fullgraph=True, backend="aot_eager")
     for factor in (1, 3):
         y = product(x * factor, w, *rows)
@@ -150,13 +150,13 @@ def test_compiled_without_graph_breaks_the_bits_are_the_same(config):
 @by_recipe
 def test_nothing_reads_uninitialised_memory(name, monkeypatch):
     recipe, x = RECIPES[name], randn(33, 150)
-    row = torch.zeros(ROW)
+    row = torch.zeros(SLOTS)
     plain = run_quantize(x, row, recipe, "both")
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     torch.use_deterministic_algorithms(True)
     try:
         assert torch.empty(3).isnan().all()
-        poisoned_row = torch.zeros(ROW)
+        poisoned_row = torch.zeros(SLOTS)
         poisoned = run_quantize(x, poisoned_row, recipe, "both")
     finally:
         torch.use_deterministic_algorithms(False)

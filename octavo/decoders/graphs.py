@@ -168,16 +168,16 @@ class _Graphs:
             raise ValueError(
                 f"use_cuda_graphs: {watched} has hooks, which a replay would not call; remove them. {WITHOUT}"
             )
-        rows = [row for manager in self.managers for row in manager.rows]
-        before = [row.clone() for row in rows]
+        states = [state for manager in self.managers for state in manager.states]
+        before = [state.clone() for state in states]
         try:
             self.recorded[key] = _made(self.decoder, tokens)
         except Exception as error:
             error.add_note(f"use_cuda_graphs: while a step of {tuple(tokens.shape)} tokens was recorded. {WITHOUT}")
             raise
         finally:
-            if rows:
-                torch._foreach_copy_(rows, before)  # recording is no training step
+            if states:
+                torch._foreach_copy_(states, before)  # recording is no training step
         self._replays[key] = 0
         return self.recorded[key]
 

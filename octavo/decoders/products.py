@@ -77,7 +77,7 @@ def gated_mlp(mlp: Any, x: Tensor, norm: Norm | None = None, *, residual: bool =
 def _are_one_product(bases: Sequence[Any]) -> bool:
     """Whether linears can be one product: trained ones with one scaling state, or frozen ones whose scales fit."""
     if all(type(base) is FP8Linear for base in bases):
-        return all(base.row_x is bases[0].row_x for base in bases)
+        return all(base.state_x is bases[0].state_x for base in bases)
     return _are_frozen(bases) and not why_no_group(bases)
 
 

@@ -3,13 +3,13 @@
 `numerics.operand` looks at a tensor's amax before it quantises. A kernel that reads the tensor once learns the amax
 while it quantises, so it does this in two launches:
 
-    DELAYED   quantises with the scale in force (1 if there is none yet), and leaves AMAX and USED in the row
+    DELAYED   quantises with the scale in force (1 if there is none yet), and leaves AMAX and USED in the state
     AGAIN     returns at once if USED holds AMAX; else it quantises again, with the scale of AMAX
 
 Nothing waits for the host. The second launch costs what a launch costs, and takes the place of one that looked for
 the amax of a first use. Programs of AGAIN read USED and AMAX, which no program of that launch writes.
 
-The statistics in the row are those of the values that remain: AGAIN walks over the same tiles as DELAYED, program by
+The statistics in the state are those of the values that remain: AGAIN walks over the same tiles as DELAYED, program by
 program, and adds the difference.
 """
 
@@ -19,19 +19,19 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels import tiles
-from octavo.numerics.scaling import AMAX, ROW
+from octavo.numerics.scaling import AMAX, SLOTS
 
 # Where the scale of a whole tensor comes from.
 CURRENT = tl.constexpr(0)  # from an amax that an earlier launch measured
 DELAYED = tl.constexpr(1)
 AGAIN = tl.constexpr(2)
-GIVEN = tl.constexpr(3)  # from the place of the row: no row, but a scale
+GIVEN = tl.constexpr(3)  # from the place of the state: no state, but a scale
 
 
 @triton.jit
-def is_held(row_ptr, format: tl.constexpr, margin: tl.constexpr):
+def is_held(state_ptr, format: tl.constexpr, margin: tl.constexpr):
     """Whether the scale of the pass before holds what it met; see `numerics.scaling.holds`."""
-    used, most = tl.load(row_ptr + tiles.USED), tl.load(row_ptr + tiles.AMAX)
+    used, most = tl.load(state_ptr + tiles.USED), tl.load(state_ptr + tiles.AMAX)
     threshold: tl.constexpr = format.saturation_threshold
     normal: tl.constexpr = format.smallest_normal
     part: tl.constexpr = margin if margin < 1.0 else 1.0
@@ -41,27 +41,27 @@ def is_held(row_ptr, format: tl.constexpr, margin: tl.constexpr):
 
 
 @triton.jit
-def scale_before(row_ptr):
+def scale_before(state_ptr):
     """The scale that the pass before quantised with."""
-    used = tl.load(row_ptr + tiles.USED)
+    used = tl.load(state_ptr + tiles.USED)
     return tl.where(used > 0.0, used, 1.0)
 
 
 @triton.jit
-def find_scale(row_ptr, amax_ptr, SCALING: tl.constexpr, format: tl.constexpr, margin: tl.constexpr):
-    """The scale to quantise with, and the one that statistics in the row are about so far."""
+def find_scale(state_ptr, amax_ptr, SCALING: tl.constexpr, format: tl.constexpr, margin: tl.constexpr):
+    """The scale to quantise with, and the one that statistics in the state are about so far."""
     if SCALING == CURRENT:
         scale = tiles.scale_from_amax(tl.load(amax_ptr), format, margin)
         return scale, scale
     if SCALING == DELAYED:
-        known = tl.load(row_ptr + tiles.SCALE)
+        known = tl.load(state_ptr + tiles.SCALE)
         scale = tl.where(known > 0.0, known, 1.0)
         return scale, scale
     if SCALING == AGAIN:
-        before = scale_before(row_ptr)
-        own = tiles.scale_from_amax(tl.load(row_ptr + tiles.AMAX), format, margin)
-        return tl.where(is_held(row_ptr, format, margin), before, own), before
-    scale = tl.load(row_ptr)
+        before = scale_before(state_ptr)
+        own = tiles.scale_from_amax(tl.load(state_ptr + tiles.AMAX), format, margin)
+        return tl.where(is_held(state_ptr, format, margin), before, own), before
+    scale = tl.load(state_ptr)
     return scale, scale
 
 
@@ -105,21 +105,21 @@ def largest_counted(scale, before, format: tl.constexpr, margin: tl.constexpr, S
 
 @triton.jit
 def note_use(
-    row_ptr, amax_ptr, scale, SCALING: tl.constexpr, format: tl.constexpr, margin: tl.constexpr
+    state_ptr, amax_ptr, scale, SCALING: tl.constexpr, format: tl.constexpr, margin: tl.constexpr
 ):  # fmt: skip
-    """Leave in the row what a use leaves beside its statistics. For one program only."""
+    """Leave in the state what a use leaves beside its statistics. For one program only."""
     if SCALING == CURRENT:
-        tiles.record_scale(row_ptr, scale, tl.load(amax_ptr))
-        tiles.record_use(row_ptr)
+        tiles.record_scale(state_ptr, scale, tl.load(amax_ptr))
+        tiles.record_use(state_ptr)
     elif SCALING == DELAYED:
-        tl.store(row_ptr + tiles.USED, tl.load(row_ptr + tiles.SCALE))
-        tiles.record_use(row_ptr)
+        tl.store(state_ptr + tiles.USED, tl.load(state_ptr + tiles.SCALE))
+        tiles.record_use(state_ptr)
     elif SCALING == AGAIN:
-        used = tl.load(row_ptr + tiles.USED)
-        if not is_held(row_ptr, format, margin):
-            tl.store(row_ptr + tiles.SCALE, scale)
+        used = tl.load(state_ptr + tiles.USED)
+        if not is_held(state_ptr, format, margin):
+            tl.store(state_ptr + tiles.SCALE, scale)
             if (used > 0.0) & (used != scale):
-                tl.store(row_ptr + tiles.RESCALED, tl.load(row_ptr + tiles.RESCALED) + 1.0)
+                tl.store(state_ptr + tiles.RESCALED, tl.load(state_ptr + tiles.RESCALED) + 1.0)
 
 
 def passes(delayed: bool) -> tuple[tl.constexpr, ...]:
@@ -127,16 +127,16 @@ def passes(delayed: bool) -> tuple[tl.constexpr, ...]:
     return (DELAYED, AGAIN) if delayed else (CURRENT,)
 
 
-def writable(row: Tensor, record: bool) -> Tensor:
-    """A row for a delayed scale: itself, or without `record` a copy that has seen nothing in this step."""
+def writable(state: Tensor, record: bool) -> Tensor:
+    """A state for a delayed scale: itself, or without `record` a copy that has seen nothing in this step."""
     if record:
-        return row
-    mask = _MASKS.get(row.device)
+        return state
+    mask = _MASKS.get(state.device)
     if mask is None:
-        mask = torch.ones(ROW, dtype=torch.float32, device=row.device)
+        mask = torch.ones(SLOTS, dtype=torch.float32, device=state.device)
         mask[AMAX] = 0.0
-        _MASKS[row.device] = mask
-    return row * mask
+        _MASKS[state.device] = mask
+    return state * mask
 
 
 _MASKS: dict[torch.device, Tensor] = {}

@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from octavo.numerics import formats
 from octavo.numerics.quantize import BLOCK, MX_BLOCK
 
-# Slots of a scaling row; see numerics/scaling.py.
+# Slots of a scaling state; see numerics/scaling.py.
 SCALE = tl.constexpr(0)
 AMAX = tl.constexpr(1)
 SEEN = tl.constexpr(2)
@@ -324,16 +324,16 @@ def largest(values):
 
 
 @triton.jit
-def record(row_ptr, top, non_finite, lost, clipped, per_element):
+def record(state_ptr, top, non_finite, lost, clipped, per_element):
     """Record what one program saw in the scaling state. Looking first saves nearly all atomics on the maximum."""
-    if top > tl.load(row_ptr + AMAX):
-        tl.atomic_max(row_ptr + AMAX, top, sem="relaxed")
+    if top > tl.load(state_ptr + AMAX):
+        tl.atomic_max(state_ptr + AMAX, top, sem="relaxed")
     if non_finite:
-        tl.atomic_max(row_ptr + NON_FINITE, 1.0, sem="relaxed")
+        tl.atomic_max(state_ptr + NON_FINITE, 1.0, sem="relaxed")
     if lost != 0:
-        tl.atomic_add(row_ptr + UNDERFLOW, lost * per_element, sem="relaxed")
+        tl.atomic_add(state_ptr + UNDERFLOW, lost * per_element, sem="relaxed")
     if clipped != 0:
-        tl.atomic_add(row_ptr + SATURATED, clipped * per_element, sem="relaxed")
+        tl.atomic_add(state_ptr + SATURATED, clipped * per_element, sem="relaxed")
 
 
 @triton.jit
@@ -346,17 +346,17 @@ def raise_to(amax_ptr, amax, inside):
 
 
 @triton.jit
-def record_scale(row_ptr, scale, amax):
+def record_scale(state_ptr, scale, amax):
     """Record the scale of this use, from one program only; a tensor of zeros has none."""
     if amax > 0:
-        tl.store(row_ptr + SCALE, scale)
+        tl.store(state_ptr + SCALE, scale)
 
 
 @triton.jit
-def record_use(row_ptr):
+def record_use(state_ptr):
     """Count one more use, from one program only."""
-    tl.store(row_ptr + SEEN, tl.load(row_ptr + SEEN) + 1.0)
-    tl.store(row_ptr + CALLS, tl.load(row_ptr + CALLS) + 1.0)
+    tl.store(state_ptr + SEEN, tl.load(state_ptr + SEEN) + 1.0)
+    tl.store(state_ptr + CALLS, tl.load(state_ptr + CALLS) + 1.0)
 
 
 def programs_in_strips(strips: int, tiles: int, programs: int) -> int:

@@ -16,7 +16,7 @@ from octavo.kernels import gated, quantize
 from octavo.numerics import FP8TrainingConfig, Quantized
 from octavo.numerics import operand as spec
 from octavo.numerics.activation import gated_backward
-from octavo.numerics.scaling import new_rows
+from octavo.numerics.scaling import new_states
 
 TESTED = ("3.6",)
 SHAPES = ((256, 256), (250, 130))  # whole tiles, and edges
@@ -50,7 +50,7 @@ def _wrong_kernels(device: torch.device) -> list[str]:
             x = torch.randn(shape, device=device).to(dtype)
             for name in ("delayed", "channel", "block", "mx"):
                 recipe = FP8TrainingConfig.from_recipe(name).recipe.g
-                mine, theirs = new_rows(2, device=device)
+                mine, theirs = new_states(2, device=device)
                 quantized = quantize.quantize_operand(x, mine, recipe, layout="both")
                 expected = spec.quantize_operand(x, theirs, recipe, layout="both")
                 if not all(_alike(*pair, 0.0) for pair in zip(quantized, expected, strict=True)):
@@ -62,7 +62,7 @@ def _wrong_kernels(device: torch.device) -> list[str]:
 def _wrong_gated(gate_up: Tensor) -> list[str]:
     recipe = FP8TrainingConfig().recipe
     dh = gate_up[:, : gate_up.shape[1] // 2].flip(1).contiguous()
-    mine, theirs = new_rows(2, device=gate_up.device)
+    mine, theirs = new_states(2, device=gate_up.device)
     one = torch.ones((), device=gate_up.device)
     # A scale that is given: an amax off by one step of BF16 would move every value.
     mine[0] = theirs[0] = 2.0**-10

@@ -42,7 +42,7 @@ from octavo.nn.product import fp8_product
 from octavo.nn.report import FP8, Entry, Report
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 from octavo.numerics.config import check_config
-from octavo.numerics.scaling import new_rows
+from octavo.numerics.scaling import new_states
 from octavo.ops import Product
 from octavo.support import announce_emulation, require_tensor_cores
 
@@ -78,7 +78,7 @@ class FP8Autocast(TorchFunctionMode):
         self.report = Report("products under fp8_autocast", scaling=self.scaling, emulate=self.config.emulate)
         self._recipe = self.config.recipe
         self._names = WeightNames(self.config, model)
-        self._state: Tensor | None = None  # [3 · max_products, ROW]: scaling state of a, b and g of each product
+        self._state: Tensor | None = None  # [3 · max_products, SLOTS]: scaling state of a, b and g of each product
         self._ordinal = 0  # number of products since entering
         self._outer: list[int] = []
         self._autocasts: list[int] = []  # number of torch.autocast regions around each entry
@@ -262,7 +262,7 @@ class FP8Autocast(TorchFunctionMode):
             return
         require_tensor_cores(device, self.config)
         announce_emulation(device, self.config.emulate)
-        self._state = new_rows(3 * (self.max_products + 1), device=device)
+        self._state = new_states(3 * (self.max_products + 1), device=device)
         for slot, entry in self._entries.items():
             self._register_state(slot, entry.name)
 

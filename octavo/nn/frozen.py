@@ -113,7 +113,7 @@ class FP8FrozenLinear(LinearInFP8):
         self.granularity, self.config, self.scaling = granularity, config, scaling
         self.recipe = config.recipe
         self.high_dtype = self.weight.dtype
-        self.row_x, self.row_g = (
+        self.state_x, self.state_g = (
             scaling.register(f"{name}.{operand}", recipe.format, recipe.margin)
             for operand, recipe in (("x", self.recipe.x), ("g", self.recipe.g))
         )

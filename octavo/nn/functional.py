@@ -24,7 +24,7 @@ from octavo.numerics.config import FP8_FORMATS, OperandRecipe
 from octavo.numerics.formats import FORMATS, Format, format_of, get_format
 from octavo.numerics.multiplier import as_factor, checked_factor
 from octavo.numerics.quantize import Quantized, dequantize, quantize_by
-from octavo.numerics.scaling import SCALE, new_rows
+from octavo.numerics.scaling import SCALE, new_states
 from octavo.ops import Product
 from octavo.ops.linear import LinearSpec
 from octavo.ops.weight import Weight
@@ -139,7 +139,7 @@ class _GivenLinear(torch.autograd.Function):
         dx = dw = None
         g_MN = g.reshape(-1, g.shape[-1])
         if needs_x or needs_w:
-            g_q = ops.quantize(g_MN, new_rows(device=g.device), product.g, record=False, layout="both")
+            g_q = ops.quantize(g_MN, new_states(device=g.device), product.g, record=False, layout="both")
         if needs_x:
             # dx = g · w
             dx = _gemm(g_q[0], _columns_of(w, scale_w, product.b), x.dtype, product.fast_backward).reshape(x.shape)
@@ -192,7 +192,7 @@ def _nan_if_mistaken(y: Tensor, factors: list[Tensor | None]) -> Tensor:
 
 def _state(device: torch.device, factors: list[Tensor | None]) -> tuple[Tensor, Tensor, Tensor]:
     """Return new scaling state for one product, with the given scales."""
-    states = new_rows(3, device=device)
+    states = new_states(3, device=device)
     for state, factor in zip(states, factors, strict=False):
         if factor is not None:
             state[SCALE] = factor.float()
@@ -205,7 +205,7 @@ def _rows_of(x: Tensor, scale: Tensor | None, recipe: OperandRecipe) -> Quantize
         return Quantized(x.contiguous(), scale)
     if scale is not None:
         return quantize_by(x, scale, recipe.format)
-    return ops.quantize(x.reshape(-1, x.shape[-1]), new_rows(device=x.device), recipe, record=False, layout="rows")[0]
+    return ops.quantize(x.reshape(-1, x.shape[-1]), new_states(device=x.device), recipe, record=False, layout="rows")[0]
 
 
 def _columns_of(x: Tensor, scale: Tensor | None, recipe: OperandRecipe) -> Quantized:

@@ -20,7 +20,7 @@ from octavo.nn.fp8_only import OffloadedWeight
 from octavo.nn.frozen import SCALE_NAME, FP8FrozenLinear, FrozenTensor
 from octavo.nn.linear import FP8Linear
 from octavo.numerics.quantize import BLOCK
-from octavo.numerics.scaling import new_rows
+from octavo.numerics.scaling import new_states
 from octavo.ops.quantize import quantize_group
 from octavo.ops.weight import are_neighbours
 
@@ -74,7 +74,7 @@ class FP8OnlyGroup:
         blocks = [-(-rows // BLOCK), -(-columns // BLOCK)] if self.recipe.granularity == "block" else []
         self.data = torch.empty(rows, columns, dtype=self.recipe.format.dtype, device=device)
         self.scale = torch.empty(blocks, dtype=torch.float32, device=device)
-        self._row = new_rows(device=device)
+        self._row = new_states(device=device)
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -105,7 +105,7 @@ class FP8OnlyGroup:
             assert linear.fp8_only is not None
             linear.fp8_only.restore_values_of(linear.weight)
             linear.fp8_only = None
-            linear.row_w.zero_()  # a delayed scale from before would be out of date
+            linear.state_w.zero_()  # a delayed scale from before would be out of date
 
 
 def linears_by_product(model: nn.Module) -> list[list[FP8Linear]]:
@@ -113,7 +113,7 @@ def linears_by_product(model: nn.Module) -> list[list[FP8Linear]]:
     groups: dict[int, list[FP8Linear]] = {}
     for module in model.modules():
         if isinstance(module, FP8Linear):
-            groups.setdefault(id(module.row_w), []).append(module)
+            groups.setdefault(id(module.state_w), []).append(module)
     return list(groups.values())
 
 

@@ -39,8 +39,8 @@ class LinearInFP8(nn.Linear):
     scaling: FP8ScalingManager
     recipe: Recipe
     is_trained: bool = False
-    row_x: Tensor  # scaling state of the input
-    row_g: Tensor  # scaling state of the gradient
+    state_x: Tensor  # scaling state of the input
+    state_g: Tensor  # scaling state of the gradient
     in_fp8: bool = True  # compute products in FP8; else a frozen weight is dequantised for each of them
     input_is_kept: bool = False  # the module before saves it for its own backward: adapters then save it as it is, too
 
@@ -56,7 +56,7 @@ class LinearInFP8(nn.Linear):
     @property
     def states(self) -> tuple[Tensor, Tensor]:
         """Scaling state of input and gradient."""
-        return self.row_x, self.row_g
+        return self.state_x, self.state_g
 
     def as_weight(self, *others: Any) -> Weight:
         """Return the weight as products take it, with those of others side by side."""
@@ -142,7 +142,7 @@ class FP8Linear(LinearInFP8):
         self.config = config
         self.scaling = scaling
         self.recipe = config.recipe
-        self.row_x, self.row_w, self.row_g = (
+        self.state_x, self.state_w, self.state_g = (
             scaling.register(f"{name}.{operand}", recipe.format, recipe.margin)
             for operand, recipe in (("x", self.recipe.x), ("w", self.recipe.w), ("g", self.recipe.g))
         )
@@ -157,7 +157,7 @@ class FP8Linear(LinearInFP8):
 
     def give_back(self) -> None:
         """Undo `take_over`."""
-        for name in ("config", "scaling", "recipe", "row_x", "row_w", "row_g"):
+        for name in ("config", "scaling", "recipe", "state_x", "state_w", "state_g"):
             del self.__dict__[name]
         change_class(self, nn.Linear)
 
@@ -170,7 +170,7 @@ class FP8Linear(LinearInFP8):
         """Return the weight as products take it, with those side by side of others that share its scaling state."""
         members = (self, *others)
         if self.fp8_only is None:
-            return Weight([member.weight for member in members], state=self.row_w)
+            return Weight([member.weight for member in members], state=self.state_w)
         parts = [member.fp8_only.data for member in members if member.fp8_only is not None]
         scale = self.fp8_only.group_scale if others else self.fp8_only.scale
         return Weight(parts, (scale,), parameters=[member.weight for member in members])
@@ -178,7 +178,7 @@ class FP8Linear(LinearInFP8):
     def forward(self, input: Tensor) -> Tensor:
         if input.shape[-1] != self.in_features:
             raise ValueError(f"input has {input.shape[-1]} features; this FP8Linear takes {self.in_features}")
-        if input.device != self.row_x.device and not input.is_meta:
+        if input.device != self.state_x.device and not input.is_meta:
             self.scaling.to(input.device)  # as with weights that Accelerate brings to a GPU for each call
         if input.numel() == 0:
             # Nothing to quantise; keeps the graph.

@@ -75,7 +75,7 @@ class Report:
     @property
     def emulation(self) -> str:
         """Whether FP8 is emulated where the model is now, and why; empty if it runs on tensor cores."""
-        rows = self.scaling.rows if self.scaling is not None and self.in_fp8 else ()
+        rows = self.scaling.states if self.scaling is not None and self.in_fp8 else ()
         return emulation_on(rows[0].device, self.emulate) if rows else ""
 
     def summary(self) -> str:

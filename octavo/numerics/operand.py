@@ -13,9 +13,9 @@ each is quantised from the high-precision values, never one from the other.
 A delayed scale that does not hold the tensor (`scaling.holds`) is replaced by the tensor's own: for this use and, while
 recording, for the rest of the step.
 
-While recording, the operand's row (see `scaling.py`) receives the amax, whether all values were finite, the shares of
+While recording, the operand's state (see `scaling.py`) receives the amax, whether all values were finite, the shares of
 elements that saturated (the clamp changed them) and underflowed (non-zero values that became zero), and whether the
-delayed scale held. The row's scale is one for the whole tensor, so only granularity `tensor` sets it here; for the
+delayed scale held. The state's scale is one for the whole tensor, so only granularity `tensor` sets it here; for the
 others the next roll of the history does.
 """
 
@@ -36,7 +36,7 @@ LAYOUTS = ("rows", "columns", "both")
 
 def quantize_operand(
     x: Tensor,
-    row: Tensor,
+    state: Tensor,
     recipe: OperandRecipe,
     *,
     record: bool = True,
@@ -45,15 +45,15 @@ def quantize_operand(
 ) -> list[Quantized]:
     """Quantise `x[..., R, C]` by its recipe into the requested layouts.
 
-    `scale`: one for the whole tensor, computed before and used as is; the row is then neither read nor written.
+    `scale`: one for the whole tensor, computed before and used as is; the state is then neither read nor written.
     """
     if scale is not None:
         return _in_layout(_quantize(x, recipe, scale), layout)
     top, finite = finite_amax(x)
     amax = top if recipe.percentile is None else percentile_or_top(x, recipe.percentile, top)
-    in_force = row[SCALE].clone()
+    in_force = state[SCALE].clone()
     if recipe.delayed:
-        most = torch.maximum(row[AMAX], amax) if record else amax
+        most = torch.maximum(state[AMAX], amax) if record else amax
         own = scale_from_amax(most, recipe.format, recipe.margin)
         scale = torch.where(holds(in_force, most, recipe.format, recipe.margin), in_force, own)
     else:
@@ -65,18 +65,18 @@ def quantize_operand(
         wanted = {"rows": [(x, recipe)], "columns": [(x.mT, turned)], "both": [(x, recipe), (x.mT, turned)]}[layout]
         found = [_quantize(view, how, _current_scale(view, how)) for view, how in wanted]
     if record:
-        record_use(row, amax, ~finite)
-        _record_losses(row, x if layout != "columns" else x.mT, found[0], recipe.format, top)
+        record_use(state, amax, ~finite)
+        _record_losses(state, x if layout != "columns" else x.mT, found[0], recipe.format, top)
         if recipe.granularity == "tensor":
-            row[SCALE] = torch.where(amax > 0, scale, in_force)
+            state[SCALE] = torch.where(amax > 0, scale, in_force)
             if recipe.delayed:
-                row[RESCALED] += (in_force > 0) & (scale != in_force)
+                state[RESCALED] += (in_force > 0) & (scale != in_force)
     return found
 
 
 def quantize_group(
     xs: Sequence[Tensor],
-    row: Tensor,
+    state: Tensor,
     recipe: OperandRecipe,
     *,
     record: bool = True,
@@ -85,7 +85,7 @@ def quantize_group(
 ) -> list[Quantized]:
     """Quantise several matrices side by side as one operand, such as q, k and v, which share their input."""
     x = torch.cat(list(xs)) if len(xs) > 1 else xs[0]
-    return quantize_operand(x, row, recipe, record=record, layout=layout, scale=scale)
+    return quantize_operand(x, state, recipe, record=record, layout=layout, scale=scale)
 
 
 def _in_layout(rows: Quantized, layout: str) -> list[Quantized]:
@@ -112,15 +112,15 @@ def _current_scale(x: Tensor, recipe: OperandRecipe) -> Tensor:
     )
 
 
-def _record_losses(row: Tensor, x: Tensor, q: Quantized, format: Format, top: Tensor) -> None:
+def _record_losses(state: Tensor, x: Tensor, q: Quantized, format: Format, top: Tensor) -> None:
     size = max(x.numel(), 1)
     limit = q.scale.float() * format.saturation_threshold
     if x.device.type != "cpu" or (x.numel() and bool(top > limit.amin())):  # on the CPU, looking first saves a pass
         # In FP32: a 0-d limit would be rounded to the dtype of x. An infinity becomes NaN, it does not saturate.
         magnitude = x.detach().float().abs()
-        row[SATURATED] += ((magnitude > expand_scale(limit, x.shape)) & magnitude.isfinite()).sum() / size
-    row[UNDERFLOW] += (torch.count_nonzero(x) - _count_non_zero_fp8(q.data, format)) / size
-    row[CALLS] += 1
+        state[SATURATED] += ((magnitude > expand_scale(limit, x.shape)) & magnitude.isfinite()).sum() / size
+    state[UNDERFLOW] += (torch.count_nonzero(x) - _count_non_zero_fp8(q.data, format)) / size
+    state[CALLS] += 1
 
 
 def _count_non_zero_fp8(data: Tensor, format: Format) -> Tensor:

@@ -2,7 +2,7 @@
 
 A scale from earlier steps is a guess. Where it turns out wrong, the tensor is quantised again with a scale of its own.
 
-Each named tensor has a *row* of FP32 numbers on its device; quantising reads the scale from it and records there:
+Each named tensor has a *state* of FP32 numbers on its device; quantising reads the scale from it and records there:
 
     SCALE       dequantising factor in force; 0 until the first non-zero use
     AMAX        largest magnitude seen in this step (the maximum over its micro-batches)
@@ -23,7 +23,7 @@ The rules:
   step; all of it is decided on the device, without a host synchronisation. Asking twice rolls once.
 - After rolling, `scale = history amax × margin / FP8_MAX` every `interval` steps.
 
-Two words for two things: a row's SCALE *dequantises* (value = data × scale); `get_scale` returns the *quantising*
+Two words for two things: a state's SCALE *dequantises* (value = data × scale); `get_scale` returns the *quantising*
 multiplier FP8_MAX / (amax × margin). `margin` is a factor here (an exponent in `FP8TrainingConfig`).
 """
 
@@ -43,9 +43,9 @@ from octavo.numerics.multiplier import Multiplier
 from octavo.numerics.quantize import SMALLEST_SCALE, reciprocal
 
 SCALE, AMAX, SEEN, NON_FINITE, SATURATED, UNDERFLOW, CALLS, LAST_AMAX, RESCALED, USED = range(10)
-ROW = 12  # a multiple of four, so that rows next to each other are all aligned to 16 bytes
+SLOTS = 12  # a multiple of four, so that states next to each other are all aligned to 16 bytes
 EMA_DECAY = 0.9
-_PER_ROW = ("_history", "_amax", "_ema", "_steps")
+_PER_STATE = ("_history", "_amax", "_ema", "_steps")
 # Managers that follow optimisers, with the model of each. One global hook serves all: with a hook per manager, garbage
 # collection of a manager during a step would change torch's hooks while torch iterates over them.
 _followers: "weakref.WeakKeyDictionary[FP8ScalingManager, _Trained | None]" = weakref.WeakKeyDictionary()
@@ -75,8 +75,8 @@ class FP8ScalingManager:
     """Scales and amax histories of any number of named tensors.
 
     Manually, with one call a step: `update_amax(name, amax)`, then `get_scale(name)`. With micro-batches:
-    `record(name, amax)` as often as needed and `step()` once. Layers pass their `row` to the quantise operation, which
-    does the recording; `follow_optimizers()` makes every `optimizer.step()` call `step()`.
+    `record(name, amax)` as often as needed and `step()` once. Layers pass their `state` to the quantise operation,
+    which does the recording; `follow_optimizers()` makes every `optimizer.step()` call `step()`.
     """
 
     def __init__(
@@ -106,20 +106,20 @@ class FP8ScalingManager:
         self.interval = interval
         self.percentile = percentile
         self.device = torch.device(device)
-        self.rows: list[Tensor] = []
+        self.states: list[Tensor] = []
         self._index: dict[str, int] = {}
         self._follows = False
         self._has_own_optimizer = False
         self.step_count = 0  # calls of `step()`, rolled or not
-        self._maximum: list[float] = []  # FP8_MAX and margin of each row
+        self._maximum: list[float] = []  # FP8_MAX and margin of each state
         self._margin: list[float] = []
-        # Each row's history, the amax its scale was made from, its running mean and its age; grown in `_arrange`.
+        # Each state's history, the amax its scale was made from, its running mean and its age; grown in `_arrange`.
         here: dict[str, Any] = {"device": "cpu"}  # the default device is `meta` while transformers loads a model
         self._history = torch.zeros(0, history_len, dtype=torch.float32, **here)
         self._amax = torch.zeros(0, dtype=torch.float32, **here)
         self._ema = torch.zeros(0, dtype=torch.float32, **here)
         self._steps = torch.zeros(0, dtype=torch.int64, **here)
-        self._limits = torch.zeros(0, 2, dtype=torch.float32, **here)  # FP8_MAX and margin again, where the rows are
+        self._limits = torch.zeros(0, 2, dtype=torch.float32, **here)  # FP8_MAX and margin again, where the states are
 
     @classmethod
     def from_config(cls, config: FP8TrainingConfig, device: torch.device | str = "cpu") -> "FP8ScalingManager":
@@ -137,35 +137,35 @@ class FP8ScalingManager:
         return list(self._index)
 
     def register(
-        self, name: str, format: Format | str | None = None, margin: float | None = None, row: Tensor | None = None
+        self, name: str, format: Format | str | None = None, margin: float | None = None, state: Tensor | None = None
     ) -> Tensor:
-        """Return the row of `name`, created on first use. `row`: a tensor of length `ROW` to keep it in from now on."""
+        """Return the state of `name`, created on first use. `state`: a tensor of `SLOTS` that holds it from now on."""
         if name not in self._index:
-            self._index[name] = len(self.rows)
+            self._index[name] = len(self.states)
             self._maximum.append((self.format if format is None else get_format(format)).max)
             self._margin.append(self.margin if margin is None else margin)
-            self.rows.append(new_rows(device=self.device) if row is None else row)
-        elif row is not None and row is not self.rows[self._index[name]]:
-            row.copy_(self.rows[self._index[name]])
-            self.rows[self._index[name]] = row
-        return self.rows[self._index[name]]
+            self.states.append(new_states(device=self.device) if state is None else state)
+        elif state is not None and state is not self.states[self._index[name]]:
+            state.copy_(self.states[self._index[name]])
+            self.states[self._index[name]] = state
+        return self.states[self._index[name]]
 
     def record(self, name: str, amax: Tensor | float) -> None:
         """Record an amax seen in this step; `step()` takes the maximum of them into the history."""
         if isinstance(amax, int | float) and -math.inf < amax < 0:
             raise ValueError(f"amax of {name!r} is {amax!r}: a magnitude is not negative")
-        row = self.register(name)
-        # Detached: rows outlive the step, and would keep the graph of `w.abs().max()` alive.
-        amax = torch.as_tensor(amax, dtype=torch.float32, device=row.device).detach()
+        state = self.register(name)
+        # Detached: states outlive the step, and would keep the graph of `w.abs().max()` alive.
+        amax = torch.as_tensor(amax, dtype=torch.float32, device=state.device).detach()
         if amax.dim():
             raise ValueError(f"amax of {name!r} has shape {tuple(amax.shape)}: one number (observe() takes a tensor)")
         finite = amax.isfinite()
-        record_use(row, torch.where(finite, amax.abs(), 0.0), ~finite)
+        record_use(state, torch.where(finite, amax.abs(), 0.0), ~finite)
 
     def observe(self, name: str, x: Tensor) -> None:
         """Record the amax of a tensor: its maximum, or the manager's `percentile`."""
-        row = self.register(name)
-        record_use(row, tensor_amax(x, self.percentile).to(row.device), ~x.isfinite().all())
+        state = self.register(name)
+        record_use(state, tensor_amax(x, self.percentile).to(state.device), ~x.isfinite().all())
 
     def update_amax(self, name: str, amax: Tensor | float) -> None:
         """Record one step's amax and roll this tensor's history."""
@@ -181,7 +181,7 @@ class FP8ScalingManager:
             return Multiplier.of(torch.ones((), dtype=torch.float32, device=self.device))
         self._arrange()
         i = self._index[name]
-        scale, amax = self.rows[i][SCALE], self._amax[i]
+        scale, amax = self.states[i][SCALE], self._amax[i]
         # From the amax if there is one: 448 / (1 × 2) is 224, but the reciprocal of its reciprocal need not be.
         # Tensor by tensor: torch computes number / tensor as reciprocal × number, off by one unit at times.
         multiplier = (amax.new_full((), self._maximum[i]) / (amax * self._margin[i])).clamp(max=1 / SMALLEST_SCALE)
@@ -191,15 +191,15 @@ class FP8ScalingManager:
     def step(self) -> None:
         """Roll every history: call once per optimiser step. A second call without new uses changes nothing."""
         self.step_count += 1
-        if self.rows:
+        if self.states:
             self._roll()
 
     def to(self, device: torch.device | str) -> None:
-        """Move everything; rows keep their identity, since layers hold references to them."""
+        """Move everything; states keep their identity, since layers hold references to them."""
         self.device = torch.device(device)
-        for row in self.rows:
-            if row.device != self.device:
-                row.data = row.data.to(self.device)
+        for state in self.states:
+            if state.device != self.device:
+                state.data = state.data.to(self.device)
 
     def follow_optimizers(self, model: nn.Module | None = None) -> None:
         """Call `step()` after `optimizer.step()`, for as long as this manager lives.
@@ -227,13 +227,13 @@ class FP8ScalingManager:
 
     @torch.no_grad()
     def _roll(self, only: int | None = None) -> None:
-        """Roll every history, or that of one row. Nothing here waits for the device."""
+        """Roll every history, or that of one state. Nothing here waits for the device."""
         self._arrange()
         part = slice(None) if only is None else slice(only, only + 1)
-        mine = self.rows[part]
-        rows = torch.stack(mine)
-        rolls = (rows[:, SEEN] > 0) & (rows[:, NON_FINITE].sum() == 0)
-        amax = rows[:, AMAX]
+        mine = self.states[part]
+        states = torch.stack(mine)
+        rolls = (states[:, SEEN] > 0) & (states[:, NON_FINITE].sum() == 0)
+        amax = states[:, AMAX]
 
         history = self._history[part]
         rolled = torch.cat([amax[:, None], history[:, :-1]], dim=1)
@@ -247,25 +247,25 @@ class FP8ScalingManager:
         maximum, margin = self._limits[part].unbind(dim=1)
         scale = torch.where(read > 0, (read / maximum * margin).clamp(min=SMALLEST_SCALE), 0.0)
         due = rolls & ((steps % self.interval == 0) | (self._amax[part] == 0))
-        rows[:, SCALE] = torch.where(due, scale, rows[:, SCALE])
+        states[:, SCALE] = torch.where(due, scale, states[:, SCALE])
         self._amax[part] = torch.where(due, read, self._amax[part])
-        rows[:, LAST_AMAX] = torch.where(rolls, amax, rows[:, LAST_AMAX])
-        rows[:, AMAX : NON_FINITE + 1] = 0.0
+        states[:, LAST_AMAX] = torch.where(rolls, amax, states[:, LAST_AMAX])
+        states[:, AMAX : NON_FINITE + 1] = 0.0
 
         self._history[part], self._ema[part], self._steps[part] = history, ema, steps
-        torch._foreach_copy_(mine, list(rows.unbind()))
+        torch._foreach_copy_(mine, list(states.unbind()))
 
     def _arrange(self) -> None:
-        """Grow the history to all rows, and bring it to their device."""
-        if self.rows and self.rows[0].device != self.device:
-            self.device = self.rows[0].device
-        missing = len(self.rows) - len(self._steps)
+        """Grow the history to all states, and bring it to their device."""
+        if self.states and self.states[0].device != self.device:
+            self.device = self.states[0].device
+        missing = len(self.states) - len(self._steps)
         if missing or self._steps.device != self.device:
             with torch.inference_mode(False):
-                for name in _PER_ROW:
+                for name in _PER_STATE:
                     old = getattr(self, name).to(self.device)
                     setattr(self, name, torch.cat([old, old.new_zeros(missing, *old.shape[1:])]))
-        if len(self._limits) != len(self.rows) or self._limits.device != self.device:
+        if len(self._limits) != len(self.states) or self._limits.device != self.device:
             with torch.inference_mode(False):
                 limits = list(zip(self._maximum, self._margin, strict=True))
                 self._limits = torch.tensor(limits, dtype=torch.float32, device=self.device).reshape(-1, 2)
@@ -276,38 +276,38 @@ class FP8ScalingManager:
         `scale` and `amax` are the newest. `saturated` and `underflow` are shares of elements, `rescaled` is the share
         of uses that the delayed scale did not hold: those were quantised with their own amax.
         """
-        if not self.rows:
+        if not self.states:
             return {}
-        rows = torch.stack(self.rows)
+        states = torch.stack(self.states)
         if reset:
-            for row in self.rows:
-                row[SATURATED : CALLS + 1] = 0.0
-                row[RESCALED] = 0.0
+            for state in self.states:
+                state[SATURATED : CALLS + 1] = 0.0
+                state[RESCALED] = 0.0
         found = {}
-        for name, row in zip(self._index, rows.tolist(), strict=True):
-            if row[CALLS]:
+        for name, state in zip(self._index, states.tolist(), strict=True):
+            if state[CALLS]:
                 found[name] = {
-                    "scale": row[SCALE],
-                    "amax": row[AMAX] if row[SEEN] else row[LAST_AMAX],
-                    "saturated": row[SATURATED] / row[CALLS],
-                    "underflow": row[UNDERFLOW] / row[CALLS],
-                    "rescaled": row[RESCALED] / row[CALLS],
+                    "scale": state[SCALE],
+                    "amax": state[AMAX] if state[SEEN] else state[LAST_AMAX],
+                    "saturated": state[SATURATED] / state[CALLS],
+                    "underflow": state[UNDERFLOW] / state[CALLS],
+                    "rescaled": state[RESCALED] / state[CALLS],
                 }
         return found
 
     def state_dict(self) -> dict[str, Any]:
         self._arrange()
-        rows = torch.stack(self.rows) if self.rows else torch.zeros(0, ROW, dtype=torch.float32)
+        states = torch.stack(self.states) if self.states else torch.zeros(0, SLOTS, dtype=torch.float32)
         return {
             "names": self.names,
             "maximum": list(self._maximum),
             "margin": list(self._margin),
-            "rows": rows.cpu().clone(),
-            **{name: getattr(self, name).cpu().clone() for name in _PER_ROW},
+            "rows": states.cpu().clone(),
+            **{name: getattr(self, name).cpu().clone() for name in _PER_STATE},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a saved state; rows keep their identity, since layers hold references to them."""
+        """Load a saved state; states keep their identity, since layers hold references to them."""
         saved_len = state["_history"].shape[1]
         if saved_len != self.history_len:
             raise ValueError(f"history_len={self.history_len}: the saved scaling state has {saved_len}; use that")
@@ -319,24 +319,24 @@ class FP8ScalingManager:
                     "use the same fp8_format"
                 )
         for i, name in enumerate(state["names"]):
-            saved_row = state["rows"][i]  # shorter if an earlier version wrote it
-            self.register(name).zero_()[: len(saved_row)].copy_(saved_row)
+            saved_slots = state["rows"][i]  # shorter if an earlier version wrote it
+            self.register(name).zero_()[: len(saved_slots)].copy_(saved_slots)
             self._maximum[self._index[name]] = state["maximum"][i]
             self._margin[self._index[name]] = state["margin"][i]
         self._limits = torch.zeros(0, 2, dtype=torch.float32)
         self._arrange()
         index = torch.tensor([self._index[name] for name in state["names"]], dtype=torch.int64, device=self.device)
-        for name in _PER_ROW:
+        for name in _PER_STATE:
             getattr(self, name)[index] = state[name].to(self.device)
 
 
-def new_rows(*shape: int, device: torch.device | str) -> Tensor:
-    """Return empty rows in FP32, outside inference mode, since training writes to them later.
+def new_states(*shape: int, device: torch.device | str) -> Tensor:
+    """Return empty states in FP32, outside inference mode, since training writes to them later.
 
     The default dtype is ignored: transformers sets it to the model's while it loads one.
     """
     with torch.inference_mode(False):
-        return torch.zeros(*shape, ROW, dtype=torch.float32, device=device)
+        return torch.zeros(*shape, SLOTS, dtype=torch.float32, device=device)
 
 
 def holds(scale: Tensor, amax: Tensor, format: Format, margin: float) -> Tensor:
@@ -355,8 +355,8 @@ def _holds(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> 
     return any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"])
 
 
-def record_use(row: Tensor, amax: Tensor, non_finite: Tensor) -> None:
-    """Write one use of a tensor into its row."""
-    row[AMAX] = torch.maximum(row[AMAX], amax)
-    row[SEEN] += 1
-    row[NON_FINITE] = torch.maximum(row[NON_FINITE], non_finite.float())
+def record_use(state: Tensor, amax: Tensor, non_finite: Tensor) -> None:
+    """Write one use of a tensor into its state."""
+    state[AMAX] = torch.maximum(state[AMAX], amax)
+    state[SEEN] += 1
+    state[NON_FINITE] = torch.maximum(state[NON_FINITE], non_finite.float())

@@ -8,7 +8,7 @@ import torch
 from octavo import FP8TrainingConfig, fp8_autocast
 from octavo.models.bdh import BDH, BDHConfig, fuse, ops, rope_angles, unfuse
 from octavo.numerics import Quantized
-from octavo.numerics.scaling import AMAX, NON_FINITE, SATURATED, SCALE, SEEN, UNDERFLOW, new_rows
+from octavo.numerics.scaling import AMAX, NON_FINITE, SATURATED, SCALE, SEEN, UNDERFLOW, new_states
 
 RECIPE = FP8TrainingConfig().recipe
 X, G = RECIPE.x.encode(), RECIPE.g.encode()
@@ -59,7 +59,7 @@ def assert_same_statistics(mine, theirs, kept=()):
 
 
 def rows(count):
-    return [new_rows(device="cuda") for _ in range(count)]
+    return [new_states(device="cuda") for _ in range(count)]
 
 
 def kept(*shape, scale):

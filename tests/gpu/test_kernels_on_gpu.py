@@ -18,7 +18,7 @@ from kernel_cases import (
     codes,
     gated_backward_spec,
     gated_spec,
-    new_row,
+    new_state,
     operands,
     sample,
     scale_bits,
@@ -59,7 +59,7 @@ def bytes_of(data):
 
 def compare(x, recipe, layout, *, record=True, row=None, sampled=False):
     """Kernel and specification from the same row. `sampled`: underflow is counted on some tiles of a large tensor."""
-    mine, theirs = (new_row(device="cuda") if row is None else row.clone() for _ in range(2))
+    mine, theirs = (new_state(device="cuda") if row is None else row.clone() for _ in range(2))
     poison()
     found = kernel.quantize_operand(x, mine, recipe, record=record, layout=layout)
     assert_same_bits(found, spec.quantize_operand(x, theirs, recipe, record=record, layout=layout))
@@ -109,7 +109,7 @@ def test_the_transposed_store_is_not_flaky(name):
     x = sample(2048, 1536, dtype=BF16, device="cuda")
     for _ in range(20):
         poison()
-        rows, columns = kernel.quantize_operand(x, new_row(device="cuda"), OPERANDS[name], layout="both")
+        rows, columns = kernel.quantize_operand(x, new_state(device="cuda"), OPERANDS[name], layout="both")
         assert torch.equal(bytes_of(columns.data), bytes_of(rows.data).mT)
 
 
@@ -117,7 +117,7 @@ def test_the_transposed_store_is_not_flaky(name):
 @pytest.mark.parametrize("name", ["delayed x", "channel x", "block w"])
 def test_group(name, layout):
     xs = [sample(rows, 512, dtype=BF16, device="cuda") * factor for rows, factor in ((512, 1), (256, 9), (128, 0.1))]
-    mine, theirs = new_row(device="cuda"), new_row(device="cuda")
+    mine, theirs = new_state(device="cuda"), new_state(device="cuda")
     poison()
     found = kernel.quantize_group(xs, mine, OPERANDS[name], layout=layout)
     assert_same_bits(found, spec.quantize_operand(torch.cat(xs), theirs, OPERANDS[name], layout=layout))
@@ -130,8 +130,8 @@ def test_uses_of_a_delayed_scale():
     first = x.float().abs().max().item() / 448
     for scale in (0.0, first, first / 9, first * 0.97, first * 100, first * 1e5):
         for record in (False, True):
-            compare(x, recipe, "both", record=record, row=new_row(scale, "cuda"))
-    mine, theirs = new_row(device="cuda"), new_row(device="cuda")
+            compare(x, recipe, "both", record=record, row=new_state(scale, "cuda"))
+    mine, theirs = new_state(device="cuda"), new_state(device="cuda")
     for factor in (0.0, 1.0, 3.0, 0.1):
         kernel.quantize_operand(x * factor, mine, recipe)
         spec.quantize_operand(x * factor, theirs, recipe)
@@ -152,7 +152,7 @@ def test_stochastic_rounding(format, granularity):
     recipe = OperandRecipe(format, granularity, rounding="stochastic")
     x = sample(512, 700, device="cuda")
     poison()
-    rows, columns = kernel.quantize_operand(x, new_row(device="cuda"), recipe, layout="both")
+    rows, columns = kernel.quantize_operand(x, new_state(device="cuda"), recipe, layout="both")
     assert_on_neighbours(rows, x)
     assert_on_neighbours(columns, x.mT)
     if granularity == "tensor":
@@ -160,7 +160,7 @@ def test_stochastic_rounding(format, granularity):
     known, one = replace(recipe, granularity="tensor"), torch.ones((), device="cuda")
     for value in (1.03, -0.3, 0.01, 2.0**-8 / 3):
         constant = torch.full((1024, 512), value, device="cuda")
-        q = kernel.quantize_group([constant], new_row(device="cuda"), known, scale=one)[0].data.float()
+        q = kernel.quantize_group([constant], new_state(device="cuda"), known, scale=one)[0].data.float()
         step = q.max() - q.min()
         assert q.unique().numel() == 2
         assert (q.double().mean() - constant[0, 0].double()).abs() < 5 * step / 2 / q.numel() ** 0.5
@@ -174,7 +174,7 @@ def test_both_layouts_where_something_saturates(shape, dtype):
         x, recipe = torch.randn(shape, device="cuda").to(dtype), replace(operand, margin=margin)
         for factor in (0.7, 1.0, 1.5):
             scale = float(x.abs().max()) / recipe.format.max * margin * factor
-            row = new_row(scale, "cuda")
+            row = new_state(scale, "cuda")
             compare(x, recipe, "both", row=row)
             kernel.quantize_operand(x, row, recipe, layout="both")
             assert (row[SATURATED] > 0) == (margin < 1) and (row[RESCALED] > 0) == (factor < 1)
@@ -195,13 +195,13 @@ def test_gated(name, activation, dtype):
         gate_up = sample(m, 2 * f, device="cuda").clamp(-30, 30).to(dtype)
         dh = sample(m, f, device="cuda").clamp(-30, 30).to(dtype)
         known = 0.0 if dtype == torch.float32 else 2.0
-        mine, theirs = new_row(known, "cuda"), new_row(known, "cuda")
+        mine, theirs = new_state(known, "cuda"), new_state(known, "cuda")
         poison()
         found = gated_kernel.gated_quantize(gate_up, mine, recipe.x, activation, record=True)
         assert_nearly_same(found, gated_spec(gate_up, theirs, recipe.x, activation, record=True))
         assert_rows_alike(mine, theirs)
 
-        mine, theirs = new_row(known / 50, "cuda"), new_row(known / 50, "cuda")
+        mine, theirs = new_state(known / 50, "cuda"), new_state(known / 50, "cuda")
         how = (recipe.g, recipe.x, activation)
         poison()
         found = gated_kernel.gated_quantize_backward(dh, gate_up, found.scale, mine, *how)
@@ -221,7 +221,7 @@ def test_gated_with_gate_and_up_kept_in_fp8(name, activation):
             torch.empty(m, 2 * f, dtype=torch.float8_e4m3fn, device="cuda"),
             torch.empty(m, 2 * f // 128, dtype=torch.uint8, device="cuda"),
         )
-        mine, theirs = new_row(2.0, "cuda"), new_row(2.0, "cuda")
+        mine, theirs = new_state(2.0, "cuda"), new_state(2.0, "cuda")
         poison()
         found = gated_kernel.gated_quantize(gate_up, mine, recipe.x, activation, record=True, into=room)
         assert_nearly_same(found, gated_spec(gate_up, theirs, recipe.x, activation, record=True))
@@ -229,7 +229,7 @@ def test_gated_with_gate_and_up_kept_in_fp8(name, activation):
         assert torch.equal(room.scale, expected.scale)
         assert torch.equal(bytes_of(room.data), bytes_of(expected.data))
         wide = from_kept(room).to(BF16)  # which is exact
-        mine, theirs = new_row(0.04, "cuda"), new_row(0.04, "cuda")
+        mine, theirs = new_state(0.04, "cuda"), new_state(0.04, "cuda")
         how = (recipe.g, recipe.x, activation)
         poison()
         backward = gated_kernel.gated_quantize_backward(dh, room.data, found.scale, mine, *how, kept_scale=room.scale)
@@ -248,17 +248,17 @@ def test_gated_with_scales_for_blocks(name, dtype):
         gate_up = sample(m, 2 * f, device="cuda").clamp(-30, 30).to(dtype)
         dh = sample(m, f, device="cuda").clamp(-30, 30).to(dtype)
         gradient, h = gated_kernel.gated_backward(dh, gate_up, "silu")
-        mine, theirs = new_row(device="cuda"), new_row(device="cuda")
+        mine, theirs = new_state(device="cuda"), new_state(device="cuda")
         poison()
         found = gated_scaled_kernel.gated_quantize(gate_up, mine, recipe.x, "silu", record=True)
         expected = kernel.quantize_operand(gated_kernel.gated(gate_up, "silu"), theirs, recipe.x)
         assert_mostly_same([found], expected)
         assert_rows_alike(mine, theirs)
-        mine, theirs = new_row(device="cuda"), new_row(device="cuda")
+        mine, theirs = new_state(device="cuda"), new_state(device="cuda")
         poison()
         found = gated_scaled_kernel.gated_quantize_backward(dh, gate_up, mine, recipe.g, recipe.x, "silu")
         expected = kernel.quantize_operand(gradient, theirs, recipe.g, layout="both")
-        expected += kernel.quantize_operand(h, new_row(device="cuda"), recipe.x, record=False, layout="columns")
+        expected += kernel.quantize_operand(h, new_state(device="cuda"), recipe.x, record=False, layout="columns")
         assert_mostly_same(found, expected)
         assert_rows_alike(mine, theirs)
 

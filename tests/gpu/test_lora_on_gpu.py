@@ -8,7 +8,7 @@ from kernel_cases import (
     assert_nearly_same,
     assert_same_bits,
     low_rank,
-    new_row,
+    new_state,
     sample,
     unusual,
     with_low_rank,
@@ -50,7 +50,7 @@ def test_whole_rows(width, name, dtype):
             sample(130, width, device="cuda").clamp(-6e4, 6e4).to(dtype),
             *unusual(9, width, dtype=dtype, device="cuda").values(),
         ):
-            mine, theirs = new_row(device="cuda"), new_row(device="cuda")
+            mine, theirs = new_state(device="cuda"), new_state(device="cuda")
             assert_same_bits(kernel.quantize_operand(x, mine, recipe), quantize_operand(x, theirs, recipe))
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-7)
             factor = torch.rand(width, device="cuda") + 0.01
@@ -63,9 +63,9 @@ def test_many_rows_of_a_wide_matrix():
     for shape in ((8192, 4096), (4096, 14336), (2048, 28672), (8192, 6144)):
         x = sample(*shape, dtype=BF16, device="cuda")
         view = torch.cat([x, x], dim=1)[:, : shape[1]]  # rows apart
-        expected = quantize_operand(x, new_row(device="cuda"), recipe)
+        expected = quantize_operand(x, new_state(device="cuda"), recipe)
         for each in (x, view):
-            assert_same_bits(kernel.quantize_operand(each, new_row(device="cuda"), recipe), expected)
+            assert_same_bits(kernel.quantize_operand(each, new_state(device="cuda"), recipe), expected)
 
 
 @pytest.mark.parametrize("shape", [(64, 128), (33, 300), (8192, 4096), (200, 260)])

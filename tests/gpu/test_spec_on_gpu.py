@@ -6,7 +6,7 @@ import torch
 from octavo.numerics import FP8ScalingManager, compute_scale, quantize
 from octavo.numerics.amax import percentile_amax
 from octavo.numerics.operand import quantize_operand
-from octavo.numerics.scaling import ROW
+from octavo.numerics.scaling import SLOTS
 
 FORMATS = ("E4M3", "E5M2", "E4M3_FNUZ", "E5M2_FNUZ")
 GRANULARITIES = ("tensor", "channel", "block", "mx")
@@ -46,7 +46,7 @@ def test_operand(recipe, layout):
 
     operand = FP8TrainingConfig.from_recipe(recipe).recipe.w
     x = awkward(torch.bfloat16)
-    rows = torch.zeros(ROW), torch.zeros(ROW, device="cuda")
+    rows = torch.zeros(SLOTS), torch.zeros(SLOTS, device="cuda")
     found = [quantize_operand(t, row, operand, layout=layout) for t, row in zip((x, x.cuda()), rows, strict=True)]
     for cpu, gpu in zip(*found, strict=True):
         assert_same_bits(cpu.data, gpu.data)
@@ -62,7 +62,7 @@ def test_scaling_manager_has_its_state_on_the_device():
     manager = FP8ScalingManager(history_len=4, device="cuda")
     for amax in (1.0, 3.0, 2.0):
         manager.update_amax("a", torch.tensor(amax, device="cuda"))
-    assert manager.rows[0].is_cuda and manager.get_scale("a").item() == pytest.approx(448 / 6)
+    assert manager.states[0].is_cuda and manager.get_scale("a").item() == pytest.approx(448 / 6)
     other = FP8ScalingManager(history_len=4)
     other.load_state_dict(manager.state_dict())
     assert other.get_scale("a").item() == pytest.approx(448 / 6)

@@ -308,6 +308,6 @@ def test_scaling_state_is_in_fp32_whatever_dtype_the_model_is_loaded_in(checkpoi
         checkpoint, max_seq_length=64, load_in_fp8=True, dtype=torch.bfloat16, tokenizer=False
     )
     frozen = next(m for m in model.modules() if isinstance(m, FP8FrozenLinear))
-    assert frozen.row_x.dtype == frozen.row_g.dtype == torch.float32
+    assert frozen.state_x.dtype == frozen.state_g.dtype == torch.float32
     state = frozen.scaling.state_dict()
     assert all(t.dtype != torch.bfloat16 for t in state.values() if isinstance(t, torch.Tensor))

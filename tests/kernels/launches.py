@@ -21,7 +21,7 @@ from octavo.models.bdh.kernels import forward as bdh
 from octavo.models.bdh.kernels import scores as bdh_scores
 from octavo.numerics import E4M3, E5M2, Quantized
 from octavo.numerics.adamw import Step, with_levels
-from octavo.numerics.scaling import new_rows
+from octavo.numerics.scaling import new_states
 
 Launch = tuple[str, Callable[[], object]]
 RECIPES = {
@@ -52,7 +52,7 @@ def _is_usual(dtype: torch.dtype, rounding: str) -> bool:
 
 
 def _state() -> Tensor:
-    return new_rows(device="cpu")
+    return new_states(device="cpu")
 
 
 def _quantize(dtype: torch.dtype, rounding: str) -> Iterator[Launch]:

@@ -6,14 +6,14 @@ import torch
 from octavo.models.bdh import ops, rope_angles
 from octavo.models.bdh.kernels import backward, forward, scores
 from octavo.numerics import FP8TrainingConfig, Quantized
-from octavo.numerics.scaling import AMAX, NON_FINITE, RESCALED, SATURATED, SCALE, SEEN, UNDERFLOW, new_rows
+from octavo.numerics.scaling import AMAX, NON_FINITE, RESCALED, SATURATED, SCALE, SEEN, UNDERFLOW, new_states
 
 DELAYED, CURRENT = FP8TrainingConfig().recipe, FP8TrainingConfig(scaling="current").recipe
 SIZES = [(2, 3, 17, 34), (1, 2, 64, 256), (2, 1, 1, 2), (1, 1, 64, 34), (1, 1, 17, 256)]  # B, H, T, N
 
 
 def rows(count):
-    return [new_rows(device="cpu") for _ in range(count)]
+    return [new_states(device="cpu") for _ in range(count)]
 
 
 def pairs(parts):

@@ -15,7 +15,7 @@ from kernel_cases import (
     assert_same_row,
     gated_backward_spec,
     gated_spec,
-    new_row,
+    new_state,
     sample,
 )
 
@@ -43,7 +43,7 @@ def inputs(m, f, dtype=torch.float32):
 @pytest.mark.parametrize(("name", "shape"), CASES)
 def test_forward(name, shape, activation):
     gate_up, _ = inputs(*shape)
-    mine, theirs = new_row(), new_row()
+    mine, theirs = new_state(), new_state()
     # A first use that is forgotten, one that is not, a later one, and one that its scale does not hold.
     for record, jump in ((False, 1), (True, 1), (True, 1), (True, 3)):
         gate_up = gate_up * jump
@@ -57,7 +57,7 @@ def test_forward(name, shape, activation):
 @pytest.mark.parametrize(("name", "shape"), CASES)
 def test_backward(name, shape, activation):
     gate_up, dh = inputs(*shape)
-    mine, theirs = new_row(), new_row()
+    mine, theirs = new_state(), new_state()
     recipe = RECIPES[name]
     h_scale = gated(gate_up, activation).abs().max() / recipe.x.format.max / 3
     h_scale = h_scale.clamp(min=1e-3)
@@ -78,7 +78,7 @@ def test_backward(name, shape, activation):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gate_and_up_kept_in_fp8(name, m, f, dtype, activation):
     gate_up, dh = inputs(m, f, dtype)
-    recipe, mine, theirs = RECIPES[name], new_row(), new_row()
+    recipe, mine, theirs = RECIPES[name], new_state(), new_state()
     room = Quantized(torch.empty(m, 2 * f, dtype=E4M3.dtype), torch.empty(m, 2 * f // 128, dtype=torch.uint8))
     assert kernel.can_keep(gate_up)
     found = kernel.gated_quantize(gate_up, mine, recipe.x, activation, record=True, into=room)
@@ -89,7 +89,7 @@ def test_gate_and_up_kept_in_fp8(name, m, f, dtype, activation):
 
     wide = from_kept(room).to(dtype)  # which is exact
     h_scale = (gated(wide, activation).abs().max() / recipe.x.format.max).float().clamp(min=1e-3)
-    mine, theirs, how = new_row(), new_row(), (recipe.g, recipe.x, activation)
+    mine, theirs, how = new_state(), new_state(), (recipe.g, recipe.x, activation)
     found = kernel.gated_quantize_backward(dh, room.data, h_scale, mine, *how, kept_scale=room.scale)
     for one, other in zip(found, gated_backward_spec(dh, wide, h_scale, theirs, *how), strict=True):
         assert_nearly_same(one, other, share=5e-3)
@@ -114,10 +114,10 @@ def test_values_round_to_the_dtype_first(dtype, activation):
     """With known scales, as the kernel would see them in training; BF16 is rounded before FP8, as in memory."""
     gate_up, dh = (x.clamp(-3, 3) for x in inputs(40, 33, dtype))
     h_scale = torch.tensor(0.02)
-    mine, theirs = new_row(0.05), new_row(0.05)
+    mine, theirs = new_state(0.05), new_state(0.05)
     found = kernel.gated_quantize(gate_up, mine, DELAYED.x, activation, record=True)
     assert_nearly_same(found, gated_spec(gate_up, theirs, DELAYED.x, activation, record=True), share=5e-3)
-    mine, theirs = new_row(1e-4), new_row(1e-4)
+    mine, theirs = new_state(1e-4), new_state(1e-4)
     how = (DELAYED.g, DELAYED.x, activation)
     backward = kernel.gated_quantize_backward(dh, gate_up, h_scale, mine, *how)
     for one, other in zip(backward, gated_backward_spec(dh, gate_up, h_scale, theirs, *how), strict=True):
@@ -131,11 +131,11 @@ def test_unusual_values(activation):
     gate_up[:, 8:] = 1.0
     dh = torch.ones(3, 8)
     recipe = replace(DELAYED.x, format=E5M2.x.format)  # the interpreter has no NaN in E4M3
-    mine, theirs = new_row(1.0), new_row(1.0)
+    mine, theirs = new_state(1.0), new_state(1.0)
     found = kernel.gated_quantize(gate_up, mine, recipe, activation, record=True)
     assert_nearly_same(found, gated_spec(gate_up, theirs, recipe, activation, record=True))
     assert_row(mine, theirs, 24)
-    mine, theirs = new_row(1.0), new_row(1.0)
+    mine, theirs = new_state(1.0), new_state(1.0)
     how = (recipe, recipe, activation)
     backward = kernel.gated_quantize_backward(dh, gate_up, torch.tensor(1.0), mine, *how)
     for one, other in zip(backward, gated_backward_spec(dh, gate_up, torch.tensor(1.0), theirs, *how), strict=True):
@@ -150,21 +150,21 @@ def test_what_overflows_by_its_scale_saturates_and_infinities_do_not(rounding, r
     recipe = replace(DELAYED.x, format=E5M2.x.format, rounding=rounding)
     gate_up = torch.full((3, 16), 30.0)
     gate_up[:, 8], gate_up[:, 9], gate_up[1, 2] = 1e30, -1e30, float("inf")
-    found = kernel.gated_quantize(gate_up, new_row(1e-20), recipe, "silu", record=record).data.float()
+    found = kernel.gated_quantize(gate_up, new_state(1e-20), recipe, "silu", record=record).data.float()
     assert found[1, 2].isnan() and found.isnan().sum() == 1
     assert (found[:, 0] == E5M2.x.format.max).all() and (found[:, 1] == -E5M2.x.format.max).all()
     dh = torch.ones(3, 8)
     dh[0, 0], dh[1, 1] = 1e30, float("inf")
     how = (recipe, recipe, "silu")
-    rows, columns, h = kernel.gated_quantize_backward(dh, gate_up, torch.tensor(1e-20), new_row(1e-20), *how)
-    expected = gated_backward_spec(dh, gate_up, torch.tensor(1e-20), new_row(1e-20), *how)
+    rows, columns, h = kernel.gated_quantize_backward(dh, gate_up, torch.tensor(1e-20), new_state(1e-20), *how)
+    expected = gated_backward_spec(dh, gate_up, torch.tensor(1e-20), new_state(1e-20), *how)
     for one, other in zip((rows, columns, h), expected, strict=True):
         assert torch.equal(one.data.float().isnan(), other.data.float().isnan())
         assert one.data.float().isnan().any() and not one.data.float().isnan().all()
 
 
 def test_zeros_teach_nothing():
-    row = new_row()
+    row = new_state()
     q = kernel.gated_quantize(torch.zeros(5, 12), row, DELAYED.x, "silu", record=True)
     assert row[SCALE] == 0 and q.scale == 1 and not q.data.float().any()
 
@@ -173,10 +173,10 @@ def test_stochastic_rounding():
     recipe = OperandRecipe(E4M3, rounding="stochastic")
     gate_up, dh = inputs(40, 33)
     h = gated(gate_up, "silu")
-    forward = kernel.gated_quantize(gate_up, new_row(), recipe, "silu", record=True)
+    forward = kernel.gated_quantize(gate_up, new_state(), recipe, "silu", record=True)
     assert_on_neighbours(forward, h, slack=1e-5)
     rows, columns, h_columns = kernel.gated_quantize_backward(
-        dh, gate_up, forward.scale, new_row(), recipe, recipe, "silu"
+        dh, gate_up, forward.scale, new_state(), recipe, recipe, "silu"
     )
     assert_on_neighbours(rows, gated_backward(dh, gate_up, "silu"), slack=1e-5)
     assert_on_neighbours(h_columns, h.mT, slack=1e-5)

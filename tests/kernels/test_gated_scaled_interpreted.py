@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_cases import CONFIGS, assert_nearly_same, new_row, sample
+from kernel_cases import CONFIGS, assert_nearly_same, new_state, sample
 
 from octavo import FP8TrainingConfig
 from octavo.kernels.gated import blocks as kernel
@@ -58,7 +58,7 @@ def assert_row(found, expected, elements):
 def test_forward(name, shape, activation):
     gate_up, _ = inputs(*shape)
     recipe = RECIPES[name].x
-    mine, theirs = new_row(), new_row()
+    mine, theirs = new_state(), new_state()
     assert kernel.can_quantize(gate_up, recipe)
     for record in (False, True, True):
         found = kernel.gated_quantize(gate_up, mine, recipe, activation, record=record)
@@ -73,11 +73,11 @@ def test_forward(name, shape, activation):
 def test_backward(name, shape, activation):
     gate_up, dh = inputs(*shape)
     recipe = RECIPES[name]
-    mine, theirs = new_row(), new_row()
+    mine, theirs = new_state(), new_state()
     assert kernel.can_quantize_backward(gate_up, recipe.g, recipe.x)
     found = kernel.gated_quantize_backward(dh, gate_up, mine, recipe.g, recipe.x, activation)
     expected = quantize_operand(gated_backward(dh, gate_up, activation), theirs, recipe.g, layout="both")
-    expected += quantize_operand(gated(gate_up, activation), new_row(), recipe.x, record=False, layout="columns")
+    expected += quantize_operand(gated(gate_up, activation), new_state(), recipe.x, record=False, layout="columns")
     for one, other in zip(found, expected, strict=True):
         assert_alike(one, other)
     assert_row(mine, theirs, 2 * math.prod(shape))
@@ -90,12 +90,12 @@ def test_whole_columns_are_those_of_any_tiles(name, dtype, monkeypatch):
     gate_up, dh = (x.to(dtype) for x in inputs(128, 128))
     gate_up[5, 7], dh[100, 90] = math.inf, math.nan
     recipe = RECIPES[name]
-    found = kernel.gated_quantize_backward(dh, gate_up, new_row(), recipe.g, recipe.x, "silu")
+    found = kernel.gated_quantize_backward(dh, gate_up, new_state(), recipe.g, recipe.x, "silu")
     too_high = {name: tile._replace(rows=256) for name, tile in HOPPER.gated.whole_columns.items()}
     high = HOPPER._replace(gated=HOPPER.gated._replace(whole_columns=too_high))
     monkeypatch.setattr(kernel, "tuning_for", lambda _: high)
     monkeypatch.setattr(kernel, "_LAUNCHES", LaunchCache())
-    expected = kernel.gated_quantize_backward(dh, gate_up, new_row(), recipe.g, recipe.x, "silu")
+    expected = kernel.gated_quantize_backward(dh, gate_up, new_state(), recipe.g, recipe.x, "silu")
     for one, other in zip(found, expected, strict=True):
         for part, whole in zip(one, other, strict=True):
             assert torch.equal(part.view(torch.uint8), whole.view(torch.uint8))
@@ -105,11 +105,11 @@ def test_nan_is_noticed():
     gate_up, dh = inputs(40, 128)
     gate_up[3, 7] = math.nan
     recipe = RECIPES["block, E5M2"]  # the interpreter has no NaN in E4M3
-    mine, theirs = new_row(), new_row()
+    mine, theirs = new_state(), new_state()
     found = kernel.gated_quantize(gate_up, mine, recipe.x, "silu", record=True)
     assert_alike(found, quantize_operand(gated(gate_up, "silu"), theirs, recipe.x)[0])
     assert_row(mine, theirs, gate_up.numel() / 2)
-    mine, theirs = new_row(), new_row()
+    mine, theirs = new_state(), new_state()
     found = kernel.gated_quantize_backward(dh, gate_up, mine, recipe.g, recipe.x, "silu")[0]
     assert_alike(found, quantize_operand(gated_backward(dh, gate_up, "silu"), theirs, recipe.g)[0])
     assert_row(mine, theirs, gate_up.numel())

@@ -9,7 +9,7 @@ from kernel_cases import (
     assert_on_neighbours,
     assert_same_bits,
     assert_same_row,
-    new_row,
+    new_state,
     operands,
     sample,
     unusual,
@@ -32,7 +32,7 @@ GROUPED = ["delayed x", "current x", "channel x", "block x", "block w", "block, 
 
 def compare(x, recipe, layout, *, record=True, row=None):
     """Both, from the same row; the rows afterwards are equal, too."""
-    mine, theirs = (new_row() if row is None else row.clone() for _ in range(2))
+    mine, theirs = (new_state() if row is None else row.clone() for _ in range(2))
     found = kernel.quantize_operand(x, mine, recipe, record=record, layout=layout)
     assert_same_bits(found, spec.quantize_operand(x, theirs, recipe, record=record, layout=layout))
     assert_same_row(mine, theirs)
@@ -77,7 +77,7 @@ def test_delayed_scales(layout, format, margin):
     x = sample(40, 70)
     own = x.abs().max().item() / format.max * min(margin, 1)
     for factor, holds in ((1 / 9, False), (0.9, False), (0.97, True), (1, True), (100, True), (1e10, False)):
-        before = new_row(own * factor)
+        before = new_state(own * factor)
         after = compare(x, recipe, layout, row=before)
         assert (after[SCALE] == before[SCALE]) == holds
         assert after[RESCALED] == (not holds)
@@ -93,17 +93,17 @@ def test_a_finite_value_saturates_however_small_the_scale(format, rounding):
     x = torch.zeros(9, 70)
     x[0, :6] = torch.tensor([1e38, -1e38, 3e38, float("inf"), float("-inf"), float("nan")])
     tiny = torch.tensor(2.0**-120)
-    found = kernel.quantize_group([x], new_row(), recipe, layout="both", scale=tiny)
-    assert_same_bits(found, spec.quantize_operand(x, new_row(), recipe, layout="both", scale=tiny))
+    found = kernel.quantize_group([x], new_state(), recipe, layout="both", scale=tiny)
+    assert_same_bits(found, spec.quantize_operand(x, new_state(), recipe, layout="both", scale=tiny))
     if rounding == "nearest":  # a delayed one gives way, and what overflowed in the first pass is done again
-        compare(x, recipe, "both", row=new_row(2.0**-120))
+        compare(x, recipe, "both", row=new_state(2.0**-120))
     for q in (found[0].data, found[1].data.t()):
         assert q.float()[0, :3].isfinite().all() and q.float()[0, 3:6].isnan().all()
 
 
 @pytest.mark.parametrize("recipe", ["delayed x", "current x", "channel x", "block w"])
 def test_uses_add_up_in_the_row(recipe):
-    row = new_row()
+    row = new_state()
     for factor in (0.0, 1.0, 3.0, 0.1):  # zeros teach nothing; the first other use sets the scale
         row = compare(sample(20, 40) * factor, OPERANDS[recipe], "both", row=row)
     assert row[SEEN] == row[CALLS] == 4
@@ -112,7 +112,7 @@ def test_uses_add_up_in_the_row(recipe):
 @pytest.mark.parametrize("scale", [0.0, 0.01])
 @pytest.mark.parametrize("recipe", ["delayed x", "current x", "channel x", "block x", "mx x"])
 def test_nothing_is_learned_without_record(recipe, scale):
-    row = new_row(scale)
+    row = new_state(scale)
     assert torch.equal(compare(sample(20, 40), OPERANDS[recipe], "both", record=False, row=row), row)
 
 
@@ -121,7 +121,7 @@ def test_nothing_is_learned_without_record(recipe, scale):
 def test_a_group_is_its_matrices_side_by_side(name, layout):
     xs = [sample(rows, 40) * factor for rows, factor in ((128, 1), (256, 9), (128, 0.1))]
     assert kernel.can_quantize(xs, OPERANDS[name])
-    mine, theirs = new_row(), new_row()
+    mine, theirs = new_state(), new_state()
     found = kernel.quantize_group(xs, mine, OPERANDS[name], layout=layout)
     assert_same_bits(found, spec.quantize_operand(torch.cat(xs), theirs, OPERANDS[name], layout=layout))
     assert_same_row(mine, theirs)
@@ -148,8 +148,8 @@ def test_columns_of_whole_tiles(name, dtype, monkeypatch):
     compare(x, OPERANDS[name], "columns", record=False)
     compare(x[:, :, 64:128], OPERANDS[name], "columns", record=False)
     xs = [sample(rows, 64, dtype=dtype) * factor for rows, factor in ((128, 1), (256, 9))]
-    found = kernel.quantize_group(xs, new_row(), OPERANDS[name], record=False, layout="columns")
-    assert_same_bits(found, spec.quantize_operand(torch.cat(xs), new_row(), OPERANDS[name], layout="columns"))
+    found = kernel.quantize_group(xs, new_state(), OPERANDS[name], record=False, layout="columns")
+    assert_same_bits(found, spec.quantize_operand(torch.cat(xs), new_state(), OPERANDS[name], layout="columns"))
 
 
 @pytest.mark.parametrize(
@@ -160,8 +160,8 @@ def test_columns_of_whole_tiles(name, dtype, monkeypatch):
 def test_maxima_of_columns_are_found_on_the_way(shape, dtype):
     x = sample(*shape, dtype=dtype)
     x[1, 3], x[1, 5], x[:, 7] = float("inf"), float("nan"), float("-inf")
-    found = kernel.quantize_operand(x, new_row(), OPERANDS["channel x"], layout="both")
-    assert_same_bits(found, spec.quantize_operand(x, new_row(), OPERANDS["channel x"], layout="both"))
+    found = kernel.quantize_operand(x, new_state(), OPERANDS["channel x"], layout="both")
+    assert_same_bits(found, spec.quantize_operand(x, new_state(), OPERANDS["channel x"], layout="both"))
 
 
 def test_what_is_refused():
@@ -178,12 +178,12 @@ def test_what_is_refused():
 def test_stochastic_rounding_goes_to_a_neighbour(format, granularity):
     x = sample(40, 70)
     recipe = OperandRecipe(format, granularity, rounding="stochastic")
-    rows, columns = kernel.quantize_operand(x, new_row(), recipe, layout="both")
+    rows, columns = kernel.quantize_operand(x, new_state(), recipe, layout="both")
     assert_on_neighbours(rows, x)
     assert_on_neighbours(columns, x.mT)
     if granularity == "tensor":
         assert torch.equal(columns.data.view(torch.uint8), rows.data.view(torch.uint8).mT)
-    again = kernel.quantize_operand(x, new_row(), recipe)[0]
+    again = kernel.quantize_operand(x, new_state(), recipe)[0]
     assert not torch.equal(again.data.view(torch.uint8), rows.data.view(torch.uint8))
 
 
@@ -194,24 +194,24 @@ def test_stochastic_rounding_is_unbiased(value, layout):
     n = 64 * 128
     recipe = OperandRecipe(E4M3, rounding="stochastic")
     x, one = torch.full((64, 128), value), torch.ones(())
-    q = kernel.quantize_group([x], new_row(), recipe, layout=layout, scale=one)[0].data.float()
+    q = kernel.quantize_group([x], new_state(), recipe, layout=layout, scale=one)[0].data.float()
     step = q.max() - q.min()
     assert q.unique().numel() == 2 and (q.mean() - value).abs() < 5 * step / 2 / n**0.5
 
 
 def test_a_planted_bug_is_seen():
     x = sample(40, 70)
-    right, wrong = (kernel.quantize_operand(v, new_row(), DELAYED) for v in (x, x * (1 + 2.0**-9)))
+    right, wrong = (kernel.quantize_operand(v, new_state(), DELAYED) for v in (x, x * (1 + 2.0**-9)))
     with pytest.raises(AssertionError, match="scales"):
         assert_same_bits(wrong, right)
     data = right[0].data.clone()
     data.view(torch.uint8)[7, 9] ^= 1
     with pytest.raises(AssertionError, match=r"1 of 2800, first at \[7, 9\]"):
         assert_same_bits([right[0]._replace(data=data)], right)
-    row = new_row()
+    row = new_state()
     row[AMAX] = 1e-3
     with pytest.raises(AssertionError):
-        assert_same_row(row, new_row())
+        assert_same_row(row, new_state())
 
 
 @pytest.mark.parametrize("shape", [(5, 64), (17, 300), (16, 4096), (3, 6144), (2, 14336)], ids=str)
@@ -220,7 +220,7 @@ def test_a_planted_bug_is_seen():
 def test_whole_rows_with_a_factor_per_column(shape, dtype, name):
     recipe = CONFIGS[name].recipe.g
     x, factor = sample(*shape, dtype=dtype), torch.rand(shape[1]) + 0.01
-    mine, theirs = new_row(), new_row()
+    mine, theirs = new_state(), new_state()
     assert kernel.can_fold(x, recipe) and not kernel.can_fold(x, CONFIGS["block"].recipe.g)
     found = kernel.quantize_folded(x, factor, mine, recipe)
     assert_same_bits([found], spec.quantize_operand((x.float() * factor).to(dtype), theirs, recipe))

@@ -86,7 +86,7 @@ def test_backward_multiplies_by_the_weights_that_forward_had(algorithm):
         y = model(x)
         if step_between:
             report.scaling.step()
-            model[0].row_w[SCALE] = 1e-6
+            model[0].state_w[SCALE] = 1e-6
         y.sum().backward()
         gradients.append(x.grad / 50**step_between)
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-6, atol=1e-6)

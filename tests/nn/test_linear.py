@@ -46,9 +46,9 @@ def test_from_linear_shares_the_parameters():
 def test_scaling_state_survives_casts_and_moves_with_identity():
     layer = FP8Linear(16, 16)
     layer(torch.randn(4, 16)).sum().backward()
-    row, before = layer.row_x, layer.row_x.clone()
+    row, before = layer.state_x, layer.state_x.clone()
     layer.to(torch.bfloat16)
-    assert layer.row_x is row and row.dtype == torch.float32 and torch.equal(row, before)
+    assert layer.state_x is row and row.dtype == torch.float32 and torch.equal(row, before)
     assert layer(torch.randn(4, 16, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
@@ -57,12 +57,12 @@ def test_delayed_scale_stays_in_force_within_a_step_while_it_holds():
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     for value, in_force in ((1.0, 1.0), (1.02, 1.0), (0.5, 1.0), (3.0, 3.0), (2.0, 3.0)):  # micro-batches
         layer(value * torch.ones(4, 16)).sum().backward()
-        assert layer.row_x[SCALE] == torch.tensor(in_force) / 448
-    assert layer.row_x[AMAX] == 3
+        assert layer.state_x[SCALE] == torch.tensor(in_force) / 448
+    assert layer.state_x[AMAX] == 3
     found = layer.scaling.statistics(reset=False)["linear.x"]
     assert found["saturated"] == 0 and found["rescaled"] == pytest.approx(1 / 5)
     optimizer.step()
-    assert layer.row_x[SCALE] == torch.tensor(3.0) / 448
+    assert layer.state_x[SCALE] == torch.tensor(3.0) / 448
     optimizer.step()  # nothing new: nothing rolls
     assert layer.scaling.state_dict()["_steps"].tolist() == [1, 1, 1]
 
@@ -77,7 +77,7 @@ def test_evaluation_learns_nothing(no_grad):
         before = layer(x)
         layer(1e5 * x)
         assert torch.equal(layer(x), before)
-    assert layer.row_x[CALLS] == 0 and layer.row_x[SCALE] == 0
+    assert layer.state_x[CALLS] == 0 and layer.state_x[SCALE] == 0
 
 
 def test_a_skipped_step_leaves_the_history_alone():
@@ -112,7 +112,7 @@ def test_deepcopy_is_independent():
     layer = FP8Linear(16, 16)
     layer(torch.randn(4, 16)).sum().backward()
     twin = copy.deepcopy(layer)
-    assert twin.row_x is twin.scaling.rows[0] and twin.row_x is not layer.row_x
+    assert twin.state_x is twin.scaling.states[0] and twin.state_x is not layer.state_x
     twin(torch.randn(4, 16)).sum().backward()
     torch.optim.SGD(twin.parameters(), lr=0.1).step()
     assert twin.scaling.state_dict()["_steps"].tolist() == [1, 1, 1]

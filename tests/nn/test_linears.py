@@ -8,7 +8,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from octavo import FP8Linear, FP8TrainingConfig
 from octavo.nn.linear_function import linear
-from octavo.numerics.scaling import SATURATED, SCALE, UNDERFLOW, new_rows
+from octavo.numerics.scaling import SATURATED, SCALE, UNDERFLOW, new_states
 from octavo.ops import linear as ops_linear
 from octavo.ops.linear import LinearSpec
 from octavo.ops.weight import Weight
@@ -33,7 +33,7 @@ def group(x, weights, bias, spec, rows):
 
 
 def rows():
-    return tuple(new_rows(3, device="cpu").unbind())
+    return tuple(new_states(3, device="cpu").unbind())
 
 
 def build(dtype=torch.float32, factors=(1.0, 4.0, 0.2)):

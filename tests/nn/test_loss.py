@@ -11,7 +11,7 @@ from octavo.nn import cost_model
 from octavo.nn import loss as module
 from octavo.nn.loss import FP8Head, linear_cross_entropy
 from octavo.numerics import cross_entropy as spec
-from octavo.numerics.scaling import SCALE, SEEN, new_rows
+from octavo.numerics.scaling import SCALE, SEEN, new_states
 
 T, K, V = 300, 24, 50
 
@@ -34,7 +34,7 @@ def head_of(**options):
 
 
 def head_rows():
-    return tuple(new_rows(2, device="cpu").unbind())
+    return tuple(new_states(2, device="cpu").unbind())
 
 
 @pytest.fixture(params=[2**30, 128 * V * 4, 1], ids=["one chunk", "three chunks", "smallest chunks"])

@@ -9,14 +9,14 @@ from torch import nn
 from octavo import FP8TrainingConfig
 from octavo.nn import loss as module
 from octavo.nn.loss import FP8Head, linear_cross_entropy
-from octavo.numerics.scaling import new_rows
+from octavo.numerics.scaling import new_states
 
 COUNT, SCALE = 2.0**17, 2.0**16  # tokens of an accumulated batch; where torch's GradScaler begins
 
 
 def in_fp8():
     recipe = FP8TrainingConfig().recipe
-    return {"head": FP8Head(recipe.x, recipe.w), "rows": tuple(new_rows(2, device="cpu").unbind())}
+    return {"head": FP8Head(recipe.x, recipe.w), "rows": tuple(new_states(2, device="cpu").unbind())}
 
 
 def inputs(tokens, width, vocabulary, hidden_dtype, weight_dtype):

@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from octavo import FP8TrainingConfig
 from octavo.nn.mlp_function import gated_mlp
 from octavo.numerics.activation import ACTIVATIONS, gated, gated_backward
-from octavo.numerics.scaling import new_rows
+from octavo.numerics.scaling import new_states
 from octavo.ops import linear as ops_linear
 from octavo.ops.linear import LinearSpec
 from octavo.ops.mlp import MLPSpec
@@ -39,7 +39,7 @@ def run_mlp(x, gate, up, down, mlp, rows, rows_down):
 
 
 def rows():
-    return tuple(new_rows(3, device="cpu").unbind())
+    return tuple(new_states(3, device="cpu").unbind())
 
 
 def build(dtype=torch.float32):

@@ -10,7 +10,7 @@ from octavo import fp8_autocast
 from octavo.nn import product as product_module
 from octavo.nn.product import fp8_product
 from octavo.numerics import FP8TrainingConfig
-from octavo.numerics.scaling import ROW
+from octavo.numerics.scaling import SLOTS
 from octavo.ops import Product
 
 RECIPES = ("delayed", "current", "channel", "block", "mx")
@@ -35,7 +35,7 @@ def fp8(a, b, config, bias=None, **options):
         out_dtype=a.dtype,
         **options,
     )
-    rows = tuple(torch.zeros(ROW) for _ in range(3))
+    rows = tuple(torch.zeros(SLOTS) for _ in range(3))
     return fp8_product(a, b, bias, product, rows), rows
 
 

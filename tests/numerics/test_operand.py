@@ -11,7 +11,7 @@ from numpy_fp8 import quantize as numpy_quantize
 
 from octavo.numerics import E4M3, E5M2, FP8ScalingManager, FP8TrainingConfig, OperandRecipe, get_format
 from octavo.numerics.operand import LAYOUTS, quantize_operand
-from octavo.numerics.scaling import AMAX, CALLS, NON_FINITE, RESCALED, ROW, SATURATED, SCALE, SEEN, UNDERFLOW
+from octavo.numerics.scaling import AMAX, CALLS, NON_FINITE, RESCALED, SATURATED, SCALE, SEEN, SLOTS, UNDERFLOW
 
 CURRENT = {
     "tensor": OperandRecipe(E4M3),
@@ -25,8 +25,8 @@ DELAYED = OperandRecipe(E4M3, delayed=True)
 by_kind = pytest.mark.parametrize("kind", CURRENT)
 
 
-def new_row(scale=0.0):
-    row = torch.zeros(ROW)
+def new_state(scale=0.0):
+    row = torch.zeros(SLOTS)
     row[SCALE] = scale
     return row
 
@@ -56,7 +56,7 @@ def test_layouts_match_numpy(kind, shape, dtype):
     recipe, x = CURRENT[kind], sample(*shape).to(dtype)
     both = [expected(x, recipe), expected(x.mT, recipe)]
     for layout, wanted in (("rows", both[:1]), ("columns", both[1:]), ("both", both)):
-        found = quantize_operand(x, new_row(), recipe, layout=layout)
+        found = quantize_operand(x, new_state(), recipe, layout=layout)
         assert len(found) == len(wanted)
         for q, (data, scale) in zip(found, wanted, strict=True):
             assert q.data.is_contiguous()
@@ -67,7 +67,7 @@ def test_layouts_match_numpy(kind, shape, dtype):
 @by_kind
 def test_columns_come_from_the_high_precision_values(kind):
     """Quantised by itself along the other dimension; equal to the transpose only where scales are symmetric."""
-    rows, columns = quantize_operand(sample(130, 131), new_row(), CURRENT[kind], layout="both")
+    rows, columns = quantize_operand(sample(130, 131), new_state(), CURRENT[kind], layout="both")
     transposed = np.array_equal(codes(columns.data), codes(rows.data.mT))
     assert transposed is (kind in ("tensor", "block 128x128"))
     if kind == "block 128x128":
@@ -76,7 +76,7 @@ def test_columns_come_from_the_high_precision_values(kind):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_first_non_zero_use_takes_its_own_amax_and_keeps_it_for_the_step(layout):
-    row = new_row()
+    row = new_state()
     x = sample(33, 50)
     quantize_operand(torch.zeros(33, 50), row, DELAYED, layout=layout)
     assert row[SCALE] == 0 and row[SEEN] == 1
@@ -96,11 +96,11 @@ def test_the_first_non_zero_use_takes_its_own_amax_and_keeps_it_for_the_step(lay
 @pytest.mark.parametrize("factor", [1.08, 2.0, 1e3, 1e20, 1e-10])
 def test_a_tensor_that_the_delayed_scale_does_not_hold_takes_its_own(name, layout, factor):
     recipe = OperandRecipe(get_format(name), delayed=True)
-    row, x = new_row(), sample(33, 50)
+    row, x = new_state(), sample(33, 50)
     quantize_operand(x, row, recipe, layout=layout)
     row[AMAX] = 0.0  # another step
     jumped = x * factor
-    current = quantize_operand(jumped, new_row(), replace(recipe, delayed=False), layout=layout)
+    current = quantize_operand(jumped, new_state(), replace(recipe, delayed=False), layout=layout)
     before = row.clone()
     for record in (False, True, True):
         found = quantize_operand(jumped, row, recipe, record=record, layout=layout)
@@ -112,7 +112,7 @@ def test_a_tensor_that_the_delayed_scale_does_not_hold_takes_its_own(name, layou
 
 def test_a_margin_below_one_saturates_as_much_as_it_asks_for():
     recipe = OperandRecipe(E4M3, margin=0.5, delayed=True)
-    row, x = new_row(), torch.arange(1.0, 101.0)[None]
+    row, x = new_state(), torch.arange(1.0, 101.0)[None]
     for factor in (1.0, 1.0, 10.0):
         q = quantize_operand(x * factor, row, recipe)[0]
         assert q.scale == torch.tensor(50 * factor) / 448
@@ -132,13 +132,13 @@ def test_delayed_scales_follow_the_manager():
 
 def test_margin_and_percentile_shape_the_scale():
     x = torch.arange(1.0, 101.0)[None]
-    row = new_row()
+    row = new_state()
     q = quantize_operand(x, row, OperandRecipe(E4M3, margin=2.0, percentile=50.0))[0]
     assert q.scale == torch.tensor(50.0) / 448 * 2
     assert row[AMAX] == 50
     # Beyond 50 × 2 × 464/448 = 103.57 nothing lies; at half the percentile's headroom, 52 to 100 do.
     assert row[SATURATED] == 0
-    row = new_row()
+    row = new_state()
     quantize_operand(x, row, OperandRecipe(E4M3, percentile=50.0))
     assert row[SATURATED] == torch.tensor(49.0) / 100  # |x| > 50 × 464/448 = 51.8
 
@@ -146,7 +146,7 @@ def test_margin_and_percentile_shape_the_scale():
 @by_kind
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_without_recording_the_row_is_left_alone(kind, layout):
-    row, x = torch.rand(ROW), sample(33, 50)
+    row, x = torch.rand(SLOTS), sample(33, 50)
     before = row.clone()
     found = quantize_operand(x, row, CURRENT[kind], record=False, layout=layout)
     assert torch.equal(row, before)
@@ -156,7 +156,7 @@ def test_without_recording_the_row_is_left_alone(kind, layout):
 
 
 def test_recomputing_without_recording_meets_the_same_scale():
-    row, x = new_row(), sample(33, 50)
+    row, x = new_state(), sample(33, 50)
     for jump in (1.0, 100.0):  # a first use, and one that takes its own scale
         first = quantize_operand(x * jump, row, DELAYED)[0]
         quantize_operand(x * jump * 1.02, row, DELAYED)
@@ -172,7 +172,7 @@ def test_saturated_and_underflown_shares_are_exact(dtype, name, layout):
     x = (torch.randn(64, 65, generator=torch.Generator().manual_seed(0)) ** 5).to(dtype)
     x[0] = 0
     for amax in (0.3, 1.003, 2.9, 1e4):
-        row = new_row(amax / recipe.format.max)
+        row = new_state(amax / recipe.format.max)
         q = quantize_operand(x, row, recipe, layout=layout)[0]
         view = x.mT if layout == "columns" else x
         saturated, underflow = losses(view, q.data, decode(q.scale), recipe)
@@ -182,12 +182,12 @@ def test_saturated_and_underflown_shares_are_exact(dtype, name, layout):
 
 def test_the_saturation_limit_is_not_rounded_to_the_dtype_of_x():
     """466 / 1.003 = 464.6 is beyond 464, where the clamp changes values; in BF16 the limit itself rounds to 466."""
-    row = new_row(1.003)
+    row = new_state(1.003)
     x = torch.full((1, 64), 466.0, dtype=torch.bfloat16)
     assert quantize_operand(x, row, DELAYED)[0].scale == torch.tensor(466.0) / 448
     assert row[RESCALED] == 1
     with_margin = replace(DELAYED, margin=1.003 * 448 / 466)  # which asks for a scale of 1.003
-    row = new_row(1.003)
+    row = new_state(1.003)
     assert quantize_operand(x, row, with_margin)[0].scale == torch.tensor(1.003)
     assert row[SATURATED] == 1
 
@@ -196,7 +196,7 @@ def test_the_saturation_limit_is_not_rounded_to_the_dtype_of_x():
 def test_losses_of_current_scales(kind):
     recipe, x = CURRENT[kind], sample(130, 132) * torch.tensor([1e-9, 1.0])[torch.arange(132) % 2]
     for layout in ("rows", "columns"):
-        row = new_row()
+        row = new_state()
         q = quantize_operand(x, row, recipe, layout=layout)[0]
         saturated, underflow = losses(x.mT if layout == "columns" else x, q.data, decode(q.scale), recipe)
         assert bool(saturated > 0) is (kind == "mx floor")
@@ -208,7 +208,7 @@ def test_losses_of_current_scales(kind):
 @pytest.mark.parametrize("name", NAMES)
 def test_non_finite_input_is_noted_and_counts_neither_as_saturated_nor_as_lost(bad, name):
     for big in (1.0, 1e9):  # alone, and beside a value that the scale does not hold
-        recipe, row = OperandRecipe(get_format(name), delayed=True), new_row(1.0)
+        recipe, row = OperandRecipe(get_format(name), delayed=True), new_state(1.0)
         q = quantize_operand(torch.tensor([[bad, big, 1.0, 1e-30]]), row, recipe)[0]
         assert np.isnan(decode(q.data)[0, 0]) and np.isfinite(decode(q.data)[0, 1:]).all()
         assert (row[NON_FINITE], row[AMAX]) == (1, big)
@@ -228,7 +228,7 @@ def test_one_non_finite_use_stops_the_history():
 
 
 def test_float64_beyond_float32_does_not_zero_the_rest():
-    q = quantize_operand(torch.tensor([[1e300, 1.0, 2.0]], dtype=torch.float64), new_row(), CURRENT["tensor"])[0]
+    q = quantize_operand(torch.tensor([[1e300, 1.0, 2.0]], dtype=torch.float64), new_state(), CURRENT["tensor"])[0]
     assert decode(q.data)[0, 2] == 448 and np.isnan(decode(q.data)[0, 0])
 
 
@@ -236,7 +236,7 @@ def test_float64_beyond_float32_does_not_zero_the_rest():
 @pytest.mark.parametrize("shape", [(0, 40), (40, 0), (2, 0, 40)])
 def test_empty_operands(kind, shape):
     """An expert that no token went to."""
-    row = new_row()
+    row = new_state()
     rows, columns = quantize_operand(torch.zeros(shape), row, CURRENT[kind], layout="both")
     assert rows.data.shape == shape and columns.data.shape == torch.zeros(shape).mT.shape
     assert row.isfinite().all() and row[NON_FINITE] == 0
@@ -245,7 +245,7 @@ def test_empty_operands(kind, shape):
 @by_kind
 def test_the_row_stays_out_of_autograd(kind):
     for value in (1.0, math.inf):
-        row = new_row()
+        row = new_state()
         quantize_operand(torch.tensor([[value, 2.0]], requires_grad=True), row, CURRENT[kind], layout="both")
         assert not row.requires_grad
 
@@ -256,7 +256,7 @@ def test_stochastic_operands_use_the_global_generator_and_are_reproducible():
     runs = []
     for seed in (0, 0, 1):
         torch.manual_seed(seed)
-        rows, columns = quantize_operand(x, new_row(), recipe, layout="both")
+        rows, columns = quantize_operand(x, new_state(), recipe, layout="both")
         assert np.array_equal(codes(columns.data), codes(rows.data.mT))  # one draw serves both layouts
         runs.append(codes(rows.data))
     assert np.array_equal(runs[0], runs[1]) and not np.array_equal(runs[0], runs[2])

@@ -9,7 +9,7 @@ import torch
 from octavo import FP8Linear
 from octavo.numerics import E4M3, E5M2, FP8ScalingManager, FP8TrainingConfig, compute_scale
 from octavo.numerics.quantize import SMALLEST_SCALE
-from octavo.numerics.scaling import AMAX, NON_FINITE, ROW, SCALE, SEEN
+from octavo.numerics.scaling import AMAX, NON_FINITE, SCALE, SEEN, SLOTS
 
 BAD = [math.nan, math.inf, -math.inf]
 
@@ -112,7 +112,7 @@ def test_a_zero_after_others_keeps_the_history():
 def test_extreme_amax_gives_a_finite_positive_multiplier(amax):
     m = manager()
     m.update_amax("x", amax)
-    multiplier, scale = m.get_scale("x"), m.rows[0][SCALE]
+    multiplier, scale = m.get_scale("x"), m.states[0][SCALE]
     assert 0 < multiplier < math.inf
     assert scale >= SMALLEST_SCALE
     # The two words for one thing: each is a rounding or two from the other's reciprocal.
@@ -162,7 +162,7 @@ def test_a_planted_second_advance_is_caught(monkeypatch):
     before, real = snapshot(m), FP8ScalingManager._roll
 
     def roll_always(self):
-        for row in self.rows:
+        for row in self.states:
             row[SEEN] = 1
         real(self)
 
@@ -195,7 +195,7 @@ def test_one_non_finite_value_anywhere_stops_every_history(bad):
     after = snapshot(m)
     assert all(torch.equal(a, b) for a, b in zip(before[1:], after[1:], strict=True))
     assert amax_of(m, "x") == amax_of(m, "y") == 2
-    assert (torch.stack(m.rows)[:, [AMAX, SEEN, NON_FINITE]] == 0).all()  # the step is over, and forgotten
+    assert (torch.stack(m.states)[:, [AMAX, SEEN, NON_FINITE]] == 0).all()  # the step is over, and forgotten
     m.record("x", 16.0)
     m.step()
     assert amax_of(m, "x") == 16
@@ -231,7 +231,7 @@ def test_the_scale_that_layers_read_has_the_margin_that_get_scale_has(margin):
     m = manager(margin=margin)
     for amax in (2.0, 3.0, 1.0):
         m.update_amax("x", amax)
-    assert m.rows[0][SCALE] == torch.tensor(3.0) / 448 * margin and m.get_scale("x") == 448 / (3 * margin)
+    assert m.states[0][SCALE] == torch.tensor(3.0) / 448 * margin and m.get_scale("x") == 448 / (3 * margin)
     layer = FP8Linear(16, 16, config=FP8TrainingConfig(margin=math.log2(margin)))
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
     x = torch.randn(4, 16)
@@ -239,8 +239,8 @@ def test_the_scale_that_layers_read_has_the_margin_that_get_scale_has(margin):
         layer(x).sum().backward()
         optimizer.step()
     assert (
-        layer.row_x[SCALE] == x.abs().max() / 448 * margin
-        and layer.row_w[SCALE] == layer.weight.abs().max() / 448 * margin
+        layer.state_x[SCALE] == x.abs().max() / 448 * margin
+        and layer.state_w[SCALE] == layer.weight.abs().max() / 448 * margin
     )
 
 
@@ -251,7 +251,7 @@ def test_an_amax_with_a_graph_is_taken_without_it(learn):
     for _ in range(3):
         getattr(m, learn)("w", w if learn == "observe" else w.abs().max())
         m.step()
-        assert not any(row.requires_grad for row in m.rows)
+        assert not any(row.requires_grad for row in m.states)
         assert not any(tensor.requires_grad for tensor in (m._history, m._amax, m._ema, m.get_scale("w")))
         (w * m.get_scale("w")).sum().backward()
     assert w.grad is not None and amax_of(m, "w") == 1
@@ -317,4 +317,4 @@ def test_from_config_reads_history_algorithm_interval_and_percentile():
 
 def test_rows_are_plain_fp32_numbers():
     row = manager().register("x")
-    assert row.shape == (ROW,) and row.dtype == torch.float32 and not row.requires_grad and (row == 0).all()
+    assert row.shape == (SLOTS,) and row.dtype == torch.float32 and not row.requires_grad and (row == 0).all()

@@ -12,7 +12,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from octavo.numerics import E5M2, FP8ScalingManager, OperandRecipe, scaling
 from octavo.numerics.operand import quantize_operand
-from octavo.numerics.scaling import CALLS, ROW, SCALE
+from octavo.numerics.scaling import CALLS, SCALE, SLOTS
 
 ALGORITHMS = ["max", "most_recent", "ema"]
 
@@ -74,8 +74,8 @@ def test_loading_before_layers_register_their_rows():
     m = trained()
     fresh = manager()
     fresh.load_state_dict(m.state_dict())
-    row = torch.zeros(ROW)
-    assert fresh.register("g", format=E5M2, margin=2.0, row=row) is row
+    row = torch.zeros(SLOTS)
+    assert fresh.register("g", format=E5M2, margin=2.0, state=row) is row
     assert torch.equal(row, m.register("g"))
     assert train(fresh, 3, start=5) == train(m, 3, start=5)
     assert row[SCALE] == m.register("g")[SCALE]
@@ -128,13 +128,13 @@ def test_names_not_in_the_saved_state_keep_theirs():
 def test_register_adopts_a_row_and_keeps_its_history():
     m = manager()
     m.update_amax("x", 8.0)
-    mine = torch.zeros(ROW)
-    assert m.register("x", row=mine) is mine and m.register("x") is mine
+    mine = torch.zeros(SLOTS)
+    assert m.register("x", state=mine) is mine and m.register("x") is mine
     assert mine[SCALE] == torch.tensor(8.0 / 448)
     m.update_amax("x", 2.0)
     assert m.get_scale("x") == 56.0 and mine[SCALE] == torch.tensor(8.0 / 448)
-    first = torch.zeros(ROW)
-    assert m.register("new", row=first) is first
+    first = torch.zeros(SLOTS)
+    assert m.register("new", state=first) is first
     m.update_amax("new", 1.0)
     assert first[SCALE] == torch.tensor(1.0 / 448)
 

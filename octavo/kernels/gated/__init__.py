@@ -87,13 +87,19 @@ def _build_backward(dh: Tensor, gate_up: Tensor, activation: str) -> Launches:
 
 
 def gated_quantize(
-    gate_up: Tensor, row: Tensor, recipe: OperandRecipe, activation: str, *, record: bool, into: Quantized | None = None
+    gate_up: Tensor,
+    state: Tensor,
+    recipe: OperandRecipe,
+    activation: str,
+    *,
+    record: bool,
+    into: Quantized | None = None,
 ) -> Quantized:
     """`gated(gate_up[M, 2F])`, quantised. `into`: room for gate and up as `numerics.activation.keep` keeps them."""
     gate_up = gate_up.contiguous()
     if recipe.delayed:
-        row, record = delayed.writable(row, record), True
-    given = (gate_up, row, *((row, row) if into is None else into))
+        state, record = delayed.writable(state, record), True
+    given = (gate_up, state, *((state, state) if into is None else into))
     key = ("gated_quantize", recipe, activation, record, into is None, kind(*given))
     keep = into is not None
     launches = _LAUNCHES.get(key) or _LAUNCHES.add(key, _build_quantize(gate_up, recipe, activation, record, keep))
@@ -118,7 +124,7 @@ def gated_quantize_backward(
     dh: Tensor,
     gate_up: Tensor,
     h_scale: Tensor,
-    row: Tensor,
+    state: Tensor,
     recipe: OperandRecipe,
     recipe_h: OperandRecipe,
     activation: str,
@@ -130,7 +136,7 @@ def gated_quantize_backward(
     `kept_scale`: `gate_up` is in FP8, as it was kept, with these.
     """
     dh, gate_up = dh.contiguous(), gate_up.contiguous()
-    given = (dh, gate_up, h_scale, row, row if kept_scale is None else kept_scale)
+    given = (dh, gate_up, h_scale, state, state if kept_scale is None else kept_scale)
     key = ("gated_quantize_backward", recipe, recipe_h, activation, kind(*given))
     launches = _LAUNCHES.get(key) or _LAUNCHES.add(
         key, _build_quantize_backward(dh, gate_up, recipe, recipe_h, activation)

@@ -31,16 +31,16 @@ from octavo.numerics.quantize import BLOCK, Quantized
 
 
 @triton.jit
-def _record(row_ptr, top, trouble, lost, clipped, per_element):
-    tiles.record(row_ptr, tl.max(top, axis=0), finite.is_trouble(trouble), lost, clipped, per_element)
+def _record(state_ptr, top, trouble, lost, clipped, per_element):
+    tiles.record(state_ptr, tl.max(top, axis=0), finite.is_trouble(trouble), lost, clipped, per_element)
     if tl.program_id(0) == 0:
-        tiles.record_use(row_ptr)
+        tiles.record_use(state_ptr)
 
 
 @triton.jit(do_not_specialize=["seed"])
 def _rows_kernel(
     gate_up_ptr,
-    row_ptr,
+    state_ptr,
     out_ptr,
     scale_ptr,
     M,
@@ -73,7 +73,8 @@ def _rows_kernel(
         value, _ = ACTIVATION(gate.to(tl.float32))
         h = tiles.narrow(value * up.to(tl.float32), gate.dtype).to(tl.float32)
         v, spread, amax = scale_rows(
-            h, amax_of_rows(h, MODE), i, j, 0, M, M, F, row_ptr, scale_ptr, MODE, FORMAT, MARGIN, MX_UP, TILE_M, TILE_F
+            h, amax_of_rows(h, MODE), i, j, 0, M, M, F, state_ptr, scale_ptr, MODE, FORMAT, MARGIN, MX_UP, TILE_M,
+            TILE_F,
         )  # fmt: skip
         where = i.to(tl.int64) * TILE_M * F + j * TILE_F + inner_out if STOCHASTIC else 0
         v = tiles.saturate(v, seed, where, FORMAT, STOCHASTIC)
@@ -87,14 +88,14 @@ def _rows_kernel(
             if CLIPS:
                 clipped += tiles.count(tiles.is_clipped(h, spread, FORMAT))
     if RECORD:
-        _record(row_ptr, top, trouble, tiles.from_sample(lost, count, step), clipped, per_element)
+        _record(state_ptr, top, trouble, tiles.from_sample(lost, count, step), clipped, per_element)
 
 
 @triton.jit(do_not_specialize=["seed"])
 def _backward_rows_kernel(
     dh_ptr,
     gate_up_ptr,
-    row_ptr,
+    state_ptr,
     rows_ptr,
     scale_ptr,
     column_amax_ptr,
@@ -147,8 +148,8 @@ def _backward_rows_kernel(
                 else:
                     up_top = tl.maximum(up_top, columns)
             v, spread, amax = scale_rows(
-                d, amax_of_rows(d, MODE, True), i, j + half * across, 0, M, M, 2 * F, row_ptr, scale_ptr, MODE, FORMAT,
-                MARGIN, MX_UP, TILE_M, TILE_F,
+                d, amax_of_rows(d, MODE, True), i, j + half * across, 0, M, M, 2 * F, state_ptr, scale_ptr, MODE,
+                FORMAT, MARGIN, MX_UP, TILE_M, TILE_F,
             )  # fmt: skip
             where = i.to(tl.int64) * TILE_M * 2 * F + j * TILE_F + half * F + inner if STOCHASTIC else 0
             v = tiles.saturate(v, seed, where, FORMAT, STOCHASTIC, tiles.INTERPRETED)
@@ -164,7 +165,7 @@ def _backward_rows_kernel(
         tiles.raise_to(column_amax_ptr + f, tl.max(gate_top, axis=0), f < F)
         tiles.raise_to(column_amax_ptr + F + f, tl.max(up_top, axis=0), f < F)
         tiles.raise_to(h_amax_ptr + f, tl.max(h_top, axis=0), f < F)
-    _record(row_ptr, top, trouble, tiles.from_sample(lost, count, step), clipped, per_element)
+    _record(state_ptr, top, trouble, tiles.from_sample(lost, count, step), clipped, per_element)
 
 
 @triton.jit(do_not_specialize=["seed"])
@@ -252,12 +253,14 @@ def _mode_t(recipe: OperandRecipe) -> int | None:
     return modes_of(recipe, "columns")[1] if recipe.columns else _rows_mode(recipe)
 
 
-def gated_quantize(gate_up: Tensor, row: Tensor, recipe: OperandRecipe, activation: str, *, record: bool) -> Quantized:
+def gated_quantize(
+    gate_up: Tensor, state: Tensor, recipe: OperandRecipe, activation: str, *, record: bool
+) -> Quantized:
     """`gated(gate_up[M, 2F])`, quantised as rows."""
     gate_up = gate_up.contiguous()
-    key = ("rows", recipe, activation, record, kind(gate_up, row))
+    key = ("rows", recipe, activation, record, kind(gate_up, state))
     launches = _LAUNCHES.get(key) or _LAUNCHES.add(key, _build_forward(gate_up, recipe, activation, record))
-    return Quantized(*launches.run(gate_up, row))
+    return Quantized(*launches.run(gate_up, state))
 
 
 def _build_forward(gate_up: Tensor, recipe: OperandRecipe, activation: str, record: bool) -> Launches:
@@ -275,13 +278,13 @@ def _build_forward(gate_up: Tensor, recipe: OperandRecipe, activation: str, reco
 
 
 def gated_quantize_backward(
-    dh: Tensor, gate_up: Tensor, row: Tensor, recipe: OperandRecipe, recipe_h: OperandRecipe, activation: str
+    dh: Tensor, gate_up: Tensor, state: Tensor, recipe: OperandRecipe, recipe_h: OperandRecipe, activation: str
 ) -> tuple[Quantized, Quantized, Quantized]:
     """The gradient of gate and up as rows and as columns, and h as columns."""
     dh, gate_up = dh.contiguous(), gate_up.contiguous()
-    key = ("backward", recipe, recipe_h, activation, kind(dh, gate_up, row))
+    key = ("backward", recipe, recipe_h, activation, kind(dh, gate_up, state))
     launches = _LAUNCHES.get(key) or _LAUNCHES.add(key, _build_backward(dh, gate_up, recipe, recipe_h, activation))
-    found = launches.run(dh, gate_up, row)
+    found = launches.run(dh, gate_up, state)
     return Quantized(*found[:2]), Quantized(*found[2:4]), Quantized(*found[4:])
 
 

@@ -15,7 +15,7 @@ PLAIN = tl.constexpr(2)  # no FP8
 @triton.jit(do_not_specialize=["seed"])
 def gated_kernel(
     gate_up_ptr,
-    row_ptr,
+    state_ptr,
     amax_ptr,
     out_ptr,
     scale_ptr,
@@ -40,10 +40,10 @@ def gated_kernel(
 ):
     """`KEEP`: gate and up go into FP8, for backward."""
     if SCALING == delayed.AGAIN:
-        if delayed.is_held(row_ptr, FORMAT, MARGIN):
+        if delayed.is_held(state_ptr, FORMAT, MARGIN):
             return
     if TASK == QUANTIZE:
-        scale, before = delayed.find_scale(row_ptr, amax_ptr, SCALING, FORMAT, MARGIN)
+        scale, before = delayed.find_scale(state_ptr, amax_ptr, SCALING, FORMAT, MARGIN)
         inverse, inverse_before = tiles.reciprocal(scale), tiles.reciprocal(before)
     across = tl.cdiv(F, TILE_F)
     count = tl.cdiv(M, TILE_M) * across
@@ -102,12 +102,12 @@ def gated_kernel(
                 tl.atomic_max(amax_ptr, finite_top, sem="relaxed")
         else:
             all_lost = tiles.from_sample(lost, count, step)
-            tiles.record(row_ptr, finite_top, non_finite, all_lost, clipped, per_element)
+            tiles.record(state_ptr, finite_top, non_finite, all_lost, clipped, per_element)
     if TASK == QUANTIZE:
         if tl.program_id(0) == 0:
             tl.store(scale_ptr, scale)
             if RECORD:
-                delayed.note_use(row_ptr, amax_ptr, scale, SCALING, FORMAT, MARGIN)
+                delayed.note_use(state_ptr, amax_ptr, scale, SCALING, FORMAT, MARGIN)
 
 
 @triton.jit(do_not_specialize=["seed"])
@@ -115,7 +115,7 @@ def gated_backward_kernel(
     dh_ptr,
     gate_up_ptr,
     kept_scale_ptr,
-    row_ptr,
+    state_ptr,
     amax_ptr,
     h_scale_ptr,
     rows_ptr,
@@ -142,10 +142,10 @@ def gated_backward_kernel(
     STAGES: tl.constexpr,
 ):
     if SCALING == delayed.AGAIN:
-        if delayed.is_held(row_ptr, FORMAT, MARGIN):
+        if delayed.is_held(state_ptr, FORMAT, MARGIN):
             return
     if TASK == QUANTIZE:
-        scale, before = delayed.find_scale(row_ptr, amax_ptr, SCALING, FORMAT, MARGIN)
+        scale, before = delayed.find_scale(state_ptr, amax_ptr, SCALING, FORMAT, MARGIN)
         inverse, inverse_before = tiles.reciprocal(scale), tiles.reciprocal(before)
         h_inverse = tiles.reciprocal(tl.load(h_scale_ptr))
     down, across = tl.cdiv(M, TILE_M), tl.cdiv(F, TILE_F)
@@ -232,10 +232,10 @@ def gated_backward_kernel(
                 tl.atomic_max(amax_ptr, finite_top, sem="relaxed")
         else:
             all_lost = tiles.from_sample(lost, count, step)
-            tiles.record(row_ptr, finite_top, non_finite, all_lost, clipped, per_element)
+            tiles.record(state_ptr, finite_top, non_finite, all_lost, clipped, per_element)
     if TASK == QUANTIZE:
         if tl.program_id(0) == 0:
             tl.store(scale_ptr, scale)
             tl.store(scale_t_ptr, scale)
             if RECORD:
-                delayed.note_use(row_ptr, amax_ptr, scale, SCALING, FORMAT, MARGIN)
+                delayed.note_use(state_ptr, amax_ptr, scale, SCALING, FORMAT, MARGIN)

@@ -2,7 +2,7 @@
 
 `x[R, C]` is read once and written as `rows[R, C]`, as `columns[C, R]`, or as both. Where the scale comes from:
 
-    tensor         one scale: given; or delayed, from the row (`delayed.py`); or from an amax pass
+    tensor         one scale: given; or delayed, from the state (`delayed.py`); or from an amax pass
     channel        one per row, of rows that a program holds whole; else per row or column from an amax pass, or found
                    by the pass over the other layout (columns, on the way over whole rows)
     128×128        of a block, over whose tiles a program walks twice
@@ -69,15 +69,15 @@ def _has_kernel(recipe: OperandRecipe) -> bool:
 
 
 def quantize_operand(
-    x: Tensor, row: Tensor, recipe: OperandRecipe, *, record: bool = True, layout: str = "rows"
+    x: Tensor, state: Tensor, recipe: OperandRecipe, *, record: bool = True, layout: str = "rows"
 ) -> list[Quantized]:
     """The kernel of `numerics.operand.quantize_operand`."""
-    return quantize_group([x], row, recipe, record=record, layout=layout)
+    return quantize_group([x], state, recipe, record=record, layout=layout)
 
 
 def quantize_group(
     xs: Sequence[Tensor],
-    row: Tensor,
+    state: Tensor,
     recipe: OperandRecipe,
     *,
     record: bool = True,
@@ -89,12 +89,12 @@ def quantize_group(
     xs = [x if x.is_contiguous() else _in_even_steps(x) for x in xs]
     given = scale is not None
     if scale is not None:
-        row, record = scale, False
+        state, record = scale, False
     elif recipe.delayed:
-        row, record = delayed.writable(row, record), True
-    key = (recipe, record, layout, given, batch, kind(row, *xs))
+        state, record = delayed.writable(state, record), True
+    key = (recipe, record, layout, given, batch, kind(state, *xs))
     launches = _LAUNCHES.get(key) or _LAUNCHES.add(key, _LaunchBuilder(xs, recipe, batch, given).build(record, layout))
-    made = launches.run(*xs, row)
+    made = launches.run(*xs, state)
     return [Quantized(made[i], made[i + 1]) for i in range(0, len(made), 2)]
 
 
@@ -103,12 +103,12 @@ def can_fold(x: Tensor, recipe: OperandRecipe) -> bool:
     return recipe.granularity == "channel" and x.dim() == 2 and x.shape[1] <= WIDEST and can_quantize([x], recipe)
 
 
-def quantize_folded(x: Tensor, factor: Tensor, row: Tensor, recipe: OperandRecipe) -> Quantized:
+def quantize_folded(x: Tensor, factor: Tensor, state: Tensor, recipe: OperandRecipe) -> Quantized:
     """`x[R, C] · factor[C]`, rounded to the dtype of x, and quantised as rows."""
     x, factor = x if x.stride(-1) == 1 else x.contiguous(), factor.contiguous()
-    key = ("folded", recipe, kind(row, x, factor))
+    key = ("folded", recipe, kind(state, x, factor))
     launches = _LAUNCHES.get(key) or _LAUNCHES.add(key, _LaunchBuilder([x], recipe, torch.Size()).build_folded())
-    return Quantized(*launches.run(x, row, factor))
+    return Quantized(*launches.run(x, state, factor))
 
 
 def _in_even_steps(x: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ class _LaunchBuilder:
         self.b, self.c = batch.numel(), xs[0].shape[-1]
         self.heights = [x.shape[-2] for x in xs]
         self.r = sum(self.heights)
-        self.row = len(xs)
+        self.state = len(xs)
         self.tuning = tuning_for(xs[0].device).quantize
 
     def build(self, record: bool, layout: str) -> Launches:
@@ -144,7 +144,7 @@ class _LaunchBuilder:
             column_amax = self._write_rows(launches, rows, record=record, column_amax=mode_c > 0)
             launches.results = rows
             if mode_c:
-                measured = (self.row, self.row, column_amax)
+                measured = (self.state, self.state, column_amax)
                 self._write(launches, NONE.value, mode_c, (columns, columns), measured, record=False, column_amax=False)
                 launches.results = (*rows, *columns)
             return launches
@@ -159,7 +159,7 @@ class _LaunchBuilder:
         return launches
 
     def build_folded(self) -> Launches:
-        """Rows, multiplied by a factor per column, which is given after the row."""
+        """Rows, multiplied by a factor per column, which is given after the state."""
         launches = Launches(given=3)
         output = launches.make((self.r, self.c), self.recipe.format.dtype), launches.make((self.r, 1), torch.float32)
         self._write_rows(launches, output, record=True, factor=2)
@@ -181,7 +181,7 @@ class _LaunchBuilder:
         tiles = self.tuning.whole_rows["folded" if fold else "maxima" if column_amax else "plain"]
         arranged = [arrange(height, c, processors, tiles) for height in self.heights]
         programs = sum(grid[0] for grid, _ in arranged)
-        maxima = amax = self.row
+        maxima = amax = self.state
         if column_amax:
             maxima, amax = launches.make((programs, c), self.xs[0].dtype), launches.make((c,), torch.float32)
         first = 0
@@ -189,14 +189,14 @@ class _LaunchBuilder:
             constants |= {"FOLD": fold, "MAXIMA": column_amax, "RECORD": record, "FIRST": r0 == 0}
             constants |= {"CLIPS": clips(recipe)} | _rounding(recipe)
             numbers = (r0, end, c, self._strides(self.xs[i])[1], first, 1.0 / (self.r * c), seed_of(recipe))
-            tensors = (i, self.row, self.row if factor is None else factor, *output, maxima, amax)
+            tensors = (i, self.state, self.state if factor is None else factor, *output, maxima, amax)
             launches.launch(rows_kernel, grid, tensors, numbers, constants)
             first += grid[0]
         if not column_amax:
-            return self.row
+            return self.state
         grid, constants = self._arrange(programs, 1, self.tuning.channel_amax, strips=True)
         constants |= {"ROWS": False, "COLUMNS": True, "WHOLE": False}
-        measured = (maxima, self.row, self.row, amax)
+        measured = (maxima, self.state, self.state, amax)
         launches.launch(amax_kernel, (*grid, 1), measured, (0, programs, programs, c, 0, c), constants)
         return amax
 
@@ -231,7 +231,7 @@ class _LaunchBuilder:
         b, r, c = self.b, self.r, self.c
         whole = TENSOR.value in (mode_r, mode_c) and self.scalings == (delayed.CURRENT,)
         by_row, by_column = mode_r == CHANNEL.value, mode_c == CHANNEL.value
-        amax = row_amax = column_amax = self.row
+        amax = row_amax = column_amax = self.state
         if whole:
             amax = launches.make((1,), torch.float32, zeros=True)
         if by_row:
@@ -291,7 +291,7 @@ class _LaunchBuilder:
                 kernel, tensors = scaled_kernel, (*amaxes, first, first_scale, second, second_scale)
                 constants |= {"MODE_R": mode_r, "MODE_C": mode_c, "COLUMN_AMAX": column_amax}
                 constants |= {"CLIPS": clips(recipe), "MX_UP": recipe.mx_rule == "up"}
-            launches.launch(kernel, grid, (i, self.row, *tensors), numbers, constants)
+            launches.launch(kernel, grid, (i, self.state, *tensors), numbers, constants)
 
     def _write_whole_columns(
         self, launches: Launches, i: int, r0: int, end: int, mode: int, amax: int, output: tuple[int, int]

@@ -36,7 +36,7 @@ def _largest_bits(
 @triton.jit(do_not_specialize=["seed"])
 def block_kernel(
     x_ptr,
-    row_ptr,
+    state_ptr,
     rows_ptr,
     row_scale_ptr,
     columns_ptr,
@@ -119,7 +119,7 @@ def block_kernel(
                     store_tile(out_t, q_t, tile_j, tile_i, inner_t, C, end - r0, R, EVEN, TILE_C, TILE_R)
 
     if RECORD:
-        tiles.record(row_ptr, finite_top, non_finite, tiles.from_sample(lost, count, step), clipped, per_element)
+        tiles.record(state_ptr, finite_top, non_finite, tiles.from_sample(lost, count, step), clipped, per_element)
         if FIRST:
             if tl.program_id(0) == 0:
-                tiles.record_use(row_ptr)
+                tiles.record_use(state_ptr)

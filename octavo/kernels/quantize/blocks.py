@@ -19,7 +19,7 @@ from octavo.kernels.tiles import CHANNEL, MX, NONE
 @triton.jit(do_not_specialize=["seed"])
 def scaled_kernel(
     x_ptr,
-    row_ptr,
+    state_ptr,
     row_amax_ptr,
     column_amax_ptr,
     rows_ptr,
@@ -124,10 +124,10 @@ def scaled_kernel(
         tiles.raise_to(where_c, tl.max(column_top, axis=0), c < C)
     if RECORD:
         all_lost = tiles.from_sample(lost, count, step) if MODE_R != NONE else tiles.from_sample(lost_t, count, step)
-        tiles.record(row_ptr, tl.max(top, axis=0), finite.is_trouble(trouble), all_lost, clipped, per_element)
+        tiles.record(state_ptr, tl.max(top, axis=0), finite.is_trouble(trouble), all_lost, clipped, per_element)
         if FIRST:
             if tl.program_id(0) == 0:
-                tiles.record_use(row_ptr)
+                tiles.record_use(state_ptr)
 
 
 @triton.jit

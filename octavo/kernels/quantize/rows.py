@@ -90,7 +90,7 @@ def _count(x, inverse, scale, lost, clipped, sampled, FORMAT: tl.constexpr, CLIP
 @triton.jit(do_not_specialize=["seed"])
 def rows_kernel(
     x_ptr,
-    row_ptr,
+    state_ptr,
     factor_ptr,
     out_ptr,
     scale_ptr,
@@ -181,10 +181,10 @@ def rows_kernel(
             tl.store(maxima_ptr + k * PART + c, tops[k], mask=k * PART + c < C)
     if RECORD:
         all_lost = tiles.from_sample(tl.full([1, 1], lost, tl.int32), count, step)
-        tiles.record(row_ptr, top, trouble, all_lost, clipped, per_element)
+        tiles.record(state_ptr, top, trouble, all_lost, clipped, per_element)
         if FIRST:
             if tl.program_id(0) == 0:
-                tiles.record_use(row_ptr)
+                tiles.record_use(state_ptr)
 
 
 def arrange(r: int, c: int, multiprocessors: int, tiles: RowTiles) -> tuple[tuple[int], dict[str, int | bool]]:

@@ -58,7 +58,7 @@ def offsets(stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 @triton.jit(do_not_specialize=["seed"])
 def tensor_kernel(
     x_ptr,
-    row_ptr,
+    state_ptr,
     amax_ptr,  # of a current scale
     rows_ptr,
     columns_ptr,
@@ -89,7 +89,7 @@ def tensor_kernel(
 ):
     """`x` is rows r0 to end of R. `SCALING`: see `delayed.py`."""
     if SCALING == delayed.AGAIN:
-        if delayed.is_held(row_ptr, FORMAT, MARGIN):
+        if delayed.is_held(state_ptr, FORMAT, MARGIN):
             return
     down, across = tl.cdiv(end - r0, TILE_R), tl.cdiv(C, TILE_C)
     per_matrix = down * across
@@ -97,7 +97,7 @@ def tensor_kernel(
     rows_ptr += r0.to(tl.int64) * C
     columns_ptr += r0
     BACKWARDS: tl.constexpr = SCALING == delayed.CURRENT
-    scale, before = delayed.find_scale(row_ptr, amax_ptr, SCALING, FORMAT, MARGIN)
+    scale, before = delayed.find_scale(state_ptr, amax_ptr, SCALING, FORMAT, MARGIN)
     inverse, inverse_before = tiles.reciprocal(scale), tiles.reciprocal(before)
     inner = offsets(stride_r, TILE_R, TILE_C)
     inner_out = offsets(C, TILE_R, TILE_C)
@@ -160,10 +160,10 @@ def tensor_kernel(
                         out = columns_ptr + batch * R * C
                         store_tile(out, q_t, j, i, inner_t, C, end - r0, R, EVEN, TILE_C, TILE_R)
         all_lost = tiles.from_sample(lost, count, step)
-        tiles.record(row_ptr, finite_top, top_bits >= tiles.INFINITY_BITS, all_lost, clipped, per_element)
+        tiles.record(state_ptr, finite_top, top_bits >= tiles.INFINITY_BITS, all_lost, clipped, per_element)
     if FIRST:
         if tl.program_id(0) == 0:
             tl.store(scale_ptr, scale)
             tl.store(scale_t_ptr, scale)
             if RECORD:
-                delayed.note_use(row_ptr, amax_ptr, scale, SCALING, FORMAT, MARGIN)
+                delayed.note_use(state_ptr, amax_ptr, scale, SCALING, FORMAT, MARGIN)

@@ -17,7 +17,7 @@ from octavo import ops
 from octavo.numerics import FP8TrainingConfig, Quantized
 from octavo.numerics.config import OperandRecipe
 from octavo.numerics.gemm import ALIGNMENT
-from octavo.numerics.scaling import new_rows
+from octavo.numerics.scaling import new_states
 from octavo.support import has_fp8_tensor_cores
 from octavo.tools.bench.result import FAILED, TIMED
 from octavo.tools.bench.timing import device_time, try_device_time
@@ -110,7 +110,7 @@ def _time_own(linear: Linear, case: Case, recipe_name: str, fast: bool) -> dict[
 
     def both(rows: int, columns: int, operand: OperandRecipe) -> list[Quantized]:
         x = torch.randn(rows, columns, device=case.device, dtype=torch.bfloat16)
-        return ops.quantize(x, new_rows(device=case.device), operand, record=False, layout="both")
+        return ops.quantize(x, new_states(device=case.device), operand, record=False, layout="both")
 
     def multiply(a: Quantized, b: Quantized) -> Tensor:
         return ops.gemm_nt(a, b, out_dtype=torch.bfloat16, batch=(), fast=fast)

@@ -25,7 +25,7 @@ from octavo.numerics import FP8TrainingConfig, Quantized
 from octavo.numerics.config import RECIPES, OperandRecipe, Recipe
 from octavo.numerics.operand import LAYOUTS
 from octavo.numerics.quantize import BLOCK
-from octavo.numerics.scaling import SCALE, new_rows
+from octavo.numerics.scaling import SCALE, new_states
 from octavo.ops import gated as ops_gated
 from octavo.tools.bench.result import FAILED, TIMED
 from octavo.tools.bench.timing import time_each, try_device_time
@@ -160,7 +160,7 @@ def _measure(work: Work, device: str, copy: float) -> dict[str, Any]:
     read = sum(x.nbytes for x in first)
     copies = min(MOST_INPUTS - 1, WORKING_SET // read) if device == "cuda" else 0
     inputs = [first, *([x.clone() for x in first] for _ in range(copies))]
-    rows = [new_rows(device=device) for _ in inputs]
+    rows = [new_states(device=device) for _ in inputs]
     if work.before is not None:
         for row, each in zip(rows, inputs, strict=True):
             work.before(row, *each)
