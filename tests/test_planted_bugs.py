@@ -73,10 +73,10 @@ def test_history_advanced_twice(monkeypatch):
     honest = FP8ScalingManager._roll
 
     def twice(self):
-        before = [row.clone() for row in self.rows]
+        before = [state.clone() for state in self.states]
         honest(self)
-        for row, old in zip(self.rows, before, strict=True):
-            row[1:3] = old[1:3]
+        for state, old in zip(self.states, before, strict=True):
+            state[1:3] = old[1:3]
         honest(self)
 
     monkeypatch.setattr(FP8ScalingManager, "_roll", twice)
