@@ -14,7 +14,7 @@ from torch.nn.modules import module as torch_module
 from octavo.decoders.hooks import HOOKS
 
 _HARMLESS = "transformers.utils.output_capturing"  # stay for good where hidden states were asked for once
-# Of PEFT's layers and of dropout: which adapters, how strong. (Linears in FP8 have another `scaling`, always the same.)
+# PEFT's layers and dropout: which adapters, how strong. (Linears in FP8 have another `scaling`, always the same.)
 _FLAGS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling", "p", "gradient_checkpointing")
 
 

@@ -33,7 +33,7 @@ _MISNAMED = {
     "AMAX_COMPUTE_ALGORITHM": "amax_compute_algo",
     "OPTIMIZATION_LEVEL": "opt_level",
 }
-# What `accelerate launch` puts into the environment when nobody asked for anything, by field of our configuration.
+# Values that `accelerate launch` puts into the environment by default, by field of our configuration.
 _LAUNCHER_DEFAULTS = {
     "fp8_format": ("FORMAT", "HYBRID"),
     "amax_history_len": ("AMAX_HISTORY_LEN", "1024"),

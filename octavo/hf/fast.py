@@ -39,7 +39,7 @@ from octavo.numerics.config import check_config
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 CHECKPOINTING = (True, False, "unsloth")
 MAX_SEQ_LENGTH = 2048  # unless the model has fewer positions
-# By `load_in_fp8`: the granularity of frozen weights, and the recipe of trained ones. For True, what is fastest: on an
+# `load_in_fp8` to the granularity of frozen weights and the recipe of trained ones. For True, what is fastest: on an
 # 8B, LoRA per channel 1.50x (block 1.36x), full fine-tuning with delayed scaling 1.57x (block 1.28x, H200, 2026-11-16).
 _FROZEN = {True: "channel", "tensor": "tensor", "channel": "channel", "block": "block"}
 _TRAINED = {True: "delayed", "tensor": "delayed", "channel": "channel", "block": "block"}

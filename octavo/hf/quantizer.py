@@ -80,7 +80,7 @@ class OctavoConfig(QuantizationConfigMixin):
         self._fp8_is_given = fp8 is not None
         self.skip = (skip,) if isinstance(skip, str) else tuple(skip)
         self.fp8_products = fp8_products
-        # What the weights on disk are: None in high precision, else where their scales are found.
+        # None for weights in high precision on disk, else the place of their scales.
         self.checkpoint: str | None = kwargs.get("checkpoint")
 
     def to_dict(self) -> dict[str, Any]:

@@ -154,7 +154,7 @@ def sigmoid(x):
     return inverse(1.0 + exp2(x * -1.4426950408889634))
 
 
-# By the approximate instructions, without the care for subnormals that Triton's own take.
+# These use approximate instructions, without the handling of subnormals in Triton's own functions.
 
 
 @triton.jit

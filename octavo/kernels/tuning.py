@@ -123,7 +123,7 @@ class GatedTiles(NamedTuple):
 
     forward: Tile = Tile(16, 128, warps=4, programs=8, registers=64)  # not measured separately
     backward: Tile = Tile(64, 64, warps=8, programs=2, registers=128)  # not measured separately
-    # By granularity along a row. SwiGLU to mx with 4 warps: 203 → 161.
+    # Tiles by granularity along a row. SwiGLU to mx with 4 warps: 203 → 161.
     rows: Mapping[str, Tile] = {
         "block": Tile(32, 128, warps=8, programs=4),
         "mx": Tile(32, 128, warps=4, programs=4),
@@ -131,7 +131,7 @@ class GatedTiles(NamedTuple):
     # With 87 and 127 registers 2 of 3 and 4 of 6 programs fitted; 80 do.
     backward_rows: Tile = Tile(16, 128, warps=4, programs=6, registers=80)
     backward_rows_and_amax: Tile = Tile(8, 128, warps=4, programs=8)  # not measured separately
-    # By granularity along a column, at edges.
+    # Tiles at edges, by granularity along a column.
     backward_columns: Mapping[str, Tile] = {
         "channel": Tile(64, 64, warps=4, programs=4),
         "block": Tile(128, 32, warps=8, programs=3, registers=80),
@@ -161,7 +161,7 @@ class AdapterTiles(NamedTuple):
     gradients: Tile = Tile(64, 128, warps=8, stages=3, programs=2)
     # dA from FP8: 54 → 33 and 26 → 15. One stage: else FP8 bytes would lie in shared memory.
     down: Tile = Tile(64, 128, warps=8, stages=1, programs=2)
-    # What a program's beginning and end take, in tiles: fewer, longer programs are better than full waves.
+    # Cost of starting and ending a program, in tiles: fewer, longer programs are better than full waves.
     start: int = 8
 
 
@@ -229,7 +229,7 @@ _UNTIMED_GEMM = HOPPER.gemm._replace(
 )
 BLACKWELL = HOPPER._replace(gemm=_UNTIMED_GEMM)
 ADA = BLACKWELL._replace(overlaps=False)
-# By the lowest compute capability, newest first. Ampere has no FP8, but steps optimisers.
+# Tunings by their lowest compute capability, newest first. Ampere has no FP8, but steps optimisers.
 ARCHITECTURES = (((10, 0), BLACKWELL), ((9, 0), HOPPER), ((8, 0), ADA))
 
 

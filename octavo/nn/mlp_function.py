@@ -116,7 +116,7 @@ class _GatedMLP(torch.autograd.Function):
         if save_x == AS_IS:
             saved = [x if inverse is None else h, *saved[1:]]
         parts = (*weights[0][0], *weights[1][0])
-        # As in `linear_function.py`: frozen weights and scaling state are not saved as tensors are.
+        # Frozen weights and scaling state are not saved as tensors are; `linear_function.py` says why.
         ctx.save_for_backward(
             *saved, w_scale, w_down_scale, inverse, norm_weight, *matrices, *(parts if trained else ())
         )

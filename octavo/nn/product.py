@@ -60,7 +60,7 @@ def _is_own_transpose(a: Tensor, b: Tensor) -> bool:
     """Return True if b is `a.mT`, a view of the same tensor, so that both gradients go to that tensor."""
     if a.dim() < 2 or b.shape != a.mT.shape or b.stride() != a.mT.stride() or a.requires_grad != b.requires_grad:
         return False
-    # As many elements as the tensor that both are views of: then they start at the same one. (`torch.compile` has no
+    # Both have as many elements as the tensor they are views of, so they start at the same one. (`torch.compile` has no
     # storage offsets.)
     return b._base is a or (a._base is not None and b._base is a._base and a.numel() == a._base.numel())
 

@@ -55,7 +55,7 @@ class Granularity:
     is_e8m0: bool = False  # the scale is a power of two, in one byte; else it is in FP32
 
 
-# What a recipe, a file or a kernel needs to know of each. That of `block` may be 128×128, too: see `granularity_of`.
+# The group of elements of each granularity. That of `block` may be 128×128, too: see `granularity_of`.
 GRANULARITIES = {
     "tensor": Granularity(None, None),
     "channel": Granularity(1, None),

@@ -157,7 +157,7 @@ class HostStates:
             del room  # frees its memory for the loaded state
             state = optimizer.state.get(parameter, {}) | self._loaded.pop(i, {})
             if state:
-                # As in torch: the dtype of the tensor that is stepped.
+                # The dtype of the tensor that is stepped, as in torch.
                 in_fp32 = self._is_stepped_in_fp32(parameter)
                 self._store(parameter, state, torch.float32 if in_fp32 else parameter.dtype)
 

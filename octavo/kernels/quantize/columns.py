@@ -87,7 +87,7 @@ def columns_kernel(
     stride_b, stride_r = stride_b // PER_WORD, stride_r // PER_WORD
     across = C // TILE_C
     per_matrix = (end - r0) // TILE_R * across
-    # Of dimensions that say nothing of neighbours in memory, Triton gives lanes to the first ones first.
+    # Triton gives lanes to the first dimensions first, unless one is known to be contiguous in memory.
     word = tl.arange(0, WORDS)[None, :, None]
     r = ROWS * (tl.arange(0, LANES)[:, None, None] + LANES * tl.arange(0, GROUPS)[None, None, :])
     inner = tl.max_contiguous(r * stride_r + word, [1, 1, 1])

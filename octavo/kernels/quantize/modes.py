@@ -13,7 +13,7 @@ from octavo.kernels.tuning import QuantizeTiles, Tile
 from octavo.numerics.config import OperandRecipe
 from octavo.numerics.quantize import BLOCK, packed_scale_dtype, scale_shape
 
-# By granularity and block of a recipe.
+# The mode of a recipe, by its granularity and block.
 _MODES = {
     ("tensor", None): TENSOR,
     ("channel", None): CHANNEL,
@@ -23,7 +23,7 @@ _MODES = {
 }
 _GRANULARITIES: dict[int, tuple[str, Any]] = {mode.value: of for of, mode in _MODES.items()}
 _KNOWN_BEFORE = {NONE.value, TENSOR.value, CHANNEL.value}  # scales that do not come from the tile itself
-# As `tuning.py` calls those that have kernels for columns alone.
+# Names in `tuning.py` of the modes that have kernels for columns alone.
 NAMES = {mode.value: _GRANULARITIES[mode.value][0] for mode in (CHANNEL, BLOCK_1X128, MX)}
 
 
