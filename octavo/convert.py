@@ -97,7 +97,7 @@ def convert_to_fp8(
 def _attach(report: ConversionReport, model: nn.Module) -> None:
     """Mark a model as converted, with this report; `restore` gives back the one that it had."""
     model.__dict__[_CONVERTED] = model.__dict__.get(REPORT)
-    report.attach(model, fuse.called_alone)
+    fuse.attach(report, model)
 
 
 def _detach_report(module: nn.Module, *, unfused: bool) -> None:
@@ -106,7 +106,7 @@ def _detach_report(module: nn.Module, *, unfused: bool) -> None:
         ConversionReport.detach_from(module)
         before: ConversionReport | None = module.__dict__.pop(_CONVERTED)
         if before is not None:
-            before.attach(module, fuse.called_alone)
+            fuse.attach(before, module)
     report: ConversionReport | None = module.__dict__.get(REPORT)
     if report is not None and unfused:
         report.fused[:] = ["nothing fused any more: octavo.restore was called"]

@@ -17,6 +17,7 @@ from octavo.nn.linear import change_class
 
 ORIGINAL = "_octavo_original"  # in a fused module: the class that it had
 HEAD = "_octavo_head"  # in a fused causal language model: its FP8 head, and that head's scaling state
+PADDED = "_octavo_padded"  # in a fused causal language model: how many calls computed padding, by reason
 
 
 def take_class(module: Any, forward: Callable[..., Any]) -> None:
@@ -34,7 +35,8 @@ def give_class_back(module: nn.Module) -> bool:
     original = module.__dict__.pop(ORIGINAL, None)
     if original is not None:
         change_class(module, original)
-        module.__dict__.pop(HEAD, None)
+        for name in (HEAD, PADDED):
+            module.__dict__.pop(name, None)
     return original is not None
 
 

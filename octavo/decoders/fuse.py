@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import nn
 
-from octavo.decoders import attention, graphs, match
+from octavo.decoders import attention, graphs, match, ragged
 from octavo.decoders.causal_lm import add_head, causal_lm_forward, head_recipe
-from octavo.decoders.classes import give_class_back, is_fused, take_class
+from octavo.decoders.classes import PADDED, give_class_back, is_fused, take_class
 from octavo.decoders.forwards import attention_forward, joins_norm, layer_forward, mlp_forward, norm_forward
 from octavo.decoders.hooks import is_hooked
 from octavo.decoders.match import GATE_UP, MLP, NORMS, QKV, base_of
@@ -198,6 +198,8 @@ def fuse_loss(modules: Mapping[str, nn.Module], report: ConversionReport, weight
                 _note_head(report, f"{name}.lm_head".lstrip("."), weights.config)
         if _use_fused_attention(model):
             report.fused.append("attention on cuDNN where it applies")
+            if not reason and not ragged.why_padded(model, {}):
+                report.fused.append("no padding while training: layers see real tokens alone")
     return bool(models)
 
 
@@ -218,7 +220,7 @@ def fuse_loaded(model: nn.Module) -> ConversionReport:
     report: ConversionReport | None = model.__dict__.get(REPORT)
     if report is None:
         report = report_of(model)
-        report.attach(model, called_alone)
+        attach(report, model)
         fuse_frozen(model, report)
     if not fuse_loss(dict(model.named_modules()), report, Frozen(model)):
         report.fused.append(f"nothing fused: {type(model).__name__} is not one of {', '.join(match.FAMILIES)}")
@@ -265,6 +267,16 @@ def restore(module: nn.Module) -> bool:
     if getattr(config, "_attn_implementation", None) == attention.NAME:
         config._attn_implementation = "sdpa"
     return was_fused
+
+
+def attach(report: ConversionReport, model: nn.Module) -> None:
+    """Make a report the model's own."""
+    report.attach(model, called_alone, padded_calls)
+
+
+def padded_calls(model: nn.Module) -> Counter[str]:
+    """How many calls of the model have computed padding, by reason."""
+    return sum((module.__dict__.get(PADDED, Counter()) for module in model.modules()), Counter())
 
 
 def called_alone(model: nn.Module) -> list[str]:

@@ -27,7 +27,7 @@ from transformers.quantizers.quantizers_utils import get_module_from_name
 from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from octavo.decoders.fuse import called_alone, fuse_frozen, plan_products
+from octavo.decoders.fuse import attach, fuse_frozen, plan_products
 from octavo.hf.fp8_files import METHOD, fp8_dtype_in, names_in, read_layout
 from octavo.hf.untrained import explain_untrained
 from octavo.nn.frozen import GRANULARITIES, SCALE_NAME, FP8FrozenLinear, activation_config, quantize_weight
@@ -173,7 +173,7 @@ class OctavoQuantizer(HfQuantizer):
         scaling.follow_optimizers(model)
         explain_untrained(model)
         report = report_of(model, reasons=self._reasons(model, new))
-        report.attach(model, called_alone)
+        attach(report, model)
         fuse_frozen(model, report)
         if any(module.in_fp8 for module in frozen):
             device, emulate = frozen[0].scaling_device, config.fp8.emulate
