@@ -15,8 +15,9 @@ from typing import Any, NamedTuple, Protocol
 from torch import nn
 
 from octavo.decoders import attention, graphs, match, ragged
+from octavo.decoders.backbone import backbone_forward
 from octavo.decoders.causal_lm import add_head, causal_lm_forward, head_recipe
-from octavo.decoders.classes import PADDED, give_class_back, is_fused, take_class
+from octavo.decoders.classes import CAUSAL, PADDED, give_class_back, is_fused, take_class
 from octavo.decoders.forwards import attention_forward, joins_norm, layer_forward, mlp_forward, norm_forward
 from octavo.decoders.hooks import is_hooked
 from octavo.decoders.match import GATE_UP, MLP, NORMS, QKV, base_of
@@ -198,7 +199,9 @@ def fuse_loss(modules: Mapping[str, nn.Module], report: ConversionReport, weight
                 _note_head(report, f"{name}.lm_head".lstrip("."), weights.config)
         if _use_fused_attention(model):
             report.fused.append("attention on cuDNN where it applies")
-            if not reason and not ragged.why_padded(model, {}):
+            take_class(model.model, backbone_forward)
+            model.model.__dict__[CAUSAL] = model
+            if not ragged.why_padded(model, {}):
                 report.fused.append("no padding while training: layers see real tokens alone")
     return bool(models)
 

@@ -114,6 +114,17 @@ def test_masks_and_packed_rows_run_on_flash_attention(calls, flash_calls):
     assert not calls and flash_calls[:2] == 2 * [[0, 21, 36, 57, 64]] and len(flash_calls) == 4
 
 
+def test_a_given_mask_runs_elsewhere(calls, flash_calls):
+    """Logits are asked for, so padding is computed, with a mask of transformers' making."""
+    reference, model = both()
+    ids = batch()["input_ids"]
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    found, expected = (each(ids, attention_mask=mask).logits for each in (model, reference))
+    torch.testing.assert_close(found[mask == 1], expected[mask == 1], rtol=1e-4, atol=1e-4)
+    assert not calls and not flash_calls
+
+
 def test_windows_run_on_flash_attention(calls, flash_calls):
     windows = both("Mistral", sliding_window=4)
     assert_same(run(windows[1], **batch()), run(windows[0], **batch()))

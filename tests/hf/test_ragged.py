@@ -7,7 +7,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from octavo import FastLanguageModel, FP8TrainingConfig, convert_to_fp8
-from octavo.decoders import forwards, ragged
+from octavo.decoders import backbone, forwards, ragged
 
 FAMILIES = {
     "Llama": {},
@@ -150,6 +150,14 @@ def test_a_row_of_padding_and_packed_rows_with_padding():
     assert model.octavo_report.padded == {}
 
 
+def test_a_mask_by_position():
+    reference, model = both()
+    inputs = padded(sequences())
+    args = inputs.pop("input_ids"), inputs.pop("attention_mask")
+    torch.testing.assert_close(model(*args, **inputs).loss, one_by_one(reference, sequences())[0])
+    assert model.octavo_report.padded == {}
+
+
 def test_offsets_tell_sequences_apart():
     """As collators for flash attention give them."""
     reference, model = both()
@@ -228,3 +236,34 @@ def test_evaluation_tells_packed_rows_apart():
         found = model.eval()(**packed(sequences()))
         logits = model(**{name: x for name, x in packed(sequences()).items() if name != "labels"}).logits
     assert abs(found.loss - expected) < 1e-5 * expected and torch.equal(found.logits, logits)
+
+
+@pytest.mark.parametrize("inputs", [padded(sequences()), padded(sequences(), "left"), packed(sequences())])
+def test_trl_gets_hidden_states_without_padding(inputs, monkeypatch):
+    """Its trainers replace the model's forward, call the layers themselves, and compute the loss from their output."""
+    from trl.trainer.utils import add_fused_lm_head
+
+    reference, model = both()
+    expected = one_by_one(reference, sequences())
+    labels = inputs["labels"].clone()
+    if "attention_mask" in inputs:  # the first token of a row is not trained where that is padded on the left, either
+        starts = inputs["attention_mask"].diff(dim=1, prepend=torch.zeros(len(labels), 1, dtype=torch.int64)) == 1
+        labels[starts] = -100
+    add_fused_lm_head(model)
+    seen = []
+    monkeypatch.setattr(backbone, "_flat", lambda *args, flat=backbone._flat: (seen.append(1), flat(*args))[1])
+    count = sum(length - 1 for length in LENGTHS)
+    assert_same(run(model, **inputs | {"labels": labels}, fused_lm_head=True, num_items_in_batch=count), expected)
+    assert seen == [1]
+    with torch.no_grad():
+        model.eval()(**inputs, fused_lm_head=True)
+    assert seen == [1, 1]
+
+
+def test_a_loss_of_ones_own_has_padding():
+    """Nobody knows what it does with the states of padding: they are those of transformers."""
+    reference, model = both()
+    inputs = padded(sequences())
+    del inputs["labels"]
+    found, expected = (each(**inputs).logits for each in (model, reference))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
