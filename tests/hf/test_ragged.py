@@ -152,7 +152,7 @@ def test_a_row_of_padding_and_packed_rows_with_padding():
 
 def test_a_mask_by_position():
     reference, model = both()
-    inputs = padded(sequences())
+    inputs = padded(sequences(), "left")
     args = inputs.pop("input_ids"), inputs.pop("attention_mask")
     torch.testing.assert_close(model(*args, **inputs).loss, one_by_one(reference, sequences())[0])
     assert model.octavo_report.padded == {}
