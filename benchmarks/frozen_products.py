@@ -52,14 +52,14 @@ def measure(name: str, granularity: str, rows: list[int]) -> list[dict[str, Any]
         torch.manual_seed(0)
         shape = {**DECODERS[name], "vocab_size": VOCABULARY}
         build_causal_lm(shape, layers=LAYERS[name], positions=SEQ, device="cuda").save_pretrained(folder)
-        for in_fp8 in (True, False):
+        for fp8_products in (True, False):
             base, _ = octavo.FastLanguageModel.from_pretrained(
-                folder, load_in_fp8=granularity, fp8_products=in_fp8, tokenizer=False
+                folder, load_in_fp8=granularity, fp8_products=fp8_products, tokenizer=False
             )
             model = octavo.FastLanguageModel.get_peft_model(base, r=RANK, use_gradient_checkpointing=False).train()
             octavo.use_cuda_graphs(model)
             for count in rows:
-                found[in_fp8, count] = time_steps(model, count)
+                found[fp8_products, count] = time_steps(model, count)
             del base, model
             torch.cuda.empty_cache()
     results = []

@@ -48,7 +48,7 @@ def product(
     bias = one.bias if not others or one.bias is None else torch.cat([base.bias for base in bases])
     return linear(
         x, one.as_weight(*others), one.spec(x), one.states, bias=bias, adapters=adapters, norm=norm, residual=residual,
-        x_is_saved=all(base.input_is_kept for base in bases),
+        x_is_saved=all(base.input_is_saved for base in bases),
     )  # fmt: skip
 
 
@@ -98,11 +98,11 @@ def why_no_frozen_mlp(gate: Any, up: Any, down: Any) -> str:
     bases = [base_of(member) for member in (gate, up, down)]
     if not all(isinstance(base, FP8FrozenLinear) for base in bases):
         return "not all of it is in FP8"
-    if len({base.in_fp8 for base in bases}) > 1:
+    if len({base.fp8_products for base in bases}) > 1:
         return "only some of its products are in FP8"
     if any(base.bias is not None for base in bases):
         return "its linears have biases"
-    if bases[0].in_fp8 and (bases[2].granularity != bases[0].granularity or bases[2].recipe != bases[0].recipe):
+    if bases[0].fp8_products and (bases[2].granularity != bases[0].granularity or bases[2].recipe != bases[0].recipe):
         return "down is quantised differently"
     return why_no_group(bases[:2])
 

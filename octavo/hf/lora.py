@@ -119,12 +119,12 @@ class FP8LoraLinear(peft_layer.Linear):
             if self._before_merging is None:
                 self._before_merging = Quantized(*(part.clone() for part in base.quantized))
             assert base.format is not None
-            base.fill(quantize_weight(merged, base.granularity, base.format.name))
+            base.set_weight(quantize_weight(merged, base.granularity, base.format.name))
             self.merged_adapters.append(name)
 
     def unmerge(self) -> None:
         if self._before_merging is not None:
-            self.base_layer.fill(self._before_merging)
+            self.base_layer.set_weight(self._before_merging)
         self._before_merging = None
         self.merged_adapters.clear()
 

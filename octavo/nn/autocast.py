@@ -162,14 +162,14 @@ class FP8Autocast(TorchFunctionMode):
         *,
         bias: Tensor | None = None,
         b_is_nk: bool = False,
-        or_high: bool = False,
+        or_hp: bool = False,
     ) -> Tensor | str:
         """Return `a @ b + bias` in FP8 (`a @ bᵀ` if `b_is_nk`), or the reason why it cannot run in FP8.
 
-        `or_high`: in that case compute `a @ b` in high precision and return it.
+        `or_hp`: in that case compute `a @ b` in high precision and return it.
         """
         reason = self._why_not(a, b, b_is_nk)
-        if reason and or_high:
+        if reason and or_hp:
             self._count_high_precision(op, reason, (a, b))
             return a @ b
         if reason:

@@ -32,7 +32,7 @@ def einsum(multiply: Multiply, equation: str, operands: list[Tensor]) -> Tensor 
     left, left_indices = operands[0], inputs[0]
     for position, keep in enumerate(_intermediate(inputs, output), start=1):
         contracted = _contract(
-            partial(multiply, or_high=position > 1), left, left_indices, operands[position], inputs[position], keep
+            partial(multiply, or_hp=position > 1), left, left_indices, operands[position], inputs[position], keep
         )
         if isinstance(contracted, str):
             return contracted

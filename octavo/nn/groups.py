@@ -29,11 +29,11 @@ GRANULARITIES = ("tensor", "block")
 
 def why_no_group(members: Sequence[FP8FrozenLinear]) -> str:
     """Return why these cannot be one product; empty if they can."""
-    if len({member.in_fp8 for member in members}) > 1:
+    if len({member.fp8_products for member in members}) > 1:
         return "only some of their products are in FP8"
     if len({member.bias is None for member in members}) > 1:
         return "only some of them have a bias"
-    return why_not_together(members) if members[0].in_fp8 else ""
+    return why_not_together(members) if members[0].fp8_products else ""
 
 
 def why_not_together(members: Sequence[FP8FrozenLinear]) -> str:

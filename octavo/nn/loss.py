@@ -51,13 +51,13 @@ def linear_cross_entropy(
     *,
     count: Tensor | int | None = None,
     head: FP8Head | None = None,
-    rows: tuple[Tensor, Tensor] | None = None,
+    states: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Return the mean cross entropy of `hidden[..., K] · weight[V, K]ᵀ` and `labels[...]`; −100 is ignored.
 
     A label that is neither −100 nor a token is an error; on a GPU the device asserts it, as with torch's losses.
-    `count`: divide the sum by this instead of the number of labels. `head` and `rows`: an FP8 head, and the scaling
-    state of h and w.
+    `count`: divide the sum by this instead of the number of labels. `head` and `states`: an FP8 head, and the scaling
+    states of h and w.
     """
     hidden, labels = hidden.reshape(-1, hidden.shape[-1]), _checked(labels.reshape(-1), weight.shape[0])
     if len(labels) != len(hidden):
@@ -68,7 +68,7 @@ def linear_cross_entropy(
         count = torch.full((), float(count), dtype=torch.float32, device=hidden.device)
     count = count.to(device=hidden.device, dtype=torch.float32)
     ops.check_values("linear_cross_entropy", {"hidden": hidden, "weight": weight, "labels": labels})
-    x_state, w_state = rows or (None, None)
+    x_state, w_state = states or (None, None)
     # An autograd function cannot tell whether gradients are enabled.
     enabled = torch.is_grad_enabled()
     return _LinearCrossEntropy.apply(hidden, weight, labels, count, head, enabled, x_state, w_state)

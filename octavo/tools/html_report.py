@@ -215,9 +215,9 @@ def _cards(
         note = f"{lost.sum():,} without a finite loss, {run.skipped.sum():,} updates skipped"
         cards.append(_card("Broken steps", f"{broken:,}", note, "bad"))
     if products:
-        in_fp8 = sum(product["precision"] == "fp8" for product in products)
-        note = "why not the rest: in the table" if in_fp8 < len(products) else "every matrix product"
-        cards.append(_card("Products in FP8", f"{in_fp8:,} of {len(products):,}", note))
+        fp8_count = sum(product["precision"] == "fp8" for product in products)
+        note = "why not the rest: in the table" if fp8_count < len(products) else "every matrix product"
+        cards.append(_card("Products in FP8", f"{fp8_count:,} of {len(products):,}", note))
     if run.names:
         cards.append(_saturation_card(run))
     device = str(config.get("device", ""))

@@ -81,7 +81,7 @@ def test_products_in_high_precision(granularity, tmp_path):
         str(tmp_path), max_seq_length=128, load_in_fp8=granularity, fp8_products=False, tokenizer=False
     )
     frozen = {name: module for name, module in base.named_modules() if isinstance(module, FP8FrozenLinear)}
-    assert len(frozen) == 14 and not any(module.in_fp8 for module in frozen.values())
+    assert len(frozen) == 14 and not any(module.fp8_products for module in frozen.values())
     for name, module in frozen.items():
         reference.get_submodule(name).weight.data.copy_(module.dequantize())
     tokens, *data = batches(6)
@@ -102,7 +102,8 @@ def test_products_in_fp8_where_they_pay(tmp_path):
         base, _ = octavo.FastLanguageModel.from_pretrained(
             str(tmp_path), max_seq_length=128, load_in_fp8="block", fp8_products=asked, tokenizer=False
         )
-        assert all(module.in_fp8 is bool(asked) for module in base.modules() if isinstance(module, FP8FrozenLinear))
+        frozen = [module for module in base.modules() if isinstance(module, FP8FrozenLinear)]
+        assert all(module.fp8_products is bool(asked) for module in frozen)
         assert any("does not pay" in line for line in base.octavo_fused) is not bool(asked)
         model = octavo.FastLanguageModel.get_peft_model(base, r=8, use_gradient_checkpointing=False).train()
         octavo.use_cuda_graphs(model)
@@ -285,7 +286,7 @@ def test_weights_written_between_forward_and_backward():
         if weight is None:
             next(p for p in model.parameters() if p.requires_grad).detach().mul_(0.5)
         else:
-            frozen.fill(frozen.quantized)
+            frozen.set_weight(frozen.quantized)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
         del loss

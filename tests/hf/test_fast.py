@@ -163,7 +163,7 @@ def test_adapters_beside_products_in_high_precision(checkpoint):
     reference = small_llama(**WHOLE_BLOCKS)
     for name, module in model.named_modules():
         if isinstance(module, FP8FrozenLinear):
-            assert not module.in_fp8
+            assert not module.fp8_products
             reference.get_submodule(name).weight.data.copy_(module.dequantize())
     found = []
     for base in (model, reference):

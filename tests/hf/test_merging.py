@@ -261,7 +261,7 @@ def test_a_base_in_e5m2(granularity, tmp_path):
         again = copy.deepcopy(model)
         for module in again.modules():
             if isinstance(module, FP8FrozenLinear):
-                module.fill(quantize_weight(torch.randn(module.weight.shape), module.granularity, "E5M2"))
+                module.set_weight(quantize_weight(torch.randn(module.weight.shape), module.granularity, "E5M2"))
         assert not same(weights(again), weights(model))
         given = {
             name: value.view(torch.uint8) if as_bytes and value.dtype == torch.float8_e5m2 else value
@@ -273,7 +273,7 @@ def test_a_base_in_e5m2(granularity, tmp_path):
     other = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, quantization_config=OctavoConfig())
     for module in other.modules():
         if isinstance(module, FP8FrozenLinear):
-            module.fill(quantize_weight(torch.randn(module.weight.shape), module.granularity))
+            module.set_weight(quantize_weight(torch.randn(module.weight.shape), module.granularity))
     other.load_state_dict(found)
     assert same(weights(other), weights(model)) and torch.equal(logits(other), logits(model))
     model.save_pretrained(tmp_path / "again")

@@ -216,29 +216,29 @@ def test_its_groups_are_fused_and_still_give_what_the_modules_give(checkpoint, t
 
 def test_products_in_fp8_where_they_pay(checkpoint, monkeypatch):
     """On a GPU; nobody asks about a width of 400 or less, such as this one's, anywhere else."""
-    assert all(module.in_fp8 for module in frozen(load(checkpoint, OctavoConfig("channel"))).values())
+    assert all(module.fp8_products for module in frozen(load(checkpoint, OctavoConfig("channel"))).values())
     monkeypatch.setattr("octavo.hf.quantizer.has_fp8_tensor_cores", lambda _device: True)
     planned = load(checkpoint, OctavoConfig("channel"))
-    assert not any(module.in_fp8 for module in frozen(planned).values())
+    assert not any(module.fp8_products for module in frozen(planned).values())
     assert "FP8 does not pay at a width of" in planned.octavo_fused[-1]
     head = OctavoConfig("channel", fp8=activation_config("channel").replace(fp8_head=True))  # says nothing of the rest
-    assert not any(module.in_fp8 for module in frozen(load(checkpoint, head)).values())
+    assert not any(module.fp8_products for module in frozen(load(checkpoint, head)).values())
     asked = {"fp8_products": True}, {"fp8": FP8TrainingConfig.from_recipe("channel")}
     for how in asked:
-        assert all(module.in_fp8 for module in frozen(load(checkpoint, OctavoConfig("channel", **how))).values())
+        assert all(module.fp8_products for module in frozen(load(checkpoint, OctavoConfig("channel", **how))).values())
     insist_on_fp8(planned)
     insist_on_fp8(planned)
-    assert all(module.in_fp8 for module in frozen(planned).values())
+    assert all(module.fp8_products for module in frozen(planned).values())
     assert "since then, products in FP8" in planned.octavo_fused[-1] and "since" not in planned.octavo_fused[-2]
     refused = load(checkpoint, OctavoConfig("channel", fp8_products=False))
     insist_on_fp8(refused)
-    assert not any(module.in_fp8 for module in frozen(refused).values())
+    assert not any(module.fp8_products for module in frozen(refused).values())
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_products_in_high_precision(checkpoint, granularity, tmp_path):
     model = load(checkpoint, OctavoConfig(granularity, fp8_products=False))
-    assert len(frozen(model)) == 14 and not any(module.in_fp8 for module in frozen(model).values())
+    assert len(frozen(model)) == 14 and not any(module.fp8_products for module in frozen(model).values())
     said = " ".join(model.octavo_fused)
     assert "by FP8 weights (14)" in said and "q, k and v in one product (2)" in said
     reference = small_llama()
@@ -248,11 +248,11 @@ def test_products_in_high_precision(checkpoint, granularity, tmp_path):
     assert cosine(model(tokens()).logits, expected) > 0.9999
     model.save_pretrained(tmp_path)
     again = load(tmp_path)  # by what config.json says
-    assert not any(module.in_fp8 for module in frozen(again).values())
+    assert not any(module.fp8_products for module in frozen(again).values())
     assert torch.equal(again(tokens()).logits, model(tokens()).logits)
     for asked in (None, True):  # not said, it is as the checkpoint says
         again = load(tmp_path, OctavoConfig(granularity, fp8_products=asked))
-        assert all(module.in_fp8 is (asked is True) for module in frozen(again).values())
+        assert all(module.fp8_products is (asked is True) for module in frozen(again).values())
     with pytest.raises(ValueError, match="fp8_products='no': True or False"):
         OctavoConfig("block", fp8_products="no")
     with pytest.raises(ValueError, match="fp8 with fp8_products=False"):

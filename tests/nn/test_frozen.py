@@ -47,7 +47,7 @@ def test_forward_and_backward_against_the_dequantised_weight(granularity, k, n, 
 def test_products_in_high_precision(granularity, k, n):
     """By the dequantised weight, exactly, and by no copy of it that lives on."""
     _, frozen = build(granularity, k, n)
-    frozen.in_fp8 = False
+    frozen.fp8_products = False
     x = torch.randn(2, 9, k, dtype=torch.bfloat16, requires_grad=True)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
@@ -64,7 +64,7 @@ def test_products_in_high_precision(granularity, k, n):
 
 def test_products_in_high_precision_take_autocast_and_graphs():
     _, frozen = build("block")
-    frozen.in_fp8 = False
+    frozen.fp8_products = False
     x = torch.randn(9, 300, requires_grad=True)
     w = frozen.dequantize(torch.bfloat16)
     expected = nn.functional.linear(x.bfloat16(), w, frozen.bias)
@@ -151,9 +151,9 @@ def test_wrong_weights_are_refused():
         frozen(torch.randn(2, 300))
     data = torch.zeros(200, 300).to(torch.float8_e4m3fn)
     with pytest.raises(ValueError, match=r"weight has shape \(300, 200\)"):
-        frozen.fill(Quantized(data.t(), torch.ones(3, 2)))
+        frozen.set_weight(Quantized(data.t(), torch.ones(3, 2)))
     with pytest.raises(ValueError, match=r"weight_scale_inv has shape \(3, 3\).* takes \(2, 3\)"):
-        frozen.fill(Quantized(data, torch.ones(3, 3)))
+        frozen.set_weight(Quantized(data, torch.ones(3, 3)))
     with pytest.raises(ValueError, match="granularity='row'"):
         FP8FrozenLinear(300, 200, granularity="row")
     with pytest.raises(ValueError, match="7 features"):
@@ -202,7 +202,7 @@ def test_a_weight_filled_anew_before_backward_is_an_error(granularity, compiled,
     x = torch.randn(4, 300, dtype=torch.bfloat16, requires_grad=True)
     y = call(x)
     if refill == "fill":
-        frozen.fill(quantize_weight(-linear.weight, granularity))
+        frozen.set_weight(quantize_weight(-linear.weight, granularity))
     else:
         frozen.load_state_dict({"weight": -linear.weight.detach(), "bias": linear.bias.detach()})
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

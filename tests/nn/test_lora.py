@@ -42,11 +42,11 @@ def reference(frozen, matrices, x):
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("in_fp8", [True, False])
-def test_values_and_every_gradient(granularity, dtype, in_fp8):
+@pytest.mark.parametrize("fp8_products", [True, False])
+def test_values_and_every_gradient(granularity, dtype, fp8_products):
     frozen, matrices = build(granularity, dtype)
-    frozen.in_fp8 = in_fp8
-    at_least = 0.9975 if in_fp8 else 0.99997 if dtype == torch.bfloat16 else 0.999999
+    frozen.fp8_products = fp8_products
+    at_least = 0.9975 if fp8_products else 0.99997 if dtype == torch.bfloat16 else 0.999999
     x = torch.randn(3, 37, K, dtype=dtype, requires_grad=True)
     y = run(frozen, matrices, x)
     g = torch.randn_like(y)
@@ -78,7 +78,7 @@ def test_x_is_not_kept_in_high_precision():
 def check_side_by_side(parts):
     """In high precision they give, as one, what each gives by what it dequantises to."""
     for part in parts:
-        part.in_fp8 = False
+        part.fp8_products = False
     x = torch.randn(5, K)
     first, *others = parts
     y = linear(x, first.as_weight(*others), first.spec(x), first.states)
@@ -100,14 +100,14 @@ def test_weights_of_two_kinds_in_high_precision(other):
     parts = [FP8FrozenLinear.from_linear(nn.Linear(K, 128, bias=False), "block") for _ in range(2)]
     put_together(parts)
     parts[1].granularity = other[0]
-    parts[1].fill(quantize_weight(torch.randn(128, K), *other))
+    parts[1].set_weight(quantize_weight(torch.randn(128, K), *other))
     check_side_by_side(parts)
 
 
 def test_a_norm_with_weights_that_are_zero():
     """In high precision what went into it is kept, so nothing has to be divided by them."""
     frozen, matrices = build("channel", torch.float32)
-    frozen.in_fp8 = False
+    frozen.fp8_products = False
     norm = Norm((torch.rand(K) + 0.5) * (torch.arange(K) % 5 > 0), 1e-6)
     h = torch.randn(7, K, requires_grad=True)
     g = torch.randn(7, N)
@@ -129,10 +129,10 @@ def test_frozen_adapters_keep_nothing_and_get_nothing():
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("granularity", GRANULARITIES)
-@pytest.mark.parametrize("in_fp8", [True, False])
-def test_compiled_as_one_graph(granularity, in_fp8):
+@pytest.mark.parametrize("fp8_products", [True, False])
+def test_compiled_as_one_graph(granularity, fp8_products):
     frozen, matrices = build(granularity)
-    frozen.in_fp8 = in_fp8
+    frozen.fp8_products = fp8_products
     x = torch.randn(6, K, dtype=torch.bfloat16, requires_grad=True)
 
     def step(function):
@@ -147,10 +147,10 @@ def test_compiled_as_one_graph(granularity, in_fp8):
         assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("in_fp8", [True, False])
-def test_under_autocast_and_without_gradients(in_fp8):
+@pytest.mark.parametrize("fp8_products", [True, False])
+def test_under_autocast_and_without_gradients(fp8_products):
     frozen, matrices = build("block", torch.float32)
-    frozen.in_fp8 = in_fp8
+    frozen.fp8_products = fp8_products
     x = torch.randn(4, K, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
         y = run(frozen, matrices, x)

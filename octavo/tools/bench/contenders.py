@@ -51,7 +51,7 @@ class Contender:
     offload: str | None = None
 
     @property
-    def in_fp8(self) -> bool:
+    def fp8_products(self) -> bool:
         return self.kind not in ("bf16", "octavo-bf16") and not self.weights_only
 
     @property

@@ -98,7 +98,7 @@ class PreparedModel:
         for name, linear in list(self.model.named_modules()):
             if type(linear) is nn.Linear and name != "lm_head":
                 frozen = FP8FrozenLinear.from_linear(linear, granularity, config, scaling=self.scaling, name=name)
-                frozen.in_fp8 = not contender.weights_only
+                frozen.fp8_products = not contender.weights_only
                 self.model.set_submodule(name, frozen)
         self.scaling.to(self.case.device)
         from octavo.hf import lora

@@ -77,7 +77,7 @@ def _floor_seconds(row: dict[str, Any], case: Case, ceilings: dict[str, Any]) ->
     """Return the time that the GEMMs alone would take at the ceilings of this run."""
     contender = Contender(**{name: row[name] for name in Contender.__dataclass_fields__})
     seconds = 0.0
-    for precision, flops in case.gemm_flops(contender.in_fp8, contender.fp8_head).items():
+    for precision, flops in case.gemm_flops(contender.fp8_products, contender.fp8_head).items():
         if flops and ceilings[precision] is None:
             return None
         seconds += flops / ceilings[precision] / 1e12 if flops else 0.0

@@ -13,7 +13,15 @@ from pathlib import Path
 from octavo.numerics.quantize import BLOCK
 from octavo.tools.plan.gpus import Gpu, fits, largest_batch
 from octavo.tools.plan.memory import plan_memory
-from octavo.tools.plan.options import BY_EXACTNESS, CHECKPOINTING, CODES, OFFLOADS, Option, blocks_fit, why_wide
+from octavo.tools.plan.options import (
+    BY_EXACTNESS,
+    CHECKPOINTING,
+    CODES,
+    OFFLOADS,
+    Option,
+    blocks_fit,
+    why_bf16_products,
+)
 from octavo.tools.plan.request import checkpoint_name, with_batch
 from octavo.tools.plan.timeline import GIB, Memory
 from octavo.tools.shapes import DECODERS, Case
@@ -161,7 +169,7 @@ def decoder_bench(model: str, case: Case, option: Option, gpu: Gpu) -> str:
         words.append(f"--mode lora --rank {case.rank}{targets}")
     words.append(f"--tokens {case.tokens} --seq {case.seq}")
     if option.code == "fp8":
-        extras = ("+fp8-head" if option.fp8_head else "") + ("+weights-only" if option.wide_products else "")
+        extras = ("+fp8-head" if option.fp8_head else "") + ("" if option.fp8_products else "+weights-only")
         words.append(f"--recipe {option.recipe}{extras}")
     return " ".join([*words, f"--against {','.join(baselines)}"])
 
@@ -189,7 +197,7 @@ def notes(case: Case, memories: Sequence[Memory], gpu: Gpu | None) -> list[str]:
 def decoder_background(case: Case, memories: Sequence[Memory]) -> list[str]:
     """Return how to read the table of all options."""
     remarks = []
-    if case.frozen and not why_wide(case) and not blocks_fit(case):
+    if case.frozen and not why_bf16_products(case) and not blocks_fit(case):
         remarks.append(
             f"Left out: block. Of q, k, v, gate or up, one has outputs that are no multiple of {BLOCK}, so that they "
             "are computed one by one, and keep more."

@@ -139,7 +139,7 @@ def _fp8_linears(case: Case, option: Option) -> dict[str, int]:
             "scales of weights": 4 * FP32 if option.recipe == "delayed" else 0,  # q, k and v; o; gate and up; down
         }
     joined = joins_norms(case, option)
-    x = s.k * BF16 * s.m if option.wide_products else _rows(s.m, s.k, option)
+    x = _rows(s.m, s.k, option) if option.fp8_products else s.k * BF16 * s.m
     return {
         "input of q, k and v": x * (joined or is_adapted(case, "qkv")),
         "input of gate and up": x * (joined or is_adapted(case, "gate_up")),
@@ -186,7 +186,7 @@ def backward_buffers(case: Case, option: Option) -> int:
     ranks = case.rank * sum(len(MEMBERS[name]) for name in ("gate_up", "down") if is_adapted(case, name))
     # Weights transposed, or dequantised; of one part dh and d(gate, up), or that and its FP8 copy; FP32 gradients of
     # adapters.
-    mlp = g + dx + (down + gate_up) * (BF16 if option.wide_products else 1) + 3 * s.f * BF16 * part + ranks * FP32 * s.m
+    mlp = g + dx + (down + gate_up) * (1 if option.fp8_products else BF16) + 3 * s.f * BF16 * part + ranks * FP32 * s.m
     if option.compiled or not joins_norms(case, option):
         return mlp
     return max(mlp, g + dx + 6 * s.k * FP32 * s.m)  # eager, the norm's backward is a row of FP32 tensors

@@ -250,7 +250,7 @@ def _option(memory: Memory, plan: Plan, number: int) -> dict[str, Any]:
     """Return an option's figures, in bytes except where a name says GiB."""
     return {
         "name": memory.option.full_name,
-        "option": asdict(memory.option),
+        "option": memory.option.to_dict(),
         "peak_gib": memory.peak_gib,
         "host_gib": memory.host_gib,
         "peak": memory.peak.to_dict(),
