@@ -297,9 +297,9 @@ def _emulation(model: nn.Module) -> str:
 
 def _masters(model: nn.Module, optimizer: Any) -> str:
     in_bf16 = [p for p in model.parameters() if p.requires_grad and p.dtype == torch.bfloat16]
-    kept = sum(p.numel() for p in in_bf16 if has_master(getattr(optimizer, "optimizer", optimizer), p))
-    rest = sum(p.numel() for p in in_bf16) - kept
-    words = f", {kept:,} in BF16 with FP32 masters" if kept else ""
+    with_master = sum(p.numel() for p in in_bf16 if has_master(getattr(optimizer, "optimizer", optimizer), p))
+    rest = sum(p.numel() for p in in_bf16) - with_master
+    words = f", {with_master:,} in BF16 with FP32 masters" if with_master else ""
     return words + (f", {rest:,} in BF16 without" if rest else "")
 
 

@@ -35,12 +35,12 @@ def _loss_kernel(logits_ptr, labels_ptr, loss_ptr, lse_ptr, V, stride, WIDTH: tl
     peak = tl.max(top, axis=0)
     lse = peak + tl.log(tl.sum(total * tl.exp(top - peak), axis=0))
     label = tl.load(labels_ptr + t)
-    kept = label != _IGNORED
+    counted = label != _IGNORED
     known = (label >= 0) & (label < V)
     # NaN for a label that is no token: in the loss, and by way of lse in the gradient.
-    lse = tl.where(kept & (known == 0), float("nan"), lse)
+    lse = tl.where(counted & (known == 0), float("nan"), lse)
     picked = tl.load(logits_ptr + tl.where(known, label, 0)).to(tl.float32)
-    tl.store(loss_ptr + t, tl.where(kept, lse - picked, 0.0))
+    tl.store(loss_ptr + t, tl.where(counted, lse - picked, 0.0))
     tl.store(lse_ptr + t, lse)
 
 

@@ -228,7 +228,7 @@ class AdapterGradients:
             return False
         from octavo.kernels.adapters import gradients as kernel
 
-        if not kernel.can_multiply_kept(x, u, self._like.dtype):
+        if not kernel.can_multiply_saved(x, u, self._like.dtype):
             return False
         if self._da is None:
             self._da = torch.zeros(u.shape[1], x.data.shape[1], dtype=torch.float32, device=u.device)

@@ -1,7 +1,7 @@
 """The activation of a gated MLP, with what is computed around it: by kernels where there are some, else by the spec.
 
 gate and up lie side by side, `gate_up[M, 2F]`. h is `act(gate) · up`. For backward they may be saved in FP8, by
-`numerics.activation.keep` (E4M3, 1×128): `saved` is then room for them, a `Quantized` whose scales are bytes.
+`numerics.activation.save_gate_up` (E4M3, 1×128): `saved` is then room for them, a `Quantized` whose scales are bytes.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ def gated_quantize(
         from octavo.kernels import gated
         from octavo.kernels.gated import blocks
 
-        if gated.can_quantize(gate_up, recipe) and (saved is None or gated.can_keep(gate_up)):
+        if gated.can_quantize(gate_up, recipe) and (saved is None or gated.can_save(gate_up)):
             return gated.gated_quantize(gate_up, state, recipe, activation, record=record, into=saved)
         if saved is None and blocks.can_quantize(gate_up, recipe):
             return blocks.gated_quantize(gate_up, state, recipe, activation, record=record)
@@ -62,7 +62,7 @@ def _gated(gate_up: Tensor, activation: str, saved: Quantized | None) -> Tensor:
 
 
 def _save(gate_up: Tensor, saved: Quantized) -> None:
-    for room, part in zip(saved, spec.keep(gate_up), strict=True):
+    for room, part in zip(saved, spec.save_gate_up(gate_up), strict=True):
         room.copy_(part)
 
 
@@ -85,17 +85,17 @@ def gated_quantize_backward(
         from octavo.kernels import gated
         from octavo.kernels.gated import blocks
 
-        if saved_scale is not None and gated.can_quantize(dh, recipe, recipe_h) and gated.can_keep(gate_up):
+        if saved_scale is not None and gated.can_quantize(dh, recipe, recipe_h) and gated.can_save(gate_up):
             how = (h_scale, state, recipe, recipe_h, activation)
-            return gated.gated_quantize_backward(dh, gate_up, *how, kept_scale=saved_scale)
+            return gated.gated_quantize_backward(dh, gate_up, *how, saved_scale=saved_scale)
         if saved_scale is not None:
-            gate_up, saved_scale = spec.from_kept(Quantized(gate_up, saved_scale)).to(dh.dtype), None
+            gate_up, saved_scale = spec.dequantize_gate_up(Quantized(gate_up, saved_scale)).to(dh.dtype), None
         if gated.can_quantize(gate_up, recipe, recipe_h):
             return gated.gated_quantize_backward(dh, gate_up, h_scale, state, recipe, recipe_h, activation)
         if blocks.can_quantize_backward(gate_up, recipe, recipe_h):
             return blocks.gated_quantize_backward(dh, gate_up, state, recipe, recipe_h, activation)
     if saved_scale is not None:
-        gate_up = spec.from_kept(Quantized(gate_up, saved_scale)).to(dh.dtype)
+        gate_up = spec.dequantize_gate_up(Quantized(gate_up, saved_scale)).to(dh.dtype)
     gradient, h = _gated_backward(dh, gate_up, activation)
     found = quantize_group([gradient], state, recipe, True, "both")
     known = h_scale if recipe_h.granularity == "tensor" else None
@@ -165,7 +165,7 @@ def gated_adapted_backward(
             return kernel.gated_backward(dh, saved, added, activation, factor=factor, h=wants_h)
     if a is not None:
         dh.addmm_(as_dtype(u, dh.dtype), a.to(dh.dtype))
-    gate_up = saved.data if is_high_precision(saved) else spec.from_kept(saved)
+    gate_up = saved.data if is_high_precision(saved) else spec.dequantize_gate_up(saved)
     gradient = spec.gated_backward(dh, gate_up, activation)
     if factor is not None:
         gradient = gradient * factor

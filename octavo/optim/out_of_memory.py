@@ -30,17 +30,19 @@ Ways = Mapping[str, str]
 
 
 @contextmanager
-def explained(model: nn.Module, optimizer: Any, ways: Callable[[], Ways], kept: Callable[[], str]) -> Iterator[None]:
+def explained(
+    model: nn.Module, optimizer: Any, ways: Callable[[], Ways], last_checkpoint: Callable[[], str]
+) -> Iterator[None]:
     """Add an explanation to an out-of-memory error, which callers that retry a smaller batch still recognise."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        error.add_note(explain(error, model, optimizer, ways(), kept()))
+        error.add_note(explain(error, model, optimizer, ways(), last_checkpoint()))
         raise
 
 
-def explain(error: BaseException, model: nn.Module, optimizer: Any, ways: Ways, kept: str = "") -> str:
-    """Return a few lines about the memory and what would take less. `kept`: a sentence about the last checkpoint."""
+def explain(error: BaseException, model: nn.Module, optimizer: Any, ways: Ways, last_checkpoint: str = "") -> str:
+    """Return a few lines about the memory and what would take less. `last_checkpoint`: a sentence about it."""
     memory = measure_now(model, optimizer)
     there = device_memory(next(model.parameters()).device)
     asked = _asked_for(error)
@@ -59,8 +61,8 @@ def explain(error: BaseException, model: nn.Module, optimizer: Any, ways: Ways, 
         less = "less" if size is None else f"about {in_words(size)} less"
         enough = " (alone not enough)" if size is not None and size < missing else ""
         lines.append(f"    {less}: {ways[name]}{enough}")
-    if kept:
-        lines.append(f"  {kept}")
+    if last_checkpoint:
+        lines.append(f"  {last_checkpoint}")
     return "\n".join(lines)
 
 

@@ -50,11 +50,11 @@ def assert_nearly_same(found, expected, share=1e-3):
         assert (off > 0).float().mean() <= share
 
 
-def assert_same_statistics(mine, theirs, kept=()):
+def assert_same_statistics(mine, theirs, saved=()):
     for i, (a, b) in enumerate(zip(mine, theirs, strict=True)):
         torch.testing.assert_close(a[[SCALE, AMAX]], b[[SCALE, AMAX]], rtol=1e-2, atol=0)
         torch.testing.assert_close(a[[SEEN, NON_FINITE]], b[[SEEN, NON_FINITE]], rtol=0, atol=0)
-        losses = [SATURATED] if i in kept else [SATURATED, UNDERFLOW]
+        losses = [SATURATED] if i in saved else [SATURATED, UNDERFLOW]
         torch.testing.assert_close(a[losses], b[losses], rtol=1e-2, atol=1e-3)
 
 
@@ -62,7 +62,7 @@ def rows(count):
     return [new_states(device="cuda") for _ in range(count)]
 
 
-def kept(*shape, scale):
+def saved(*shape, scale):
     x = torch.randn(shape, device="cuda").add(0.4).relu() * 100
     return Quantized(x.to(torch.float8_e4m3fn), torch.tensor(scale, device="cuda"))
 
@@ -81,7 +81,7 @@ def test_forward_kernels(monkeypatch, size, dtype):
         expected = pairs(by_the_spec(monkeypatch, ops.bdh_relu_rope, x, cos, sin, *theirs[:2], X))
         expected += pairs(by_the_spec(monkeypatch, ops.bdh_gate, x, t_pre, *theirs[2:], X))
         assert_nearly_same(found, expected)
-    assert_same_statistics(mine, theirs, kept=(1, 3))
+    assert_same_statistics(mine, theirs, saved=(1, 3))
     q, s, _, _ = expected
     again = (*s, cos, sin, q.scale, X, dtype)
     columns = Quantized(ops.bdh_rope_columns(*again), q.scale)
@@ -94,7 +94,7 @@ def test_backward_kernels(monkeypatch, size):
     cos, sin = rope_angles(T, N, torch.device("cuda"))
     dq = torch.randn(B, H, T, N, device="cuda").bfloat16() * 1e-3
     dz = torch.randn(B, T, H, N, device="cuda").bfloat16() * 1e-3
-    s, t = kept(B, T, H, N, scale=0.01), kept(B, T, H, N, scale=0.02)
+    s, t = saved(B, T, H, N, scale=0.01), saved(B, T, H, N, scale=0.02)
     z_scale = torch.tensor(0.03, device="cuda")
     mine, theirs = rows(2), rows(2)
     for use in range(2):

@@ -29,7 +29,7 @@ from octavo import FP8TrainingConfig
 from octavo.numerics import E4M3, E5M2, OperandRecipe, Quantized
 from octavo.numerics import cross_entropy as loss_spec
 from octavo.numerics import operand as spec
-from octavo.numerics.activation import ACTIVATIONS, from_kept, gated, gated_backward, keep
+from octavo.numerics.activation import ACTIVATIONS, dequantize_gate_up, gated, gated_backward, save_gate_up
 from octavo.numerics.quantize import expand_scale
 from octavo.numerics.scaling import RESCALED, SATURATED, SCALE, UNDERFLOW, USED
 
@@ -225,14 +225,14 @@ def test_gated_with_gate_and_up_kept_in_fp8(name, activation):
         poison()
         found = gated_kernel.gated_quantize(gate_up, mine, recipe.x, activation, record=True, into=room)
         assert_nearly_same(found, gated_spec(gate_up, theirs, recipe.x, activation, record=True))
-        expected = keep(gate_up)
+        expected = save_gate_up(gate_up)
         assert torch.equal(room.scale, expected.scale)
         assert torch.equal(bytes_of(room.data), bytes_of(expected.data))
-        wide = from_kept(room).to(BF16)  # which is exact
+        wide = dequantize_gate_up(room).to(BF16)  # which is exact
         mine, theirs = new_state(0.04, "cuda"), new_state(0.04, "cuda")
         how = (recipe.g, recipe.x, activation)
         poison()
-        backward = gated_kernel.gated_quantize_backward(dh, room.data, found.scale, mine, *how, kept_scale=room.scale)
+        backward = gated_kernel.gated_quantize_backward(dh, room.data, found.scale, mine, *how, saved_scale=room.scale)
         for one, other in zip(backward, gated_backward_spec(dh, wide, found.scale, theirs, *how), strict=True):
             assert_nearly_same(one, other)
         assert torch.equal(bytes_of(backward[1].data), bytes_of(backward[0].data).mT)

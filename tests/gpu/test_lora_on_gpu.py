@@ -24,7 +24,7 @@ from octavo.nn.frozen import FP8FrozenLinear
 from octavo.nn.groups import put_together
 from octavo.nn.linear_function import linear as fp8_linear
 from octavo.nn.mlp_function import gated_mlp
-from octavo.numerics.activation import ACTIVATIONS, from_kept, gated, gated_backward, keep
+from octavo.numerics.activation import ACTIVATIONS, dequantize_gate_up, gated, gated_backward, save_gate_up
 from octavo.numerics.formats import E4M3
 from octavo.numerics.norm import Norm
 from octavo.numerics.operand import quantize_operand
@@ -92,20 +92,20 @@ def test_gated_with_adapters(m, f, rank, activation):
     gate, up = (low(m, f, rank, s) if rank else None for s in (0.5, 2.0))
     halves = torch.cat([with_low_rank(gate_up[:, :f], gate), with_low_rank(gate_up[:, f:], up)], dim=1)
     expected = gated(halves, activation)
-    kept = Quantized(
+    saved = Quantized(
         torch.empty(m, 2 * f, dtype=E4M3.dtype, device="cuda"),
         torch.empty(m, 2 * f // 128, dtype=torch.uint8, device="cuda"),
     )
     for _ in range(3):
-        h = gated_low_rank.gated(gate_up, gate, up, activation, kept)
+        h = gated_low_rank.gated(gate_up, gate, up, activation, saved)
         assert cosine(h, expected) > 0.99999 and (h != expected).float().mean() < 0.03
-        wanted = keep(halves)
-        assert (kept.scale != wanted.scale).float().mean() < 1e-3  # an amax at a power of two may fall either way
-        same = kept._replace(
+        wanted = save_gate_up(halves)
+        assert (saved.scale != wanted.scale).float().mean() < 1e-3  # an amax at a power of two may fall either way
+        same = saved._replace(
             data=torch.where(
-                (kept.scale == wanted.scale).repeat_interleave(128, 1), kept.data.float(), wanted.data.float()
+                (saved.scale == wanted.scale).repeat_interleave(128, 1), saved.data.float(), wanted.data.float()
             ).to(E4M3.dtype),
-            scale=kept.scale.float(),
+            scale=saved.scale.float(),
         )
         assert_nearly_same(same, wanted._replace(scale=same.scale), share=0.02)
     assert torch.equal(gated_low_rank.gated(gate_up, gate, up, activation, None), h)
@@ -114,8 +114,8 @@ def test_gated_with_adapters(m, f, rank, activation):
     product = low(m, f, rank, 1.0, turned=False) if rank else None
     factor = torch.rand(2 * f, device="cuda") + 0.1
     again = dh.clone()
-    d = gated_low_rank.gated_backward(again, kept, product, activation, factor=factor, h=True)
-    wide = from_kept(kept)
+    d = gated_low_rank.gated_backward(again, saved, product, activation, factor=factor, h=True)
+    wide = dequantize_gate_up(saved)
     expected = gated_backward(with_low_rank(dh, product, turned=False), wide, activation) * factor
     assert cosine(d, expected) > 0.99999 and cosine(again, gated(wide, activation)) > 0.99999
 
@@ -168,10 +168,10 @@ def test_down_projections_of_gradients(m, k, ranks):
 
 @pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
 @pytest.mark.parametrize(("m", "k", "ranks"), [(8192, 4096, 96), (4096, 14336, 32), (130, 300, 256), (37, 200, 8)])
-def test_down_from_what_was_kept(m, k, ranks, granularity):
+def test_down_from_saved_x(m, k, ranks, granularity):
     x = quantize(torch.randn(m, k, device="cuda"), format=E4M3, granularity=granularity, block=(1, 128))
     u, d = torch.randn(m, ranks, device="cuda").to(BF16), torch.zeros(ranks, k, device="cuda")
-    assert adapting.can_multiply_kept(x, u, BF16)
+    assert adapting.can_multiply_saved(x, u, BF16)
     expected = u.float().T @ x.dequantize(torch.float32)
     for times, left in enumerate((u, u.float(), u)):
         adapting.add_down(left, x, d, BF16)

@@ -25,9 +25,10 @@ def checkpoint(folder, family="llama"):
             nn.init.uniform_(parameter, 0.5, 1.5)
     if family != "llama":
         config, cls = FAMILIES[family]
-        kept = {k: getattr(llama.config, k) for k in (*SIZES, "vocab_size", "num_hidden_layers", "num_attention_heads")}
-        kept |= {"num_key_value_heads": 2, "tie_word_embeddings": False, "pad_token_id": 0}
-        model = cls(config(**kept)).to(torch.bfloat16)
+        names = (*SIZES, "vocab_size", "num_hidden_layers", "num_attention_heads")
+        options = {name: getattr(llama.config, name) for name in names}
+        options |= {"num_key_value_heads": 2, "tie_word_embeddings": False, "pad_token_id": 0}
+        model = cls(config(**options)).to(torch.bfloat16)
         model.load_state_dict(llama.state_dict(), strict=False)
         llama = model
     llama.save_pretrained(folder)
@@ -95,23 +96,23 @@ def test_as_transformers_computes_it(tmp_path, granularity, family, targets):
     assert errors[0] < 1.1 * errors[1]
 
 
-def kept_bytes(model):
-    kept = {}
+def saved_bytes(model):
+    saved = {}
 
-    def keep(tensor):
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    def save(tensor):
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
         model(input_ids=tokens(8, 64), labels=tokens(8, 64))
-    return sum(kept.values())
+    return sum(saved.values())
 
 
-def test_what_goes_into_a_norm_is_not_kept(tmp_path):
+def test_the_input_of_a_norm_is_not_saved(tmp_path):
     model = load(checkpoint(tmp_path), "channel")
-    together = kept_bytes(model)
+    together = saved_bytes(model)
     residuals = 2 * 2 * 8 * 64 * SIZES["hidden_size"] * 2  # layers, norms, tokens, width, bytes
-    assert kept_bytes(apart(model)) - together > 0.9 * residuals
+    assert saved_bytes(apart(model)) - together > 0.9 * residuals
 
 
 def test_one_who_watches_sees_what_transformers_would_show(tmp_path):
@@ -177,7 +178,7 @@ def trained(activations, recipe="delayed", **changes):
 
 
 def test_full_fine_tuning_with_fp8_activations():
-    errors, losses, kept = [], [], []
+    errors, losses, saved = [], [], []
     for activations in ("bf16", "fp8"):
         model, report, exact = trained(activations)
         assert ("norms with the products that follow them (2)" in report.fused) == (activations == "fp8")
@@ -185,14 +186,14 @@ def test_full_fine_tuning_with_fp8_activations():
         parts = zip(found[1:], exact[1:], strict=True)
         errors.append(torch.tensor([1 - cosine(a, b) for a, b in parts]))
         losses.append(found[0])
-        kept.append(kept_bytes(model))
+        saved.append(saved_bytes(model))
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=0)
     # What rounding gate and up adds is small beside what FP8 has put off already; norms' weights are among these.
     assert errors[1].mean() < 1.1 * errors[0].mean() and (errors[1] < 1.3 * errors[0]).all()
     tokens_, wide = 8 * 64, 4  # bytes: this one is in FP32
     residuals = 2 * 2 * tokens_ * SIZES["hidden_size"] * wide
     gate_up = 2 * tokens_ * 2 * SIZES["intermediate_size"] * (wide - 1)
-    assert kept[0] - kept[1] > 0.9 * (residuals + gate_up)
+    assert saved[0] - saved[1] > 0.9 * (residuals + gate_up)
 
 
 @pytest.mark.parametrize("recipe", ["block", "channel"])
@@ -259,7 +260,7 @@ TRAINED_PARTS = {
 
 @pytest.mark.parametrize("activations", ["bf16", "fp8"])
 def test_part_of_a_model_gets_the_gradients_it_would_have_anyway(activations):
-    """Such as a trained norm behind a frozen embedding, whose input needs no gradient, but is kept for its weight."""
+    """Such as a trained norm behind a frozen embedding, whose input needs no gradient, but is saved for its weight."""
     model, _, _ = trained(activations)
     step(model)  # scales are made
     step(model)

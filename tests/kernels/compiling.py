@@ -25,10 +25,11 @@ WITHOUT_RESULT = ("st.", "red.", "bar.", "bra", "ret", "fence.")
 CHECKED = (
     *("quantize delayed g", "quantize channel g", "quantize block g", "quantize block w both", "quantize mx g"),
     *("quantize block, channel wgrad g both (256", "quantize rows", "quantize folded"),
-    *("gated quantize backward delayed silu", "gated quantize and keep silu", "gated quantize backward from kept silu"),
+    *("gated quantize backward delayed silu", "gated quantize backward from saved silu"),
+    "gated quantize and save silu",
     *("gated blocks block silu 256", "gated blocks block, channel wgrad silu 256", "gated blocks mx silu 256"),
     *("gated blocks backward block silu 256", "gated blocks backward block, channel wgrad silu 256"),
-    *("gated blocks backward mx silu 256", "cross entropy quantize both", "gated low rank silu 256 kept"),
+    *("gated blocks backward mx silu 256", "cross entropy quantize both", "gated low rank silu 256 saved"),
     *("gated low rank backward silu 256 with h", "adapters", "transpose", "adamw 4 bits", "bdh causal delayed (128"),
     # To FP32 its bytes do change hands, before a single store, which comes out right (tests/gpu/test_lora_on_gpu.py).
     *(f"dequantize (256, 256) by (256, 1) to torch.{dtype}" for dtype in ("bfloat16", "float16")),

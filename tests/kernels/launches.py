@@ -119,17 +119,17 @@ def _gated(dtype: torch.dtype, rounding: str) -> Iterator[Launch]:
                     ),
                 )
         recipe = RECIPES["delayed"].replace(rounding=rounding).recipe
-        gate_up, dh, kept = torch.zeros(256, 512, dtype=dtype), torch.zeros(256, 256, dtype=dtype), _kept()
+        gate_up, dh, saved = torch.zeros(256, 512, dtype=dtype), torch.zeros(256, 256, dtype=dtype), _saved()
         yield (
-            f"gated quantize and keep {activation}",
-            lambda gate_up=gate_up, a=activation, r=recipe, kept=kept: gated.gated_quantize(
-                gate_up, _state(), r.x, a, record=True, into=kept
+            f"gated quantize and save {activation}",
+            lambda gate_up=gate_up, a=activation, r=recipe, saved=saved: gated.gated_quantize(
+                gate_up, _state(), r.x, a, record=True, into=saved
             ),
         )
         yield (
-            f"gated quantize backward from kept {activation}",
-            lambda dh=dh, a=activation, r=recipe, kept=kept: gated.gated_quantize_backward(
-                dh, kept.data, torch.ones(()), _state(), r.g, r.x, a, kept_scale=kept.scale
+            f"gated quantize backward from saved {activation}",
+            lambda dh=dh, a=activation, r=recipe, saved=saved: gated.gated_quantize_backward(
+                dh, saved.data, torch.ones(()), _state(), r.g, r.x, a, saved_scale=saved.scale
             ),
         )
 
@@ -155,7 +155,7 @@ def _gated_blocks(dtype: torch.dtype, rounding: str) -> Iterator[Launch]:
                 )
 
 
-def _kept() -> Quantized:
+def _saved() -> Quantized:
     return Quantized(torch.zeros(256, 512, dtype=E4M3.dtype), torch.ones(256, 4, dtype=torch.uint8))
 
 
@@ -165,7 +165,7 @@ def _bdh(dtype: torch.dtype, rounding: str) -> Iterator[Launch]:
         for t, n in ((128, 256), (17, 34)) if _is_usual(dtype, rounding) and scaling == "delayed" else ((128, 256),):
             s_pre, t_pre = torch.zeros(1, t, 2, n, dtype=dtype), torch.zeros(2, 1, t, n, dtype=dtype)
             angles = torch.zeros(t, n // 2)
-            kept = Quantized(torch.zeros(1, t, 2, n, dtype=E4M3.dtype), torch.ones(()))
+            saved = Quantized(torch.zeros(1, t, 2, n, dtype=E4M3.dtype), torch.ones(()))
             scores = torch.zeros(1, 2, t, t, dtype=dtype)
             name = f"{scaling} {(t, n)}"
             yield (
@@ -174,7 +174,7 @@ def _bdh(dtype: torch.dtype, rounding: str) -> Iterator[Launch]:
             )
             yield (
                 f"bdh rope_columns {name}",
-                lambda s=kept, y=angles, r=recipe: bdh.rope_columns(s, y, y, torch.ones(()), r.x, dtype),
+                lambda s=saved, y=angles, r=recipe: bdh.rope_columns(s, y, y, torch.ones(()), r.x, dtype),
             )
             yield (
                 f"bdh gate {name}",
@@ -182,13 +182,13 @@ def _bdh(dtype: torch.dtype, rounding: str) -> Iterator[Launch]:
             )
             yield (
                 f"bdh gate_backward {name}",
-                lambda x=s_pre, s=kept, r=recipe: bdh_backward.gate_backward(
+                lambda x=s_pre, s=saved, r=recipe: bdh_backward.gate_backward(
                     x, s, s, torch.ones(()), _state(), r.g, r.x
                 ),
             )
             yield (
                 f"bdh relu_rope_backward {name}",
-                lambda x=s_pre, s=kept, y=angles, r=recipe: bdh_backward.relu_rope_backward(
+                lambda x=s_pre, s=saved, y=angles, r=recipe: bdh_backward.relu_rope_backward(
                     x.transpose(1, 2), x, s.data, s, y, y, _state(), r.g
                 ),
             )
@@ -250,24 +250,24 @@ def _low_rank(dtype: torch.dtype) -> Iterator[Launch]:
     for activation in ("silu", "gelu_tanh"):
         for m in (256, 250) if activation == "silu" else (256,):
             gate_up, dh = torch.zeros(m, 512, dtype=dtype), torch.zeros(m, 256, dtype=dtype)
-            kept = Quantized(torch.zeros(m, 512, dtype=E4M3.dtype), torch.ones(m, 4, dtype=torch.uint8))
+            saved = Quantized(torch.zeros(m, 512, dtype=E4M3.dtype), torch.ones(m, 4, dtype=torch.uint8))
             low = low_rank.Low(torch.zeros(m, 32, dtype=dtype), torch.zeros(256, 32, dtype=dtype))
             turned = low._replace(right=low.right.t())
             name = f"{activation} {m}"
-            for into in (kept, None):
+            for into in (saved, None):
                 yield (
-                    f"gated low rank {name}{' kept' if into else ''}",
+                    f"gated low rank {name}{' saved' if into else ''}",
                     lambda x=gate_up, low=low, a=activation, into=into: low_rank.gated(x, low, low, a, into),
                 )
                 yield (
                     f"gated low rank backward {name}{' with h' if into else ''}",
-                    lambda dh=dh, kept=kept, low=turned, a=activation, h=into is not None: low_rank.gated_backward(
-                        dh, kept, low, a, factor=torch.ones(512), h=h
+                    lambda dh=dh, saved=saved, low=turned, a=activation, h=into is not None: low_rank.gated_backward(
+                        dh, saved, low, a, factor=torch.ones(512), h=h
                     ),
                 )
             yield (
                 f"gated low rank {name} without adapters",
-                lambda x=gate_up, kept=kept, a=activation: low_rank.gated(x, None, None, a, kept),
+                lambda x=gate_up, saved=saved, a=activation: low_rank.gated(x, None, None, a, saved),
             )
     rows = Quantized(torch.zeros(256, 512, dtype=E4M3.dtype), torch.ones(256, 1))
     for rank in (32, 96):

@@ -83,7 +83,7 @@ def test_inputs():
 def test_down(m, k, ranks, granularity):
     x = quantize(sample(m, k).clamp(-100, 100), format=E4M3, granularity=granularity, block=(1, 128))
     u, d = torch.randn(m, ranks).to(BF16), torch.zeros(ranks, k)
-    assert kernel.can_multiply_kept(x, u, BF16)
+    assert kernel.can_multiply_saved(x, u, BF16)
     for left in (u, u.float()):
         kernel.add_down(left, x, d, BF16)
     expected = u.float().T @ x.dequantize(torch.float32)
@@ -99,5 +99,5 @@ def test_what_they_leave_to_others():
     assert not adding.can_add(g, [up, up[:, :4]], [(0, 32, 1.0), (32, 32, 1.0)], None, turned=True)
     assert not adding.can_add(g, [up, up], [(0, 64, 1.0), (0, 64, 1.0)], None, turned=True)  # both at once
     wide = Quantized(torch.zeros(4, 64, dtype=E4M3.dtype), torch.ones(()))
-    assert not kernel.can_multiply_kept(wide, torch.zeros(4, 257), BF16)
-    assert not kernel.can_multiply_kept(wide, torch.zeros(4, 8), torch.float32)
+    assert not kernel.can_multiply_saved(wide, torch.zeros(4, 257), BF16)
+    assert not kernel.can_multiply_saved(wide, torch.zeros(4, 8), torch.float32)

@@ -21,7 +21,7 @@ from kernel_cases import (
 
 from octavo.kernels import gated as kernel
 from octavo.numerics import E4M3, OperandRecipe, Quantized
-from octavo.numerics.activation import ACTIVATIONS, from_kept, gated, gated_backward, keep
+from octavo.numerics.activation import ACTIVATIONS, dequantize_gate_up, gated, gated_backward, save_gate_up
 from octavo.numerics.scaling import SCALE
 
 SHAPES = [(33, 70), (1, 1), (65, 20)]
@@ -80,17 +80,17 @@ def test_gate_and_up_kept_in_fp8(name, m, f, dtype, activation):
     gate_up, dh = inputs(m, f, dtype)
     recipe, mine, theirs = RECIPES[name], new_state(), new_state()
     room = Quantized(torch.empty(m, 2 * f, dtype=E4M3.dtype), torch.empty(m, 2 * f // 128, dtype=torch.uint8))
-    assert kernel.can_keep(gate_up)
+    assert kernel.can_save(gate_up)
     found = kernel.gated_quantize(gate_up, mine, recipe.x, activation, record=True, into=room)
     assert_nearly_same(found, gated_spec(gate_up, theirs, recipe.x, activation, record=True), share=5e-3)
-    expected = keep(gate_up)
+    expected = save_gate_up(gate_up)
     assert torch.equal(room.scale, expected.scale)
     assert torch.equal(room.data.view(torch.uint8), expected.data.view(torch.uint8))
 
-    wide = from_kept(room).to(dtype)  # which is exact
+    wide = dequantize_gate_up(room).to(dtype)  # which is exact
     h_scale = (gated(wide, activation).abs().max() / recipe.x.format.max).float().clamp(min=1e-3)
     mine, theirs, how = new_state(), new_state(), (recipe.g, recipe.x, activation)
-    found = kernel.gated_quantize_backward(dh, room.data, h_scale, mine, *how, kept_scale=room.scale)
+    found = kernel.gated_quantize_backward(dh, room.data, h_scale, mine, *how, saved_scale=room.scale)
     for one, other in zip(found, gated_backward_spec(dh, wide, h_scale, theirs, *how), strict=True):
         assert_nearly_same(one, other, share=5e-3)
 

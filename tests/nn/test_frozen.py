@@ -49,14 +49,14 @@ def test_products_in_high_precision(granularity, k, n):
     _, frozen = build(granularity, k, n)
     frozen.fp8_products = False
     x = torch.randn(2, 9, k, dtype=torch.bfloat16, requires_grad=True)
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
         y = frozen(x)
     g = torch.randn_like(y)
     y.backward(g)
     w = frozen.dequantize(torch.bfloat16)
     assert torch.equal(y, nn.functional.linear(x, w, frozen.bias))
-    assert not kept
+    assert not saved
     assert torch.equal(x.grad, (g.reshape(-1, n) @ w).reshape(x.shape))
     torch.testing.assert_close(frozen.bias.grad, g.float().sum((0, 1)).bfloat16())
     assert "products in high precision" in repr(frozen)
@@ -71,10 +71,10 @@ def test_products_in_high_precision_take_autocast_and_graphs():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(frozen(x), expected)
     compiled = torch.compile(frozen, fullgraph=True, backend="aot_eager")
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
         y = compiled(x.bfloat16())
-    assert not any(tensor.is_floating_point() and tensor.numel() == w.numel() for tensor in kept)
+    assert not any(tensor.is_floating_point() and tensor.numel() == w.numel() for tensor in saved)
     y.sum().backward()
     assert torch.equal(y, expected) and x.grad.dtype == torch.float32
 

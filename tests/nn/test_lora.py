@@ -68,11 +68,11 @@ def test_values_and_every_gradient(granularity, dtype, fp8_products):
 def test_x_is_not_kept_in_high_precision():
     frozen, matrices = build("block")
     x = torch.randn(64, K, dtype=torch.bfloat16, requires_grad=True)
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         run(frozen, matrices, x)
-    assert not any(t.shape == x.shape and t.element_size() > 1 for t in kept)
-    assert any(t.shape == x.shape and t.element_size() == 1 for t in kept)
+    assert not any(t.shape == x.shape and t.element_size() > 1 for t in saved)
+    assert any(t.shape == x.shape and t.element_size() == 1 for t in saved)
 
 
 def check_side_by_side(parts):
@@ -105,7 +105,7 @@ def test_weights_of_two_kinds_in_high_precision(other):
 
 
 def test_a_norm_with_weights_that_are_zero():
-    """In high precision what went into it is kept, so nothing has to be divided by them."""
+    """In high precision what went into it is saved, so nothing has to be divided by them."""
     frozen, matrices = build("channel", torch.float32)
     frozen.fp8_products = False
     norm = Norm((torch.rand(K) + 0.5) * (torch.arange(K) % 5 > 0), 1e-6)

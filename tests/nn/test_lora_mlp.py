@@ -152,10 +152,10 @@ def test_nothing_is_kept_in_high_precision_but_what_is_narrow():
     linears = build("channel")
     adapters, last = adapters_of(BOTH, K), adapters_of(DOWN, F)
     x = torch.randn(64, K, dtype=torch.bfloat16, requires_grad=True)
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         run(linears, adapters, last, x)
-    tall = [t for t in kept if t.dim() == 2 and t.shape[0] == 64]
+    tall = [t for t in saved if t.dim() == 2 and t.shape[0] == 64]
     assert {t.shape[1] for t in tall if t.element_size() == 1} == {K, 2 * F, 2 * F // 128}
     assert all(t.shape[1] <= 2 * R for t in tall if t.element_size() > 1)
 

@@ -108,7 +108,7 @@ def test_activations_are_kept_in_fp8():
         fp8(a, w, FP8TrainingConfig())
     large = [x for x in saved if x.numel() > 1]
     assert {x.dtype for x in large} == {torch.float8_e4m3fn, torch.float32}
-    assert all(x is w for x in large if x.dtype == torch.float32), "the only high-precision tensor kept is the weight"
+    assert all(x is w for x in large if x.dtype == torch.float32), "the only high-precision tensor saved is the weight"
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

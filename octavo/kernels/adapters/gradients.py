@@ -210,7 +210,7 @@ def _parts(across: int, down: int, slots: int, start: int) -> int:
     return min(range(1, down + 1), key=time)
 
 
-def can_multiply_kept(x: Quantized, u: Tensor, dtype: torch.dtype) -> bool:
+def can_multiply_saved(x: Quantized, u: Tensor, dtype: torch.dtype) -> bool:
     """Whether `add_down` covers this: FP8 rows that `can_dequantize` accepts, multiplied in 16 bits."""
     return u.shape[1] <= LARGEST_RANKS and u.is_contiguous() and can_dequantize(x, dtype) and dtype != torch.float32
 

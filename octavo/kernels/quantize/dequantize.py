@@ -1,4 +1,4 @@
-"""An FP8 matrix back in high precision: what was kept of x for the gradient of an adapter, or a frozen weight.
+"""An FP8 matrix back in high precision: x as saved for the gradient of an adapter, or a frozen weight.
 
 Eight elements for each thread, neither more nor less: then what is loaded and what is stored lie in the same threads,
 and no FP8 bytes change hands (see `tiles.cast`). For FP32 results they do, before the one store there is.

@@ -158,7 +158,7 @@ def decoder_bench(model: str, case: Case, option: Option, gpu: Gpu) -> str:
     """The command that measures forward and backward of it. The bench neither checkpoints nor keeps less."""
     plain = Option("hf", optimizer=None, compiled=option.compiled)
     baselines = [name for code, name in BASELINES.items() if fits(case, replace(plain, code=code), gpu)]
-    if option.checkpointing != "none" or not option.compiled or _keeps_less(option) or not baselines:
+    if option.checkpointing != "none" or not option.compiled or _saves_less(option) or not baselines:
         return ""
     config = model if Path(model).is_file() else f"{model}/config.json"
     words = ["octavo bench", f"--preset {model}" if model in DECODERS else f"--config {config}"]
@@ -174,7 +174,7 @@ def decoder_bench(model: str, case: Case, option: Option, gpu: Gpu) -> str:
     return " ".join([*words, f"--against {','.join(baselines)}"])
 
 
-def _keeps_less(option: Option) -> bool:
+def _saves_less(option: Option) -> bool:
     return option.activations == "fp8" or option.offload is not None
 
 

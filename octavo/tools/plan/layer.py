@@ -66,7 +66,7 @@ def layer_input(case: Case, option: Option) -> int:
     return case.tokens * case.config["hidden_size"] * option.weight_bytes
 
 
-def kept(case: Case, option: Option) -> dict[str, int]:
+def saved_bytes(case: Case, option: Option) -> dict[str, int]:
     """Return the bytes that a layer saves, by tensor."""
     linears = _fp8_linears if option.code == "fp8" else _bf16_linears
     saved = {**_attention(case, option), **_norms(case, option), **linears(case, option), **_adapters(case)}

@@ -255,7 +255,7 @@ def _option(memory: Memory, plan: Plan, number: int) -> dict[str, Any]:
         "host_gib": memory.host_gib,
         "peak": memory.peak.to_dict(),
         "moments": [moment.to_dict() for moment in memory.moments],
-        "kept_by_a_layer": dict(memory.kept),
+        "kept_by_a_layer": dict(memory.saved),
         "largest_batch": plan.batches[number] if plan.gpu is not None else None,
         "longest_sequence": plan.sequences[number] if plan.sequences else None,
     }
