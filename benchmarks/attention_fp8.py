@@ -118,8 +118,8 @@ def measure(name: str) -> dict[str, Any]:
     forward = milliseconds(attend)
     gradient = torch.randn(b, h, t, d, device="cuda", dtype=torch.bfloat16)
     both = milliseconds(lambda: attend().backward(gradient))
-    wide = [x[:1].double().repeat_interleave(h // x.shape[1], 1) for x in (q, k, v)]
-    exact = torch.nn.functional.scaled_dot_product_attention(*wide, is_causal=True)
+    doubles = [x[:1].double().repeat_interleave(h // x.shape[1], 1) for x in (q, k, v)]
+    exact = torch.nn.functional.scaled_dot_product_attention(*doubles, is_causal=True)
     found["bf16"] = {
         "forward_ms": forward,
         "backward_ms": both - forward,

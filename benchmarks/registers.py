@@ -119,12 +119,12 @@ def ask(what: str, file: str) -> str:
 def longest_loop(code: str) -> int:
     """Return the number of instructions between the target of a backward jump and the jump."""
     lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", code)
-    places = {int(address, 16): i for i, (address, _) in enumerate(lines)}
+    line_of = {int(address, 16): i for i, (address, _) in enumerate(lines)}
     longest = 0
     for i, (_, text) in enumerate(lines):
         jump = re.search(r"\bBRA\b.*\b0x([0-9a-f]+)", text)
-        if jump and int(jump[1], 16) in places:
-            longest = max(longest, i - places[int(jump[1], 16)] + 1)
+        if jump and int(jump[1], 16) in line_of:
+            longest = max(longest, i - line_of[int(jump[1], 16)] + 1)
     return longest
 
 

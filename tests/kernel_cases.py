@@ -143,24 +143,24 @@ def gated_backward_spec(
     return rows, columns, h
 
 
-def low_rank(m: int, f: int, rank: int, scaling: float, *, turned: bool = True, device: str = "cpu") -> tuple:
+def low_rank(m: int, f: int, rank: int, scaling: float, *, transposed: bool = True, device: str = "cpu") -> tuple:
     """Left, right and factor of a product to add; left is part of something wider, as the adapters' products are."""
     left = torch.randn(m, rank + 3, device=device)[:, 3:].to(torch.bfloat16)
-    return left, torch.randn((f, rank) if turned else (rank, f), device=device).to(torch.bfloat16), scaling
+    return left, torch.randn((f, rank) if transposed else (rank, f), device=device).to(torch.bfloat16), scaling
 
 
-def with_low_rank(x: Tensor, product: tuple | None, *, turned: bool = True) -> Tensor:
+def with_low_rank(x: Tensor, product: tuple | None, *, transposed: bool = True) -> Tensor:
     if product is None:
         return x
     left, right, scaling = product
-    right = right.float().t() if turned else right.float()
+    right = right.float().t() if transposed else right.float()
     return (x.float() + scaling * (left.float() @ right)).to(x.dtype)
 
 
-def adapter_gradients(g, t, ups, places, factor):
+def adapter_gradients(g, t, ups, spans, factor):
     """u and all dB one after the other, in FP32: what `kernels.adapters.gradients` adds up."""
     g = g.float() if factor is None else g.float() / factor
-    parts = [scaling * g[:, first : first + size] for first, size, scaling in places]
+    parts = [scaling * g[:, first : first + size] for first, size, scaling in spans]
     u = torch.cat([part @ up.float() for part, up in zip(parts, ups, strict=True)], dim=1)
     ts = t.float().split([up.shape[1] for up in ups], dim=1)
     return u, torch.cat([(part.T @ own).flatten() for part, own in zip(parts, ts, strict=True)])

@@ -39,7 +39,7 @@ from octavo.kernels.tiles import (
     inverse,
     log2,
     magnitude_bits,
-    narrow,
+    round_to,
     reciprocal,
     root,
 )
@@ -56,10 +56,10 @@ _PLAIN_BLOCK = 256
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@triton.jit(do_not_specialize=["turn", "turn_of_p"])
+@triton.jit(do_not_specialize=["phase", "phase_of_p"])
 def adamw_kernel(
     p_ptr, low_ptr, g_ptr, mean_ptr, mean_scale_ptr, square_ptr, square_scale_ptr, n, rate, decay, weight_1, weight_2,
-    root_correction, eps, bound, turn, turn_of_p, SPLIT: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
+    root_correction, eps, bound, phase, phase_of_p, SPLIT: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, BOUNDED: tl.constexpr, STOCHASTIC: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """`rate`: with the mean's correction; `decay`: what is left of p; `weight_1`, `_2`: of the new in the means.
@@ -79,7 +79,7 @@ def adamw_kernel(
     moved = tl.minimum(tl.maximum(mean, -size * bound), size * bound) if BOUNDED else mean
     p = p * decay - rate * moved * inverse(size * root_correction + eps)
     start = _start(where)
-    noise = start + turn.to(tl.uint32, bitcast=True)
+    noise = start + phase.to(tl.uint32, bitcast=True)
     _write(mean, noise, mean_ptr, mean_scale_ptr, row, where, inside, n, True, KIND, BLOCK, EVEN)
     _write(square, noise, square_ptr, square_scale_ptr, row, where, inside, n, False, KIND, BLOCK, EVEN)
     if SPLIT:
@@ -87,9 +87,9 @@ def adamw_kernel(
         _store(low_ptr + where, bits.to(tl.int16), inside, EVEN)
         rounded = (bits >> 16).to(tl.int16)
     elif STOCHASTIC:
-        rounded = _to_bf16_at_random(p, ((start * _GOLDEN) >> 16) + turn_of_p.to(tl.uint32, bitcast=True))
+        rounded = _to_bf16_at_random(p, ((start * _GOLDEN) >> 16) + phase_of_p.to(tl.uint32, bitcast=True))
     else:
-        rounded = narrow(p, p_ptr.dtype.element_ty)
+        rounded = round_to(p, p_ptr.dtype.element_ty)
     _store(p_ptr + where, rounded, inside, EVEN)
 
 
@@ -138,7 +138,7 @@ def _write(
     BLOCK: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     if KIND == PLAIN:
-        _store(state_ptr + where, narrow(x, state_ptr.dtype.element_ty), inside, EVEN)
+        _store(state_ptr + where, round_to(x, state_ptr.dtype.element_ty), inside, EVEN)
     else:
         x = tl.where(magnitude_bits(x) < INFINITY_BITS, x, 0.0)
         scale = tl.maximum(tl.max(tl.abs(x), axis=1), 1e-12)
@@ -277,8 +277,8 @@ def apply(step: spec.Step, p: Tensor, g: Tensor, mean: Any, square: Any, low: Te
     numbers = map(float, (step.rate, step.decay, *weights, step.root_correction, step.eps, bound))
     with torch.cuda.device(p.device) if p.is_cuda else nullcontext():
         adamw_kernel[(-(-n // (rows * block)),)](
-            *halves, g.contiguous(), *_parts(mean), *_parts(square), n, *numbers, spec.turn_of(step.count),
-            step.count * spec.TURN_OF_P & 0xFFFF, **constants, num_warps=warps,
+            *halves, g.contiguous(), *_parts(mean), *_parts(square), n, *numbers, spec.phase_of(step.count),
+            step.count * spec.PHASE_STEP_OF_P & 0xFFFF, **constants, num_warps=warps,
         )  # fmt: skip
 
 

@@ -256,7 +256,7 @@ def _cast(v, dtype: tl.constexpr):
 
 
 @triton.jit
-def narrow(v, dtype: tl.constexpr):
+def round_to(v, dtype: tl.constexpr):
     """FP32 to BF16 (or what `dtype` is), to nearest even.
 
     To BF16 by pairs: rounded one by one, they would pass through the slow unit that does exponentials.

@@ -76,7 +76,7 @@ class OperandRecipe:
     @staticmethod
     @cache
     def decode(text: str) -> "OperandRecipe":
-        format, granularity, rows, columns, rounding, margin, scaling, mx_rule, turned, *percentile = text.split()
+        format, granularity, rows, columns, rounding, margin, scaling, mx_rule, wgrad, *percentile = text.split()
         return OperandRecipe(
             get_format(format),
             granularity,
@@ -86,7 +86,7 @@ class OperandRecipe:
             scaling == "delayed",
             float(percentile[0]) if percentile else None,
             mx_rule,
-            None if turned == "-" else turned,
+            None if wgrad == "-" else wgrad,
         )
 
 

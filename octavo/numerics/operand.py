@@ -61,8 +61,9 @@ def quantize_operand(
     if recipe.granularity == "tensor":
         found = _in_layout(_quantize(x, recipe, scale), layout)
     else:
-        turned = replace(recipe, granularity=recipe.columns or recipe.granularity)
-        wanted = {"rows": [(x, recipe)], "columns": [(x.mT, turned)], "both": [(x, recipe), (x.mT, turned)]}[layout]
+        transposed = replace(recipe, granularity=recipe.columns or recipe.granularity)
+        rows, columns = (x, recipe), (x.mT, transposed)
+        wanted = {"rows": [rows], "columns": [columns], "both": [rows, columns]}[layout]
         found = [_quantize(view, how, _current_scale(view, how)) for view, how in wanted]
     if record:
         record_use(state, amax, ~finite)

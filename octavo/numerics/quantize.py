@@ -128,12 +128,12 @@ def quantize_by(
     x: Tensor, scale: Tensor, format: Format, rounding: str = "nearest", generator: torch.Generator | None = None
 ) -> Quantized:
     """Compute `round(x / scale)` for a given scale."""
-    wide = x.detach().float()
-    scaled = wide * expand_scale(reciprocal(scale), x.shape)
+    x_fp32 = x.detach().float()
+    scaled = x_fp32 * expand_scale(reciprocal(scale), x.shape)
     if rounding == "stochastic":
-        data = round_stochastic(scaled, format, generator, source=wide)
+        data = round_stochastic(scaled, format, generator, source=x_fp32)
     else:
-        data = round_nearest(scaled, format, source=wide)
+        data = round_nearest(scaled, format, source=x_fp32)
     return Quantized(data.contiguous(), scale)
 
 

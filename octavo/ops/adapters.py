@@ -110,8 +110,8 @@ def add_to(y: Tensor, t: Tensor, adapters: Adapters, residual: Tensor | None = N
     if has_fp8_tensor_cores(y.device):
         from octavo.kernels.adapters import outputs as kernel
 
-        if kernel.can_add(y, adapters.ups, adapters.spans, residual, turned=True):
-            kernel.add_outputs(y, t, adapters.ups, adapters.spans, residual, turned=True)
+        if kernel.can_add(y, adapters.ups, adapters.spans, residual, transposed=True):
+            kernel.add_outputs(y, t, adapters.ups, adapters.spans, residual, transposed=True)
             return
     for place, up, part in zip(adapters.places, adapters.ups, adapters.parts(t), strict=True):
         y[:, place.first : place.last].addmm_(part, up.to(y.dtype).t(), alpha=place.scaling)
@@ -126,8 +126,8 @@ def add_to_input(dx: Tensor, u: Tensor, a: Tensor) -> None:
         from octavo.kernels.adapters import outputs as kernel
 
         span = ((0, dx.shape[1], 1.0),)
-        if kernel.can_add(dx, [a], span, None, turned=False):
-            kernel.add_outputs(dx, u, [a], span, None, turned=False)
+        if kernel.can_add(dx, [a], span, None, transposed=False):
+            kernel.add_outputs(dx, u, [a], span, None, transposed=False)
             return
     dx.addmm_(as_dtype(u, dx.dtype), a)
 

@@ -228,12 +228,12 @@ def test_gated_with_gate_and_up_kept_in_fp8(name, activation):
         expected = save_gate_up(gate_up)
         assert torch.equal(room.scale, expected.scale)
         assert torch.equal(bytes_of(room.data), bytes_of(expected.data))
-        wide = dequantize_gate_up(room).to(BF16)  # which is exact
+        gate_up_hp = dequantize_gate_up(room).to(BF16)  # which is exact
         mine, theirs = new_state(0.04, "cuda"), new_state(0.04, "cuda")
         how = (recipe.g, recipe.x, activation)
         poison()
         backward = gated_kernel.gated_quantize_backward(dh, room.data, found.scale, mine, *how, saved_scale=room.scale)
-        for one, other in zip(backward, gated_backward_spec(dh, wide, found.scale, theirs, *how), strict=True):
+        for one, other in zip(backward, gated_backward_spec(dh, gate_up_hp, found.scale, theirs, *how), strict=True):
             assert_nearly_same(one, other)
         assert torch.equal(bytes_of(backward[1].data), bytes_of(backward[0].data).mT)
 

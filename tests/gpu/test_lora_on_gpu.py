@@ -111,18 +111,18 @@ def test_gated_with_adapters(m, f, rank, activation):
     assert torch.equal(gated_low_rank.gated(gate_up, gate, up, activation, None), h)
 
     dh = torch.randn(m, f, device="cuda").to(BF16)
-    product = low(m, f, rank, 1.0, turned=False) if rank else None
+    product = low(m, f, rank, 1.0, transposed=False) if rank else None
     factor = torch.rand(2 * f, device="cuda") + 0.1
     again = dh.clone()
     d = gated_low_rank.gated_backward(again, saved, product, activation, factor=factor, h=True)
-    wide = dequantize_gate_up(saved)
-    expected = gated_backward(with_low_rank(dh, product, turned=False), wide, activation) * factor
-    assert cosine(d, expected) > 0.99999 and cosine(again, gated(wide, activation)) > 0.99999
+    gate_up_hp = dequantize_gate_up(saved)
+    expected = gated_backward(with_low_rank(dh, product, transposed=False), gate_up_hp, activation) * factor
+    assert cosine(d, expected) > 0.99999 and cosine(again, gated(gate_up_hp, activation)) > 0.99999
 
 
 @pytest.mark.parametrize("fold", [False, True])
 @pytest.mark.parametrize(
-    ("m", "places", "rank"),
+    ("m", "spans", "rank"),
     [
         (8192, [(0, 4096), (4096, 1024), (5120, 1024)], 32),
         (4096, [(0, 14336), (14336, 14336)], 16),
@@ -131,30 +131,30 @@ def test_gated_with_adapters(m, f, rank, activation):
         (37, [(0, 64), (64, 200)], 20),
     ],
 )
-def test_gradients_of_adapters(m, places, rank, fold):
-    places = [(first, size, 0.5 + i) for i, (first, size) in enumerate(places)]
-    width = sum(places[-1][:2])
-    g, t = (torch.randn(m, n, device="cuda").to(BF16) for n in (width, rank * len(places)))
-    ups = [torch.randn(size, rank, device="cuda").to(BF16) for _, size, _ in places]
+def test_gradients_of_adapters(m, spans, rank, fold):
+    spans = [(first, size, 0.5 + i) for i, (first, size) in enumerate(spans)]
+    width = sum(spans[-1][:2])
+    g, t = (torch.randn(m, n, device="cuda").to(BF16) for n in (width, rank * len(spans)))
+    ups = [torch.randn(size, rank, device="cuda").to(BF16) for _, size, _ in spans]
     factor = torch.rand(width, device="cuda") + 0.5 if fold else None
     assert adapting.can_multiply(g, ups)
-    expected = adapter_gradients(g, t, ups, places, factor)
+    expected = adapter_gradients(g, t, ups, spans, factor)
     for times in range(3):
         u, d = (torch.zeros_like(each) for each in expected)
         for _ in range(times + 1):
-            adapting.add_gradients(g, t, ups, places, factor, u, d)
+            adapting.add_gradients(g, t, ups, spans, factor, u, d)
         for found, exact in zip((u, d), expected, strict=True):
             assert (found / (times + 1) - exact).norm() < 4e-3 * exact.norm()
-    adapting.add_gradients(g, t, ups, places, factor, torch.zeros_like(u), None)
+    adapting.add_gradients(g, t, ups, spans, factor, torch.zeros_like(u), None)
 
-    residual = torch.randn_like(g) if len(places) == 1 else None
+    residual = torch.randn_like(g) if len(spans) == 1 else None
     expected = g.float() if residual is None else g.float() + residual
-    for i, ((first, size, scaling), up) in enumerate(zip(places, ups, strict=True)):
+    for i, ((first, size, scaling), up) in enumerate(zip(spans, ups, strict=True)):
         expected[:, first : first + size] += scaling * t[:, i * rank : (i + 1) * rank].float() @ up.float().T
-    assert adding.can_add(g, ups, places, residual, turned=True)
+    assert adding.can_add(g, ups, spans, residual, transposed=True)
     for left in (t, t.float()):
         y = g.clone()
-        adding.add_outputs(y, left, ups, places, residual, turned=True)
+        adding.add_outputs(y, left, ups, spans, residual, transposed=True)
         assert (y - expected).norm() < 4e-3 * expected.norm()
 
 
@@ -162,7 +162,7 @@ def test_gradients_of_adapters(m, places, rank, fold):
 def test_down_projections_of_gradients(m, k, ranks):
     dx, u, a = (torch.randn(*shape, device="cuda").to(BF16) for shape in ((m, k), (m, ranks), (ranks, k)))
     expected = dx.float() + u.float() @ a.float()
-    adding.add_outputs(dx, u, [a], [(0, k, 1.0)], None, turned=False)
+    adding.add_outputs(dx, u, [a], [(0, k, 1.0)], None, transposed=False)
     assert (dx - expected).norm() < 4e-3 * expected.norm()
 
 
@@ -227,7 +227,7 @@ def test_linears_and_mlp(granularity, tokens, compiled):
     put_together([gate, up])
     both = adapters_of((Adapter(0, f, 2.0), Adapter(f, 2 * f, 0.5)), k)
     last = adapters_of((Adapter(0, k, 1.0),), f)
-    wide = [linear.dequantize(torch.float32) for linear in linears]
+    weights_hp = [linear.dequantize(torch.float32) for linear in linears]
 
     def group(x, **options):
         return fp8_linear(x, gate.as_weight(up), gate.spec(x), gate.states, adapters=both, **options)
@@ -238,11 +238,11 @@ def test_linears_and_mlp(granularity, tokens, compiled):
         return gated_mlp(x, *weights, how, gate.states, down.states, **adapters, **options)
 
     def linear(x):
-        return product(x, torch.cat(wide[:2]), both)
+        return product(x, torch.cat(weights_hp[:2]), both)
 
     def reference(x):
         first, second = linear(x).chunk(2, dim=-1)
-        return product(nn.functional.silu(first) * second, wide[2], last)
+        return product(nn.functional.silu(first) * second, weights_hp[2], last)
 
     wrap = torch.compile(fullgraph=True) if compiled else lambda function: function
     x = torch.randn(tokens, k, device="cuda", dtype=BF16, requires_grad=True)

@@ -51,9 +51,9 @@ def test_the_loss_does_not_wait_for_the_gpu():
 
 
 def exact_gradients(hidden, weight, labels, factor):
-    wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
-    loss = torch.nn.functional.cross_entropy(wide[0] @ wide[1].t(), labels, reduction="sum") * factor
-    return torch.autograd.grad(loss, wide)
+    doubles = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    loss = torch.nn.functional.cross_entropy(doubles[0] @ doubles[1].t(), labels, reduction="sum") * factor
+    return torch.autograd.grad(loss, doubles)
 
 
 def inputs(tokens, width, vocabulary, hidden_dtype, weight_dtype):

@@ -1,6 +1,6 @@
 """Hooks on the parts of a converted decoder: called once a step, with their effect, and the report says what they cost.
 
-Each hook turns a sign, so that a hook which is not called shows in the loss or in the direction of a gradient.
+Each hook flips a sign, so that a hook which is not called shows in the loss or in the direction of a gradient.
 """
 
 import copy
@@ -25,7 +25,7 @@ TARGETS = {
 }
 
 
-def turned(tensors):
+def negated(tensors):
     return tuple(-tensor if isinstance(tensor, torch.Tensor) else tensor for tensor in tensors)
 
 
@@ -39,7 +39,7 @@ def alike(found, expected):
 def pre_hook(module, seen):
     def call(_module, inputs, kwargs):
         seen.append(1)
-        return turned(inputs), {name: -v if name == "hidden_states" else v for name, v in kwargs.items()}
+        return negated(inputs), {name: -v if name == "hidden_states" else v for name, v in kwargs.items()}
 
     return module.register_forward_pre_hook(call, with_kwargs=True)
 
@@ -47,7 +47,7 @@ def pre_hook(module, seen):
 def forward_hook(module, seen):
     def call(_module, _inputs, output):
         seen.append(1)
-        return turned(output) if isinstance(output, tuple) else -output
+        return negated(output) if isinstance(output, tuple) else -output
 
     return module.register_forward_hook(call)
 
@@ -63,7 +63,7 @@ def backward_hook(module, seen):
 def backward_pre_hook(module, seen):
     def call(_module, gradients):
         seen.append(1)
-        return turned(gradients)
+        return negated(gradients)
 
     return module.register_full_backward_pre_hook(call)
 
@@ -74,7 +74,7 @@ def another_forward(module, seen):
     def call(*args, **kwargs):
         seen.append(1)
         output = own(*args, **kwargs)
-        return turned(output) if isinstance(output, tuple) else -output
+        return negated(output) if isinstance(output, tuple) else -output
 
     module.forward = call
 

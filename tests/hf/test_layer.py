@@ -190,9 +190,9 @@ def test_full_fine_tuning_with_fp8_activations():
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=0)
     # What rounding gate and up adds is small beside what FP8 has put off already; norms' weights are among these.
     assert errors[1].mean() < 1.1 * errors[0].mean() and (errors[1] < 1.3 * errors[0]).all()
-    tokens_, wide = 8 * 64, 4  # bytes: this one is in FP32
-    residuals = 2 * 2 * tokens_ * SIZES["hidden_size"] * wide
-    gate_up = 2 * tokens_ * 2 * SIZES["intermediate_size"] * (wide - 1)
+    tokens_, itemsize = 8 * 64, 4  # bytes: this one is in FP32
+    residuals = 2 * 2 * tokens_ * SIZES["hidden_size"] * itemsize
+    gate_up = 2 * tokens_ * 2 * SIZES["intermediate_size"] * (itemsize - 1)
     assert saved[0] - saved[1] > 0.9 * (residuals + gate_up)
 
 

@@ -25,9 +25,9 @@ def to_disk(model, folder):
 
 def by_a_map(model, folder):
     """As `device_map` does it: the second layer is on disk."""
-    places = dict.fromkeys(("model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb"), "cpu")
+    devices = dict.fromkeys(("model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb"), "cpu")
     accelerate.dispatch_model(
-        model, {**places, "lm_head": "cpu", "model.layers.1": "disk"}, main_device="cpu", offload_dir=folder,
+        model, {**devices, "lm_head": "cpu", "model.layers.1": "disk"}, main_device="cpu", offload_dir=folder,
         force_hooks=True,
     )  # fmt: skip
 

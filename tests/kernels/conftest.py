@@ -118,11 +118,11 @@ def nothing_beside_the_tensors():
 
     launch, builder = interpreter.GridExecutor.__call__, interpreter.InterpreterBuilder
     load, store = builder.create_masked_load, builder.create_masked_store
-    places = []
+    extents = []
 
     def is_inside(addresses):
         first, last = int(addresses.min()), int(addresses.max())
-        return any(start <= first and last < stop for start, stop in places)
+        return any(start <= first and last < stop for start, stop in extents)
 
     def check(pointers, mask):
         if pointers.data.size and not is_inside(pointers.data):
@@ -131,7 +131,7 @@ def nothing_beside_the_tensors():
 
     def checked_launch(self, *args, **kwargs):
         given = [getattr(x, "base", x) for x in (*args, *kwargs.values())]
-        places[:] = [_extent(x) for x in given if isinstance(x, torch.Tensor) and x.numel()]
+        extents[:] = [_extent(x) for x in given if isinstance(x, torch.Tensor) and x.numel()]
         return launch(self, *args, **kwargs)
 
     def checked_load(self, pointers, mask, *args, **kwargs):

@@ -252,7 +252,7 @@ def _low_rank(dtype: torch.dtype) -> Iterator[Launch]:
             gate_up, dh = torch.zeros(m, 512, dtype=dtype), torch.zeros(m, 256, dtype=dtype)
             saved = Quantized(torch.zeros(m, 512, dtype=E4M3.dtype), torch.ones(m, 4, dtype=torch.uint8))
             low = low_rank.Low(torch.zeros(m, 32, dtype=dtype), torch.zeros(256, 32, dtype=dtype))
-            turned = low._replace(right=low.right.t())
+            by_row = low._replace(right=low.right.t())
             name = f"{activation} {m}"
             for into in (saved, None):
                 yield (
@@ -261,7 +261,7 @@ def _low_rank(dtype: torch.dtype) -> Iterator[Launch]:
                 )
                 yield (
                     f"gated low rank backward {name}{' with h' if into else ''}",
-                    lambda dh=dh, saved=saved, low=turned, a=activation, h=into is not None: low_rank.gated_backward(
+                    lambda dh=dh, saved=saved, low=by_row, a=activation, h=into is not None: low_rank.gated_backward(
                         dh, saved, low, a, factor=torch.ones(512), h=h
                     ),
                 )
@@ -275,22 +275,22 @@ def _low_rank(dtype: torch.dtype) -> Iterator[Launch]:
             f"adapters down {rank}",
             lambda rank=rank: gradients.add_down(torch.zeros(256, rank), rows, torch.zeros(rank, 512), dtype),
         )
-    ups, places = [torch.zeros(256, 32, dtype=dtype)] * 2, [(0, 256, 1.0), (256, 256, 2.0)]
+    ups, spans = [torch.zeros(256, 32, dtype=dtype)] * 2, [(0, 256, 1.0), (256, 256, 2.0)]
     y, t = torch.zeros(256, 512, dtype=dtype), torch.zeros(256, 64, dtype=dtype)
     for factor in (torch.ones(512), None):
         for d in (torch.zeros(512 * 32), None):
             yield (
                 f"adapters gradients {'folded' if factor is not None else ''} {'dB' if d is not None else ''}",
-                lambda factor=factor, d=d: gradients.add_gradients(y, t, ups, places, factor, t.float(), d),
+                lambda factor=factor, d=d: gradients.add_gradients(y, t, ups, spans, factor, t.float(), d),
             )
-    yield "adapters add up", lambda: outputs.add_outputs(y, t, ups, places, None, turned=True)
+    yield "adapters add up", lambda: outputs.add_outputs(y, t, ups, spans, None, transposed=True)
     down, up = [torch.zeros(64, 512, dtype=dtype)], [torch.zeros(512, 64, dtype=dtype)]
     one = [(0, 512, 1.0)]
-    yield "adapters add down", lambda: outputs.add_outputs(y, t, down, one, None, turned=False)
-    yield "adapters add residual", lambda: outputs.add_outputs(y, t, up, one, y, turned=True)
+    yield "adapters add down", lambda: outputs.add_outputs(y, t, down, one, None, transposed=False)
+    yield "adapters add residual", lambda: outputs.add_outputs(y, t, up, one, y, transposed=True)
     yield (
         "adapters add edges",
-        lambda: outputs.add_outputs(y[:250], t[:250], up, one, None, turned=True),
+        lambda: outputs.add_outputs(y[:250], t[:250], up, one, None, transposed=True),
     )
 
 

@@ -87,11 +87,11 @@ def test_gate_and_up_kept_in_fp8(name, m, f, dtype, activation):
     assert torch.equal(room.scale, expected.scale)
     assert torch.equal(room.data.view(torch.uint8), expected.data.view(torch.uint8))
 
-    wide = dequantize_gate_up(room).to(dtype)  # which is exact
-    h_scale = (gated(wide, activation).abs().max() / recipe.x.format.max).float().clamp(min=1e-3)
+    gate_up_hp = dequantize_gate_up(room).to(dtype)  # which is exact
+    h_scale = (gated(gate_up_hp, activation).abs().max() / recipe.x.format.max).float().clamp(min=1e-3)
     mine, theirs, how = new_state(), new_state(), (recipe.g, recipe.x, activation)
     found = kernel.gated_quantize_backward(dh, room.data, h_scale, mine, *how, saved_scale=room.scale)
-    for one, other in zip(found, gated_backward_spec(dh, wide, h_scale, theirs, *how), strict=True):
+    for one, other in zip(found, gated_backward_spec(dh, gate_up_hp, h_scale, theirs, *how), strict=True):
         assert_nearly_same(one, other, share=5e-3)
 
 

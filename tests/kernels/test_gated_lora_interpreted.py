@@ -47,11 +47,11 @@ def test_backward(m, f, rank, wanted, activation):
     dh = torch.randn(m, f).to(BF16)
     saved = save_gate_up(sample(m, 2 * f).clamp(-30, 30))
     factor = torch.rand(2 * f) + 0.1 if rank else None
-    product = low(m, f, rank, 1.0, turned=False) if rank else None
+    product = low(m, f, rank, 1.0, transposed=False) if rank else None
     before = dh.clone()
     found = kernel.gated_backward(dh, saved, product, activation, factor=factor, h=wanted)
     halves = dequantize_gate_up(saved)
-    expected = gated_backward(with_low_rank(before, product, turned=False), halves, activation)
+    expected = gated_backward(with_low_rank(before, product, transposed=False), halves, activation)
     expected = expected if factor is None else expected * factor
     torch.testing.assert_close(found.float(), expected, rtol=1e-2, atol=1e-2)
     assert (found != expected.to(BF16)).float().mean() < 0.01
@@ -76,5 +76,5 @@ def test_what_they_leave_to_others():
     x = torch.zeros(4, 128, dtype=BF16)
     assert not kernel.can_gate(x.float(), 128) and not kernel.can_gate(x, 100)
     assert not kernel.can_gate(x, 128, kernel.Low(torch.zeros(4, 129), x))
-    wide = Quantized(torch.zeros(4, 128, dtype=E4M3.dtype), torch.ones(4, 2))
-    assert not dequantizing.can_dequantize(wide, BF16)
+    x_q = Quantized(torch.zeros(4, 128, dtype=E4M3.dtype), torch.ones(4, 2))
+    assert not dequantizing.can_dequantize(x_q, BF16)

@@ -229,8 +229,8 @@ def test_the_planner_is_monotone():
             found = [cost_model.estimate(tokens, inputs, outputs) for outputs in sizes]
             assert [e.pays for e in found] == sorted(e.pays for e in found)
             assert [e.fp8 for e in found] == sorted(e.fp8 for e in found)
-            turned = [cost_model.estimate(tokens, outputs, inputs) for outputs in sizes]
-            assert turned == found
+            transposed = [cost_model.estimate(tokens, outputs, inputs) for outputs in sizes]
+            assert transposed == found
         more = [cost_model.estimate(t, tokens, tokens) for t in sizes]
         assert [e.pays for e in more] == sorted(e.pays for e in more)
 

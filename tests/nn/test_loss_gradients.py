@@ -83,7 +83,8 @@ def test_many_chunks_are_as_accurate_as_one(fp8, monkeypatch):
         if not fp8:
             expected = exact_gradients(hidden, weight, labels, 1 / len(labels))[1]
         elif chunk_bytes > 1:  # FP8 costs more than the sum: against the same products in one
-            wide = nn.Parameter(weight.detach().float())
-            expected = torch.autograd.grad(linear_cross_entropy(hidden, wide, labels, **fp8_head()), wide)[0].double()
+            weight_fp32 = nn.Parameter(weight.detach().float())
+            loss = linear_cross_entropy(hidden, weight_fp32, labels, **fp8_head())
+            expected = torch.autograd.grad(loss, weight_fp32)[0].double()
         errors.append(error(found, expected))
     assert errors[1] < 1.2 * errors[0], errors

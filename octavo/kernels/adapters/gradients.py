@@ -22,7 +22,7 @@ from torch import Tensor
 from octavo.kernels import tiles
 from octavo.kernels.adapters.tiles import (
     MOST,
-    Place,
+    Span,
     are_even,
     choose,
     in_dtype,
@@ -84,13 +84,13 @@ def gradients_kernel(
     b = tl.load(b_ptr + n[:, None] * RANK + k[None, :], mask=inside, other=0.0)
     if FOLD:
         factor = tl.load(factor_ptr + first + n, mask=n < size, other=1.0)[:, None]
-        b = tiles.narrow(tl.div_rn(b.to(tl.float32), tl.broadcast_to(factor, b.shape)), b.dtype)
+        b = tiles.round_to(tl.div_rn(b.to(tl.float32), tl.broadcast_to(factor, b.shape)), b.dtype)
     d = tl.zeros([TILE_N, PADDED], tl.float32)
     down, parts = tl.cdiv(M, TILE_M), tl.num_programs(1)
     for tile in range(tl.program_id(1), down, parts):
         # Neighbours begin with other tokens, so that they do not add to the same part of u.
-        turned = tile + tl.program_id(0) * parts
-        m = (turned % down) * TILE_M + tl.arange(0, TILE_M)
+        rotated = tile + tl.program_id(0) * parts
+        m = (rotated % down) * TILE_M + tl.arange(0, TILE_M)
         where = g_ptr + m[:, None].to(tl.int64) * stride_g + (first + n)[None, :]
         where_t = t_ptr + m[:, None] * stride_t + (i * RANK + k)[None, :]
         if EVEN:
@@ -142,7 +142,7 @@ def down_kernel(
         scale = tl.load(scale_ptr + m * stride_scale + (j * TILE_K // 128 if BLOCKS else 0), mask=m < M, other=0.0)
         u = tl.load(u_ptr + m[:, None] * RANKS + r[None, :], mask=(m[:, None] < M) & (r[None, :] < RANKS), other=0.0)
         # The scale of a token goes with u, which is the smaller one.
-        scaled = tiles.narrow(u.to(tl.float32) * scale[:, None], DTYPE)
+        scaled = tiles.round_to(u.to(tl.float32) * scale[:, None], DTYPE)
         d = product(tl.trans(scaled), x.to(DTYPE), d)
     inside = (r[:, None] < RANKS) & (k[None, :] < K)
     tl.atomic_add(d_ptr + r[:, None] * K + k[None, :], d, mask=inside, sem="relaxed")
@@ -161,7 +161,7 @@ def can_multiply(g: Tensor, ups: Sequence[Tensor]) -> bool:
 
 
 def add_gradients(
-    g: Tensor, t: Tensor, ups: Sequence[Tensor], places: Sequence[Place], factor: Tensor | None, u: Tensor,
+    g: Tensor, t: Tensor, ups: Sequence[Tensor], spans: Sequence[Span], factor: Tensor | None, u: Tensor,
     d: Tensor | None,
 ) -> None:  # fmt: skip
     """Add to `u[M, ΣR]` and, if it is wanted, to `d`, all dB one after the other; both in FP32.
@@ -170,26 +170,26 @@ def add_gradients(
     """
     ups = in_dtype(ups, g.dtype)
     others = [x for x in (factor, d) if x is not None]
-    key = (tuple(places), d is None, factor is None, kind(g, t, *ups, u, *others))
+    key = (tuple(spans), d is None, factor is None, kind(g, t, *ups, u, *others))
     launches = _LAUNCHES.get(key) or _LAUNCHES.add(
-        key, _build_gradients(g, t, ups[0], u, places, fold=factor is not None, of_b=d is not None)
+        key, _build_gradients(g, t, ups[0], u, spans, fold=factor is not None, of_b=d is not None)
     )
     launches.run(g, t, g if factor is None else factor, *ups, *(ups[0],) * (MOST - len(ups)), u, u if d is None else d)
 
 
 def _build_gradients(
-    g: Tensor, t: Tensor, up: Tensor, u: Tensor, places: Sequence[Place], *, fold: bool, of_b: bool
+    g: Tensor, t: Tensor, up: Tensor, u: Tensor, spans: Sequence[Span], *, fold: bool, of_b: bool
 ) -> Launches:
     tuning, m = tuning_for(g.device).adapters, g.shape[0]
     tile_m, tile_n, warps, stages, programs, _ = tuning.gradients
-    across = tiles_of(places, tile_n)
+    across = tiles_of(spans, tile_n)
     parts = _parts(across, -(-m // tile_m), programs * multiprocessors(g.device), tuning.start)
-    numbers = (m, g.stride(0), t.stride(0), u.stride(0), *numbers_of(places))
+    numbers = (m, g.stride(0), t.stride(0), u.stride(0), *numbers_of(spans))
     constants = {
         "RANK": up.shape[1],
         "FOLD": fold,
         "OF_B": of_b,
-        "EVEN": m % tile_m == 0 and are_even(places, tile_n),
+        "EVEN": m % tile_m == 0 and are_even(spans, tile_n),
         "TILE_M": tile_m,
         "TILE_N": tile_n,
         "num_warps": warps,

@@ -40,10 +40,10 @@ class Low(NamedTuple):
 
 
 @triton.jit
-def _right(right_ptr, f, F, RANK: tl.constexpr, PADDED: tl.constexpr, TURNED: tl.constexpr):
+def _right(right_ptr, f, F, RANK: tl.constexpr, PADDED: tl.constexpr, TRANSPOSED: tl.constexpr):
     """These features of `right`, as `[R, f]`."""
     k = tl.arange(0, PADDED)
-    if TURNED:
+    if TRANSPOSED:
         return tl.trans(tl.load(right_ptr + f[:, None] * RANK + k[None, :], mask=k[None, :] < RANK, other=0.0))
     return tl.load(right_ptr + k[:, None] * F + f[None, :], mask=k[:, None] < RANK, other=0.0)
 
@@ -60,7 +60,7 @@ def _added(
         left = tl.load(where)
     else:
         left = tl.load(where, mask=(m[:, None] < M) & (k[None, :] < RANK), other=0.0)
-    return tiles.narrow(x.to(tl.float32) + scaling * product(left.to(right.dtype), right), x.dtype)
+    return tiles.round_to(x.to(tl.float32) + scaling * product(left.to(right.dtype), right), x.dtype)
 
 
 @triton.jit
@@ -110,7 +110,7 @@ def _forward_kernel(
         if UP_RANK > 0:
             up = _added(up, up_left_ptr, up_stride, up_right, up_scaling, m0, M, UP_RANK, UP_PADDED, EVEN, TILE_M)
         value, _ = ACTIVATION(gate.to(tl.float32))
-        h = tiles.narrow(value * up.to(tl.float32), gate.dtype)
+        h = tiles.round_to(value * up.to(tl.float32), gate.dtype)
         store_tile(h_ptr, h, i, j, inner_h, M, F, F, EVEN, TILE_M, TILE_F)
         if SAVE:
             source: tl.constexpr = tl.float32 if GATE_RANK + UP_RANK > 0 else gate.dtype
@@ -153,20 +153,20 @@ def _backward_kernel(
     down = tl.cdiv(M, TILE_M)
     for tile in range(tl.program_id(0) // across, down, tl.num_programs(0) // across):
         i = tl.cast(tile, tl.int32)
-        narrow = load_tile(dh_ptr, i, j, inner_h, M, F, F, EVEN, TILE_M, TILE_F)
+        dh_tile = load_tile(dh_ptr, i, j, inner_h, M, F, F, EVEN, TILE_M, TILE_F)
         if RANK > 0:
-            narrow = _added(narrow, left_ptr, stride, right, scaling, i * TILE_M, M, RANK, PADDED, EVEN, TILE_M)
-        dh = narrow.to(tl.float32)
+            dh_tile = _added(dh_tile, left_ptr, stride, right, scaling, i * TILE_M, M, RANK, PADDED, EVEN, TILE_M)
+        dh = dh_tile.to(tl.float32)
         gate = load_saved_half(saved_ptr, scale_ptr, i, j, inner, M, F, 0, EVEN, TILE_M, TILE_F)
         up = load_saved_half(saved_ptr, scale_ptr, i, j, inner, M, F, 1, EVEN, TILE_M, TILE_F)
         value, slope = ACTIVATION(gate)
         dgate, dup = dh * up * slope, dh * value
         if FOLD:
             dgate, dup = dgate * gate_factor, dup * up_factor
-        store_tile(d_ptr, tiles.narrow(dgate, narrow.dtype), i, j, inner, M, F, 2 * F, EVEN, TILE_M, TILE_F)
-        store_tile(d_ptr + F, tiles.narrow(dup, narrow.dtype), i, j, inner, M, F, 2 * F, EVEN, TILE_M, TILE_F)
+        store_tile(d_ptr, tiles.round_to(dgate, dh_tile.dtype), i, j, inner, M, F, 2 * F, EVEN, TILE_M, TILE_F)
+        store_tile(d_ptr + F, tiles.round_to(dup, dh_tile.dtype), i, j, inner, M, F, 2 * F, EVEN, TILE_M, TILE_F)
         if H:
-            h = tiles.narrow(value * up, narrow.dtype)
+            h = tiles.round_to(value * up, dh_tile.dtype)
             store_tile(dh_ptr, h, i, j, inner_h, M, F, F, EVEN, TILE_M, TILE_F)
 
 

@@ -56,8 +56,8 @@ def gated_kernel(
         i, j = tile // across, tile % across
         gate, up = load_gate_up(gate_up_ptr, i * TILE_M, j * TILE_F, inner, M, F, TILE_M, TILE_F, EVEN)
         value, _ = ACTIVATION(gate.to(tl.float32))
-        narrow = tiles.narrow(value * up.to(tl.float32), gate.dtype)
-        h = narrow.to(tl.float32)
+        h_tile = tiles.round_to(value * up.to(tl.float32), gate.dtype)
+        h = h_tile.to(tl.float32)
         if SAVE and TASK == QUANTIZE and SCALING != delayed.AGAIN:
             for half in tl.static_range(2):
                 x = (gate if half == 0 else up).to(tl.float32)
@@ -65,7 +65,7 @@ def gated_kernel(
         if TASK == MEASURE or RECORD:
             top = tl.maximum(top, tiles.largest_of_eight(tiles.magnitude_bits(h)))
         if TASK == PLAIN:
-            store_tile(out_ptr, narrow, i, j, inner_out, M, F, F, EVEN, TILE_M, TILE_F)
+            store_tile(out_ptr, h_tile, i, j, inner_out, M, F, F, EVEN, TILE_M, TILE_F)
         elif TASK == QUANTIZE:
             where = i.to(tl.int64) * TILE_M * F + j * TILE_F + inner_out if STOCHASTIC else 0
             v = tiles.scaled(h, inverse, STOCHASTIC or not RECORD)
@@ -89,7 +89,7 @@ def gated_kernel(
                 i, j = tile // across, tile % across
                 gate, up = load_gate_up(gate_up_ptr, i * TILE_M, j * TILE_F, inner, M, F, TILE_M, TILE_F, EVEN)
                 value, _ = ACTIVATION(gate.to(tl.float32))
-                h = tiles.narrow(value * up.to(tl.float32), gate.dtype).to(tl.float32)
+                h = tiles.round_to(value * up.to(tl.float32), gate.dtype).to(tl.float32)
                 finite_top = tl.maximum(finite_top, tiles.largest(finite.magnitude(h)))
                 if TASK == QUANTIZE:
                     clipped += delayed.clipped(h, scale, before, FORMAT, SCALING)
@@ -169,20 +169,22 @@ def gated_backward_kernel(
                 d = dgate
             else:
                 d = dup
-            wide = d.to(tl.float32)
+            d_fp32 = d.to(tl.float32)
             if TASK == MEASURE or RECORD:
-                top = tl.maximum(top, tiles.largest_of_eight(tiles.magnitude_bits(wide)))
+                top = tl.maximum(top, tiles.largest_of_eight(tiles.magnitude_bits(d_fp32)))
             if TASK == PLAIN:
                 store_tile(rows_ptr + half * F, d, i, j, inner, M, F, 2 * F, EVEN, TILE_M, TILE_F)
             elif TASK == QUANTIZE:
                 where = i.to(tl.int64) * TILE_M * 2 * F + j * TILE_F + half * F + inner if STOCHASTIC else 0
-                v = tiles.scaled(wide, inverse, STOCHASTIC or not RECORD)
+                v = tiles.scaled(d_fp32, inverse, STOCHASTIC or not RECORD)
                 v = tiles.saturate(v, seed, where, FORMAT, STOCHASTIC, False)
                 q = tiles.cast(v, rows_ptr.dtype.element_ty, tl.float32 if STOCHASTIC else d.dtype)
                 store_tile(rows_ptr + half * F, q, i, j, inner, M, F, 2 * F, EVEN, TILE_M, TILE_F)
                 if RECORD:
                     if tiles.is_sampled(tile, step):
-                        lost += delayed.lost_of_eight(wide, v, inverse_before, seed, where, FORMAT, STOCHASTIC, SCALING)
+                        lost += delayed.lost_of_eight(
+                            d_fp32, v, inverse_before, seed, where, FORMAT, STOCHASTIC, SCALING
+                        )
                 if STOCHASTIC:
                     q_t = tiles.cast(tl.trans(v), columns_ptr.dtype.element_ty, tl.float32)
                 else:

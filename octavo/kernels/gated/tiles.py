@@ -70,4 +70,4 @@ def gradients(
     dh = dh_tile.to(tl.float32)
     value, slope = ACTIVATION(gate)
     dgate, dup, h = dh * up * slope, dh * value, value * up
-    return tiles.narrow(dgate, dh_tile.dtype), tiles.narrow(dup, dh_tile.dtype), tiles.narrow(h, dh_tile.dtype)
+    return tiles.round_to(dgate, dh_tile.dtype), tiles.round_to(dup, dh_tile.dtype), tiles.round_to(h, dh_tile.dtype)

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.launch import LaunchCache, Launches, kind
-from octavo.kernels.tiles import narrow
+from octavo.kernels.tiles import round_to
 from octavo.kernels.tuning import tuning_for
 from octavo.numerics.quantize import BLOCK, Quantized
 
@@ -33,7 +33,7 @@ def dequantize_kernel(
         data = tl.load(data_ptr + where)
     else:
         data = tl.load(data_ptr + where, mask=inside, other=0.0)
-    x = narrow(data.to(tl.float32) * scale[:, None], out_ptr.dtype.element_ty)
+    x = round_to(data.to(tl.float32) * scale[:, None], out_ptr.dtype.element_ty)
     if EVEN:
         tl.store(out_ptr + where, x)
     else:

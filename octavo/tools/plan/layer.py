@@ -169,18 +169,18 @@ def backward_buffers(case: Case, option: Option) -> int:
     down, gate_up = s.k * s.f, 2 * s.k * s.f  # elements of the weights
     if option.code != "fp8":
         # dh, gradients of gate and up, and an adapter's part of dh. Eager, h and silu(gate) make room for two of them.
-        wide = 3 + is_adapted(case, "down") if option.compiled else 2
-        return g + wide * s.f * BF16 * s.m + (0 if case.frozen else down * option.weight_bytes)
+        tensors = 3 + is_adapted(case, "down") if option.compiled else 2
+        return g + tensors * s.f * BF16 * s.m + (0 if case.frozen else down * option.weight_bytes)
     if not case.frozen:
-        g_q, wide = 2 * s.k * s.m, 2 * s.f * s.m  # g in both layouts; dh, or d(gate, up) in one layout
+        g_q, hidden = 2 * s.k * s.m, 2 * s.f * s.m  # g in both layouts; dh, or d(gate, up) in one layout
         own = down * option.weight_bytes
         norm = 0 if option.compiled or not joins_norms(case, option) else g + dx + 6 * s.k * FP32 * s.m
         return max(
             norm,
-            g + g_q + 3 * wide + s.f * s.m,  # dh, both layouts of d(gate, up), h
-            g + g_q + 2 * wide + s.f * s.m + own,
-            g + 2 * wide + dx + own + gate_up,  # gate and up as columns, for dx
-            g + wide + dx + own + gate_up * option.weight_bytes,
+            g + g_q + 3 * hidden + s.f * s.m,  # dh, both layouts of d(gate, up), h
+            g + g_q + 2 * hidden + s.f * s.m + own,
+            g + 2 * hidden + dx + own + gate_up,  # gate and up as columns, for dx
+            g + hidden + dx + own + gate_up * option.weight_bytes,
         )
     part = min(s.m, part_rows(s.m, 2 * s.f))
     ranks = case.rank * sum(len(MEMBERS[name]) for name in ("gate_up", "down") if is_adapted(case, name))

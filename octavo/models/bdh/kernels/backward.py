@@ -47,7 +47,7 @@ def _gate_tile(dz_ptr, s_ptr, t_ptr, s_scale, t_scale, first, joined, inside, EV
     s = load(s_ptr + first, joined, inside, EVEN).to(tl.float32) * s_scale
     t = load(t_ptr + first, joined, inside, EVEN).to(tl.float32) * t_scale
     dt = tl.where(t > 0.0, dz.to(tl.float32) * s, 0.0)
-    return tiles.narrow(dt, dz.dtype), tiles.narrow(s * t, dz.dtype)
+    return tiles.round_to(dt, dz.dtype), tiles.round_to(s * t, dz.dtype)
 
 
 @triton.jit(do_not_specialize=["seed"])
@@ -165,7 +165,7 @@ def _relu_rope_tile(
     s = load(s_ptr + first, joined, inside, EVEN).to(tl.float32)
     t = load(t_ptr + first, joined, inside, EVEN).to(tl.float32) * t_scale
     ds = rotate(dq, cos, sin) + dz.to(tl.float32) * t
-    return tiles.narrow(tl.where(s > 0.0, ds, 0.0), dz.dtype)
+    return tiles.round_to(tl.where(s > 0.0, ds, 0.0), dz.dtype)
 
 
 @triton.jit(do_not_specialize=["seed"])

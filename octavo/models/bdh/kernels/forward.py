@@ -53,7 +53,7 @@ def _relu_rope_tile(s_pre_ptr, cos, sin, bh, t0, n0, joined, inside, H, T, N, EV
     """Return q and s of one tile, rounded as they would be in memory."""
     x = load(s_pre_ptr + joined_start(bh // H, bh % H, t0, n0, H, T, N), joined, inside, EVEN)
     s = relu(x.to(tl.float32))
-    return tiles.narrow(rotate(s, cos, sin), x.dtype).to(tl.float32), s
+    return tiles.round_to(rotate(s, cos, sin), x.dtype).to(tl.float32), s
 
 
 @triton.jit(do_not_specialize=["seed"])
@@ -186,7 +186,7 @@ def _rope_columns_kernel(
                 load(s_ptr + joined_start(bh // H, bh % H, t0, n0, H, T, N), joined, inside, EVEN).to(tl.float32)
                 * s_scale
             )
-            q = tl.trans(tiles.narrow(rotate(s, cos, sin), DTYPE)).to(tl.float32)
+            q = tl.trans(tiles.round_to(rotate(s, cos, sin), DTYPE)).to(tl.float32)
             first = (bh * N + n0).to(tl.int64) * T + t0
             dtype: tl.constexpr = columns_ptr.dtype.element_ty
             q8, _ = to_fp8(q, q_inverse, seed, first + transposed, dtype, DTYPE, FORMAT, STOCHASTIC)
@@ -198,7 +198,7 @@ def _gate_tile(s_pre_ptr, t_pre_ptr, s_first, t_first, joined, stacked, inside, 
     """Return z and t of one tile, rounded as they would be in memory."""
     s_pre = load(s_pre_ptr + s_first, joined, inside, EVEN)
     t = relu(load(t_pre_ptr + t_first, stacked, inside, EVEN).to(tl.float32))
-    return tiles.narrow(relu(s_pre.to(tl.float32)) * t, s_pre.dtype).to(tl.float32), t
+    return tiles.round_to(relu(s_pre.to(tl.float32)) * t, s_pre.dtype).to(tl.float32), t
 
 
 @triton.jit(do_not_specialize=["seed"])
