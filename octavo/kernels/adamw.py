@@ -247,8 +247,8 @@ def has_known_levels() -> bool:
         (subclass_8bit.get_qmap_unsigned(), [0.0, *_levels(range(1, 8), 7)]),
     ]
     return all(
-        len(found) == len(wanted) and all(abs(a - b) <= 1e-6 * abs(b) for a, b in zip(found, wanted, strict=True))
-        for found, wanted in expected
+        len(theirs) == len(levels) and all(abs(a - b) <= 1e-6 * abs(b) for a, b in zip(theirs, levels, strict=True))
+        for theirs, levels in expected
     )
 
 

@@ -73,22 +73,22 @@ def lost_of_eight(
 
     `v`: what goes into the cast. `before`: the reciprocal of the scale that the pass before had.
     """
-    found = tiles.count_of_eight(tiles.is_lost(x, v, format))
+    count = tiles.count_of_eight(tiles.is_lost(x, v, format))
     if SCALING == AGAIN:
         v_before = x * before
         if STOCHASTIC:
             v_before = tiles.saturate(v_before, seed, where, format, True)
-        found -= tiles.count_of_eight(tiles.is_lost(x, v_before, format))
-    return found
+        count -= tiles.count_of_eight(tiles.is_lost(x, v_before, format))
+    return count
 
 
 @triton.jit
 def clipped(x, scale, before, format: tl.constexpr, SCALING: tl.constexpr):
     """How many elements saturate; while quantising again, how many more than before."""
-    found = tiles.count(tiles.is_clipped(x, scale, format))
+    count = tiles.count(tiles.is_clipped(x, scale, format))
     if SCALING == AGAIN:
-        found -= tiles.count(tiles.is_clipped(x, before, format))
-    return found
+        count -= tiles.count(tiles.is_clipped(x, before, format))
+    return count
 
 
 @triton.jit

@@ -151,8 +151,8 @@ def seed_of(*recipes: OperandRecipe) -> Any:
 
 def kind(*tensors: Tensor) -> tuple[Hashable, ...]:
     """All that launches may depend on. The tensors are on one device."""
-    found = [(x.shape, x.stride(), x.dtype, x.data_ptr() & 15) for x in tensors]
-    return (tensors[0].get_device(), *found)
+    kinds = [(x.shape, x.stride(), x.dtype, x.data_ptr() & 15) for x in tensors]
+    return (tensors[0].get_device(), *kinds)
 
 
 def _seed() -> int:

@@ -114,8 +114,8 @@ def _contract(multiply: Multiply, a: Tensor, a_indices: str, b: Tensor, b_indice
     y = multiply(a_3d, b_3d) if batch else multiply(a_3d[0], b_3d[0])
     if isinstance(y, str):
         return y
-    found = [*batch, *rows, *columns]
-    return y.reshape([sizes[i] for i in found]).permute([found.index(i) for i in keep])
+    indices = [*batch, *rows, *columns]
+    return y.reshape([sizes[i] for i in indices]).permute([indices.index(i) for i in keep])
 
 
 def _sum_out(x: Tensor, indices: str, wanted: set[str]) -> tuple[Tensor, str]:

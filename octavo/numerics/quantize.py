@@ -75,11 +75,11 @@ def granularity_of(name: str, block: tuple[int, int] = (1, BLOCK)) -> Granularit
 
 def scale_shape(shape: Sequence[int], granularity: str, block: tuple[int, int] = (1, BLOCK)) -> tuple[int, ...]:
     """The shape of the scale of a tensor `[..., R, C]`."""
-    found = granularity_of(granularity, block)
-    if found.rows is None:
+    group = granularity_of(granularity, block)
+    if group.rows is None:
         return ()
     *batch, r, c = shape
-    return (*batch, -(-r // found.rows), 1 if found.columns is None else -(-c // found.columns))
+    return (*batch, -(-r // group.rows), 1 if group.columns is None else -(-c // group.columns))
 
 
 def packed_scale_dtype(granularity: str) -> torch.dtype:

@@ -283,17 +283,17 @@ class FP8ScalingManager:
             for state in self.states:
                 state[SATURATED : CALLS + 1] = 0.0
                 state[RESCALED] = 0.0
-        found = {}
+        statistics = {}
         for name, state in zip(self._index, states.tolist(), strict=True):
             if state[CALLS]:
-                found[name] = {
+                statistics[name] = {
                     "scale": state[SCALE],
                     "amax": state[AMAX] if state[SEEN] else state[LAST_AMAX],
                     "saturated": state[SATURATED] / state[CALLS],
                     "underflow": state[UNDERFLOW] / state[CALLS],
                     "rescaled": state[RESCALED] / state[CALLS],
                 }
-        return found
+        return statistics
 
     def state_dict(self) -> dict[str, Any]:
         self._arrange()

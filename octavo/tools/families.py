@@ -111,10 +111,10 @@ class Family:
         from octavo.tools.bench.random_model import build_causal_lm
 
         model = build_causal_lm(case.config, layers=case.layers, positions=case.seq, device=case.device)
-        found = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
-        if found != case.matmul_parameters:
+        weights = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
+        if weights != case.matmul_parameters:
             raise ValueError(
-                f"{case.name}: its linears hold {found:,} weights, the bench's formula for a dense decoder says "
+                f"{case.name}: its linears hold {weights:,} weights, the bench's formula for a dense decoder says "
                 f"{case.matmul_parameters:,}: TFLOP/s would be wrong; use a Llama-like configuration"
             )
         return model

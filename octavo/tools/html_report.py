@@ -100,16 +100,16 @@ def _asset(name: str) -> str:
 
 def _read_object(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except FileNotFoundError as error:
         raise ValueError(f"{path}: no such file; a training run writes it into its folder") from error
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}:{error.lineno}: {error.msg}") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path}: expected a JSON object, found {type(found).__name__}")
-    return found
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: expected a JSON object, found {type(content).__name__}")
+    return content
 
 
 def _read_products(path: Path) -> list[dict[str, str]]:

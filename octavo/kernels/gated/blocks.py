@@ -284,8 +284,8 @@ def gated_quantize_backward(
     dh, gate_up = dh.contiguous(), gate_up.contiguous()
     key = ("backward", recipe, recipe_h, activation, kind(dh, gate_up, state))
     launches = _LAUNCHES.get(key) or _LAUNCHES.add(key, _build_backward(dh, gate_up, recipe, recipe_h, activation))
-    found = launches.run(dh, gate_up, state)
-    return Quantized(*found[:2]), Quantized(*found[2:4]), Quantized(*found[4:])
+    results = launches.run(dh, gate_up, state)
+    return Quantized(*results[:2]), Quantized(*results[2:4]), Quantized(*results[4:])
 
 
 def _build_backward(

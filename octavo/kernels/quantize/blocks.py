@@ -268,6 +268,6 @@ def amax_kernel(
         c = tl.program_id(0) % across * TILE_C + tl.arange(0, TILE_C)
         tiles.raise_to(column_amax_ptr + batch * C + c, tl.max(column_top, axis=0), c < C)
     if WHOLE:
-        found = tiles.largest(top)
-        if found > 0:
-            tl.atomic_max(amax_ptr, found, sem="relaxed")
+        amax = tiles.largest(top)
+        if amax > 0:
+            tl.atomic_max(amax_ptr, amax, sem="relaxed")
