@@ -94,8 +94,8 @@ class FP8LoraLinear(peft_layer.Linear):
     def fusible(self, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> list[str] | None:
         """The adapters to compute with the base in one function; None if the call takes PEFT's own forward."""
         names = [name for name in self.active_adapters if name in self.lora_A]
-        parts = [group[name] for name in names for group in (self.lora_dropout, self.lora_A, self.lora_B)]
-        if is_hooked(self.base_layer, *parts) or self.base_layer.weight.is_meta:
+        modules = [group[name] for name in names for group in (self.lora_dropout, self.lora_A, self.lora_B)]
+        if is_hooked(self.base_layer, *modules) or self.base_layer.weight.is_meta:
             return None
         plain = not args and not any((kwargs or {}).values()) and not self.disable_adapters and not self.merged
         dropped = self.training and any(isinstance(self.lora_dropout[name], nn.Dropout) for name in names)
@@ -117,7 +117,7 @@ class FP8LoraLinear(peft_layer.Linear):
             if safe_merge and not merged.isfinite().all():
                 raise ValueError(f"NaNs detected in the merged weights. The adapter {name} seems to be broken")
             if self._before_merging is None:
-                self._before_merging = Quantized(*(part.clone() for part in base.quantized))
+                self._before_merging = Quantized(*(tensor.clone() for tensor in base.quantized))
             assert base.format is not None
             base.set_weight(quantize_weight(merged, base.granularity, base.format.name))
             self.merged_adapters.append(name)

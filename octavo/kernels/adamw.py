@@ -39,9 +39,9 @@ from octavo.kernels.tiles import (
     inverse,
     log2,
     magnitude_bits,
-    round_to,
     reciprocal,
     root,
+    round_to,
 )
 from octavo.kernels.tuning import is_known_gpu, tuning_for
 from octavo.numerics import adamw as spec
@@ -178,11 +178,11 @@ def _nearest(x, D: tl.constexpr):
     size = tl.abs(x)
     decade = tl.floor(log2(size) * (1 / _LOG2_10)) + (D + 1)
     decade = tl.minimum(tl.maximum(decade, lowest), D)
-    first = exp2(decade)
+    start = exp2(decade)
     # 2^j + (10^(D+1−j) · size − 1) / 9 · 2^j
-    position = size * exp2(decade * (1 - _LOG2_10) + ((D + 1) * _LOG2_10 - _LOG2_9)) + first * (8 / 9)
-    number = tl.minimum(tl.maximum(tl.floor(position), first), first * 2 - 1)
-    number -= tl.where(position < first + tl.where(decade > lowest, 0.2, least), 1.0, 0.0)
+    position = size * exp2(decade * (1 - _LOG2_10) + ((D + 1) * _LOG2_10 - _LOG2_9)) + start * (8 / 9)
+    number = tl.minimum(tl.maximum(tl.floor(position), start), start * 2 - 1)
+    number -= tl.where(position < start + tl.where(decade > lowest, 0.2, least), 1.0, 0.0)
     above = number + tl.where(size >= 1 - 0.225 / 2**D, 1.0, 0.0)  # 1, which −1 is no counterpart of
     return above if D == 7 else tl.where(x < 0, -number, above)
 
@@ -277,11 +277,11 @@ def apply(step: spec.Step, p: Tensor, g: Tensor, mean: Any, square: Any, low: Te
     numbers = map(float, (step.rate, step.decay, *weights, step.root_correction, step.eps, bound))
     with torch.cuda.device(p.device) if p.is_cuda else nullcontext():
         adamw_kernel[(-(-n // (rows * block)),)](
-            *halves, g.contiguous(), *_parts(mean), *_parts(square), n, *numbers, spec.phase_of(step.count),
-            step.count * spec.PHASE_STEP_OF_P & 0xFFFF, **constants, num_warps=warps,
+            *halves, g.contiguous(), *_codes_and_scale(mean), *_codes_and_scale(square), n, *numbers,
+            spec.phase_of(step.count), step.count * spec.PHASE_STEP_OF_P & 0xFFFF, **constants, num_warps=warps,
         )  # fmt: skip
 
 
-def _parts(state: Any) -> tuple[Tensor, Tensor]:
+def _codes_and_scale(state: Any) -> tuple[Tensor, Tensor]:
     """Values or codes, and their scales; where there are none, something that is not read."""
     return (state, state) if type(state) is Tensor else (state.codes, state.scale)

@@ -34,8 +34,8 @@ def is_held(state_ptr, format: tl.constexpr, margin: tl.constexpr):
     used, most = tl.load(state_ptr + tiles.USED), tl.load(state_ptr + tiles.AMAX)
     threshold: tl.constexpr = format.saturation_threshold
     normal: tl.constexpr = format.smallest_normal
-    part: tl.constexpr = margin if margin < 1.0 else 1.0
-    fits = most * part <= used * threshold
+    share: tl.constexpr = margin if margin < 1.0 else 1.0
+    fits = most * share <= used * threshold
     counts = most * margin >= used * normal
     return (most == 0.0) | ((used > 0.0) & fits & counts)
 

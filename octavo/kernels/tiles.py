@@ -196,10 +196,10 @@ def place(tile, down, across, BAND: tl.constexpr, BACKWARDS: tl.constexpr):
         tile = down * across - 1 - tile
     if BAND == 1:
         return tile // across, tile % across
-    first = tile // (BAND * across) * BAND
-    high = tl.minimum(down - first, BAND)
-    within = tile - first * across
-    return first + within % high, within // high
+    band = tile // (BAND * across) * BAND
+    high = tl.minimum(down - band, BAND)
+    within = tile - band * across
+    return band + within % high, within // high
 
 
 @triton.jit

@@ -179,8 +179,8 @@ class FP8FrozenLinear(LinearInFP8):
 
     def as_weight(self, *others: "FP8FrozenLinear") -> Weight:
         """Return the weight as products take it, with those of others side by side."""
-        parts, scales = zip(*(member.quantized for member in (self, *others)), strict=True)
-        return Weight(parts, scales)
+        weights, scales = zip(*(member.quantized for member in (self, *others)), strict=True)
+        return Weight(weights, scales)
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return self.quantized.dequantize(dtype)

@@ -38,12 +38,12 @@ def why_no_group(members: Sequence[FP8FrozenLinear]) -> str:
 
 def why_not_together(members: Sequence[FP8FrozenLinear]) -> str:
     """Return why their weights and scales cannot be those of one weight; empty if they can."""
-    first = members[0]
+    granularity = members[0].granularity
     if len({member.granularity for member in members}) > 1 or len({member.format for member in members}) > 1:
         return "their weights are quantised differently"
-    if first.granularity == "tensor":
+    if granularity == "tensor":
         return "each has a scale of its own for the whole tensor"
-    if first.granularity == "block" and any(member.out_features % BLOCK for member in members):
+    if granularity == "block" and any(member.out_features % BLOCK for member in members):
         return f"a block of {BLOCK} rows would straddle two of them"
     return ""
 
@@ -53,11 +53,11 @@ def put_together(members: Sequence[FP8FrozenLinear]) -> None:
     if why_not_together(members):
         return
     for name in ("weight", SCALE_NAME):
-        parts = [getattr(member, name).data for member in members]
-        if not are_neighbours(parts):
-            slices = torch.cat(parts).split([part.shape[0] for part in parts])
-            for member, part in zip(members, slices, strict=True):
-                setattr(member, name, FrozenTensor(part))
+        tensors = [getattr(member, name).data for member in members]
+        if not are_neighbours(tensors):
+            slices = torch.cat(tensors).split([tensor.shape[0] for tensor in tensors])
+            for member, tensor in zip(members, slices, strict=True):
+                setattr(member, name, FrozenTensor(tensor))
 
 
 class FP8OnlyGroup:
@@ -68,9 +68,9 @@ class FP8OnlyGroup:
 
     def __init__(self, linears: Sequence[FP8Linear]) -> None:
         self.linears = list(linears)
-        first = linears[0]
-        self.recipe = replace(first.recipe.w, delayed=False)
-        rows, columns, device = sum(x.out_features for x in linears), first.in_features, first.weight.device
+        linear = linears[0]
+        self.recipe = replace(linear.recipe.w, delayed=False)
+        rows, columns, device = sum(x.out_features for x in linears), linear.in_features, linear.weight.device
         blocks = [-(-rows // BLOCK), -(-columns // BLOCK)] if self.recipe.granularity == "block" else []
         self.data = torch.empty(rows, columns, dtype=self.recipe.format.dtype, device=device)
         self.scale = torch.empty(blocks, dtype=torch.float32, device=device)

@@ -173,9 +173,9 @@ class FP8Linear(LinearInFP8):
         members = (self, *others)
         if self.fp8_only is None:
             return Weight([member.weight for member in members], state=self.state_w)
-        parts = [member.fp8_only.data for member in members if member.fp8_only is not None]
+        weights = [member.fp8_only.data for member in members if member.fp8_only is not None]
         scale = self.fp8_only.group_scale if others else self.fp8_only.scale
-        return Weight(parts, (scale,), parameters=[member.weight for member in members])
+        return Weight(weights, (scale,), parameters=[member.weight for member in members])
 
     def forward(self, input: Tensor) -> Tensor:
         if input.shape[-1] != self.in_features:

@@ -180,10 +180,10 @@ def _chunks_fp8(
     losses = []
     vocabulary = weight.shape[0]
     groups = chunk_bounds(0, len(labels), vocabulary * E5M2.dtype.itemsize, CHUNK_BYTES)
-    for first, last in groups:
-        columns = hidden.new_empty(vocabulary, last - first, dtype=E5M2.dtype) if needs_w else None
+    for begin, end in groups:
+        columns = hidden.new_empty(vocabulary, end - begin, dtype=E5M2.dtype) if needs_w else None
         logit_bytes = CHUNK_BYTES // 2 if needs_w else FROZEN_CHUNK_BYTES
-        for start, stop in chunk_bounds(first, last, vocabulary * compute.itemsize, logit_bytes):
+        for start, stop in chunk_bounds(begin, end, vocabulary * compute.itemsize, logit_bytes):
             label = labels[start:stop]
             h = h_q._replace(data=h_q.data[start:stop])
             logits = ops.gemm_nt(h, w_q[0], out_dtype=compute, **(how | {"fast": head.fast_forward}))
@@ -191,13 +191,13 @@ def _chunks_fp8(
             losses.append(loss.sum())
             if not record:
                 continue
-            part = None if columns is None else columns[:, start - first : stop - first]
-            rows = Quantized(*ops_loss.cross_entropy_quantize(logits, label, lse, factor, part, E5M2.name))
+            columns_chunk = None if columns is None else columns[:, start - begin : stop - begin]
+            rows = Quantized(*ops_loss.cross_entropy_quantize(logits, label, lse, factor, columns_chunk, E5M2.name))
             del logits
             if dh is not None:
                 dh[start:stop] = ops.gemm_nt(rows, w_q[1], out_dtype=dh.dtype, **how)
         if columns is not None:
-            h_t = ops.quantize(hidden[first:last], x_state, head.x, record=False, layout="columns")[0]
+            h_t = ops.quantize(hidden[begin:end], x_state, head.x, record=False, layout="columns")[0]
             scaled = Quantized(columns, rows.scale)
             product = ops.gemm_nt(scaled, h_t, out_dtype=_dtype_of_sums(weight, compute, 1), **how)
             dw = product.to(_dtype_of_sums(weight, compute, len(groups))) if dw is None else dw.add_(product)
@@ -215,10 +215,10 @@ def _to_dtypes(gradients: tuple[Tensor | None, ...], dtypes: tuple[torch.dtype, 
     return [None if x is None else x.to(dtype) for x, dtype in zip(gradients, dtypes, strict=True)]
 
 
-def chunk_bounds(first: int, last: int, bytes_per_token: int, chunk_bytes: int) -> list[tuple[int, int]]:
+def chunk_bounds(begin: int, end: int, bytes_per_token: int, chunk_bytes: int) -> list[tuple[int, int]]:
     """Return the bounds of chunks of about `chunk_bytes`, in multiples of 128 tokens."""
     chunk = max(chunk_bytes // bytes_per_token // 128 * 128, 128)
-    return [(start, min(start + chunk, last)) for start in range(first, last, chunk)]
+    return [(start, min(start + chunk, end)) for start in range(begin, end, chunk)]
 
 
 def _autocast(x: Tensor) -> bool:

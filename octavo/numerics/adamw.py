@@ -164,8 +164,8 @@ def with_levels(state: Any) -> Any:
     if not is_of_4_bits(state) or torch.equal(state.qmap, levels(signed=state.signed, device=state.qmap.device)):
         return state
     names, context = state.__tensor_flatten__()
-    parts = {name: torch.empty_like(getattr(state, name)) for name in names}
-    new = type(state).__tensor_unflatten__(parts, context, state.size(), state.stride())
+    inner = {name: torch.empty_like(getattr(state, name)) for name in names}
+    new = type(state).__tensor_unflatten__(inner, context, state.size(), state.stride())
     new.qmap.copy_(levels(signed=state.signed))
     values = state.dequantize(torch.float32)
     write_levels(new, values, torch.full(values.shape, 0x8000, device=values.device))  # to the nearest

@@ -30,7 +30,7 @@ class HostStates:
         self._coming: dict[Tensor, Trip] = {}
         self._here: dict[Tensor, Trip] = {}
         self._after: dict[Tensor, Tensor] = {}  # the parameter that followed in the previous step
-        self._last: Tensor | None = None
+        self._last_stepped: Tensor | None = None
         self._transfers: dict[torch.device, Transfers] = {}
         self._order: list[Any] = []  # parameters of a checkpoint that is being loaded, and below their states
         self._loaded: dict[Any, State] = {}
@@ -74,9 +74,9 @@ class HostStates:
         trip = self._here.pop(parameter, None)
         self._written[parameter] = self._of(parameter).send(state, room, trip)
         self._show(parameter)
-        if self._last is not None:
-            self._after[self._last] = parameter
-        self._last = parameter
+        if self._last_stepped is not None:
+            self._after[self._last_stepped] = parameter
+        self._last_stepped = parameter
 
     def master(self, parameter: Tensor) -> Tensor:
         """Return the up-to-date master in host memory."""
@@ -147,7 +147,7 @@ class HostStates:
 
     def _store_loaded(self, optimizer: torch.optim.Optimizer) -> None:
         self.wait()
-        self._last = None
+        self._last_stepped = None
         parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         for i, parameter in zip(self._order, parameters, strict=True):
             self._cancel(parameter)

@@ -47,12 +47,13 @@ def explain(error: BaseException, model: nn.Module, optimizer: Any, ways: Ways, 
     there = device_memory(next(model.parameters()).device)
     asked = _asked_for(error)
     missing = 0 if there is None or asked is None else max(asked - there.free, 0)
-    first = "out of GPU memory"
+    headline = "out of GPU memory"
     if asked is not None:
-        first += f": {in_words(asked)} more were asked for"
+        headline += f": {in_words(asked)} more were asked for"
     if there is not None:
-        first += f", {in_words(there.free)} of {in_words(there.total)} were free"
-    lines = [first, f"  what took it: {', '.join(f'{name} {in_words(size)}' for name, size in memory.parts.items())}"]
+        headline += f", {in_words(there.free)} of {in_words(there.total)} were free"
+    users = ", ".join(f"{name} {in_words(size)}" for name, size in memory.parts.items())
+    lines = [headline, f"  what took it: {users}"]
     taken = memory.peak if memory.peak is not None else memory.weights + memory.gradients + memory.states
     saved = savings(model, optimizer, memory)
     offered = {name: size for name, size in saved.items() if name in ways and (size is None or size > SMALLEST * taken)}
@@ -79,8 +80,8 @@ def savings(model: nn.Module, optimizer: Any, memory: StepMemory) -> dict[str, i
     to_come = 2 * gradients + (2 + 4) * halves if isinstance(optimizer, torch.optim.Adam) else 0
     states = max(memory.states, to_come)
 
-    def share(part: float) -> int | None:
-        return None if memory.rest is None else round(part * memory.rest)
+    def share(fraction: float) -> int | None:
+        return None if memory.rest is None else round(fraction * memory.rest)
 
     bytes_saved = {"batch": share(0.5)}
     if _can_keep_fp8(model):

@@ -142,8 +142,8 @@ def copy(room: State, state: State) -> None:
         if not is_moved(value):
             room[name] = value
         elif hasattr(value, "__tensor_flatten__"):
-            for part in value.__tensor_flatten__()[0]:
-                getattr(room[name], part).copy_(getattr(value, part), non_blocking=True)
+            for inner in value.__tensor_flatten__()[0]:
+                getattr(room[name], inner).copy_(getattr(value, inner), non_blocking=True)
         else:
             room[name].copy_(value, non_blocking=True)
 

@@ -131,8 +131,8 @@ def smooth(values: Floats, window: int) -> Floats:
     known = np.isfinite(values)
     totals = np.concatenate([[0], np.cumsum(np.where(known, values, 0))])
     counts = np.concatenate([[0], np.cumsum(known)])
-    first, past = indices - reach, indices + reach + 1
-    return np.where(known, (totals[past] - totals[first]) / np.maximum(1, counts[past] - counts[first]), np.nan)
+    start, past = indices - reach, indices + reach + 1
+    return np.where(known, (totals[past] - totals[start]) / np.maximum(1, counts[past] - counts[start]), np.nan)
 
 
 def line(steps: Ints, values: Floats) -> dict[str, list[Any]]:

@@ -63,7 +63,7 @@ def _page(folder: Path) -> str:
     summary = read_summary(folder) if (folder / "summary.json").exists() else {}
     memories = run_memories(config, summary)
     cards = _cards(run, baseline, label, config, products, summary) + [_memory_card(each) for each in memories]
-    parts = {
+    fields = {
         "title": html.escape(str(config.get("name") or folder.resolve().name)),
         "subtitle": html.escape(_subtitle(config, label, compared=baseline is not None)),
         "status": f'<span class="pill {tone}">{html.escape(status)}</span>',
@@ -91,7 +91,7 @@ def _page(folder: Path) -> str:
         "script": _asset("charts.js") + _asset("report.js"),
     }
     # One pass, so that a "{{config}}" in a sample is not replaced.
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _asset("report_template.html"))
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: fields[match[1]], _asset("report_template.html"))
 
 
 def _asset(name: str) -> str:
@@ -132,12 +132,12 @@ def _subtitle(config: dict[str, Any], label: str, compared: bool) -> str:
 
 
 def _status(run: Run, config: dict[str, Any]) -> tuple[str, str]:
-    last, planned = int(run.steps[-1]), config.get("steps")
+    last_step, planned = int(run.steps[-1]), config.get("steps")
     if math.isnan(run.columns["loss"][-1]):
-        return f"ended at step {last:,} without a finite loss", "bad"
-    if isinstance(planned, int) and last < planned:
-        return f"step {last:,} of {planned:,}", "warn"
-    return f"complete, {last:,} of {planned:,} steps" if planned == last else f"step {last:,}", "good"
+        return f"ended at step {last_step:,} without a finite loss", "bad"
+    if isinstance(planned, int) and last_step < planned:
+        return f"step {last_step:,} of {planned:,}", "warn"
+    return f"complete, {last_step:,} of {planned:,} steps" if planned == last_step else f"step {last_step:,}", "good"
 
 
 def final_loss(losses: Floats) -> float:

@@ -86,10 +86,10 @@ def gradients_kernel(
         factor = tl.load(factor_ptr + first + n, mask=n < size, other=1.0)[:, None]
         b = tiles.round_to(tl.div_rn(b.to(tl.float32), tl.broadcast_to(factor, b.shape)), b.dtype)
     d = tl.zeros([TILE_N, PADDED], tl.float32)
-    down, parts = tl.cdiv(M, TILE_M), tl.num_programs(1)
-    for tile in range(tl.program_id(1), down, parts):
+    down, splits = tl.cdiv(M, TILE_M), tl.num_programs(1)
+    for tile in range(tl.program_id(1), down, splits):
         # Neighbours begin with other tokens, so that they do not add to the same part of u.
-        rotated = tile + tl.program_id(0) * parts
+        rotated = tile + tl.program_id(0) * splits
         m = (rotated % down) * TILE_M + tl.arange(0, TILE_M)
         where = g_ptr + m[:, None].to(tl.int64) * stride_g + (first + n)[None, :]
         where_t = t_ptr + m[:, None] * stride_t + (i * RANK + k)[None, :]
@@ -183,7 +183,7 @@ def _build_gradients(
     tuning, m = tuning_for(g.device).adapters, g.shape[0]
     tile_m, tile_n, warps, stages, programs, _ = tuning.gradients
     across = tiles_of(spans, tile_n)
-    parts = _parts(across, -(-m // tile_m), programs * multiprocessors(g.device), tuning.start)
+    splits = _splits(across, -(-m // tile_m), programs * multiprocessors(g.device), tuning.start)
     numbers = (m, g.stride(0), t.stride(0), u.stride(0), *numbers_of(spans))
     constants = {
         "RANK": up.shape[1],
@@ -196,16 +196,16 @@ def _build_gradients(
         "num_stages": stages,
     }
     launches = Launches(given=8)
-    launches.launch(gradients_kernel, (across, parts), range(8), numbers, constants)
+    launches.launch(gradients_kernel, (across, splits), range(8), numbers, constants)
     return launches
 
 
 @cache
-def _parts(across: int, down: int, slots: int, start: int) -> int:
+def _splits(across: int, down: int, slots: int, start: int) -> int:
     """How many parts to split the tokens into; starting a program costs as much as `start` tiles."""
 
-    def time(parts: int) -> int:
-        return -(-across * parts // slots) * (-(-down // parts) + start)
+    def time(splits: int) -> int:
+        return -(-across * splits // slots) * (-(-down // splits) + start)
 
     return min(range(1, down + 1), key=time)
 
@@ -229,7 +229,7 @@ def _build_down(u: Tensor, x: Tensor, scale: Tensor, d: Tensor, dtype: torch.dty
     tuning = tuning_for(u.device).adapters
     tile_m, tile_k, warps, stages, programs, _ = tuning.down
     across = -(-k // tile_k)
-    parts = _parts(across, -(-m // tile_m), programs * multiprocessors(u.device), tuning.start)
+    splits = _splits(across, -(-m // tile_m), programs * multiprocessors(u.device), tuning.start)
     constants = {
         "RANKS": ranks,
         "FP16": dtype == torch.float16,
@@ -242,5 +242,5 @@ def _build_down(u: Tensor, x: Tensor, scale: Tensor, d: Tensor, dtype: torch.dty
     }
     stride = scale.shape[1] if scale.dim() else 0
     launches = Launches(given=4)
-    launches.launch(down_kernel, (across, parts), range(4), (m, k, stride), constants)
+    launches.launch(down_kernel, (across, splits), range(4), (m, k, stride), constants)
     return launches

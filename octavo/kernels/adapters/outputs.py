@@ -152,7 +152,7 @@ def _build(
     tuning = tuning_for(y.device).adapters
     tile_m, tile_n, warps, _, programs, _ = tuning.outputs if rank <= 64 else tuning.outputs_of_large_rank
     across = tiles_of(spans, tile_n)
-    parts = max(1, min(-(-m // tile_m), programs * multiprocessors(y.device) // across))
+    splits = max(1, min(-(-m // tile_m), programs * multiprocessors(y.device) // across))
     constants = {
         "RANK": rank,
         "TRANSPOSED": transposed,
@@ -163,5 +163,5 @@ def _build(
         "num_warps": warps,
     }
     launches = Launches(given=6)
-    launches.launch(add_kernel, (across, parts), range(6), (m, n, t.stride(0), *numbers_of(spans)), constants)
+    launches.launch(add_kernel, (across, splits), range(6), (m, n, t.stride(0), *numbers_of(spans)), constants)
     return launches

@@ -62,9 +62,9 @@ def whole_columns_kernel(
         for k in tl.static_range(PER_WORD):
             gate, up, dh = column(gates, k, dtype), column(ups, k, dtype), column(dhs, k, dtype)
             value, slope = ACTIVATION(gate)
-            first = m0 * 0 + j * TILE_F + k
-            c = first + PER_WORD * tl.arange(0, WORDS)[:, None]
-            where = first * M + m0 + inner_t
+            first_column = m0 * 0 + j * TILE_F + k
+            c = first_column + PER_WORD * tl.arange(0, WORDS)[:, None]
+            where = first_column * M + m0 + inner_t
             for half in tl.static_range(2):
                 d = finite.only(tiles.round_to(dh * up * slope if half == 0 else dh * value, dtype)).to(tl.float32)
                 factor = column_factor(

@@ -100,7 +100,7 @@ def rows_kernel(
     end,
     C,
     stride_r,
-    first,
+    first_program,
     per_element,
     seed,
     FOLD: tl.constexpr,
@@ -176,7 +176,7 @@ def rows_kernel(
             if tl.program_id(0) == 0:
                 for k in tl.static_range(PARTS):
                     tl.store(amax_ptr + k * PART + c, tl.zeros([1, PART], tl.float32), mask=k * PART + c < C)
-        maxima_ptr += tl.cast(first + tl.program_id(0), tl.int64) * C
+        maxima_ptr += tl.cast(first_program + tl.program_id(0), tl.int64) * C
         for k in tl.static_range(PARTS):
             tl.store(maxima_ptr + k * PART + c, tops[k], mask=k * PART + c < C)
     if RECORD:

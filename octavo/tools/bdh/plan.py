@@ -114,5 +114,5 @@ def planned_run(config: Mapping[str, Any]) -> StepMemory | None:
     case = Case(config["model"], {"model_type": "bdh", **shape}, shape["layers"], tokens, config["seq"], 0, "cpu")
     option = Option(f"bdh-{precision}", optimizer=config["optimizer"], weight_bytes=4, compiled=False)
     memory = plan_bdh(case, option, accumulates=config["micro_batches"] > 1, dropout=dropout)
-    last = memory.moments[-1]  # the optimiser's, when all gradients are there
-    return StepMemory("plan", last.weights, last.gradients, last.states, memory.host, memory.peak.total)
+    step = memory.moments[-1]  # the optimiser's, when all gradients are there
+    return StepMemory("plan", step.weights, step.gradients, step.states, memory.host, memory.peak.total)

@@ -171,13 +171,13 @@ def write_result(result: dict[str, Any], out: Path) -> Path:
         return out
     case = result["case"]
     device = re.sub(r"[^a-z0-9]+", "-", result["device"].lower().removeprefix("nvidia ")).strip("-")
-    parts = [result["date"], device, case["name"], f"{case['layers']}l"]
+    words = [result["date"], device, case["name"], f"{case['layers']}l"]
     if case["frozen"]:
-        parts += [f"lora{case['rank']}", *([case["targets"]] if case["targets"] != "all" else [])]
-    parts += [f"{case['tokens']}t"] if case["tokens"] != usual_tokens(case["name"]) else []
-    parts += ["optimizer"] if any(row.get("optimizer") for row in result["rows"]) else []
-    parts += [result["kind"]] if result["kind"] != "step" else []
-    stem = "-".join(parts)
+        words += [f"lora{case['rank']}", *([case["targets"]] if case["targets"] != "all" else [])]
+    words += [f"{case['tokens']}t"] if case["tokens"] != usual_tokens(case["name"]) else []
+    words += ["optimizer"] if any(row.get("optimizer") for row in result["rows"]) else []
+    words += [result["kind"]] if result["kind"] != "step" else []
+    stem = "-".join(words)
     names = [stem, *(f"{stem}-{i}" for i in range(2, 1000))]
     with disk_errors(out):
         out.mkdir(parents=True, exist_ok=True)

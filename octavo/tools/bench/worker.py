@@ -119,8 +119,8 @@ def scaling_rates(scaling: FP8ScalingManager | None) -> dict[str, dict[str, floa
 
 def serve(requests: TextIO, answers: TextIO) -> None:
     """Answer requests until the input ends or something fails."""
-    first = json.loads(requests.readline())
-    worker = Worker(Case.from_dict(first["case"]), Contender(**first["contender"]))
+    setup = json.loads(requests.readline())
+    worker = Worker(Case.from_dict(setup["case"]), Contender(**setup["contender"]))
     commands: dict[str, Callable[..., dict[str, Any]]] = {
         "start": worker.start,
         "check": worker.check,

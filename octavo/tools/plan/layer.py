@@ -182,11 +182,11 @@ def backward_buffers(case: Case, option: Option) -> int:
             g + 2 * hidden + dx + own + gate_up,  # gate and up as columns, for dx
             g + hidden + dx + own + gate_up * option.weight_bytes,
         )
-    part = min(s.m, part_rows(s.m, 2 * s.f))
+    chunk = min(s.m, part_rows(s.m, 2 * s.f))
     ranks = case.rank * sum(len(MEMBERS[name]) for name in ("gate_up", "down") if is_adapted(case, name))
-    # Weights transposed, or dequantised; of one part dh and d(gate, up), or that and its FP8 copy; FP32 gradients of
+    # Weights transposed, or dequantised; of one chunk dh and d(gate, up), or that and its FP8 copy; FP32 gradients of
     # adapters.
-    mlp = g + dx + (down + gate_up) * (1 if option.fp8_products else BF16) + 3 * s.f * BF16 * part + ranks * FP32 * s.m
+    mlp = g + dx + (down + gate_up) * (1 if option.fp8_products else BF16) + 3 * s.f * BF16 * chunk + ranks * FP32 * s.m
     if option.compiled or not joins_norms(case, option):
         return mlp
     return max(mlp, g + dx + 6 * s.k * FP32 * s.m)  # eager, the norm's backward is a row of FP32 tensors

@@ -68,8 +68,8 @@ def _gradients(case: Case, option: Option) -> dict[str, int]:
         return {"head": head, "last layer": tied, "first layer": tied, "embedding": head}
     every = persistent.gradients(case, option)
     layer = persistent.layer_parameters(case) * option.weight_bytes
-    first = every - layer - (head - tied)
-    return {"head": head, "last layer": head, "first layer": first, "embedding": every}
+    first_layer = every - layer - (head - tied)
+    return {"head": head, "last layer": head, "first layer": first_layer, "embedding": every}
 
 
 def _activations(case: Case, option: Option, layer: Mapping[str, int]) -> tuple[int, int]:
