@@ -61,10 +61,10 @@ def _forward_kernel(
             scores = tl.where(t[:, None] >= n0 + n[None, :], scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, axis=1))
         p = tl.exp2(scores - higher[:, None])
-        kept = tl.exp2(top - higher)
-        total = total * kept + tl.sum(p, axis=1)
+        rescale = tl.exp2(top - higher)
+        total = total * rescale + tl.sum(p, axis=1)
         p8 = (p * P_MAX).to(v_ptr.dtype.element_ty)
-        sums = tl.dot(p8, tl.trans(tl.load(v_ptrs + n0)), sums * kept[:, None])
+        sums = tl.dot(p8, tl.trans(tl.load(v_ptrs + n0)), sums * rescale[:, None])
         top = higher
     out = sums * (v_scale / P_MAX) / total[:, None]
     tl.store(o_ptr + (bh * T + t[:, None]) * D + d[None, :], out.to(o_ptr.dtype.element_ty))

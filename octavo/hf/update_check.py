@@ -50,7 +50,7 @@ class _Probe:
     reached: Tensor  # whether each element has a gradient
     gradient: Tensor  # its largest magnitude, 0-d
     lr: float
-    held: bool
+    in_optimizer: bool
     like_adam: bool
 
 
@@ -142,10 +142,10 @@ class UpdateCheck:
                 self._pending[name] = "its gradient was zero"
             elif moved:
                 del self._pending[name]
-            elif below_rounding and (probe.held or not self._holds_some):
+            elif below_rounding and (probe.in_optimizer or not self._holds_some):
                 self._pending[name] = f"its updates at lr={probe.lr:g} are below the rounding of {_dtype(probe.before)}"
             else:
-                stuck.append(name if probe.held else f"{name} (not in the optimiser)")
+                stuck.append(name if probe.in_optimizer else f"{name} (not in the optimiser)")
         if stuck:
             raise RuntimeError(_stuck_message(stuck, len(self._probes)))
 

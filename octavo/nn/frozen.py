@@ -22,7 +22,7 @@ from octavo.numerics.quantize import BLOCK, Quantized, quantize
 from octavo.ops.weight import Weight
 from octavo.support import require_tensor_cores
 
-GRANULARITIES = ("block", "channel", "tensor")
+FROZEN_GRANULARITIES = ("block", "channel", "tensor")  # of a frozen weight; `numerics.quantize` has all
 SCALE_NAME = "weight_scale_inv"
 
 
@@ -104,7 +104,7 @@ class FP8FrozenLinear(LinearInFP8):
     def _init_fp8(
         self, granularity: str, config: FP8TrainingConfig | None, scaling: FP8ScalingManager | None, name: str
     ) -> None:
-        check_choice("granularity", granularity, GRANULARITIES)
+        check_choice("granularity", granularity, FROZEN_GRANULARITIES)
         config = check_config(config or activation_config(granularity))
         require_tensor_cores(self.weight.device, config)
         if scaling is None:

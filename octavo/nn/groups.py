@@ -24,7 +24,7 @@ from octavo.numerics.scaling import new_states
 from octavo.ops.quantize import quantize_group
 from octavo.ops.weight import are_neighbours
 
-GRANULARITIES = ("tensor", "block")
+FP8_ONLY_GRANULARITIES = ("tensor", "block")  # of weights whose master is in host memory
 
 
 def why_no_group(members: Sequence[FP8FrozenLinear]) -> str:
@@ -120,7 +120,7 @@ def linears_by_product(model: nn.Module) -> list[list[FP8Linear]]:
 def why_not_fp8_only(linears: Sequence[FP8Linear]) -> str:
     """Return why the weights of these cannot be FP8-only, and what to do; empty if they can."""
     recipe = linears[0].recipe.w
-    if recipe.granularity not in GRANULARITIES:
+    if recipe.granularity not in FP8_ONLY_GRANULARITIES:
         return (
             f"granularity={recipe.granularity!r}: forward and backward want different FP8 values of a weight, and "
             "there is one copy; use granularity='tensor' or 'block'"

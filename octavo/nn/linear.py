@@ -157,7 +157,7 @@ class FP8Linear(LinearInFP8):
         module._enable_fp8(config, scaling, name)
         return module
 
-    def give_back(self) -> None:
+    def restore_in_place(self) -> None:
         """Undo `convert_in_place`."""
         for name in ("config", "scaling", "recipe", "state_x", "state_w", "state_g"):
             del self.__dict__[name]

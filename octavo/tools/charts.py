@@ -137,11 +137,11 @@ def smooth(values: Floats, window: int) -> Floats:
 
 def line(steps: Ints, values: Floats) -> dict[str, list[Any]]:
     """Return a line's points, {"x": ..., "y": ...}: at most LINE_POINTS, with the extremes of each stretch of steps."""
-    keep = np.arange(len(steps))
+    chosen = np.arange(len(steps))
     if len(steps) > LINE_POINTS:
-        stretches = np.array_split(keep, LINE_POINTS // 2)
-        keep = np.unique(np.concatenate([_extremes(values, stretch) for stretch in stretches]))
-    return {"x": steps[keep].tolist(), "y": [rounded(value) for value in values[keep].tolist()]}
+        stretches = np.array_split(chosen, LINE_POINTS // 2)
+        chosen = np.unique(np.concatenate([_extremes(values, stretch) for stretch in stretches]))
+    return {"x": steps[chosen].tolist(), "y": [rounded(value) for value in values[chosen].tolist()]}
 
 
 def _extremes(values: Floats, indices: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:

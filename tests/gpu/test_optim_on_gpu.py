@@ -44,21 +44,21 @@ def run(name, how, steps=4):
     x = torch.randn(64, 1024, device="cuda", dtype=torch.bfloat16, generator=torch.Generator("cuda").manual_seed(1))
     for _ in range(steps):
         model(x).float().square().mean().backward()
-        held = sum(p.grad is not None for p in model.parameters())
+        gradients_left = sum(p.grad is not None for p in model.parameters())
         optimizer.step()
         optimizer.zero_grad()
     torch.cuda.synchronize()
-    return model, optimizer, held
+    return model, optimizer, gradients_left
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_same_weights(name):
     expected = [p.detach().clone() for p in run(name, "plain")[0].parameters()]
     for how in HOW:
-        model, optimizer, held = run(name, how)
+        model, optimizer, gradients_left = run(name, how)
         for found, wanted in zip(model.parameters(), expected, strict=True):
             torch.testing.assert_close(found, wanted, rtol=2**-7, atol=1e-5)
-        assert held == (0 if "released" in how else 6)
+        assert gradients_left == (0 if "released" in how else 6)
         for state in optimizer.state.values():
             moments = state["exp_avg"]
             parts = [getattr(moments, n) for n in moments.__tensor_flatten__()[0]] if name != "adamw" else [moments]
@@ -116,9 +116,9 @@ def test_less_memory():
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        kept = run("adamw", how)
+        unchanged = run("adamw", how)
         peaks[how] = torch.cuda.max_memory_allocated() - before
-        del kept
+        del unchanged
     one = 2 * 1024 * 1024  # bytes of a weight, of its gradient and of each of its two moments
     assert peaks["plain"] - peaks["released"] > 4 * one
     assert peaks["plain"] - peaks["offloaded"] > 5 * one
@@ -213,9 +213,9 @@ def test_fp8_weights_are_what_masters_round_to():
     groups = list(dict.fromkeys(handle._product.values()))
     assert len(groups) == 4 * 4  # q, k and v; o; gate and up; down
     for group in groups:
-        held = group.data.clone()
+        fp8_before = group.data.clone()
         group.write([full_precision(p).cuda() for p in group.parameters])
-        assert torch.equal(held.view(torch.uint8), group.data.view(torch.uint8))
+        assert torch.equal(fp8_before.view(torch.uint8), group.data.view(torch.uint8))
     before = model(input_ids=ids, labels=ids).loss.detach()
     weights, states = model.state_dict(), optimizer.state_dict()
     model.load_state_dict({key: value.clone() for key, value in weights.items()})
@@ -233,8 +233,8 @@ def test_weights_take_a_byte_each():
     convert_to_fp8(model)
     full = torch.cuda.memory_allocated() - before
     handle = offload_master(model, build_optimizer("adamw", model.parameters(), 1e-3))
-    held = torch.cuda.memory_allocated() - before
-    assert full >= 24 * 2 * 1024 * 1024 and held < 0.52 * full
+    allocated = torch.cuda.memory_allocated() - before
+    assert full >= 24 * 2 * 1024 * 1024 and allocated < 0.52 * full
     handle.remove()
 
 
@@ -324,5 +324,5 @@ def test_memory_of_a_step_with_masters():
         gc.collect()
         torch.cuda.reset_peak_memory_stats()
         optimizer.step()
-    held, peak = torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
-    assert held < 14.5 * count and peak - held < 9 * 2**26
+    allocated, peak = torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
+    assert allocated < 14.5 * count and peak - allocated < 9 * 2**26

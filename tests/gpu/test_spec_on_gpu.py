@@ -6,10 +6,10 @@ import torch
 from octavo.numerics import FP8ScalingManager, compute_scale, quantize
 from octavo.numerics.amax import percentile_amax
 from octavo.numerics.operand import quantize_operand
+from octavo.numerics.quantize import GRANULARITIES
 from octavo.numerics.scaling import SLOTS
 
 FORMATS = ("E4M3", "E5M2", "E4M3_FNUZ", "E5M2_FNUZ")
-GRANULARITIES = ("tensor", "channel", "block", "mx")
 
 
 def awkward(dtype=torch.float32):

@@ -38,8 +38,8 @@ def calls(monkeypatch):
     monkeypatch.setattr(attention, "_cudnn_takes", lambda q, k: honest(Elsewhere(q), Elsewhere(k)))
     aten = SimpleNamespace(_scaled_dot_product_cudnn_attention=causal)
     names = {"ops": SimpleNamespace(aten=aten), "version": SimpleNamespace(hip=None)}
-    kept = {name: getattr(torch, name) for name in ("is_grad_enabled", "bfloat16", "float16")}
-    monkeypatch.setattr(attention, "torch", SimpleNamespace(**names, **kept))  # for this module alone
+    real = {name: getattr(torch, name) for name in ("is_grad_enabled", "bfloat16", "float16")}
+    monkeypatch.setattr(attention, "torch", SimpleNamespace(**names, **real))  # for this module alone
     return seen
 
 

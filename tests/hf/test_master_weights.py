@@ -71,14 +71,14 @@ def test_an_unmodified_script_trains_as_with_fp32_weights(checkpoint, tmp_path, 
 def test_without_masters_most_of_it_is_lost_and_said(checkpoint, tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(transformers.utils.logging.get_logger(), "propagate", True)
     shares = {}
-    for kept in (True, False):
-        run = trainer(tmp_path, load(checkpoint, load_in_fp8=True, master_weights=kept), **LR)
+    for master_weights in (True, False):
+        run = trainer(tmp_path, load(checkpoint, load_in_fp8=True, master_weights=master_weights), **LR)
         moves = move(run)
-        shares[kept] = share(moves)
-        assert all(has_master(run.optimizer, p) == kept for p in run.model.parameters())
+        shares[master_weights] = share(moves)
+        assert all(has_master(run.optimizer, p) == master_weights for p in run.model.parameters())
         logged = [entry["weights_moved"] for entry in logs(run)]
-        assert min(logged) > 0.9 if kept else max(logged) < 0.5
-        assert ("elements with a gradient moved in their first step" in caplog.text) != kept
+        assert min(logged) > 0.9 if master_weights else max(logged) < 0.5
+        assert ("elements with a gradient moved in their first step" in caplog.text) != master_weights
     assert shares[True] > 0.9 and shares[False] < 0.5
 
 

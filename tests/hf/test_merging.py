@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 import octavo
 from octavo import FastLanguageModel, OctavoConfig
 from octavo.hf.lora import FP8LoraLinear
-from octavo.nn.frozen import GRANULARITIES, SCALE_NAME, FP8FrozenLinear, quantize_weight
+from octavo.nn.frozen import FROZEN_GRANULARITIES, SCALE_NAME, FP8FrozenLinear, quantize_weight
 
 WHOLE_BLOCKS = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64}  # so that groups are fused
 ADAPTERS = {
@@ -113,7 +113,7 @@ def test_active_adapters_each_with_its_own_factor(folder, granularity):
     assert cosine(logits(model), logits(plain)) > 0.9995
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("granularity", FROZEN_GRANULARITIES)
 def test_several_merged_and_the_very_bytes_back(folder, granularity):
     model = adapted(folder, granularity)
     plain, before, first = twin(model), weights(model), logits(model)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from octavo.decoders import fuse
 from octavo.hf.lora import FP8LoraLinear
 from octavo.hf.quantizer import OctavoConfig
-from octavo.nn.frozen import GRANULARITIES, FP8FrozenLinear
+from octavo.nn.frozen import FROZEN_GRANULARITIES, FP8FrozenLinear
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def train(model, steps=8):
     return losses
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("granularity", FROZEN_GRANULARITIES)
 def test_it_trains_and_every_adapter_moves(checkpoint, granularity):
     model = with_adapters(checkpoint, granularity)
     wrapped = [m for m in model.modules() if isinstance(m, FP8LoraLinear)]
@@ -71,7 +71,7 @@ def test_it_trains_and_every_adapter_moves(checkpoint, granularity):
     )
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("granularity", FROZEN_GRANULARITIES)
 def test_adapter_gradients_layer_by_layer(checkpoint, granularity):
     """Against PEFT's own LoRA on a BF16 base that holds the dequantised weights, with the same upstream gradient."""
     model = with_adapters(checkpoint, granularity)
@@ -92,7 +92,7 @@ def test_adapter_gradients_layer_by_layer(checkpoint, granularity):
             assert cosine(found, exact) > 0.9975
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("granularity", FROZEN_GRANULARITIES)
 def test_merging_and_the_very_bytes_back(checkpoint, granularity):
     model = with_adapters(checkpoint, granularity)
     train(model, 3)

@@ -20,7 +20,7 @@ from octavo.decoders.fuse import insist_on_fp8
 from octavo.hf.fp8_files import read_layout
 from octavo.hf.quantizer import OctavoConfig
 from octavo.nn.frozen import (
-    GRANULARITIES,
+    FROZEN_GRANULARITIES,
     SCALE_NAME,
     FP8FrozenLinear,
     activation_config,
@@ -44,7 +44,7 @@ def frozen(model):
     return {name: module for name, module in model.named_modules() if isinstance(module, FP8FrozenLinear)}
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("granularity", FROZEN_GRANULARITIES)
 def test_weights_are_quantised_as_they_are_read(checkpoint, granularity):
     original = small_llama()
     model = load(checkpoint, OctavoConfig(granularity))
@@ -62,11 +62,11 @@ def test_nothing_is_left_on_the_meta_device_or_in_two_copies(checkpoint):
     model = load(checkpoint, OctavoConfig("block"))
     assert not any(p.is_meta for p in [*model.parameters(), *model.buffers()])
     linears = sum(module.in_features * module.out_features for module in frozen(model).values())
-    held = sum(p.nbytes for name, p in model.named_parameters() if any(part in name for part in LINEARS))
-    assert held < 1.01 * linears
+    stored = sum(p.nbytes for name, p in model.named_parameters() if any(part in name for part in LINEARS))
+    assert stored < 1.01 * linears
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("granularity", FROZEN_GRANULARITIES)
 def test_saved_and_loaded_again(checkpoint, granularity, tmp_path):
     model = load(checkpoint, OctavoConfig(granularity))
     model.save_pretrained(tmp_path)
@@ -235,7 +235,7 @@ def test_products_in_fp8_where_they_pay(checkpoint, monkeypatch):
     assert not any(module.fp8_products for module in frozen(refused).values())
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("granularity", FROZEN_GRANULARITIES)
 def test_products_in_high_precision(checkpoint, granularity, tmp_path):
     model = load(checkpoint, OctavoConfig(granularity, fp8_products=False))
     assert len(frozen(model)) == 14 and not any(module.fp8_products for module in frozen(model).values())

@@ -9,7 +9,7 @@ from bounds import cosine
 from torch import nn
 
 from octavo import FP8TrainingConfig
-from octavo.nn.frozen import GRANULARITIES, SCALE_NAME, FP8FrozenLinear, FrozenTensor, quantize_weight
+from octavo.nn.frozen import FROZEN_GRANULARITIES, SCALE_NAME, FP8FrozenLinear, FrozenTensor, quantize_weight
 from octavo.numerics.quantize import Quantized
 from octavo.ops.weight import Weight
 
@@ -25,7 +25,7 @@ def build(granularity, k=300, n=200, bias=True, dtype=torch.bfloat16):
     return linear, FP8FrozenLinear.from_linear(linear, granularity)
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("granularity", FROZEN_GRANULARITIES)
 @pytest.mark.parametrize(("k", "n"), SIZES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_forward_and_backward_against_the_dequantised_weight(granularity, k, n, dtype):
@@ -42,7 +42,7 @@ def test_forward_and_backward_against_the_dequantised_weight(granularity, k, n, 
     torch.testing.assert_close(frozen.bias.grad, g.float().sum((0, 1)).to(dtype))
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("granularity", FROZEN_GRANULARITIES)
 @pytest.mark.parametrize(("k", "n"), SIZES)
 def test_products_in_high_precision(granularity, k, n):
     """By the dequantised weight, exactly, and by no copy of it that lives on."""
@@ -79,7 +79,7 @@ def test_products_in_high_precision_take_autocast_and_graphs():
     assert torch.equal(y, expected) and x.grad.dtype == torch.float32
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("granularity", FROZEN_GRANULARITIES)
 def test_transposing_the_weight_changes_no_product(granularity):
     weight = quantize_weight(torch.randn(200, 300).mul_(torch.logspace(-2, 2, 200)[:, None]), granularity)
     g = torch.randn(5, 200)
@@ -89,7 +89,7 @@ def test_transposing_the_weight_changes_no_product(granularity):
     torch.testing.assert_close(found, g @ weight.dequantize(), rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("granularity", FROZEN_GRANULARITIES)
 def test_casts_and_copies_leave_the_bytes_alone(granularity):
     _, frozen = build(granularity)
     x = torch.randn(3, 300, dtype=torch.bfloat16)
@@ -111,7 +111,7 @@ def pickled(module):
     return other
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("granularity", FROZEN_GRANULARITIES)
 def test_state_dict(granularity):
     linear, frozen = build(granularity)
     state = frozen.state_dict()
@@ -160,7 +160,7 @@ def test_wrong_weights_are_refused():
         build("block")[1](torch.randn(2, 7))
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("granularity", FROZEN_GRANULARITIES)
 def test_compiled_as_one_graph(granularity):
     _, frozen = build(granularity)
     x = torch.randn(4, 300, dtype=torch.bfloat16, requires_grad=True)
@@ -191,7 +191,7 @@ def test_other_recipes_beside_the_weight():
     assert isinstance(frozen.weight, FrozenTensor)
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("granularity", FROZEN_GRANULARITIES)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("refill", ["fill", "load_state_dict"])
 def test_a_weight_filled_anew_before_backward_is_an_error(granularity, compiled, refill):

@@ -6,7 +6,7 @@ from bounds import cosine
 from torch import nn
 
 from octavo import FP8Linear
-from octavo.nn.frozen import GRANULARITIES, FP8FrozenLinear, quantize_weight
+from octavo.nn.frozen import FROZEN_GRANULARITIES, FP8FrozenLinear, quantize_weight
 from octavo.nn.groups import put_together
 from octavo.nn.linear_function import linear
 from octavo.numerics.norm import Norm
@@ -40,7 +40,7 @@ def reference(frozen, matrices, x):
     return torch.cat(pieces, dim=-1)
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("granularity", FROZEN_GRANULARITIES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("fp8_products", [True, False])
 def test_values_and_every_gradient(granularity, dtype, fp8_products):
@@ -85,7 +85,7 @@ def check_side_by_side(parts):
     torch.testing.assert_close(y, torch.cat([x @ part.dequantize(torch.float32).T for part in parts], dim=1))
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("granularity", FROZEN_GRANULARITIES)
 def test_weights_side_by_side_in_high_precision(granularity):
     """Of any size: they are dequantised one by one where their scales are not those of one weight."""
     torch.manual_seed(0)
@@ -128,7 +128,7 @@ def test_frozen_adapters_keep_nothing_and_get_nothing():
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("granularity", FROZEN_GRANULARITIES)
 @pytest.mark.parametrize("fp8_products", [True, False])
 def test_compiled_as_one_graph(granularity, fp8_products):
     frozen, matrices = build(granularity)

@@ -317,15 +317,17 @@ class Small(nn.Module):
 
 def test_fp8_trainer_keeps_masters_unless_told_otherwise():
     moved = {}
-    for kept in (True, False):
+    for master_weights in (True, False):
         model = Small().bfloat16()
         optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
-        trainer = FP8Trainer(model, optimizer, gradient_accumulation_steps=2, max_grad_norm=1.0, master_weights=kept)
+        trainer = FP8Trainer(
+            model, optimizer, gradient_accumulation_steps=2, max_grad_norm=1.0, master_weights=master_weights
+        )
         weight = model.body[0].weight
         before = masters(optimizer, [weight])[0]
         for i in range(8):
             trainer.training_step((torch.randn(8, 32, generator=torch.Generator().manual_seed(i)).bfloat16(),))
-        moved[kept] = (masters(optimizer, [weight])[0].float() != before.float()).float().mean().item()
+        moved[master_weights] = (masters(optimizer, [weight])[0].float() != before.float()).float().mean().item()
         assert trainer.step == 4
     assert moved[True] > 0.99 and moved[False] < 0.5
 

@@ -130,9 +130,9 @@ def test_a_decoder_can_keep_less():
     transformers = pytest.importorskip("transformers")
     from decoder_cases import build
 
-    for kept, offered in (("bf16", True), ("fp8", False)):
+    for activations, offered in (("bf16", True), ("fp8", False)):
         model = build()
-        convert_to_fp8(model, FP8TrainingConfig(activations=kept))
+        convert_to_fp8(model, FP8TrainingConfig(activations=activations))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         found = savings(model, optimizer, measure_memory(model, optimizer))
         assert ("activations" in found) is offered and found["checkpointing"] is None

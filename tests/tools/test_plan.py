@@ -275,10 +275,12 @@ def test_checkpointing_keeps_the_inputs_of_layers() -> None:
 def test_what_is_on_the_host_is_not_on_the_gpu() -> None:
     case = request("8b")
     for optimizer in ("adamw", "adamw8bit", "adamw4bit"):
-        kept = Option("fp8", "delayed", optimizer, activations="fp8", in_backward=True)
-        plain, states, master = (plan_memory(case, replace(kept, offload=how)) for how in (None, "optimizer", "master"))
+        fp8_activations = Option("fp8", "delayed", optimizer, activations="fp8", in_backward=True)
+        plain, states, master = (
+            plan_memory(case, replace(fp8_activations, offload=how)) for how in (None, "optimizer", "master")
+        )
         assert states.peak.total < plain.peak.total and states.peak.weights == plain.peak.weights
-        all_states = persistent.states(case, kept)
+        all_states = persistent.states(case, fp8_activations)
         assert plain.host == 0 and all_states < states.host < 1.2 * all_states  # pinned: powers of two
         linears = case.layers * persistent.layer_parameters(case)
         assert master.host > states.host + 4 * linears
@@ -374,8 +376,8 @@ def test_advice_prefers_what_computes_nothing_twice() -> None:
     narrow = make_plan(Request("8b", gpu="60")).advice
     assert narrow is not None and narrow.option is not None
     assert (narrow.option.optimizer, narrow.option.checkpointing) == ("adamw4bit", "none")
-    kept = make_plan(Request("8b", gpu="50")).advice
-    assert kept is not None and kept.option is not None and kept.option.activations == "fp8" and not kept.check
+    tight = make_plan(Request("8b", gpu="50")).advice
+    assert tight is not None and tight.option is not None and tight.option.activations == "fp8" and not tight.check
     least = make_plan(Request("8b", batch=10_000, gpu="60")).advice
     assert least is not None and least.option is not None and 0 < least.batch < 10_000
     assert least.why.startswith("10000 do not fit")
