@@ -124,10 +124,10 @@ class PreparedModel:
         """Keep the gradient of the embedding's output, where backward ends if nothing is trained."""
         self.model.enable_input_require_grads()
 
-        def keep(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
+        def save_output(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
             self._entry = output
 
-        self.model.get_input_embeddings().register_forward_hook(keep)
+        self.model.get_input_embeddings().register_forward_hook(save_output)
 
     def _compile(self) -> None:
         if not self.case.family.compiles_layers:
