@@ -66,9 +66,9 @@ def unusual(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu"
 
 
 def new_state(scale: float = 0.0, device: str = "cpu") -> Tensor:
-    row = torch.zeros(SLOTS, device=device)
-    row[SCALE] = scale
-    return row
+    state = torch.zeros(SLOTS, device=device)
+    state[SCALE] = scale
+    return state
 
 
 def codes(data: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ def assert_same_bits(found: list[Quantized], expected: list[Quantized]) -> None:
         assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()}, first at {wrong.nonzero()[0].tolist()}"
 
 
-def assert_same_row(found: Tensor, expected: Tensor, atol: float = 1e-7) -> None:
+def assert_same_state(found: Tensor, expected: Tensor, atol: float = 1e-7) -> None:
     found, expected = found.clone(), expected.clone()
     found[USED] = expected[USED] = 0.0  # from a kernel's first pass to its second
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=atol)
@@ -125,21 +125,21 @@ def assert_on_neighbours(q: Quantized, x: Tensor, slack: float = 0.0) -> None:
     assert ((found <= values[upper]) & (found >= values[lower])).all()
 
 
-def gated_spec(gate_up: Tensor, row: Tensor, recipe: OperandRecipe, activation: str, *, record: bool) -> Quantized:
-    return quantize_operand(gated(gate_up, activation), row, recipe, record=record)[0]
+def gated_spec(gate_up: Tensor, state: Tensor, recipe: OperandRecipe, activation: str, *, record: bool) -> Quantized:
+    return quantize_operand(gated(gate_up, activation), state, recipe, record=record)[0]
 
 
 def gated_backward_spec(
     dh: Tensor,
     gate_up: Tensor,
     h_scale: Tensor,
-    row: Tensor,
+    state: Tensor,
     recipe: OperandRecipe,
     recipe_h: OperandRecipe,
     activation: str,
 ) -> tuple[Quantized, Quantized, Quantized]:
-    rows, columns = quantize_operand(gated_backward(dh, gate_up, activation), row, recipe, layout="both")
-    h = quantize_operand(gated(gate_up, activation), row, recipe_h, layout="columns", scale=h_scale)[0]
+    rows, columns = quantize_operand(gated_backward(dh, gate_up, activation), state, recipe, layout="both")
+    h = quantize_operand(gated(gate_up, activation), state, recipe_h, layout="columns", scale=h_scale)[0]
     return rows, columns, h
 
 

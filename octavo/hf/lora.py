@@ -108,7 +108,7 @@ class FP8LoraLinear(peft_layer.Linear):
         return down.weight, up.weight
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Merge adapters into the FP8 weight, which is quantised anew. Its bytes are kept for `unmerge`."""
+        """Merge adapters into the FP8 weight, which is quantised anew. Its bytes are saved for `unmerge`."""
         for name in check_adapters_to_merge(self, adapter_names) or ():
             if name not in self.lora_A:
                 continue

@@ -15,7 +15,7 @@ a sign, and powers of two without, rounded at random.
 
 With `low`, p is the upper half of an FP32 master (`numerics/split.py`), and both halves are stepped together.
 
-What is not finite spoils its own weight, and leaves 0 in its states.
+A non-finite gradient spoils its own weight, and leaves 0 in its states.
 """
 
 import math

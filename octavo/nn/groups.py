@@ -74,7 +74,7 @@ class FP8OnlyGroup:
         blocks = [-(-rows // BLOCK), -(-columns // BLOCK)] if self.recipe.granularity == "block" else []
         self.data = torch.empty(rows, columns, dtype=self.recipe.format.dtype, device=device)
         self.scale = torch.empty(blocks, dtype=torch.float32, device=device)
-        self._row = new_states(device=device)
+        self._state = new_states(device=device)
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -82,7 +82,7 @@ class FP8OnlyGroup:
 
     def write(self, masters: Sequence[Tensor]) -> None:
         """Write what the masters round to."""
-        data, scale = quantize_group(masters, self._row, self.recipe, False, "rows")[0]
+        data, scale = quantize_group(masters, self._state, self.recipe, False, "rows")[0]
         self.data.view(torch.uint8).copy_(data.view(torch.uint8))
         self.scale.copy_(scale)
 

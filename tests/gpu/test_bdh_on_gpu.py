@@ -58,7 +58,7 @@ def assert_same_statistics(mine, theirs, saved=()):
         torch.testing.assert_close(a[losses], b[losses], rtol=1e-2, atol=1e-3)
 
 
-def rows(count):
+def states(count):
     return [new_states(device="cuda") for _ in range(count)]
 
 
@@ -73,7 +73,7 @@ def test_forward_kernels(monkeypatch, size, dtype):
     B, H, T, N = size
     cos, sin = rope_angles(T, N, torch.device("cuda"))
     s_pre, t_pre = (torch.randn(shape, device="cuda").to(dtype) for shape in ((B, T, H, N), (H, B, T, N)))
-    mine, theirs = rows(4), rows(4)
+    mine, theirs = states(4), states(4)
     for use in range(2):  # the second finds a scale that is too small
         x = s_pre * (1 + use)
         found = pairs(ops.bdh_relu_rope(x, cos, sin, *mine[:2], X))
@@ -96,7 +96,7 @@ def test_backward_kernels(monkeypatch, size):
     dz = torch.randn(B, T, H, N, device="cuda").bfloat16() * 1e-3
     s, t = saved(B, T, H, N, scale=0.01), saved(B, T, H, N, scale=0.02)
     z_scale = torch.tensor(0.03, device="cuda")
-    mine, theirs = rows(2), rows(2)
+    mine, theirs = states(2), states(2)
     for use in range(2):
         gate = (dz * (1 + use), *s, *t, z_scale)
         rope = (dq * (1 + use), dz, s.data, *t, cos, sin)
@@ -111,7 +111,7 @@ def test_backward_kernels(monkeypatch, size):
 @pytest.mark.parametrize("T", [1, 64, 130, 512])
 def test_causal_kernels(monkeypatch, T):
     scores = torch.randn(2, 3, T, T, device="cuda").bfloat16()
-    mine, theirs = rows(2), rows(2)
+    mine, theirs = states(2), states(2)
     for use in range(2):
         x = scores * (1 + use)
         found = with_scale(ops.bdh_mask(x, mine[0], X, False)) + with_scale(ops.bdh_mask(x, mine[1], G, True))
@@ -126,7 +126,7 @@ def test_what_is_not_finite_becomes_nan_and_is_recorded():
     s_pre = torch.randn(1, 5, 2, 8, device="cuda").bfloat16()
     s_pre[0, 1, 0, 3], s_pre[0, 2, 1, 0] = float("nan"), float("inf")
     cos, sin = rope_angles(5, 8, torch.device("cuda"))
-    mine = rows(2)
+    mine = states(2)
     q, s = pairs(ops.bdh_relu_rope(s_pre, cos, sin, *mine, X))
     assert q.data.float().isnan().sum() == 4 and s.data.float().isnan().sum() == 2
     assert mine[0][NON_FINITE] == mine[1][NON_FINITE] == 1 and mine[0][AMAX] > 0

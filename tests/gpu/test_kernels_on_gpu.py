@@ -14,7 +14,7 @@ from kernel_cases import (
     assert_nearly_same,
     assert_on_neighbours,
     assert_same_bits,
-    assert_same_row,
+    assert_same_state,
     codes,
     gated_backward_spec,
     gated_spec,
@@ -57,16 +57,16 @@ def bytes_of(data):
     return data.view(torch.uint8)
 
 
-def compare(x, recipe, layout, *, record=True, row=None, sampled=False):
+def compare(x, recipe, layout, *, record=True, state=None, sampled=False):
     """Kernel and specification from the same row. `sampled`: underflow is counted on some tiles of a large tensor."""
-    mine, theirs = (new_state(device="cuda") if row is None else row.clone() for _ in range(2))
+    mine, theirs = (new_state(device="cuda") if state is None else state.clone() for _ in range(2))
     poison()
     found = kernel.quantize_operand(x, mine, recipe, record=record, layout=layout)
     assert_same_bits(found, spec.quantize_operand(x, theirs, recipe, record=record, layout=layout))
     if sampled:
         assert abs(mine[UNDERFLOW] - theirs[UNDERFLOW]) < 0.2 * theirs[UNDERFLOW] + 1e-3
         mine[UNDERFLOW] = theirs[UNDERFLOW]
-    assert_same_row(mine, theirs)
+    assert_same_state(mine, theirs)
     return found
 
 
@@ -121,7 +121,7 @@ def test_group(name, layout):
     poison()
     found = kernel.quantize_group(xs, mine, OPERANDS[name], layout=layout)
     assert_same_bits(found, spec.quantize_operand(torch.cat(xs), theirs, OPERANDS[name], layout=layout))
-    assert_same_row(mine, theirs)
+    assert_same_state(mine, theirs)
 
 
 def test_uses_of_a_delayed_scale():
@@ -130,12 +130,12 @@ def test_uses_of_a_delayed_scale():
     first = x.float().abs().max().item() / 448
     for scale in (0.0, first, first / 9, first * 0.97, first * 100, first * 1e5):
         for record in (False, True):
-            compare(x, recipe, "both", record=record, row=new_state(scale, "cuda"))
+            compare(x, recipe, "both", record=record, state=new_state(scale, "cuda"))
     mine, theirs = new_state(device="cuda"), new_state(device="cuda")
     for factor in (0.0, 1.0, 3.0, 0.1):
         kernel.quantize_operand(x * factor, mine, recipe)
         spec.quantize_operand(x * factor, theirs, recipe)
-        assert_same_row(mine, theirs)
+        assert_same_state(mine, theirs)
     assert mine[RESCALED] == 1 and mine[SCALE] > 2.9 * first
 
 
@@ -174,10 +174,10 @@ def test_both_layouts_where_something_saturates(shape, dtype):
         x, recipe = torch.randn(shape, device="cuda").to(dtype), replace(operand, margin=margin)
         for factor in (0.7, 1.0, 1.5):
             scale = float(x.abs().max()) / recipe.format.max * margin * factor
-            row = new_state(scale, "cuda")
-            compare(x, recipe, "both", row=row)
-            kernel.quantize_operand(x, row, recipe, layout="both")
-            assert (row[SATURATED] > 0) == (margin < 1) and (row[RESCALED] > 0) == (factor < 1)
+            state = new_state(scale, "cuda")
+            compare(x, recipe, "both", state=state)
+            kernel.quantize_operand(x, state, recipe, layout="both")
+            assert (state[SATURATED] > 0) == (margin < 1) and (state[RESCALED] > 0) == (factor < 1)
         compare(x, recipe, "both")
 
 

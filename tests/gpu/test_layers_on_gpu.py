@@ -171,9 +171,9 @@ def test_bdh_under_the_autocast(compiled):
 def test_moving_a_converted_model():
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     convert_to_fp8(model)
-    row = model[0].state_x
+    state = model[0].state_x
     model.cuda()
-    assert model[0].state_x is row and row.is_cuda
+    assert model[0].state_x is state and state.is_cuda
     model(torch.randn(4, 32, device="cuda")).sum().backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     assert model[0].scaling.state_dict()["_steps"].tolist() == [1] * 6

@@ -46,11 +46,11 @@ def test_operand(recipe, layout):
 
     operand = FP8TrainingConfig.from_recipe(recipe).recipe.w
     x = awkward(torch.bfloat16)
-    rows = torch.zeros(SLOTS), torch.zeros(SLOTS, device="cuda")
-    found = [quantize_operand(t, row, operand, layout=layout) for t, row in zip((x, x.cuda()), rows, strict=True)]
+    states = torch.zeros(SLOTS), torch.zeros(SLOTS, device="cuda")
+    found = [quantize_operand(t, state, operand, layout=layout) for t, state in zip((x, x.cuda()), states, strict=True)]
     for cpu, gpu in zip(*found, strict=True):
         assert_same_bits(cpu.data, gpu.data)
-    torch.testing.assert_close(rows[1].cpu(), rows[0], rtol=1e-6, atol=0)
+    torch.testing.assert_close(states[1].cpu(), states[0], rtol=1e-6, atol=0)
 
 
 def test_percentile_of_a_large_tensor():

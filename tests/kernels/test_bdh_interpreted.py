@@ -12,7 +12,7 @@ DELAYED, CURRENT = FP8TrainingConfig().recipe, FP8TrainingConfig(scaling="curren
 SIZES = [(2, 3, 17, 34), (1, 2, 64, 256), (2, 1, 1, 2), (1, 1, 64, 34), (1, 1, 17, 256)]  # B, H, T, N
 
 
-def rows(count):
+def states(count):
     return [new_states(device="cpu") for _ in range(count)]
 
 
@@ -54,7 +54,7 @@ def test_relu_rope(size, dtype, recipe):
     B, H, T, N = size
     cos, sin = rope_angles(T, N, torch.device("cpu"))
     s_pre = torch.randn(B, T, H, N).to(dtype)
-    mine, theirs = rows(2), rows(2)
+    mine, theirs = states(2), states(2)
     for use in range(2):  # the second finds a scale, too small for what comes
         s_pre = s_pre * (1 + use)
         found = forward.relu_rope(s_pre, cos, sin, *mine, recipe.x)
@@ -73,7 +73,7 @@ def test_relu_rope(size, dtype, recipe):
 def test_gate(size):
     B, H, T, N = size
     s_pre, t_pre = torch.randn(B, T, H, N).bfloat16(), torch.randn(H, B, T, N).bfloat16()
-    mine, theirs = rows(2), rows(2)
+    mine, theirs = states(2), states(2)
     for use in range(2):
         found = forward.gate(s_pre, t_pre * (1 + use), *mine, DELAYED.x)
         assert_same_bits(found, pairs(ops.bdh_gate(s_pre, t_pre * (1 + use), *theirs, DELAYED.x.encode())))
@@ -88,7 +88,7 @@ def test_gate_backward(size, recipe):
     B, H, T, N = size
     dz = torch.randn(B, T, H, N).bfloat16() * 1e-3
     s, t, z_scale = saved((B, T, H, N)), saved((B, T, H, N), 0.02), torch.tensor(0.03)
-    (mine,), (theirs,) = rows(1), rows(1)
+    (mine,), (theirs,) = states(1), states(1)
     for use in range(2):
         found = backward.gate_backward(dz * (1 + use), s, t, z_scale, mine, recipe.g, recipe.x)
         recipes = recipe.g.encode(), recipe.x.encode()
@@ -104,7 +104,7 @@ def test_relu_rope_backward(size, recipe):
     cos, sin = rope_angles(T, N, torch.device("cpu"))
     dq, dz = torch.randn(B, H, T, N).bfloat16() * 1e-3, torch.randn(B, T, H, N).bfloat16() * 1e-3
     s, t = saved((B, T, H, N)), saved((B, T, H, N), 0.02)
-    (mine,), (theirs,) = rows(1), rows(1)
+    (mine,), (theirs,) = states(1), states(1)
     for use in range(2):
         found = backward.relu_rope_backward(dq * (1 + use), dz, s.data, t, cos, sin, mine, recipe.g)
         given = dq * (1 + use), dz, s.data, *t, cos, sin
@@ -115,7 +115,7 @@ def test_relu_rope_backward(size, recipe):
 @pytest.mark.parametrize("T", [1, 64, 70])  # tiles are 64×64
 def test_causal(T):
     square = torch.randn(2, 3, T, T).bfloat16()
-    mine, theirs = rows(2), rows(2)
+    mine, theirs = states(2), states(2)
     for use in range(2):
         x = square * (1 + use)
         for i, (symmetric, recipe) in enumerate(((False, DELAYED.x), (True, DELAYED.g))):
@@ -128,7 +128,7 @@ def test_what_is_not_finite_is_recorded():
     s_pre = torch.randn(1, 5, 2, 8)
     s_pre[0, 1, 0, 3], s_pre[0, 2, 1, 0] = float("nan"), float("inf")
     cos, sin = rope_angles(5, 8, torch.device("cpu"))
-    mine, theirs = rows(2), rows(2)
+    mine, theirs = states(2), states(2)
     found = forward.relu_rope(s_pre, cos, sin, *mine, DELAYED.x)
     expected = pairs(ops.bdh_relu_rope(s_pre, cos, sin, *theirs, DELAYED.x.encode()))
     # The interpreter's cast to E4M3 knows no NaN: only the others are compared here, NaN in tests/gpu.

@@ -48,7 +48,7 @@ def assert_alike(found, expected):
     assert_nearly_same(found._replace(scale=found.scale.float()), expected._replace(scale=expected.scale.float()))
 
 
-def assert_row(found, expected, elements):
+def assert_state(found, expected, elements):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=2 / elements)
 
 
@@ -64,7 +64,7 @@ def test_forward(name, shape, activation):
         found = kernel.gated_quantize(gate_up, mine, recipe, activation, record=record)
         expected = quantize_operand(gated(gate_up, activation), theirs, recipe, record=record)[0]
         assert_alike(found, expected)
-        assert_row(mine, theirs, math.prod(shape))
+        assert_state(mine, theirs, math.prod(shape))
 
 
 @pytest.mark.matrix
@@ -80,7 +80,7 @@ def test_backward(name, shape, activation):
     expected += quantize_operand(gated(gate_up, activation), new_state(), recipe.x, record=False, layout="columns")
     for one, other in zip(found, expected, strict=True):
         assert_alike(one, other)
-    assert_row(mine, theirs, 2 * math.prod(shape))
+    assert_state(mine, theirs, 2 * math.prod(shape))
 
 
 @pytest.mark.matrix
@@ -108,11 +108,11 @@ def test_nan_is_noticed():
     mine, theirs = new_state(), new_state()
     found = kernel.gated_quantize(gate_up, mine, recipe.x, "silu", record=True)
     assert_alike(found, quantize_operand(gated(gate_up, "silu"), theirs, recipe.x)[0])
-    assert_row(mine, theirs, gate_up.numel() / 2)
+    assert_state(mine, theirs, gate_up.numel() / 2)
     mine, theirs = new_state(), new_state()
     found = kernel.gated_quantize_backward(dh, gate_up, mine, recipe.g, recipe.x, "silu")[0]
     assert_alike(found, quantize_operand(gated_backward(dh, gate_up, "silu"), theirs, recipe.g)[0])
-    assert_row(mine, theirs, gate_up.numel())
+    assert_state(mine, theirs, gate_up.numel())
 
 
 def test_what_is_refused():

@@ -12,7 +12,7 @@ from kernel_cases import (
     CONFIGS,
     assert_nearly_same,
     assert_on_neighbours,
-    assert_same_row,
+    assert_same_state,
     gated_backward_spec,
     gated_spec,
     new_state,
@@ -30,9 +30,9 @@ DELAYED, CURRENT, E5M2 = CONFIGS["delayed"].recipe, CONFIGS["current"].recipe, C
 RECIPES = {"delayed": DELAYED, "current": CURRENT, "E5M2": E5M2}
 
 
-def assert_row(found, expected, elements):
+def assert_state(found, expected, elements):
     """Counts may differ by the elements at a rounding boundary."""
-    assert_same_row(found, expected, atol=2 / elements)
+    assert_same_state(found, expected, atol=2 / elements)
 
 
 def inputs(m, f, dtype=torch.float32):
@@ -49,7 +49,7 @@ def test_forward(name, shape, activation):
         gate_up = gate_up * jump
         found = kernel.gated_quantize(gate_up, mine, RECIPES[name].x, activation, record=record)
         assert_nearly_same(found, gated_spec(gate_up, theirs, RECIPES[name].x, activation, record=record))
-        assert_row(mine, theirs, gate_up.numel() / 2)
+        assert_state(mine, theirs, gate_up.numel() / 2)
         assert record or not mine.any()
 
 
@@ -69,7 +69,7 @@ def test_backward(name, shape, activation):
         for one, other in zip(found, expected, strict=True):
             assert_nearly_same(one, other)
         assert torch.equal(found[1].data.view(torch.uint8), found[0].data.view(torch.uint8).mT)
-        assert_row(mine, theirs, gate_up.numel())
+        assert_state(mine, theirs, gate_up.numel())
 
 
 @pytest.mark.matrix
@@ -134,13 +134,13 @@ def test_unusual_values(activation):
     mine, theirs = new_state(1.0), new_state(1.0)
     found = kernel.gated_quantize(gate_up, mine, recipe, activation, record=True)
     assert_nearly_same(found, gated_spec(gate_up, theirs, recipe, activation, record=True))
-    assert_row(mine, theirs, 24)
+    assert_state(mine, theirs, 24)
     mine, theirs = new_state(1.0), new_state(1.0)
     how = (recipe, recipe, activation)
     backward = kernel.gated_quantize_backward(dh, gate_up, torch.tensor(1.0), mine, *how)
     for one, other in zip(backward, gated_backward_spec(dh, gate_up, torch.tensor(1.0), theirs, *how), strict=True):
         assert_nearly_same(one, other)
-    assert_row(mine, theirs, 48)
+    assert_state(mine, theirs, 48)
 
 
 @pytest.mark.parametrize("record", [True, False])
@@ -164,9 +164,9 @@ def test_what_overflows_by_its_scale_saturates_and_infinities_do_not(rounding, r
 
 
 def test_zeros_teach_nothing():
-    row = new_state()
-    q = kernel.gated_quantize(torch.zeros(5, 12), row, DELAYED.x, "silu", record=True)
-    assert row[SCALE] == 0 and q.scale == 1 and not q.data.float().any()
+    state = new_state()
+    q = kernel.gated_quantize(torch.zeros(5, 12), state, DELAYED.x, "silu", record=True)
+    assert state[SCALE] == 0 and q.scale == 1 and not q.data.float().any()
 
 
 def test_stochastic_rounding():

@@ -68,8 +68,8 @@ def test_same_as_without(use_reentrant, nested, backward_inside):
 
 def test_recomputation_really_recomputes_in_fp8():
     _, _, context = run(Model(False), torch.randn(2, 1, 8, 16))
-    row = context.scaling.register("matmul.1.a")
-    assert row[CALLS] == 2, "once in forward, once in backward"
+    state = context.scaling.register("matmul.1.a")
+    assert state[CALLS] == 2, "once in forward, once in backward"
 
 
 def test_evaluation_does_not_attach_to_anything():

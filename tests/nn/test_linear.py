@@ -46,9 +46,9 @@ def test_from_linear_shares_the_parameters():
 def test_scaling_state_survives_casts_and_moves_with_identity():
     layer = FP8Linear(16, 16)
     layer(torch.randn(4, 16)).sum().backward()
-    row, before = layer.state_x, layer.state_x.clone()
+    state, before = layer.state_x, layer.state_x.clone()
     layer.to(torch.bfloat16)
-    assert layer.state_x is row and row.dtype == torch.float32 and torch.equal(row, before)
+    assert layer.state_x is state and state.dtype == torch.float32 and torch.equal(state, before)
     assert layer(torch.randn(4, 16, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 

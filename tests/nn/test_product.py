@@ -35,14 +35,14 @@ def fp8(a, b, config, bias=None, **options):
         out_dtype=a.dtype,
         **options,
     )
-    rows = tuple(torch.zeros(SLOTS) for _ in range(3))
-    return fp8_product(a, b, bias, product, rows), rows
+    states = tuple(torch.zeros(SLOTS) for _ in range(3))
+    return fp8_product(a, b, bias, product, states), states
 
 
 def check(config, a, b, dtype=torch.float32, **options):
     """Value and gradients of one product within the bounds derived in `bounds.py`."""
     a, b = a.to(dtype).requires_grad_(), b.to(dtype).requires_grad_()
-    y, rows = fp8(a, b, config, **options)
+    y, states = fp8(a, b, config, **options)
     b_kn = b.mT if options.get("b_is_nk") else b
     forward, backward = config.recipe.x.format, config.recipe.g.format
     assert y.dtype == dtype and y.shape == (a @ b_kn).shape
@@ -54,7 +54,7 @@ def check(config, a, b, dtype=torch.float32, **options):
     db_kn = db.mT if options.get("b_is_nk") else db
     rows_a, rows_g = (a.flatten(0, -2), g.flatten(0, -2)) if b.dim() == 2 else (a, g)
     assert_product_close(db_kn, rows_a.mT, rows_g, forward, backward)
-    return rows
+    return states
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -115,9 +115,9 @@ def test_activations_are_kept_in_fp8():
 def test_non_finite_stays_visible_and_local(bad):
     a, b = torch.randn(8, 32), torch.randn(32, 16)
     a[3, 5] = bad
-    y, rows = fp8(a, b, FP8TrainingConfig())
+    y, states = fp8(a, b, FP8TrainingConfig())
     assert y[3].isnan().all() and y[[0, 1, 2, 4, 5, 6, 7]].isfinite().all()
-    assert rows[0][3] == 1 and rows[1][3] == 0
+    assert states[0][3] == 1 and states[1][3] == 0
 
 
 def test_stochastic_gradients_are_unbiased():

@@ -108,8 +108,8 @@ def test_an_outlier_beyond_a_percentile_saturates():
     x[3] = 1e20
     found = quantize(x, scale=compute_scale(x, percentile=99)).dequantize()
     assert found.isfinite().all() and found[0] == pytest.approx(1e-30, rel=2.0**-6)
-    row = FP8ScalingManager().register("x")
-    found = quantize_operand(x[None], row, OperandRecipe(E4M3, percentile=99.0))[0].dequantize()
+    state = FP8ScalingManager().register("x")
+    found = quantize_operand(x[None], state, OperandRecipe(E4M3, percentile=99.0))[0].dequantize()
     assert found.isfinite().all()
 
 

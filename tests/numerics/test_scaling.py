@@ -162,8 +162,8 @@ def test_a_planted_second_advance_is_caught(monkeypatch):
     before, real = snapshot(m), FP8ScalingManager._roll
 
     def roll_always(self):
-        for row in self.states:
-            row[SEEN] = 1
+        for state in self.states:
+            state[SEEN] = 1
         real(self)
 
     monkeypatch.setattr(FP8ScalingManager, "_roll", roll_always)
@@ -251,7 +251,7 @@ def test_an_amax_with_a_graph_is_taken_without_it(learn):
     for _ in range(3):
         getattr(m, learn)("w", w if learn == "observe" else w.abs().max())
         m.step()
-        assert not any(row.requires_grad for row in m.states)
+        assert not any(state.requires_grad for state in m.states)
         assert not any(tensor.requires_grad for tensor in (m._history, m._amax, m._ema, m.get_scale("w")))
         (w * m.get_scale("w")).sum().backward()
     assert w.grad is not None and amax_of(m, "w") == 1
@@ -316,5 +316,5 @@ def test_from_config_reads_history_algorithm_interval_and_percentile():
 
 
 def test_rows_are_plain_fp32_numbers():
-    row = manager().register("x")
-    assert row.shape == (SLOTS,) and row.dtype == torch.float32 and not row.requires_grad and (row == 0).all()
+    state = manager().register("x")
+    assert state.shape == (SLOTS,) and state.dtype == torch.float32 and not state.requires_grad and (state == 0).all()
