@@ -166,9 +166,9 @@ def evaluate(model: nn.Module, held_out: Tensor, options: argparse.Namespace) ->
         first, second = logits.float().topk(2).values.cpu().unbind(-1)
         predictions.append(logits.argmax(-1).cpu())
         leads.append(first - second)
-    found = torch.cat(predictions)
-    accuracy = (found == held_out[:, 1:].flatten()).double().mean().item()
-    return Evaluation(torch.cat(losses), accuracy, found, torch.cat(leads))
+    predicted = torch.cat(predictions)
+    accuracy = (predicted == held_out[:, 1:].flatten()).double().mean().item()
+    return Evaluation(torch.cat(losses), accuracy, predicted, torch.cat(leads))
 
 
 def train(model: nn.Module, batches: Tensor, options: argparse.Namespace) -> list[float]:

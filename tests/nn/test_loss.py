@@ -1,4 +1,4 @@
-"""Head and cross entropy in chunks against `F.cross_entropy`, in high precision and in FP8; and the planner."""
+"""Head and cross entropy in chunks against `F.cross_entropy`, in high precision and in FP8; and the cost model."""
 
 import pytest
 import torch
