@@ -56,7 +56,7 @@ class OctavoCallback(TrainerCallback):
     those of the model's layers. `check_weights=False` leaves out the proof that weights move, and that share.
     `master_weights`: weights in BF16 are trained through FP32 ones (`octavo.optim.keep_masters`): the default, unless
     the model was loaded without; False lets each step round to BF16. `release_gradients`: each
-    gradient is applied within backward, and its memory given back (`octavo.optim.step_in_backward`).
+    gradient is applied within backward, and its memory freed (`octavo.optim.step_in_backward`).
     `offload="master"`: that, too, and while it trains the model has FP8 weights only, and FP32 masters in host memory
     (`octavo.optim.offload_master`), which checkpoints then have.
     """

@@ -102,8 +102,8 @@ class OffloadedMasters(InBackward):
 
 
 def _master_of(parameter: Tensor) -> Tensor:
-    room = torch.empty(parameter.shape, dtype=torch.float32, device="cpu", pin_memory=parameter.is_cuda)
-    return room.copy_(parameter.detach())
+    host_copy = torch.empty(parameter.shape, dtype=torch.float32, device="cpu", pin_memory=parameter.is_cuda)
+    return host_copy.copy_(parameter.detach())
 
 
 def offload_master(model: nn.Module, optimizer: torch.optim.Optimizer) -> OffloadedMasters:

@@ -217,22 +217,24 @@ def test_gated_with_gate_and_up_kept_in_fp8(name, activation):
     recipe = CONFIGS[name].recipe
     for m, f in ((1024, 768), (8192, 1024), (257, 256)):
         gate_up, dh = (sample(m, n, device="cuda").clamp(-30, 30).to(BF16) for n in (2 * f, f))
-        room = Quantized(
+        saved = Quantized(
             torch.empty(m, 2 * f, dtype=torch.float8_e4m3fn, device="cuda"),
             torch.empty(m, 2 * f // 128, dtype=torch.uint8, device="cuda"),
         )
         mine, theirs = new_state(2.0, "cuda"), new_state(2.0, "cuda")
         poison()
-        found = gated_kernel.gated_quantize(gate_up, mine, recipe.x, activation, record=True, into=room)
+        found = gated_kernel.gated_quantize(gate_up, mine, recipe.x, activation, record=True, into=saved)
         assert_nearly_same(found, gated_spec(gate_up, theirs, recipe.x, activation, record=True))
         expected = save_gate_up(gate_up)
-        assert torch.equal(room.scale, expected.scale)
-        assert torch.equal(bytes_of(room.data), bytes_of(expected.data))
-        gate_up_hp = dequantize_gate_up(room).to(BF16)  # which is exact
+        assert torch.equal(saved.scale, expected.scale)
+        assert torch.equal(bytes_of(saved.data), bytes_of(expected.data))
+        gate_up_hp = dequantize_gate_up(saved).to(BF16)  # which is exact
         mine, theirs = new_state(0.04, "cuda"), new_state(0.04, "cuda")
         how = (recipe.g, recipe.x, activation)
         poison()
-        backward = gated_kernel.gated_quantize_backward(dh, room.data, found.scale, mine, *how, saved_scale=room.scale)
+        backward = gated_kernel.gated_quantize_backward(
+            dh, saved.data, found.scale, mine, *how, saved_scale=saved.scale
+        )
         for one, other in zip(backward, gated_backward_spec(dh, gate_up_hp, found.scale, theirs, *how), strict=True):
             assert_nearly_same(one, other)
         assert torch.equal(bytes_of(backward[1].data), bytes_of(backward[0].data).mT)

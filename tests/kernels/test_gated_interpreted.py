@@ -79,18 +79,18 @@ def test_backward(name, shape, activation):
 def test_gate_and_up_kept_in_fp8(name, m, f, dtype, activation):
     gate_up, dh = inputs(m, f, dtype)
     recipe, mine, theirs = RECIPES[name], new_state(), new_state()
-    room = Quantized(torch.empty(m, 2 * f, dtype=E4M3.dtype), torch.empty(m, 2 * f // 128, dtype=torch.uint8))
+    saved = Quantized(torch.empty(m, 2 * f, dtype=E4M3.dtype), torch.empty(m, 2 * f // 128, dtype=torch.uint8))
     assert kernel.can_save(gate_up)
-    found = kernel.gated_quantize(gate_up, mine, recipe.x, activation, record=True, into=room)
+    found = kernel.gated_quantize(gate_up, mine, recipe.x, activation, record=True, into=saved)
     assert_nearly_same(found, gated_spec(gate_up, theirs, recipe.x, activation, record=True), share=5e-3)
     expected = save_gate_up(gate_up)
-    assert torch.equal(room.scale, expected.scale)
-    assert torch.equal(room.data.view(torch.uint8), expected.data.view(torch.uint8))
+    assert torch.equal(saved.scale, expected.scale)
+    assert torch.equal(saved.data.view(torch.uint8), expected.data.view(torch.uint8))
 
-    gate_up_hp = dequantize_gate_up(room).to(dtype)  # which is exact
+    gate_up_hp = dequantize_gate_up(saved).to(dtype)  # which is exact
     h_scale = (gated(gate_up_hp, activation).abs().max() / recipe.x.format.max).float().clamp(min=1e-3)
     mine, theirs, how = new_state(), new_state(), (recipe.g, recipe.x, activation)
-    found = kernel.gated_quantize_backward(dh, room.data, h_scale, mine, *how, saved_scale=room.scale)
+    found = kernel.gated_quantize_backward(dh, saved.data, h_scale, mine, *how, saved_scale=saved.scale)
     for one, other in zip(found, gated_backward_spec(dh, gate_up_hp, h_scale, theirs, *how), strict=True):
         assert_nearly_same(one, other, share=5e-3)
 

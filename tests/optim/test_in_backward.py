@@ -181,15 +181,15 @@ def test_in_the_trainer():
             torch.testing.assert_close(found, wanted)
 
 
-def test_states_are_in_rooms_of_their_own_between_steps():
+def test_states_are_in_host_copies_of_their_own_between_steps():
     model = small()
     optimizer = build_optimizer("adamw8bit", model.parameters(), 1e-2)
     states = step_in_backward(optimizer, offload=True).states
     run(model, optimizer, 1)
     weight = model[0].weight
-    room = optimizer.state[weight]["exp_avg"].codes
+    codes = optimizer.state[weight]["exp_avg"].codes
     run(model, optimizer, 2)
-    assert optimizer.state[weight]["exp_avg"].codes is room and len(states._after) == 4
+    assert optimizer.state[weight]["exp_avg"].codes is codes and len(states._after) == 4
     assert optimizer.state[weight]["step"] == 3
 
 
@@ -234,9 +234,9 @@ def test_undone_with_its_states():
     optimizer = build_optimizer("adamw8bit", model.parameters(), 1e-2)
     handle = step_in_backward(optimizer, offload=True)
     run(model, optimizer, 1)
-    room = optimizer.state[model[0].weight]["exp_avg"].codes
+    codes = optimizer.state[model[0].weight]["exp_avg"].codes
     handle.remove()
-    assert optimizer.state[model[0].weight]["exp_avg"].codes is not room
+    assert optimizer.state[model[0].weight]["exp_avg"].codes is not codes
     for i in (1, 2):
         model(batch(i)).square().mean().backward()
         assert all(p.grad is not None for p in model.parameters())

@@ -1,7 +1,7 @@
 """A model prepared for one contender, and the training step that is timed.
 
 Weights are random and come from the seed alone, so that every contender has the same ones, and so that they need no
-copy: between its turns a contender gives its weights' memory back and draws them again when its turn comes. (Eight
+copy: between its turns a contender frees the memory of its weights and draws them again when its turn comes. (Eight
 billion of them are drawn in a fraction of a second on the GPU; copying them to the CPU and back takes several.) A base
 frozen in FP8 stays between turns: it would have to be quantised again.
 """
