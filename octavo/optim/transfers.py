@@ -6,7 +6,7 @@ done, while the host, far ahead of the GPU, would get new memory for the next st
 there. A copy into a buffer waits, on the device, for the copy out of it.
 
     inwards    wait until the host copy is written and the buffer is free     host copy → buffer
-    compute    wait for that copy                                        the optimiser's step
+    compute    wait for that copy                                             the optimiser's step
     outwards   wait for the step                                              buffer → host copy
 """
 
