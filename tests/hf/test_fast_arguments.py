@@ -135,9 +135,9 @@ def test_a_model_that_is_not_there(tmp_path, tokenizer, monkeypatch):
         ("some/where/else", "there is no such folder"),
         (str(tmp_path), "a folder without config.json"),
     ):
-        with pytest.raises(ValueError, match=f"model_name='{name}': {words}") as found:
+        with pytest.raises(ValueError, match=f"model_name='{name}': {words}") as error:
             load(name, tokenizer=tokenizer)
-        assert "tokenizer" not in str(found.value)
+        assert "tokenizer" not in str(error.value)
 
 
 def test_saving_by_a_method_of_the_model(folder, tmp_path):

@@ -69,9 +69,9 @@ def test_what_torch_refuses_raises_what_torch_raises(call):
     with pytest.raises(Exception) as expected:  # whatever torch raises
         REFUSED[call]()
     context = fp8_autocast(FP8TrainingConfig(fp8_dpa=True))
-    with context, pytest.raises(type(expected.value)) as found:
+    with context, pytest.raises(type(expected.value)) as error:
         REFUSED[call]()
-    assert str(found.value) == str(expected.value)
+    assert str(error.value) == str(expected.value)
     assert not context.report.in_fp8
 
 
