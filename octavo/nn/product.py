@@ -76,7 +76,7 @@ def _is_own_transpose(a: Tensor, b: Tensor) -> bool:
     return b._base is a or (a._base is not None and b._base is a._base and a.numel() == a._base.numel())
 
 
-def _save_weight(
+def _as_weight(
     w: Tensor, quantized: Quantized, recipe: OperandRecipe, given: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Return what is saved of a weight: itself and, if its scale was given or is delayed, the one that forward used."""
@@ -86,7 +86,7 @@ def _save_weight(
 def _quantize_weight(
     w: Tensor, state: Tensor, recipe: OperandRecipe, layout: str, scale: Tensor | None, is_given: bool
 ) -> Quantized:
-    """Quantise a weight again for backward. `scale`: what `_save_weight` saved."""
+    """Quantise a weight again for backward. `scale`: what `_as_weight` saved."""
     if scale is not None and is_given:
         return _given_columns(w, state, recipe, scale)
     return ops.quantize(w, state, recipe, record=False, layout=layout, scale=scale)[0]
@@ -147,11 +147,9 @@ class _FP8Product(torch.autograd.Function):
         else:
             b_q = [_given_rows(b, product.b, b_scale)]
         b_nk, b_kn = (b_q[0], b_q[-1]) if product.b_is_nk else (b_q[-1], b_q[0])
-        saved_a, saved_b = (tuple(a_q[1]) if save_a else (None, None)), (tuple(b_kn) if save_b else (None, None))
-        if b_needs_grad and not save_a:
-            saved_a = _save_weight(a, a_q[0], product.a, a_scale)
-        if a_needs_grad and not save_b:
-            saved_b = _save_weight(b, b_q[0], product.b, b_scale)
+        weight_a, weight_b = _as_weight(a, a_q[0], product.a, a_scale), _as_weight(b, b_q[0], product.b, b_scale)
+        saved_a = tuple(a_q[1]) if save_a else weight_a if b_needs_grad else (None, None)
+        saved_b = tuple(b_kn) if save_b else weight_b if a_needs_grad else (None, None)
         ctx.save_for_backward(*saved_a, *saved_b)
         ctx.like = (a.shape, a.dtype, b.shape, b.dtype, bias.dtype if bias is not None else None)
         # y = a · b
