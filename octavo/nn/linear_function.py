@@ -115,12 +115,12 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         trained, adapters, stored = _sort(tensors, counts, places)
         parts, scales = (stored[: counts[2]], stored[counts[2] :]) if stored else (trained, [])
-        h, x_dtype = x, x.dtype
+        h = x
         x, inverse = normed(h, norm_weight, norm_eps)
         x = x if spec.x else as_dtype(x, spec.out_dtype)
-        call = Call.encode(spec, "" if save_x == AS_IS else save_x, adapters)
+        call = Call.encode(spec, "" if save_x == AS_IS else save_x, h.dtype, adapters)
         y, *saved, t, w_scale = ops.linear(
-            x, state_x, list(parts), list(scales), state_w, bias, residual, adapters.matrices, call, spec.out_dtype
+            x, state_x, list(parts), list(scales), state_w, bias, residual, adapters.matrices, call
         )
         if save_x == AS_IS:
             saved = [x if inverse is None else h, *saved[1:]]
@@ -136,7 +136,7 @@ class _Linear(torch.autograd.Function):
         ctx.scales, ctx.states = scales, (state_g, state_w)
         ctx.versions = () if trained else versions_of(stored)
         ctx.spec, ctx.call, ctx.save_x, ctx.places, ctx.counts, ctx.eps = spec, call, save_x, places, counts, norm_eps
-        ctx.dtypes = (x_dtype, bias.dtype if bias is not None else None)
+        ctx.bias_dtype = None if bias is None else bias.dtype
         return y
 
     @staticmethod
@@ -148,7 +148,6 @@ class _Linear(torch.autograd.Function):
         needs_x, needs_bias, needs_residual, needs_norm = ctx.needs_input_grad[:4]
         needs_w, needs_a, needs_b = _split(ctx.needs_input_grad[_BEFORE:], count, low)
         needs = [needs_x or needs_norm, any(needs_w), any(needs_a), any(needs_b)]
-        x_dtype, bias_dtype = ctx.dtypes
         dx = dnorm = dbias = None
         dws: Sequence[Tensor | None] = [None] * count
         dmatrices: list[Tensor | None] = [None] * (2 * low)
@@ -158,7 +157,7 @@ class _Linear(torch.autograd.Function):
             scales = list(ctx.scales) if w_scale is None else [w_scale]
             state_g, state_w = ctx.states
             dx, dw, da, db = ops.linear_backward(
-                g, state_g, x, x_scale, t, list(parts), scales, state_w, list(matrices), ctx.call, needs, x_dtype
+                g, state_g, [x, x_scale, t], list(parts), scales, state_w, list(matrices), ctx.call, needs
             )
             if any(needs_w):
                 dws = _needed(dw.split([part.shape[0] for part in parts]), needs_w)
@@ -168,7 +167,7 @@ class _Linear(torch.autograd.Function):
             saved = Quantized(x_data, x_scale)
             dx, dnorm = back_through(dx, saved, norm_weight, ctx.eps, inverse, needs=(needs_x, needs_norm))
         if needs_bias:
-            dbias = g.float().sum(dim=0).to(bias_dtype)
+            dbias = g.float().sum(dim=0).to(ctx.bias_dtype)
         unused = len(ctx.needs_input_grad) - _BEFORE - count - 2 * low
         before = (dx, dbias, g if needs_residual else None, dnorm, *[None] * (_BEFORE - 4))
         return *before, *dws, *dmatrices, *[None] * unused

@@ -108,10 +108,10 @@ class _GatedMLP(torch.autograd.Function):
         h = x
         x, inverse = normed(h, norm_weight, norm_eps)
         x = x if spec.x else as_dtype(x, spec.out_dtype)
-        call = MLPCall.encode(mlp, sizes[0] == 0, "" if save_x == AS_IS else save_x, saves_gate_up, *adapters)
+        call = MLPCall.encode(mlp, sizes[0] == 0, "" if save_x == AS_IS else save_x, saves_gate_up, h, *adapters)
         y, *saved, w_scale, w_down_scale = ops.gated_mlp(
             x, state_x, state_h, *weights[0], state_w, *weights[1], state_w_down, h if residual else None,
-            list(matrices), call, spec.out_dtype,
+            list(matrices), call,
         )  # fmt: skip
         if save_x == AS_IS:
             saved = [x if inverse is None else h, *saved[1:]]
@@ -124,7 +124,7 @@ class _GatedMLP(torch.autograd.Function):
         ctx.versions = () if trained else versions_of((*parts, *weights[0][1], *weights[1][1]))
         ctx.states = (state_g, state_dgate_up), (state_w, state_w_down)
         ctx.spec, ctx.call, ctx.save_x, ctx.places, ctx.trained = spec, call, save_x, places, sizes[0]
-        ctx.x_dtype, ctx.eps, ctx.residual = h.dtype, norm_eps, residual
+        ctx.eps, ctx.residual = norm_eps, residual
         return y
 
     @staticmethod
@@ -147,7 +147,7 @@ class _GatedMLP(torch.autograd.Function):
         (state_g, state_dgate_up), (state_w, state_w_down) = ctx.states
         dx, dgate_up, ddown, *found = ops.gated_mlp_backward(
             g, state_g, state_dgate_up, saved, [gate, up], scales[0], state_w, [down], scales[1], state_w_down,
-            list(matrices), ctx.call, [*needs, *_any_of(needs_low, ctx.places)], ctx.x_dtype,
+            list(matrices), ctx.call, [*needs, *_any_of(needs_low, ctx.places)],
         )  # fmt: skip
         dh, dnorm = back_through(dx, kept, norm_weight, ctx.eps, inverse, needs=(needs_x, needs_norm))
         if ctx.residual and dh is not None:

@@ -104,6 +104,11 @@ def project_down(x: Tensor, adapters: Adapters, dtype: torch.dtype) -> Tensor:
     return as_dtype(x, dtype) @ adapters.down(dtype).t() if adapters.downs else x.new_empty(0, dtype=dtype)
 
 
+def new_projected(x: Tensor, adapters: Adapters, rows: int | torch.SymInt, dtype: torch.dtype) -> Tensor:
+    """Return room for what `project_down` computes."""
+    return x.new_empty([rows, sum(adapters.ranks)] if adapters.downs else [0], dtype=dtype)
+
+
 def add_to(y: Tensor, t: Tensor, adapters: Adapters, residual: Tensor | None = None) -> None:
     """Add the adapters' outputs to y, and `residual`, if there is one."""
     # y += s · t · Bᵀ
@@ -244,10 +249,6 @@ class AdapterGradients:
         da = as_dtype(self._da, a[0].dtype) if self.needs_a and self._da is not None else self._like.new_empty(0)
         db = as_dtype(self._db, b[0].dtype) if self.needs_b and self._db is not None else self._like.new_empty(0)
         return da, db
-
-
-def fake_projected(x: Tensor, adapters: Adapters, rows: int | torch.SymInt, dtype: torch.dtype) -> Tensor:
-    return x.new_empty([rows, sum(adapters.ranks)] if adapters.downs else [0], dtype=dtype)
 
 
 def fake_gradients(like: Tensor, adapters: Adapters, needs_a: bool, needs_b: bool) -> list[Tensor]:

@@ -25,7 +25,7 @@ from octavo.ops.adapters import (
     add_to,
     add_to_input,
     fake_gradients,
-    fake_projected,
+    new_projected,
     project_down,
 )
 from octavo.ops.gated import (
@@ -40,6 +40,7 @@ from octavo.ops.linear import (
     Call,
     LinearSpec,
     empty,
+    fake_grad_weight,
     fake_padded,
     fake_saved_input,
     fake_used_scale,
@@ -72,37 +73,41 @@ class MLPCall(NamedTuple):
 
     spec: LinearSpec
     activation: str
-    saves_fp8: bool
+    saves_fp8: bool  # save gate and up in FP8
     in_parts: bool
-    save_x: str
     saves_gate_up: bool
+    save_x: str
+    x_dtype: torch.dtype  # dtype of the gradient of x
     places: tuple[str, ...]  # of the adapters of gate and up, and of down
 
     @staticmethod
-    def encode(
-        mlp: MLPSpec, in_parts: bool, save_x: str, saves_gate_up: bool, adapters: Adapters, adapters_down: Adapters
-    ) -> str:
-        call = Call.encode(mlp.linear, save_x, adapters, adapters_down)
-        return f"{mlp.activation}|{int(mlp.saves_fp8)}{int(in_parts)}{int(saves_gate_up)}|{call}"
+    def encode(mlp: MLPSpec, in_parts: bool, save_x: str, saves_gate_up: bool, x: Tensor, *adapters: Adapters) -> str:
+        spec = mlp.linear
+        # Beside frozen weights always in FP8, unless products are in high precision and results in FP32.
+        saves_fp8 = (spec.x is not None or spec.out_dtype != torch.float32) if in_parts else mlp.saves_fp8
+        flags = f"{int(saves_fp8)}{int(in_parts)}{int(saves_gate_up or not in_parts)}"
+        return f"{mlp.activation}|{flags}|{Call.encode(spec, save_x, x.dtype, *adapters)}"
 
     @staticmethod
     @cache
     def decode(text: str) -> "MLPCall":
         activation, flags, call = text.split("|", 2)
-        spec, save_x, places = Call.decode(call)
+        spec, save_x, x_dtype, places = Call.decode(call)
         saves_fp8, in_parts, saves_gate_up = (flag == "1" for flag in flags)
-        return MLPCall(spec, activation, saves_fp8, in_parts, save_x, saves_gate_up, places)
+        return MLPCall(spec, activation, saves_fp8, in_parts, saves_gate_up, save_x, x_dtype, places)
 
     def adapters(self, matrices: Sequence[Tensor]) -> tuple[Adapters, Adapters]:
         """Return the adapters of gate and up, and those of down: all A, then all B of each."""
         first = Adapters.decode(self.places[0], matrices)
         return first, Adapters.decode(self.places[1], matrices[2 * len(first.places) :])
 
-    def new_saved(self, like: Tensor, rows: Any, features: Any, dtype: torch.dtype) -> list[Tensor]:
-        """Return room for gate and up: in FP8, unless products are in high precision and results in FP32."""
-        if self.spec.x is not None or dtype != torch.float32:
+    def new_saved(self, like: Tensor, rows: Any, features: Any) -> list[Tensor]:
+        """Return room for gate and up; empty if they are not saved."""
+        if not self.saves_gate_up:
+            return empty(like, 2)
+        if self.saves_fp8:
             return new_saved(like, rows, features)
-        return [like.new_empty([rows, features], dtype=dtype), like.new_empty(0)]
+        return [like.new_empty([rows, features], dtype=self.spec.out_dtype), like.new_empty(0)]
 
 
 class Side(NamedTuple):
@@ -113,27 +118,19 @@ class Side(NamedTuple):
     adapters: Adapters
 
 
-def _gated_mlp_fake(
-    x: Tensor, weights: list[Tensor], down: list[Tensor], matrices: list[Tensor], call: str, dtype: torch.dtype
-) -> Any:
+def _mlp_fake(x: Tensor, weights: list[Tensor], down: list[Tensor], matrices: list[Tensor], call: str) -> Any:
     how = MLPCall.decode(call)
-    spec, both = how.spec, sum(w.shape[0] for w in weights)
-    y = x.new_empty([x.shape[0], down[0].shape[0]], dtype=dtype)
-    rows = fake_padded(x, spec).shape[0]
-    if how.in_parts:
-        saved = how.new_saved(x, rows, both, dtype) if how.saves_gate_up else empty(x, 2)
-    elif how.saves_fp8:
-        saved = new_saved(x, rows, both)
-    else:
-        saved = [x.new_empty([rows, both], dtype=dtype), x.new_empty(0)]
+    spec, rows = how.spec, fake_padded(x, how.spec).shape[0]
+    y = x.new_empty([x.shape[0], down[0].shape[0]], dtype=spec.out_dtype)
+    saved = how.new_saved(x, rows, sum(w.shape[0] for w in weights))
     one_scale = not how.in_parts and spec.x is not None and spec.x.granularity == "tensor"
     h_scale = x.new_empty(() if one_scale else 0, dtype=torch.float32)
-    projected = [fake_projected(x, adapters, rows, dtype) for adapters in how.adapters(matrices)]
+    projected = [new_projected(x, adapters, rows, spec.out_dtype) for adapters in how.adapters(matrices)]
     w_scales = [fake_used_scale(x, w, spec) for w in (weights, down)]
     return y, *fake_saved_input(x, spec, how.save_x), *saved, *projected, h_scale, *w_scales
 
 
-@operator(mutates=("state_x", "state_h", "state_w", "state_w_down"), fake=_gated_mlp_fake)
+@operator(mutates=("state_x", "state_h", "state_w", "state_w_down"), fake=_mlp_fake)
 def gated_mlp(
     x: Tensor,
     state_x: Tensor,
@@ -147,7 +144,6 @@ def gated_mlp(
     residual: Tensor | None,
     matrices: list[Tensor],
     call: str,
-    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """y plus `residual`; x, and gate and up, as saved, with their scales; `x · Aᵀ` and `h · Aᵀ`; scales for backward.
 
@@ -158,14 +154,14 @@ def gated_mlp(
     adapters, adapters_down = how.adapters(matrices)
     first = Side(Weight(weights, scales, state_w), state_x, adapters)
     last = Side(Weight(down, scales_down, state_w_down), state_h, adapters_down)
-    return (_in_parts if how.in_parts else _whole)(x, first, last, residual, how, dtype)
+    return (_in_parts if how.in_parts else _whole)(x, first, last, residual, how)
 
 
-def _whole(x: Tensor, first: Side, last: Side, residual: Tensor | None, how: MLPCall, dtype: torch.dtype) -> Any:
-    spec, weight, weight_down = how.spec, first.weight, last.weight
+def _whole(x: Tensor, first: Side, last: Side, residual: Tensor | None, how: MLPCall) -> Any:
+    spec, dtype, weight, weight_down = how.spec, how.spec.out_dtype, first.weight, last.weight
     assert spec.x is not None
     fast: dict[str, Any] = {"batch": [], "fast": spec.fast_forward, "emulate": spec.emulate}
-    x_mk, x_saved = quantize_input(padded(x, spec), first.state, spec, how.save_x, dtype)
+    x_mk, x_saved = quantize_input(padded(x, spec), first.state, spec, how.save_x)
     # gu_M2F = x_MK · [w_gate; w_up]ᵀ
     w = weight.forward_operand(spec.w, spec.record, None)
     gate_up = multiply(x_mk, w, None, dtype, **fast)
@@ -187,23 +183,18 @@ def _whole(x: Tensor, first: Side, last: Side, residual: Tensor | None, how: MLP
     return y, x_saved.data, separate_scale(x_saved, x_mk), *saved, t, t_down, *scales
 
 
-def _in_parts(x: Tensor, first: Side, last: Side, residual: Tensor | None, how: MLPCall, dtype: torch.dtype) -> Any:
-    spec, weight, weight_down, adapters, adapters_down = (
-        how.spec,
-        first.weight,
-        last.weight,
-        first.adapters,
-        last.adapters,
-    )
+def _in_parts(x: Tensor, first: Side, last: Side, residual: Tensor | None, how: MLPCall) -> Any:
+    spec, dtype = how.spec, how.spec.out_dtype
+    (weight, _, adapters), (weight_down, _, adapters_down) = first, last
     fast: dict[str, Any] = {"batch": [], "fast": spec.fast_forward, "emulate": spec.emulate}
     tokens, x = x.shape[0], padded(x, spec)
     residual = None if residual is None else padded(residual, spec)
     rows, both = x.shape[0], weight.out_features
-    x_q, x_saved = quantize_input(x, first.state, spec, how.save_x, dtype)
+    x_q, x_saved = quantize_input(x, first.state, spec, how.save_x)
     t = project_down(x, adapters, dtype)
-    t_down = x.new_empty([rows, sum(adapters_down.ranks)] if adapters_down.downs else [0], dtype=dtype)
+    t_down = new_projected(x, adapters_down, rows, dtype)
     y = x.new_empty([rows, weight_down.out_features], dtype=dtype)
-    saved = Quantized(*how.new_saved(x, rows, both, dtype)) if how.saves_gate_up else None
+    saved = Quantized(*how.new_saved(x, rows, both)) if how.saves_gate_up else None
     dequantized = None if spec.x else dtype
     w = weight.forward_operand(spec.w, spec.record, dequantized)
     w_down = weight_down.forward_operand(spec.w, spec.record, dequantized)
@@ -217,7 +208,7 @@ def _in_parts(x: Tensor, first: Side, last: Side, residual: Tensor | None, how: 
         if a_down is not None:
             # t = h · Aᵀ
             torch.mm(h, a_down.t(), out=t_down[part])
-        h_q, _ = quantize_input(h, last.state, spec, "", dtype)
+        h_q, _ = quantize_input(h, last.state, spec, "")
         del h
         # y_MK = h_MF · w_down_KFᵀ
         multiply(h_q, w_down, None, dtype, out=y[part], **fast)
@@ -246,25 +237,17 @@ def _rows_of(scale: Tensor, part: slice) -> Tensor:
     return scale[part] if scale.dim() and scale.numel() else scale
 
 
-def _gated_mlp_backward_fake(
-    g: Tensor,
-    weights: list[Tensor],
-    down: list[Tensor],
-    matrices: list[Tensor],
-    call: str,
-    needs: list[bool],
-    dtype: torch.dtype,
+def _backward_fake(
+    g: Tensor, weights: list[Tensor], down: list[Tensor], matrices: list[Tensor], call: str, needs: list[bool]
 ) -> Any:
-    needs_x, needs_w, needs_w_down = needs[:3]
-    k, both = weights[0].shape[1], sum(w.shape[0] for w in weights)
-    dx = g.new_empty([g.shape[0], k], dtype=dtype) if needs_x else g.new_empty(0)
-    dw = g.new_empty([both, k], dtype=Weight(weights).gradient_dtype(g)) if needs_w else g.new_empty(0)
-    ddown = g.new_empty(down[0].shape, dtype=Weight(down).gradient_dtype(g)) if needs_w_down else g.new_empty(0)
-    first, last = MLPCall.decode(call).adapters(matrices)
-    return dx, dw, ddown, *fake_gradients(g, first, *needs[3:5]), *fake_gradients(g, last, *needs[5:])
+    how = MLPCall.decode(call)
+    dx = g.new_empty([g.shape[0], weights[0].shape[1]], dtype=how.x_dtype) if needs[0] else g.new_empty(0)
+    dws = [fake_grad_weight(g, w, needed) for w, needed in zip((weights, down), needs[1:3], strict=True)]
+    first, last = how.adapters(matrices)
+    return dx, *dws, *fake_gradients(g, first, *needs[3:5]), *fake_gradients(g, last, *needs[5:])
 
 
-@operator(mutates=("state_g", "state_dgate_up"), fake=_gated_mlp_backward_fake)
+@operator(mutates=("state_g", "state_dgate_up"), fake=_backward_fake)
 def gated_mlp_backward(
     g: Tensor,
     state_g: Tensor,
@@ -279,9 +262,8 @@ def gated_mlp_backward(
     matrices: list[Tensor],
     call: str,
     needs: list[bool],
-    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dx in `dtype`; dw of gate and up, of down; dA and dB of gate and up, and of down. Empty where not needed.
+    """dx in the dtype of x; dw of gate and up, of down; dA and dB of gate and up, and of down. Empty where not needed.
 
     `saved`: x, gate and up, each with its scale, `x · Aᵀ`, `h · Aᵀ`, and the scale of h, as `gated_mlp` gave them; x
     may be in high precision, with an empty scale. `needs`: of x, of gate or up, of down, then of any A and B.
@@ -290,11 +272,11 @@ def gated_mlp_backward(
     adapters, adapters_down = how.adapters(matrices)
     first = Side(Weight(weights, scales, state_w), state_dgate_up, adapters)
     last = Side(Weight(down, scales_down, state_w_down), state_g, adapters_down)
-    return (_in_parts_backward if how.in_parts else _whole_backward)(g, first, last, saved, how, needs, dtype)
+    return (_in_parts_backward if how.in_parts else _whole_backward)(g, first, last, saved, how, needs)
 
 
 def _whole_backward(
-    g: Tensor, first: Side, last: Side, saved: Sequence[Tensor], how: MLPCall, needs: Sequence[bool], dtype: torch.dtype
+    g: Tensor, first: Side, last: Side, saved: Sequence[Tensor], how: MLPCall, needs: Sequence[bool]
 ) -> Any:
     spec, weight, weight_down = how.spec, first.weight, last.weight
     x, x_scale, gate_up, gate_up_scale, _, _, h_scale = saved
@@ -319,7 +301,7 @@ def _whole_backward(
     if needs_x:
         # dx_MK = dgu_M2F · [w_gate; w_up]
         w = weight.dgrad_operand(spec.w, None)
-        dx = first_rows(multiply(d_rows, w, None, dtype, **fast), g.shape[0])
+        dx = first_rows(multiply(d_rows, w, None, how.x_dtype, **fast), g.shape[0])
         del w
     del d_rows
     if needs_w:
@@ -330,15 +312,10 @@ def _whole_backward(
 
 
 def _in_parts_backward(
-    g: Tensor, first: Side, last: Side, saved: Sequence[Tensor], how: MLPCall, needs: Sequence[bool], dtype: torch.dtype
+    g: Tensor, first: Side, last: Side, saved: Sequence[Tensor], how: MLPCall, needs: Sequence[bool]
 ) -> Any:
-    spec, weight, weight_down, adapters, adapters_down = (
-        how.spec,
-        first.weight,
-        last.weight,
-        first.adapters,
-        last.adapters,
-    )
+    spec, dtype = how.spec, how.x_dtype
+    (weight, _, adapters), (weight_down, _, adapters_down) = first, last
     x, x_scale, gate_up, gate_up_scale, t, t_down, _ = saved
     needs_x, _, _, needs_a, needs_b, needs_a_down, needs_b_down = needs
     fast: dict[str, Any] = {"batch": [], "fast": spec.fast_backward, "emulate": spec.emulate}

@@ -98,8 +98,8 @@ def test_backward_kernels(monkeypatch, size):
     z_scale = torch.tensor(0.03, device="cuda")
     mine, theirs = states(2), states(2)
     for use in range(2):
-        gate = (dz * (1 + use), *s, *t, z_scale)
-        rope = (dq * (1 + use), dz, s.data, *t, cos, sin)
+        gate = (dz * (1 + use), [*s, *t], z_scale)
+        rope = (dq * (1 + use), dz, [*s, *t], cos, sin)
         found = with_scale(ops.bdh_gate_backward(*gate, mine[0], G, X), z_scale)
         found += with_scale(ops.bdh_relu_rope_backward(*rope, mine[1], G))
         expected = with_scale(by_the_spec(monkeypatch, ops.bdh_gate_backward, *gate, theirs[0], G, X), z_scale)

@@ -102,6 +102,10 @@ def test_a_loss_that_nothing_is_trained_for_says_so(folder, in_fp8, training):
     assert not model.training
     with pytest.raises(ValueError, match=r"none of its weights is trained: .*get_peft_model"):
         model.train(training)(input_ids=tokens(), labels=tokens()).loss.backward()
+    loss = model.eval()(input_ids=tokens(), labels=tokens()).loss
+    loss /= 2  # as for gradients of several batches
+    with pytest.raises(ValueError, match="none of its weights is trained"):
+        loss.backward()
     with torch.no_grad():
         assert not model(input_ids=tokens(), labels=tokens()).loss.requires_grad
     again = copy.deepcopy(model).eval()

@@ -92,7 +92,7 @@ def test_gate_backward(size, recipe):
     for use in range(2):
         found = backward.gate_backward(dz * (1 + use), s, t, z_scale, mine, recipe.g, recipe.x)
         recipes = recipe.g.encode(), recipe.x.encode()
-        assert_same_bits(found, ops.bdh_gate_backward(dz * (1 + use), *s, *t, z_scale, theirs, *recipes))
+        assert_same_bits(found, ops.bdh_gate_backward(dz * (1 + use), [*s, *t], z_scale, theirs, *recipes))
     assert_same_statistics([mine], [theirs])
 
 
@@ -107,7 +107,7 @@ def test_relu_rope_backward(size, recipe):
     (mine,), (theirs,) = states(1), states(1)
     for use in range(2):
         found = backward.relu_rope_backward(dq * (1 + use), dz, s.data, t, cos, sin, mine, recipe.g)
-        given = dq * (1 + use), dz, s.data, *t, cos, sin
+        given = dq * (1 + use), dz, [*s, *t], cos, sin
         assert_same_bits(found, ops.bdh_relu_rope_backward(*given, theirs, recipe.g.encode()))
     assert_same_statistics([mine], [theirs])
 

@@ -200,7 +200,7 @@ class _FP8BDHLayer(torch.autograd.Function):
         # dz = g · decoderᵀ
         dz = layer.multiply(g_MD, decoder_KD, dtype, (), False).view(B, T, H, N)
         dt_HMN, dt_scale, dt_HNM, z_HNM = bdh_ops.bdh_gate_backward(
-            dz, *s, *t, z_scale, state["encoder_v.g"], g_recipe, x_recipe
+            dz, [*s, *t], z_scale, state["encoder_v.g"], g_recipe, x_recipe
         )
         if needs_decoder:
             # ddecoder = zᵀ · g
@@ -226,9 +226,7 @@ class _FP8BDHLayer(torch.autograd.Function):
         # dq = (tril(dS) + tril(dS)ᵀ) · q
         dq = layer.multiply(P, q_BHNT, dtype, (B, H), False)
         del q_BHNT, P
-        ds, ds_scale, ds_HNM = bdh_ops.bdh_relu_rope_backward(
-            dq, dz, s.data, *t, cos, sin, state["encoder.g"], g_recipe
-        )
+        ds, ds_scale, ds_HNM = bdh_ops.bdh_relu_rope_backward(dq, dz, [*s, *t], cos, sin, state["encoder.g"], g_recipe)
         del dq, dz
         if needs_encoder:
             # dencoder = xᵀ · ds
