@@ -88,8 +88,8 @@ class FP8LoraLinear(peft_layer.Linear):
             return y if residual is None else residual + y
         base = self.base_layer
         downs, ups = zip(*[self.matrices(name) for name in adapters], strict=True)
-        places = tuple(Adapter(0, base.out_features, float(self.scaling[name])) for name in adapters)
-        return product(x, [base], Adapters(places, downs, ups), residual=residual)
+        positions = tuple(Adapter(0, base.out_features, float(self.scaling[name])) for name in adapters)
+        return product(x, [base], Adapters(positions, downs, ups), residual=residual)
 
     def fusible(self, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> list[str] | None:
         """The adapters to compute with the base in one function; None if the call takes PEFT's own forward."""

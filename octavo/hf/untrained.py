@@ -22,10 +22,10 @@ def explain_untrained(model: nn.Module) -> None:
         model.register_forward_hook(_explain)
 
 
-def remember_masters(model: nn.Module, keep: bool) -> None:
+def remember_masters(model: nn.Module, master_weights: bool) -> None:
     """Have BF16 weights stepped through FP32 masters, or not; also those of a copy, and in another process."""
-    model.__dict__[_MASTERS] = keep
-    keep_masters(model.parameters(), keep)
+    model.__dict__[_MASTERS] = master_weights
+    keep_masters(model.parameters(), master_weights)
 
 
 def _explain(model: nn.Module, _inputs: Any, output: Any) -> None:

@@ -22,7 +22,7 @@ from octavo.numerics.config import FP8_FORMATS, OperandRecipe
 from octavo.numerics.formats import FORMATS, Format, format_of, get_format
 from octavo.numerics.multiplier import as_factor, checked_factor
 from octavo.numerics.scaling import SCALE, new_states
-from octavo.ops import Product
+from octavo.ops import ProductSpec
 from octavo.ops.linear import LinearSpec
 from octavo.ops.weight import Weight
 
@@ -51,7 +51,7 @@ def fp8_matmul(
     if a.numel() == 0 or b.numel() == 0:
         return (a @ b.to(a.dtype)).to(dtype)  # nothing to quantise; keeps the graph
     forward, backward = _formats(format)
-    product = Product(
+    product = ProductSpec(
         a=OperandRecipe(forward, granularity, delayed=scale_a is not None),
         b=OperandRecipe(forward, granularity, delayed=scale_b is not None),
         g=OperandRecipe(backward, granularity),
@@ -85,7 +85,7 @@ def fp8_linear(
     if x.dim() < 1 or w.dim() != 2 or x.shape[-1] != w.shape[-1]:
         raise ValueError(f"fp8_linear takes x[..., K] and w[N, K]; got {tuple(x.shape)} and {tuple(w.shape)}")
     dtype = out_dtype or (torch.float32 if x.element_size() == 1 else x.dtype)
-    product = Product(
+    product = ProductSpec(
         a=OperandRecipe(forward, delayed=scale_x is not None),
         b=OperandRecipe(forward, delayed=scale_w is not None),
         g=OperandRecipe(backward),

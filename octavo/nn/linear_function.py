@@ -68,9 +68,9 @@ def linear(
     save_x = how_to_save(x, weight, spec, norm, adapters, x_is_saved=x_is_saved)
     flat = None if residual is None else residual.reshape(-1, residual.shape[-1])
     stored = (*weight.parts, *weight.scales) if weight.is_stored else ()
-    counts = len(weight.trained), len(adapters.places), len(weight.parts)
+    counts = len(weight.trained), len(adapters.positions), len(weight.parts)
     y = _Linear.apply(
-        x.reshape(-1, x.shape[-1]), bias, flat, *parts_of(norm), spec, save_x, adapters.places, counts, *states,
+        x.reshape(-1, x.shape[-1]), bias, flat, *parts_of(norm), spec, save_x, adapters.positions, counts, *states,
         weight.state, *weight.trained, *adapters.downs, *adapters.ups, *stored,
     )  # fmt: skip
     return y.reshape(*x.shape[:-1], y.shape[-1])
@@ -106,14 +106,14 @@ class _Linear(torch.autograd.Function):
         norm_eps: float | None,
         spec: LinearSpec,
         save_x: str,
-        places: tuple[Adapter, ...],
+        positions: tuple[Adapter, ...],
         counts: tuple[int, int, int],
         state_x: Tensor,
         state_g: Tensor,
         state_w: Tensor | None,
         *tensors: Tensor,
     ) -> Tensor:
-        trained, adapters, stored = _sort(tensors, counts, places)
+        trained, adapters, stored = _sort(tensors, counts, positions)
         parts, scales = (stored[: counts[2]], stored[counts[2] :]) if stored else (trained, [])
         h = x
         x, inverse = normed(h, norm_weight, norm_eps)
@@ -129,13 +129,14 @@ class _Linear(torch.autograd.Function):
         # A trained weight is saved as tensors are. A frozen one is not: `versions.py` says why. Scaling state is not,
         # either: it changes with every use, which autograd's version check would take for a mistake.
         ctx.save_for_backward(
-            *(saved if save_x else (None, None)), t if places else None, used, inverse, norm_weight,
+            *(saved if save_x else (None, None)), t if positions else None, used, inverse, norm_weight,
             *adapters.downs, *adapters.ups, *(parts if trained else ()),
         )  # fmt: skip
         ctx.frozen = () if trained else parts
         ctx.scales, ctx.states = scales, (state_g, state_w)
         ctx.versions = () if trained else versions_of(stored)
-        ctx.spec, ctx.call, ctx.save_x, ctx.places, ctx.counts, ctx.eps = spec, call, save_x, places, counts, norm_eps
+        ctx.spec, ctx.call, ctx.save_x, ctx.eps = spec, call, save_x, norm_eps
+        ctx.positions, ctx.counts = positions, counts
         ctx.bias_dtype = None if bias is None else bias.dtype
         return y
 
@@ -162,7 +163,7 @@ class _Linear(torch.autograd.Function):
             if any(needs_w):
                 dws = _needed(dw.split([part.shape[0] for part in parts]), needs_w)
             if low:
-                adapters = Adapters(ctx.places, tuple(matrices[:low]), tuple(matrices[low:]))
+                adapters = Adapters(ctx.positions, tuple(matrices[:low]), tuple(matrices[low:]))
                 dmatrices = _needed(adapters.split(da, db), (*needs_a, *needs_b))
             saved = Quantized(x_data, x_scale)
             dx, dnorm = back_through(dx, saved, norm_weight, ctx.eps, inverse, needs=(needs_x, needs_norm))
@@ -177,11 +178,11 @@ _BEFORE = 12  # arguments of `forward` before the trained tensors
 
 
 def _sort(
-    tensors: Sequence[Tensor], counts: tuple[int, int, int], places: tuple[Adapter, ...]
+    tensors: Sequence[Tensor], counts: tuple[int, int, int], positions: tuple[Adapter, ...]
 ) -> tuple[Sequence[Tensor], Adapters, Sequence[Tensor]]:
     """Return the trained tensors, the adapters, and the stored weights with their scales."""
     trained, downs, ups = _split(tensors, *counts[:2])
-    adapters = Adapters(places, tuple(downs), tuple(ups)) if places else NO_ADAPTERS
+    adapters = Adapters(positions, tuple(downs), tuple(ups)) if positions else NO_ADAPTERS
     return trained, adapters, tensors[counts[0] + 2 * counts[1] :]
 
 

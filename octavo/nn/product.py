@@ -35,14 +35,14 @@ from octavo import ops
 from octavo.numerics.config import OperandRecipe
 from octavo.numerics.formats import format_of
 from octavo.numerics.quantize import Quantized, dequantize, quantize_by
-from octavo.ops import Product
+from octavo.ops import ProductSpec
 
 
 def fp8_product(
     a: Tensor,
     b: Tensor,
     bias: Tensor | None,
-    product: Product,
+    product: ProductSpec,
     state: tuple[Tensor, Tensor, Tensor],
     scales: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:
@@ -62,7 +62,7 @@ def fp8_product(
     return _FP8Product.apply(a, b, bias, product, *state, *scales)
 
 
-def _saves_a_copy(a: Tensor, product: Product) -> bool:
+def _saves_a_copy(a: Tensor, product: ProductSpec) -> bool:
     """Return True where one quantised operand may replace two: for speed and memory, with sums in another order."""
     return a.device.type == "cuda" and not product.emulate and not product.a_is_weight
 
@@ -100,10 +100,10 @@ def _given_rows(x: Tensor, recipe: OperandRecipe, scale: Tensor) -> Quantized:
 
 def _given_columns(x: Tensor, state: Tensor, recipe: OperandRecipe, scale: Tensor) -> Quantized:
     """Return the transpose of an operand that comes with its scale, which `state` has, or with several."""
-    single, in_fp8 = not scale.dim(), x.element_size() == 1
-    format = format_of(x.dtype) if in_fp8 else recipe.format
+    single, is_fp8 = not scale.dim(), x.element_size() == 1
+    format = format_of(x.dtype) if is_fp8 else recipe.format
     transposed = OperandRecipe(format, "tensor" if single else "channel", delayed=single)
-    value = dequantize(x, scale) if in_fp8 else x
+    value = dequantize(x, scale) if is_fp8 else x
     return ops.quantize(value, state, transposed, record=False, layout="columns")[0]
 
 
@@ -114,7 +114,7 @@ class _FP8Product(torch.autograd.Function):
         a: Tensor,
         b: Tensor | None,
         bias: Tensor | None,
-        product: Product,
+        product: ProductSpec,
         a_state: Tensor,
         b_state: Tensor,
         g_state: Tensor,

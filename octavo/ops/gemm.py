@@ -14,7 +14,7 @@ from octavo.support import has_fp8_tensor_cores
 
 
 @dataclass(frozen=True)
-class Product:
+class ProductSpec:
     """How a product is computed: everything about it but its tensors."""
 
     a: OperandRecipe

@@ -30,8 +30,8 @@ from octavo.ops.quantize import (
     fake_quantize,
     is_high_precision,
     pack_scale,
+    quantize_folded,
     quantize_group,
-    quantize_scaled,
     transpose_bytes,
 )
 from octavo.ops.register import operator
@@ -80,7 +80,7 @@ class Call(NamedTuple):
     spec: LinearSpec
     save_x: str  # "rows", "columns" (as dw wants it) or "" for nothing
     x_dtype: torch.dtype  # dtype of the gradient of x
-    places: tuple[str, ...]  # of the adapters of each product
+    positions: tuple[str, ...]  # of the adapters of each product
 
     @staticmethod
     def encode(spec: LinearSpec, save_x: str, x_dtype: torch.dtype, *adapters: Adapters) -> str:
@@ -89,10 +89,10 @@ class Call(NamedTuple):
     @staticmethod
     @cache
     def decode(text: str) -> "Call":
-        x, w, g, flags, dtype, save_x, x_dtype, *places = text.split("|")
+        x, w, g, flags, dtype, save_x, x_dtype, *positions = text.split("|")
         recipes = [OperandRecipe.decode(recipe) if recipe else None for recipe in (x, w, g)]
         spec = LinearSpec(recipes[0], recipes[1], recipes[2], _dtype(dtype), *(flag == "1" for flag in flags))
-        return Call(spec, save_x, _dtype(x_dtype), tuple(places))
+        return Call(spec, save_x, _dtype(x_dtype), tuple(positions))
 
 
 def _dtype(text: str) -> torch.dtype:
@@ -102,9 +102,9 @@ def _dtype(text: str) -> torch.dtype:
 
 
 def _linear_fake(x: Tensor, weights: list[Tensor], matrices: list[Tensor], call: str) -> Any:
-    spec, save_x, _, (places,) = Call.decode(call)
+    spec, save_x, _, (positions,) = Call.decode(call)
     y = x.new_empty([x.shape[0], sum(w.shape[0] for w in weights)], dtype=spec.out_dtype)
-    t = new_projected(x, Adapters.decode(places, matrices), x.shape[0], spec.out_dtype)
+    t = new_projected(x, Adapters.decode(positions, matrices), x.shape[0], spec.out_dtype)
     return y, *fake_saved_input(x, spec, save_x), t, fake_used_scale(x, weights, spec)
 
 
@@ -125,8 +125,8 @@ def linear(
     `matrices`: of the adapters, all A, then all B. The weight's scale is for `linear_backward`; see
     `Weight.used_scale`.
     """
-    spec, save_x, _, (places,) = Call.decode(call)
-    dtype, adapters, weight = spec.out_dtype, Adapters.decode(places, matrices), Weight(weights, scales, state_w)
+    spec, save_x, _, (positions,) = Call.decode(call)
+    dtype, adapters, weight = spec.out_dtype, Adapters.decode(positions, matrices), Weight(weights, scales, state_w)
     x_q, x_saved = quantize_input(padded(x, spec), state_x, spec, save_x)
     w = weight.forward_operand(spec.w, spec.record, None if spec.x else dtype)
     # y_MN = x_MK · w_NKᵀ
@@ -141,9 +141,10 @@ def linear(
 
 
 def _backward_fake(g: Tensor, weights: list[Tensor], matrices: list[Tensor], call: str, needs: list[bool]) -> Any:
-    _, _, x_dtype, (places,) = Call.decode(call)
+    _, _, x_dtype, (positions,) = Call.decode(call)
     dx = g.new_empty([g.shape[0], weights[0].shape[1]], dtype=x_dtype) if needs[0] else g.new_empty(0)
-    return dx, fake_grad_weight(g, weights, needs[1]), *fake_gradients(g, Adapters.decode(places, matrices), *needs[2:])
+    adapters = Adapters.decode(positions, matrices)
+    return dx, fake_grad_weight(g, weights, needs[1]), *fake_gradients(g, adapters, *needs[2:])
 
 
 @operator(mutates=("state_g",), fake=_backward_fake)
@@ -163,8 +164,8 @@ def linear_backward(
     `saved`: x, its scale and `x · Aᵀ` as `linear` gave them, or x in high precision with an empty scale; None where
     nothing was saved. `needs`: of x, w, any A, any B.
     """
-    spec, save_x, x_dtype, (places,) = Call.decode(call)
-    adapters, weight = Adapters.decode(places, matrices), Weight(weights, scales, state_w)
+    spec, save_x, x_dtype, (positions,) = Call.decode(call)
+    adapters, weight = Adapters.decode(positions, matrices), Weight(weights, scales, state_w)
     x, x_scale, t = saved
     needs_x, needs_w, needs_a, needs_b = needs
     dx = dw = da = db = None
@@ -203,8 +204,8 @@ def quantize_input(x: Tensor, state: Tensor, spec: LinearSpec, save_x: str) -> t
     """Return x as products take it, rows in FP8 or itself in the result's dtype, and as it is to be saved, or empty."""
     if spec.x is None:
         return Quantized(as_dtype(x, spec.out_dtype), x.new_empty(0)), Quantized(*empty(x, 2))
-    found = quantize_group([x], state, spec.x, spec.record, "both" if save_x == "columns" else "rows")
-    return found[0], found[-1] if save_x else Quantized(*empty(x, 2))
+    quantized = quantize_group([x], state, spec.x, spec.record, "both" if save_x == "columns" else "rows")
+    return quantized[0], quantized[-1] if save_x else Quantized(*empty(x, 2))
 
 
 def quantize_gradient(
@@ -215,7 +216,7 @@ def quantize_gradient(
         return [Quantized(g, g.new_empty(0))]
     if factor is not None:
         assert layout == "rows"
-        return [quantize_scaled(g, factor, state, spec.g)]
+        return [quantize_folded(g, factor, state, spec.g)]
     return quantize_group([g], state, spec.g, True, layout)
 
 

@@ -178,10 +178,10 @@ def test_down_from_saved_x(m, k, ranks, granularity):
         assert (d / (times + 1) - expected).norm() < 4e-3 * expected.norm()
 
 
-def adapters_of(places, inputs, rank=32):
-    downs = [nn.Parameter(torch.randn(rank, inputs, device="cuda", dtype=BF16) / inputs**0.5) for _ in places]
-    ups = [nn.Parameter(torch.randn(p.last - p.first, rank, device="cuda", dtype=BF16) / rank**0.5) for p in places]
-    return Adapters(tuple(places), tuple(downs), tuple(ups))
+def adapters_of(positions, inputs, rank=32):
+    downs = [nn.Parameter(torch.randn(rank, inputs, device="cuda", dtype=BF16) / inputs**0.5) for _ in positions]
+    ups = [nn.Parameter(torch.randn(p.last - p.first, rank, device="cuda", dtype=BF16) / rank**0.5) for p in positions]
+    return Adapters(tuple(positions), tuple(downs), tuple(ups))
 
 
 def matrices(*adapters):
@@ -190,9 +190,9 @@ def matrices(*adapters):
 
 def product(x, weight, mine):
     y = x @ weight.T
-    for place, a, b in zip(mine.places, mine.downs, mine.ups, strict=True):
-        part = place.scaling * (x @ a.float().T) @ b.float().T
-        y = y + nn.functional.pad(part, (place.first, y.shape[-1] - place.last))
+    for position, a, b in zip(mine.positions, mine.downs, mine.ups, strict=True):
+        part = position.scaling * (x @ a.float().T) @ b.float().T
+        y = y + nn.functional.pad(part, (position.first, y.shape[-1] - position.last))
     return y
 
 

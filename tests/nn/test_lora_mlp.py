@@ -30,10 +30,10 @@ def build(granularity, dtype=torch.bfloat16, fp8_products=True):
     return linears
 
 
-def adapters_of(places, inputs, dtype=torch.float32):
-    downs = [nn.Parameter(torch.randn(R, inputs, dtype=dtype) / inputs**0.5) for _ in places]
-    ups = [nn.Parameter(torch.randn(p.last - p.first, R, dtype=dtype) / R**0.5) for p in places]
-    return Adapters(tuple(places), tuple(downs), tuple(ups))
+def adapters_of(positions, inputs, dtype=torch.float32):
+    downs = [nn.Parameter(torch.randn(R, inputs, dtype=dtype) / inputs**0.5) for _ in positions]
+    ups = [nn.Parameter(torch.randn(p.last - p.first, R, dtype=dtype) / R**0.5) for p in positions]
+    return Adapters(tuple(positions), tuple(downs), tuple(ups))
 
 
 BOTH = (Adapter(0, F, 2.0), Adapter(F, 2 * F, 0.5))
@@ -58,9 +58,9 @@ def run(linears, adapters, last, x, activation="silu", **options):
 def reference(linears, adapters, last, x, activation="silu"):
     def product(x, weight, mine):
         y = x @ weight.T
-        for place, a, b in zip(mine.places, mine.downs, mine.ups, strict=True):
-            low = place.scaling * (x @ a.float().T) @ b.float().T
-            y = y + nn.functional.pad(low, (place.first, y.shape[-1] - place.last))
+        for position, a, b in zip(mine.positions, mine.downs, mine.ups, strict=True):
+            low = position.scaling * (x @ a.float().T) @ b.float().T
+            y = y + nn.functional.pad(low, (position.first, y.shape[-1] - position.last))
         return y
 
     gate, up, down = (linear.dequantize(torch.float32) for linear in linears)
@@ -78,8 +78,8 @@ def matrices(*adapters):
 @pytest.mark.parametrize("fp8_products", [True, False])
 def test_values_and_every_gradient(granularity, case, activation, fp8_products):
     linears = build(granularity, fp8_products=fp8_products)
-    places, places_last = CASES[case]
-    adapters, last = adapters_of(places, K), adapters_of(places_last, F)
+    positions, positions_down = CASES[case]
+    adapters, last = adapters_of(positions, K), adapters_of(positions_down, F)
     x = torch.randn(3, 37, K, dtype=torch.bfloat16, requires_grad=True)
     y = run(linears, adapters, last, x, activation)
     assert y.shape == x.shape and y.dtype == x.dtype
@@ -183,7 +183,7 @@ def test_compiled_as_one_graph(granularity, fp8_products):
 
 @pytest.mark.parametrize("granularity", ["block", "channel"])
 @pytest.mark.parametrize("fp8_products", [True, False])
-def test_backward_in_parts(granularity, fp8_products, monkeypatch):
+def test_backward_in_chunks(granularity, fp8_products, monkeypatch):
     linears = build(granularity, fp8_products=fp8_products)
     adapters, last = adapters_of(BOTH, K), adapters_of(DOWN, F)
     x = torch.randn(100, K, dtype=torch.bfloat16, requires_grad=True)
@@ -196,7 +196,7 @@ def test_backward_in_parts(granularity, fp8_products, monkeypatch):
         return [m.grad for m in tensors]
 
     whole = step()
-    monkeypatch.setattr(ops_mlp, "part_rows", lambda *_: 32)
+    monkeypatch.setattr(ops_mlp, "chunk_rows", lambda *_: 32)
     parts = step()
     assert torch.equal(parts[0], whole[0])  # dx is the same, token by token
     for found, expected in zip(parts[1:], whole[1:], strict=True):

@@ -11,7 +11,7 @@ from octavo.nn import product as product_module
 from octavo.nn.product import fp8_product
 from octavo.numerics import FP8TrainingConfig
 from octavo.numerics.scaling import SLOTS
-from octavo.ops import Product
+from octavo.ops import ProductSpec
 
 RECIPES = ("delayed", "current", "channel", "block", "mx")
 CASES = {
@@ -28,7 +28,7 @@ CASES = {
 
 def fp8(a, b, config, bias=None, **options):
     recipe = config.recipe
-    product = Product(
+    product = ProductSpec(
         a=recipe.w if options.get("a_is_weight") else recipe.x,
         b=recipe.w if options.get("b_is_weight", True) else recipe.x,
         g=recipe.g,

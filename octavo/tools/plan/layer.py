@@ -19,7 +19,7 @@ count alike, though the first of a model with a frozen embedding need not save i
 from dataclasses import dataclass
 
 from octavo.numerics.quantize import BLOCK
-from octavo.ops.mlp import part_rows
+from octavo.ops.mlp import chunk_rows
 from octavo.tools.plan.options import Option
 from octavo.tools.shapes import MEMBERS, TARGETS, Case
 
@@ -182,7 +182,7 @@ def backward_buffers(case: Case, option: Option) -> int:
             g + 2 * hidden + dx + own + gate_up,  # gate and up as columns, for dx
             g + hidden + dx + own + gate_up * option.weight_bytes,
         )
-    chunk = min(s.m, part_rows(s.m, 2 * s.f))
+    chunk = min(s.m, chunk_rows(s.m, 2 * s.f))
     ranks = case.rank * sum(len(MEMBERS[name]) for name in ("gate_up", "down") if is_adapted(case, name))
     # Weights transposed, or dequantised; of one chunk dh and d(gate, up), or that and its FP8 copy; FP32 gradients of
     # adapters.
