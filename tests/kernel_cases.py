@@ -30,11 +30,11 @@ CONFIGS = {
 
 def operands() -> dict[str, OperandRecipe]:
     """Every operand's recipe, each once."""
-    found: dict[OperandRecipe, str] = {}
+    actual: dict[OperandRecipe, str] = {}
     for name, config in CONFIGS.items():
         for operand in ("x", "w", "g"):
-            found.setdefault(getattr(config.recipe, operand), f"{name} {operand}")
-    return {name: recipe for recipe, name in found.items()}
+            actual.setdefault(getattr(config.recipe, operand), f"{name} {operand}")
+    return {name: recipe for recipe, name in actual.items()}
 
 
 def sample(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
@@ -80,9 +80,9 @@ def scale_bits(scale: Tensor) -> Tensor:
     return scale.contiguous().view(torch.uint8 if scale.element_size() == 1 else torch.int32)
 
 
-def assert_same_bits(found: list[Quantized], expected: list[Quantized]) -> None:
-    assert len(found) == len(expected)
-    for mine, spec in zip(found, expected, strict=True):
+def assert_same_bits(actual: list[Quantized], expected: list[Quantized]) -> None:
+    assert len(actual) == len(expected)
+    for mine, spec in zip(actual, expected, strict=True):
         assert mine.data.shape == spec.data.shape and mine.data.dtype == spec.data.dtype and mine.data.is_contiguous()
         assert mine.scale.shape == spec.scale.shape
         assert torch.equal(scale_bits(mine.scale), scale_bits(spec.scale)), "scales"
@@ -90,17 +90,17 @@ def assert_same_bits(found: list[Quantized], expected: list[Quantized]) -> None:
         assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()}, first at {wrong.nonzero()[0].tolist()}"
 
 
-def assert_same_state(found: Tensor, expected: Tensor, atol: float = 1e-7) -> None:
-    found, expected = found.clone(), expected.clone()
-    found[USED] = expected[USED] = 0.0  # from a kernel's first pass to its second
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=atol)
+def assert_same_state(actual: Tensor, expected: Tensor, atol: float = 1e-7) -> None:
+    actual, expected = actual.clone(), expected.clone()
+    actual[USED] = expected[USED] = 0.0  # from a kernel's first pass to its second
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=atol)
 
 
-def assert_nearly_same(found: Quantized, expected: Quantized, share: float = 1e-3) -> None:
+def assert_nearly_same(actual: Quantized, expected: Quantized, share: float = 1e-3) -> None:
     """Scales within a few units, at most `share` of the values (or one) off, and by one FP8 step only."""
-    assert found.data.shape == expected.data.shape and found.data.is_contiguous()
-    torch.testing.assert_close(found.scale, expected.scale, rtol=1e-5, atol=0)
-    steps = (_ordered(found.data) - _ordered(expected.data)).abs()
+    assert actual.data.shape == expected.data.shape and actual.data.is_contiguous()
+    torch.testing.assert_close(actual.scale, expected.scale, rtol=1e-5, atol=0)
+    steps = (_ordered(actual.data) - _ordered(expected.data)).abs()
     assert steps.max() <= 1, f"off by {steps.max()} steps"
     assert (steps > 0).sum() <= max(share * steps.numel(), 1), f"{int((steps > 0).sum())} of {steps.numel()} differ"
 
@@ -121,8 +121,8 @@ def assert_on_neighbours(q: Quantized, x: Tensor, slack: float = 0.0) -> None:
     v = x.float() * (1 / q.scale)
     upper = torch.searchsorted(values, v + slack * v.abs()).clamp(max=len(values) - 1)
     lower = (torch.searchsorted(values, v - slack * v.abs(), right=True) - 1).clamp(min=0)
-    found = q.data.float()
-    assert ((found <= values[upper]) & (found >= values[lower])).all()
+    actual = q.data.float()
+    assert ((actual <= values[upper]) & (actual >= values[lower])).all()
 
 
 def gated_spec(gate_up: Tensor, state: Tensor, recipe: OperandRecipe, activation: str, *, record: bool) -> Quantized:

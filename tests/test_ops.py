@@ -40,9 +40,9 @@ def bits(t):
 def test_quantize_gives_what_the_spec_gives(name, layout):
     recipe, x = RECIPES[name], randn(33, 150)
     state, spec_state = torch.zeros(SLOTS), torch.zeros(SLOTS)
-    found = run_quantize(x, state, recipe, layout)
+    actual = run_quantize(x, state, recipe, layout)
     expected = [t for q in quantize_operand(x, spec_state, recipe, layout=layout) for t in q]
-    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(found, expected, strict=True))
+    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(actual, expected, strict=True))
     assert torch.equal(state, spec_state) and state.any()
     run_quantize(x * 2, state, recipe, layout, record=False)
     assert torch.equal(state, spec_state)

@@ -40,9 +40,9 @@ def codes(data):
     return torch.where(bits >= 128, 128 - bits, bits)
 
 
-def assert_nearly_same(found, expected, share=1e-3):
+def assert_nearly_same(actual, expected, share=1e-3):
     """At most 0.1 % of the values differ, by one step; the scales are the same."""
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a.scale, b.scale, rtol=1e-6, atol=0)
         assert a.data.shape == b.data.shape and a.data.dtype == b.data.dtype
         off = (codes(a.data) - codes(b.data)).abs()
@@ -76,11 +76,11 @@ def test_forward_kernels(monkeypatch, size, dtype):
     mine, theirs = states(4), states(4)
     for use in range(2):  # the second finds a scale that is too small
         x = s_pre * (1 + use)
-        found = pairs(ops.bdh_relu_rope(x, cos, sin, *mine[:2], X))
-        found += pairs(ops.bdh_gate(x, t_pre, *mine[2:], X))
+        actual = pairs(ops.bdh_relu_rope(x, cos, sin, *mine[:2], X))
+        actual += pairs(ops.bdh_gate(x, t_pre, *mine[2:], X))
         expected = pairs(by_the_spec(monkeypatch, ops.bdh_relu_rope, x, cos, sin, *theirs[:2], X))
         expected += pairs(by_the_spec(monkeypatch, ops.bdh_gate, x, t_pre, *theirs[2:], X))
-        assert_nearly_same(found, expected)
+        assert_nearly_same(actual, expected)
     assert_same_statistics(mine, theirs, saved=(1, 3))
     q, s, _, _ = expected
     again = (*s, cos, sin, q.scale, X, dtype)
@@ -100,11 +100,11 @@ def test_backward_kernels(monkeypatch, size):
     for use in range(2):
         gate = (dz * (1 + use), [*s, *t], z_scale)
         rope = (dq * (1 + use), dz, [*s, *t], cos, sin)
-        found = with_scale(ops.bdh_gate_backward(*gate, mine[0], G, X), z_scale)
-        found += with_scale(ops.bdh_relu_rope_backward(*rope, mine[1], G))
+        actual = with_scale(ops.bdh_gate_backward(*gate, mine[0], G, X), z_scale)
+        actual += with_scale(ops.bdh_relu_rope_backward(*rope, mine[1], G))
         expected = with_scale(by_the_spec(monkeypatch, ops.bdh_gate_backward, *gate, theirs[0], G, X), z_scale)
         expected += with_scale(by_the_spec(monkeypatch, ops.bdh_relu_rope_backward, *rope, theirs[1], G))
-        assert_nearly_same(found, expected)
+        assert_nearly_same(actual, expected)
     assert_same_statistics(mine, theirs)
 
 
@@ -114,11 +114,11 @@ def test_causal_kernels(monkeypatch, T):
     mine, theirs = states(2), states(2)
     for use in range(2):
         x = scores * (1 + use)
-        found = with_scale(ops.bdh_mask(x, mine[0], X, False)) + with_scale(ops.bdh_mask(x, mine[1], G, True))
+        actual = with_scale(ops.bdh_mask(x, mine[0], X, False)) + with_scale(ops.bdh_mask(x, mine[1], G, True))
         expected = with_scale(by_the_spec(monkeypatch, ops.bdh_mask, x, theirs[0], X, False))
         expected += with_scale(by_the_spec(monkeypatch, ops.bdh_mask, x, theirs[1], G, True))
-        assert len(found) == 3
-        assert_nearly_same(found, expected, share=0)
+        assert len(actual) == 3
+        assert_nearly_same(actual, expected, share=0)
     assert_same_statistics(mine, theirs)
 
 

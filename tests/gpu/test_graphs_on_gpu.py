@@ -37,16 +37,16 @@ def batches(count, *, rows=2, length=128):
 def train(model, data, *, accumulate=1, lr=1e-3):
     """Losses, gradients' norms, and the weights that come out."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr)
-    found = []
+    actual = []
     for i, tokens in enumerate(data):
         loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
         loss.backward()
         if (i + 1) % accumulate == 0:
             norms = torch._foreach_norm([p.grad.float() for p in model.parameters() if p.grad is not None])
-            found.append(torch.stack([loss.detach(), *norms]))
+            actual.append(torch.stack([loss.detach(), *norms]))
             optimizer.step()
             optimizer.zero_grad()
-    return torch.stack(found)
+    return torch.stack(actual)
 
 
 @pytest.mark.parametrize("compile", [False, True])
@@ -56,9 +56,9 @@ def test_as_without(recipe, compile):
     data = batches(8)
     plain, graphed = make(recipe, compile=compile), make(recipe, compile=compile)
     octavo.use_cuda_graphs(graphed)
-    expected, found = train(plain, data), train(graphed, data)
+    expected, actual = train(plain, data), train(graphed, data)
     assert graphs.recordings(graphed) == 1
-    torch.testing.assert_close(found, expected, rtol=2e-2, atol=1e-4)  # atomics add in any order
+    torch.testing.assert_close(actual, expected, rtol=2e-2, atol=1e-4)  # atomics add in any order
     assert graphs.reserved_bytes(graphed) > 0
 
 
@@ -85,8 +85,8 @@ def test_products_in_high_precision(granularity, tmp_path):
     for name, module in frozen.items():
         reference.get_submodule(name).weight.data.copy_(module.dequantize())
     tokens, *data = batches(6)
-    found, expected = base.eval()(tokens).logits.float(), reference.eval()(tokens).logits.float()
-    assert torch.nn.functional.cosine_similarity(found, expected, dim=-1).min() > 0.999
+    actual, expected = base.eval()(tokens).logits.float(), reference.eval()(tokens).logits.float()
+    assert torch.nn.functional.cosine_similarity(actual, expected, dim=-1).min() > 0.999
     model = octavo.FastLanguageModel.get_peft_model(base, r=8, use_gradient_checkpointing=False).train()
     octavo.use_cuda_graphs(model)
     losses = train(model, data)[:, 0]
@@ -114,8 +114,8 @@ def test_accumulation():
     data = batches(8)
     plain, graphed = make(), make()
     octavo.use_cuda_graphs(graphed, after=1)
-    expected, found = train(plain, data, accumulate=2), train(graphed, data, accumulate=2)
-    torch.testing.assert_close(found, expected, rtol=2e-2, atol=1e-4)
+    expected, actual = train(plain, data, accumulate=2), train(graphed, data, accumulate=2)
+    torch.testing.assert_close(actual, expected, rtol=2e-2, atol=1e-4)
 
 
 def test_two_forwards_before_one_backward():

@@ -61,13 +61,13 @@ def compare(x, recipe, layout, *, record=True, state=None, sampled=False):
     """Kernel and specification from the same row. `sampled`: underflow is counted on some tiles of a large tensor."""
     mine, theirs = (new_state(device="cuda") if state is None else state.clone() for _ in range(2))
     poison()
-    found = kernel.quantize_operand(x, mine, recipe, record=record, layout=layout)
-    assert_same_bits(found, spec.quantize_operand(x, theirs, recipe, record=record, layout=layout))
+    actual = kernel.quantize_operand(x, mine, recipe, record=record, layout=layout)
+    assert_same_bits(actual, spec.quantize_operand(x, theirs, recipe, record=record, layout=layout))
     if sampled:
         assert abs(mine[UNDERFLOW] - theirs[UNDERFLOW]) < 0.2 * theirs[UNDERFLOW] + 1e-3
         mine[UNDERFLOW] = theirs[UNDERFLOW]
     assert_same_state(mine, theirs)
-    return found
+    return actual
 
 
 @pytest.mark.parametrize("name", OPERANDS)
@@ -98,9 +98,9 @@ def test_quantize_unusual_values(name):
 @pytest.mark.parametrize("name", ["delayed x", "channel x", "block x", "block w", "mx x"])
 def test_quantize_large(name):
     for shape in ((1024, 768), (8192, 4096)):
-        found = compare(sample(*shape, dtype=BF16, device="cuda"), OPERANDS[name], "both", sampled=True)
+        actual = compare(sample(*shape, dtype=BF16, device="cuda"), OPERANDS[name], "both", sampled=True)
         if name in TRANSPOSES:
-            assert torch.equal(bytes_of(found[1].data), bytes_of(found[0].data).mT)
+            assert torch.equal(bytes_of(actual[1].data), bytes_of(actual[0].data).mT)
 
 
 @pytest.mark.parametrize("name", TRANSPOSES)
@@ -119,8 +119,8 @@ def test_group(name, layout):
     xs = [sample(rows, 512, dtype=BF16, device="cuda") * factor for rows, factor in ((512, 1), (256, 9), (128, 0.1))]
     mine, theirs = new_state(device="cuda"), new_state(device="cuda")
     poison()
-    found = kernel.quantize_group(xs, mine, OPERANDS[name], layout=layout)
-    assert_same_bits(found, spec.quantize_operand(torch.cat(xs), theirs, OPERANDS[name], layout=layout))
+    actual = kernel.quantize_group(xs, mine, OPERANDS[name], layout=layout)
+    assert_same_bits(actual, spec.quantize_operand(torch.cat(xs), theirs, OPERANDS[name], layout=layout))
     assert_same_state(mine, theirs)
 
 
@@ -197,18 +197,18 @@ def test_gated(name, activation, dtype):
         known = 0.0 if dtype == torch.float32 else 2.0
         mine, theirs = new_state(known, "cuda"), new_state(known, "cuda")
         poison()
-        found = gated_kernel.gated_quantize(gate_up, mine, recipe.x, activation, record=True)
-        assert_nearly_same(found, gated_spec(gate_up, theirs, recipe.x, activation, record=True))
+        actual = gated_kernel.gated_quantize(gate_up, mine, recipe.x, activation, record=True)
+        assert_nearly_same(actual, gated_spec(gate_up, theirs, recipe.x, activation, record=True))
         assert_rows_alike(mine, theirs)
 
         mine, theirs = new_state(known / 50, "cuda"), new_state(known / 50, "cuda")
         how = (recipe.g, recipe.x, activation)
         poison()
-        found = gated_kernel.gated_quantize_backward(dh, gate_up, found.scale, mine, *how)
-        expected = gated_backward_spec(dh, gate_up, found[2].scale, theirs, *how)
-        for one, other in zip(found, expected, strict=True):
+        actual = gated_kernel.gated_quantize_backward(dh, gate_up, actual.scale, mine, *how)
+        expected = gated_backward_spec(dh, gate_up, actual[2].scale, theirs, *how)
+        for one, other in zip(actual, expected, strict=True):
             assert_nearly_same(one, other)
-        assert torch.equal(bytes_of(found[1].data), bytes_of(found[0].data).mT)
+        assert torch.equal(bytes_of(actual[1].data), bytes_of(actual[0].data).mT)
         assert_rows_alike(mine, theirs)
 
 
@@ -223,8 +223,8 @@ def test_gated_with_gate_and_up_kept_in_fp8(name, activation):
         )
         mine, theirs = new_state(2.0, "cuda"), new_state(2.0, "cuda")
         poison()
-        found = gated_kernel.gated_quantize(gate_up, mine, recipe.x, activation, record=True, into=saved)
-        assert_nearly_same(found, gated_spec(gate_up, theirs, recipe.x, activation, record=True))
+        actual = gated_kernel.gated_quantize(gate_up, mine, recipe.x, activation, record=True, into=saved)
+        assert_nearly_same(actual, gated_spec(gate_up, theirs, recipe.x, activation, record=True))
         expected = save_gate_up(gate_up)
         assert torch.equal(saved.scale, expected.scale)
         assert torch.equal(bytes_of(saved.data), bytes_of(expected.data))
@@ -233,9 +233,9 @@ def test_gated_with_gate_and_up_kept_in_fp8(name, activation):
         how = (recipe.g, recipe.x, activation)
         poison()
         backward = gated_kernel.gated_quantize_backward(
-            dh, saved.data, found.scale, mine, *how, saved_scale=saved.scale
+            dh, saved.data, actual.scale, mine, *how, saved_scale=saved.scale
         )
-        for one, other in zip(backward, gated_backward_spec(dh, gate_up_hp, found.scale, theirs, *how), strict=True):
+        for one, other in zip(backward, gated_backward_spec(dh, gate_up_hp, actual.scale, theirs, *how), strict=True):
             assert_nearly_same(one, other)
         assert torch.equal(bytes_of(backward[1].data), bytes_of(backward[0].data).mT)
 
@@ -252,25 +252,25 @@ def test_gated_with_scales_for_blocks(name, dtype):
         gradient, h = gated_kernel.gated_backward(dh, gate_up, "silu")
         mine, theirs = new_state(device="cuda"), new_state(device="cuda")
         poison()
-        found = gated_scaled_kernel.gated_quantize(gate_up, mine, recipe.x, "silu", record=True)
+        actual = gated_scaled_kernel.gated_quantize(gate_up, mine, recipe.x, "silu", record=True)
         expected = kernel.quantize_operand(gated_kernel.gated(gate_up, "silu"), theirs, recipe.x)
-        assert_mostly_same([found], expected)
+        assert_mostly_same([actual], expected)
         assert_rows_alike(mine, theirs)
         mine, theirs = new_state(device="cuda"), new_state(device="cuda")
         poison()
-        found = gated_scaled_kernel.gated_quantize_backward(dh, gate_up, mine, recipe.g, recipe.x, "silu")
+        actual = gated_scaled_kernel.gated_quantize_backward(dh, gate_up, mine, recipe.g, recipe.x, "silu")
         expected = kernel.quantize_operand(gradient, theirs, recipe.g, layout="both")
         expected += kernel.quantize_operand(h, new_state(device="cuda"), recipe.x, record=False, layout="columns")
-        assert_mostly_same(found, expected)
+        assert_mostly_same(actual, expected)
         assert_rows_alike(mine, theirs)
 
 
-def assert_mostly_same(found, expected):
+def assert_mostly_same(actual, expected):
     """Blocks whose amax came out a step of BF16 apart have other scales; nearly all are the same to the bit.
 
     A step of E4M3 is up to 12.5 % of a value.
     """
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(actual, expected, strict=True):
         assert one.data.shape == other.data.shape and one.scale.shape == other.scale.shape
         assert (scale_bits(one.scale) == scale_bits(other.scale)).float().mean() > 0.99
         assert (codes(one.data) == codes(other.data)).float().mean() > 0.98
@@ -297,8 +297,8 @@ def test_gated_without_quantising(activation):
         step = max(torch.finfo(dtype).eps, 1e-4)
         poison()
         gradient, h = gated_kernel.gated_backward(dh, gate_up, activation)
-        for found in (h, gated_kernel.gated(gate_up, activation)):
-            torch.testing.assert_close(found, gated(gate_up, activation), rtol=step, atol=1e-5)
+        for actual in (h, gated_kernel.gated(gate_up, activation)):
+            torch.testing.assert_close(actual, gated(gate_up, activation), rtol=step, atol=1e-5)
         torch.testing.assert_close(gradient, gated_backward(dh, gate_up, activation), rtol=step, atol=1e-3)
 
 
@@ -327,11 +327,11 @@ def test_cross_entropy(shape, dtype):
         rows = loss_kernel.cross_entropy_quantize(logits, labels, lse, factor, format, columns)
         alone = loss_kernel.cross_entropy_quantize(logits, labels, lse, factor, format, None)
         assert torch.equal(bytes_of(alone.data), bytes_of(rows.data))
-        found = rows, rows._replace(data=columns)
+        actual = rows, rows._replace(data=columns)
         expected = loss_spec.cross_entropy_quantize(logits, labels, lse, factor, format)
-        for one, other in zip(found, expected, strict=True):
+        for one, other in zip(actual, expected, strict=True):
             assert_nearly_same(one, other)
-        assert torch.equal(bytes_of(found[1].data), bytes_of(found[0].data).mT)
+        assert torch.equal(bytes_of(actual[1].data), bytes_of(actual[0].data).mT)
         wider = torch.full((shape[1], shape[0] + 64), 7.0, device="cuda").to(format.dtype)
         part = wider[:, 16 : 16 + shape[0]]
         rows = loss_kernel.cross_entropy_quantize(logits, labels, lse, factor, format, part)
@@ -365,8 +365,8 @@ def test_transposed_bytes(shape):
 
     data = torch.randint(256, shape, dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
     for _ in range(3):  # the transposed store is checked on every run, and more than once
-        found = transpose_kernel.transpose(data)
-        assert torch.equal(found.view(torch.uint8), data.view(torch.uint8).t())
+        actual = transpose_kernel.transpose(data)
+        assert torch.equal(actual.view(torch.uint8), data.view(torch.uint8).t())
 
 
 def test_what_an_untested_triton_would_be_asked():

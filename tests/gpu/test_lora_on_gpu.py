@@ -54,8 +54,8 @@ def test_whole_rows(width, name, dtype):
             assert_same_bits(kernel.quantize_operand(x, mine, recipe), quantize_operand(x, theirs, recipe))
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-7)
             factor = torch.rand(width, device="cuda") + 0.01
-            found = kernel.quantize_folded(x, factor, mine, recipe)
-            assert_same_bits([found], quantize_operand((x.float() * factor).to(dtype), theirs, recipe))
+            actual = kernel.quantize_folded(x, factor, mine, recipe)
+            assert_same_bits([actual], quantize_operand((x.float() * factor).to(dtype), theirs, recipe))
 
 
 def test_many_rows_of_a_wide_matrix():
@@ -143,8 +143,8 @@ def test_gradients_of_adapters(m, spans, rank, fold):
         u, d = (torch.zeros_like(each) for each in expected)
         for _ in range(times + 1):
             adapting.add_gradients(g, t, ups, spans, factor, u, d)
-        for found, exact in zip((u, d), expected, strict=True):
-            assert (found / (times + 1) - exact).norm() < 4e-3 * exact.norm()
+        for actual, exact in zip((u, d), expected, strict=True):
+            assert (actual / (times + 1) - exact).norm() < 4e-3 * exact.norm()
     adapting.add_gradients(g, t, ups, spans, factor, torch.zeros_like(u), None)
 
     residual = torch.randn_like(g) if len(spans) == 1 else None
@@ -207,8 +207,8 @@ def compare(run, reference, x, tensors, bound=0.9975):
     expected = reference(x_ref)
     expected.backward(g.float())
     assert cosine(y, expected) > 0.998
-    for found, exact in zip(mine, [x_ref.grad, *(m.grad for m in tensors)], strict=True):
-        assert cosine(found, exact) > bound
+    for actual, exact in zip(mine, [x_ref.grad, *(m.grad for m in tensors)], strict=True):
+        assert cosine(actual, exact) > bound
     for m in (x, *tensors):
         m.grad = None
 

@@ -56,8 +56,8 @@ def test_the_same_weights(name):
     expected = [p.detach().clone() for p in run(name, "plain")[0].parameters()]
     for how in HOW:
         model, optimizer, gradients_left = run(name, how)
-        for found, wanted in zip(model.parameters(), expected, strict=True):
-            torch.testing.assert_close(found, wanted, rtol=2**-7, atol=1e-5)
+        for actual, wanted in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(actual, wanted, rtol=2**-7, atol=1e-5)
         assert gradients_left == (0 if "released" in how else 6)
         for state in optimizer.state.values():
             moments = state["exp_avg"]
@@ -175,9 +175,9 @@ def test_masters_on_the_host_are_what_fp32_weights_would_be(name, recipe):
     config = FP8TrainingConfig.from_recipe(recipe)
     expected = train(False, config=config, name=name)[0].state_dict()
     model, optimizer = train(True, config=config, name=name)
-    for key, found in model.state_dict().items():
-        assert found.is_pinned() and found.dtype == torch.float32
-        torch.testing.assert_close(found.cuda(), expected[key], rtol=1e-5, atol=2e-5)
+    for key, actual in model.state_dict().items():
+        assert actual.is_pinned() and actual.dtype == torch.float32
+        torch.testing.assert_close(actual.cuda(), expected[key], rtol=1e-5, atol=2e-5)
     for linear in (module for module in model if isinstance(module, nn.Linear)):
         assert linear.weight.untyped_storage().nbytes() == 4
         torch.testing.assert_close(
@@ -245,12 +245,12 @@ def test_halves_of_fp32_are_those_of_the_spec(shape):
 
     x = torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32, device="cuda").view(torch.float32)
     x.view(-1)[:2] = torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32, device="cuda").view(torch.float32)
-    wanted, found = ([torch.empty(shape, dtype=torch.bfloat16, device="cuda") for _ in range(2)] for _ in range(2))
+    wanted, actual = ([torch.empty(shape, dtype=torch.bfloat16, device="cuda") for _ in range(2)] for _ in range(2))
     spec.split(x, *wanted)
-    kernel.split(x, *found)
-    for one, other in zip(found, wanted, strict=True):
+    kernel.split(x, *actual)
+    for one, other in zip(actual, wanted, strict=True):
         assert torch.equal(one.view(torch.int16), other.view(torch.int16))
-    assert torch.equal(kernel.join(*found).view(torch.int32), spec.join(*wanted).view(torch.int32))
+    assert torch.equal(kernel.join(*actual).view(torch.int32), spec.join(*wanted).view(torch.int32))
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -277,9 +277,9 @@ def test_bf16_weights_with_masters_move_as_fp32_ones(name, how):
         results.append(
             [w.detach() if low is None else join(w.detach(), low.cuda()) for w, low in zip(weights, lows, strict=True)]
         )
-    for exact, found in zip(*results, strict=True):
-        torch.testing.assert_close(found, exact, rtol=1e-6, atol=1e-8)
-        assert not torch.equal(found, found.bfloat16().float())
+    for exact, actual in zip(*results, strict=True):
+        torch.testing.assert_close(actual, exact, rtol=1e-6, atol=1e-8)
+        assert not torch.equal(actual, actual.bfloat16().float())
 
 
 @pytest.mark.parametrize("fused", [True, False])

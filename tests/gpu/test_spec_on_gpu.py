@@ -47,8 +47,9 @@ def test_operand(recipe, layout):
     operand = FP8TrainingConfig.from_recipe(recipe).recipe.w
     x = awkward(torch.bfloat16)
     states = torch.zeros(SLOTS), torch.zeros(SLOTS, device="cuda")
-    found = [quantize_operand(t, state, operand, layout=layout) for t, state in zip((x, x.cuda()), states, strict=True)]
-    for cpu, gpu in zip(*found, strict=True):
+    pairs = zip((x, x.cuda()), states, strict=True)
+    actual = [quantize_operand(t, state, operand, layout=layout) for t, state in pairs]
+    for cpu, gpu in zip(*actual, strict=True):
         assert_same_bits(cpu.data, gpu.data)
     torch.testing.assert_close(states[1].cpu(), states[0], rtol=1e-6, atol=0)
 

@@ -99,8 +99,8 @@ def test_a_model_that_is_refused_leaves_all_as_they_were(second):
     with pytest.raises((ValueError, RuntimeError)):
         accelerator.prepare(first, other)
     assert [type(module) for module in first.modules()] == before and not linears_in_fp8(other)
-    found = [type(module) for module in other.modules()], [set(vars(module)) for module in other.modules()]
-    assert found == as_they_were and not accelerator.fp8_reports
+    actual = [type(module) for module in other.modules()], [set(vars(module)) for module in other.modules()]
+    assert actual == as_they_were and not accelerator.fp8_reports
     if second != "no linear":
         assert other.config._attn_implementation == attention
     octavo.setup_fp8_mixed_precision_training().disable()

@@ -92,7 +92,7 @@ def test_as_transformers_computes_it(tmp_path, granularity, family, targets):
     errors = []
     for gradients in (mine, theirs):
         parts = zip(gradients[1:], exact[1:], strict=True)
-        errors.append(torch.tensor([1 - cosine(found, expected) for found, expected in parts]).mean())
+        errors.append(torch.tensor([1 - cosine(actual, expected) for actual, expected in parts]).mean())
     assert errors[0] < 1.1 * errors[1]
 
 
@@ -129,8 +129,8 @@ def test_one_who_watches_sees_what_transformers_would_show(tmp_path):
     assert torch.equal(seen[1][1], seen[2][1])
     for handle in (*handles, pre):
         handle.remove()
-    for found, expected in zip(step(model), watched, strict=True):
-        assert cosine(found, expected) > 0.9995
+    for actual, expected in zip(step(model), watched, strict=True):
+        assert cosine(actual, expected) > 0.9995
 
 
 def test_a_trained_norm_gets_its_gradient(tmp_path):
@@ -145,8 +145,8 @@ def test_a_trained_norm_gets_its_gradient(tmp_path):
 @pytest.mark.parametrize("checkpointing", [True, "unsloth"])
 def test_with_gradient_checkpointing(tmp_path, checkpointing):
     plain = step(load(checkpoint(tmp_path), "channel"))
-    for found, expected in zip(step(load(tmp_path, "channel", checkpointing=checkpointing)), plain, strict=True):
-        assert cosine(found, expected) > 0.9999
+    for actual, expected in zip(step(load(tmp_path, "channel", checkpointing=checkpointing)), plain, strict=True):
+        assert cosine(actual, expected) > 0.9999
 
 
 def test_compiled_without_a_break(tmp_path):
@@ -155,8 +155,8 @@ def test_compiled_without_a_break(tmp_path):
     eager = step(model)
     for layer in layers_of(model):
         layer.compile(backend="aot_eager", fullgraph=True)
-    for found, expected in zip(step(model), eager, strict=True):
-        assert cosine(found, expected) > 0.9999
+    for actual, expected in zip(step(model), eager, strict=True):
+        assert cosine(actual, expected) > 0.9999
 
 
 def test_generating_with_a_cache(tmp_path):
@@ -182,10 +182,10 @@ def test_full_fine_tuning_with_fp8_activations():
     for activations in ("bf16", "fp8"):
         model, report, exact = trained(activations)
         assert ("norms with the products that follow them (2)" in report.fused) == (activations == "fp8")
-        found = step(model)
-        parts = zip(found[1:], exact[1:], strict=True)
+        actual = step(model)
+        parts = zip(actual[1:], exact[1:], strict=True)
         errors.append(torch.tensor([1 - cosine(a, b) for a, b in parts]))
-        losses.append(found[0])
+        losses.append(actual[0])
         saved.append(saved_bytes(model))
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=0)
     # What rounding gate and up adds is small beside what FP8 has put off already; norms' weights are among these.
@@ -210,14 +210,14 @@ def test_full_fine_tuning_compiled_and_restored():
     eager = step(model)
     for layer in model.model.layers:
         layer.compile(backend="aot_eager", fullgraph=True)
-    for found, expected in zip(step(model), eager, strict=True):
-        assert cosine(found, expected) > 0.999
+    for actual, expected in zip(step(model), eager, strict=True):
+        assert cosine(actual, expected) > 0.999
     for layer in model.model.layers:
         layer._compiled_call_impl = None
     restore(model)
     assert not any(is_fused(layer) for layer in model.model.layers)
-    for found, expected in zip(step(model), exact, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    for actual, expected in zip(step(model), exact, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_a_wider_residual_stream_stays_wide_under_autocast(tmp_path):
@@ -241,8 +241,8 @@ def test_two_adapters_at_once(tmp_path):
             nn.init.normal_(parameter, std=0.02)
     model.base_model.set_adapter(["default", "second"])
     mine = step(model)
-    for found, expected in zip(mine, step(apart(model)), strict=True):
-        assert cosine(found, expected) > 0.995
+    for actual, expected in zip(mine, step(apart(model)), strict=True):
+        assert cosine(actual, expected) > 0.995
 
 
 TRAINED_PARTS = {

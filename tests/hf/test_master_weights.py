@@ -63,9 +63,9 @@ def share(moves):
 def test_an_unmodified_script_trains_as_with_fp32_weights(checkpoint, tmp_path, settings):
     with torch.compiler.set_stance("force_eager"):  # torchao compiles its optimisers: a minute on a CPU
         exact = move(trainer(tmp_path, load(checkpoint, dtype=torch.float32), callbacks=[], **LR | settings))
-        found = move(trainer(tmp_path, load(checkpoint), callbacks=[], **LR | settings))
-    assert cosine(found, exact) > 0.99
-    assert share(found[exact != 0]) > 0.99  # rows of the embedding that no token reaches stay
+        actual = move(trainer(tmp_path, load(checkpoint), callbacks=[], **LR | settings))
+    assert cosine(actual, exact) > 0.99
+    assert share(actual[exact != 0]) > 0.99  # rows of the embedding that no token reaches stay
 
 
 def test_without_masters_most_of_it_is_lost_and_said(checkpoint, tmp_path, caplog, monkeypatch):
@@ -83,12 +83,12 @@ def test_without_masters_most_of_it_is_lost_and_said(checkpoint, tmp_path, caplo
 
 
 def test_the_callback_keeps_masters_of_a_converted_model(tmp_path, capsys):
-    found = {}
+    actual = {}
     for given in ({}, {"master_weights": False}):
         model = build().bfloat16()
         convert_to_fp8(model)
-        found[bool(given)] = share(move(trainer(tmp_path, model, [OctavoCallback(**given)], **LR)))
-    assert found[False] > 0.9 and found[True] < 0.5
+        actual[bool(given)] = share(move(trainer(tmp_path, model, [OctavoCallback(**given)], **LR)))
+    assert actual[False] > 0.9 and actual[True] < 0.5
     out = capsys.readouterr().out
     assert "82,240 weights are trained, 82,240 in BF16 with FP32 masters" in out
     assert "82,240 weights are trained, 82,240 in BF16 without" in out

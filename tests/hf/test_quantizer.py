@@ -71,8 +71,8 @@ def test_saved_and_loaded_again(checkpoint, granularity, tmp_path):
     model = load(checkpoint, OctavoConfig(granularity))
     model.save_pretrained(tmp_path)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
-        found = file.get_slice("model.layers.0.mlp.up_proj.weight")
-        assert found.get_dtype() == "F8_E4M3"
+        actual = file.get_slice("model.layers.0.mlp.up_proj.weight")
+        assert actual.get_dtype() == "F8_E4M3"
     again = load(tmp_path)
     assert len(frozen(again)) == 14
     assert torch.equal(again(tokens()).logits, model(tokens()).logits)
@@ -164,7 +164,7 @@ def test_compressed_tensors(strategy, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("found", "message"),
+    ("layout", "message"),
     [
         ({"quant_method": "gptq"}, "quant_method='gptq'"),
         ({"quant_method": "fp8", "weight_block_size": [64, 64]}, r"weight_block_size=\[64, 64\]"),
@@ -178,9 +178,9 @@ def test_compressed_tensors(strategy, tmp_path):
         ),
     ],
 )
-def test_what_octavo_does_not_read(found, message):
+def test_what_octavo_does_not_read(layout, message):
     with pytest.raises(ValueError, match=message):
-        read_layout(found)
+        read_layout(layout)
 
 
 def test_bad_configurations():

@@ -40,10 +40,10 @@ def unwritten(ptx):
     """Registers that are read and never written: what ptxas may do with the others in the same word is anything."""
     read, written = set(), set()
     for statement in re.sub("//.*", "", ptx).replace("\n", ";\n").split(";"):
-        found = re.match(r"\s*(?:@!?(%\w+)\s+)?([a-z][\w.:]*)\s+(.*)", statement)
-        if found is None:
+        actual = re.match(r"\s*(?:@!?(%\w+)\s+)?([a-z][\w.:]*)\s+(.*)", statement)
+        if actual is None:
             continue
-        predicate, operation, operands = found.groups()
+        predicate, operation, operands = actual.groups()
         result = "" if operation.startswith(WITHOUT_RESULT) else re.match(r"\{[^}]*\}|[^,;]*", operands)[0]
         written.update(REGISTER.findall(result))
         read.update(REGISTER.findall(f"{predicate} {operands[len(result) :]}"))
@@ -60,7 +60,7 @@ def compile_instead(kernel, *args, grid, warmup, **constants):  # noqa: ARG001
     """In place of `JITFunction.run`."""
     compiled = compile_for_hopper(kernel, args, constants)
     conversions = [line for line in compiled.asm["ttgir"].splitlines() if "ttg.convert_layout" in line]
-    found = {
+    actual = {
         "kernel": kernel.fn.__name__,
         "bytes_turned": sum("xf8E" in line for line in conversions),
         "conversions": len(conversions),
@@ -70,9 +70,9 @@ def compile_instead(kernel, *args, grid, warmup, **constants):  # noqa: ARG001
         "needs_nothing": kernel.fn.__name__ == "columns_kernel" and constants["MODE"] != CHANNEL.value,
     }
     if len(sys.argv) > 3:
-        path = Path(sys.argv[3]) / f"{found['kernel']}-{len(list(Path(sys.argv[3]).iterdir()))}"
+        path = Path(sys.argv[3]) / f"{actual['kernel']}-{len(list(Path(sys.argv[3]).iterdir()))}"
         path.with_suffix(".ptx").write_text(compiled.asm["ptx"])
-    print(json.dumps(found), flush=True)
+    print(json.dumps(actual), flush=True)
 
 
 def main(dtype: torch.dtype, rounding: str) -> None:

@@ -47,11 +47,11 @@ def test_gradient_in_fp8(shape, format, dtype):
     rows = kernel.cross_entropy_quantize(logits, labels, lse, FACTOR, format, columns)
     alone = kernel.cross_entropy_quantize(logits, labels, lse, FACTOR, format, None)
     assert torch.equal(alone.data.view(torch.uint8), rows.data.view(torch.uint8)) and alone.scale == rows.scale
-    found = rows, rows._replace(data=columns)
+    actual = rows, rows._replace(data=columns)
     expected = spec.cross_entropy_quantize(logits, labels, lse, FACTOR, format)
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(actual, expected, strict=True):
         assert_nearly_same(one, other, share=1e-3 if dtype == torch.float32 else 5e-3)
-    assert torch.equal(found[1].data.view(torch.uint8), found[0].data.view(torch.uint8).mT)
+    assert torch.equal(actual[1].data.view(torch.uint8), actual[0].data.view(torch.uint8).mT)
     assert torch.equal(logits, before)
 
 

@@ -49,12 +49,12 @@ def test_backward(m, f, rank, wanted, activation):
     factor = torch.rand(2 * f) + 0.1 if rank else None
     product = low(m, f, rank, 1.0, transposed=False) if rank else None
     before = dh.clone()
-    found = kernel.gated_backward(dh, saved, product, activation, factor=factor, h=wanted)
+    actual = kernel.gated_backward(dh, saved, product, activation, factor=factor, h=wanted)
     halves = dequantize_gate_up(saved)
     expected = gated_backward(with_low_rank(before, product, transposed=False), halves, activation)
     expected = expected if factor is None else expected * factor
-    torch.testing.assert_close(found.float(), expected, rtol=1e-2, atol=1e-2)
-    assert (found != expected.to(BF16)).float().mean() < 0.01
+    torch.testing.assert_close(actual.float(), expected, rtol=1e-2, atol=1e-2)
+    assert (actual != expected.to(BF16)).float().mean() < 0.01
     if wanted:
         torch.testing.assert_close(dh, gated(halves, activation).to(BF16), rtol=1e-2, atol=1e-6)
     else:

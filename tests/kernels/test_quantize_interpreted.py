@@ -33,8 +33,8 @@ GROUPED = ["delayed x", "current x", "channel x", "block x", "block w", "block, 
 def compare(x, recipe, layout, *, record=True, state=None):
     """Both, from the same row; the rows afterwards are equal, too."""
     mine, theirs = (new_state() if state is None else state.clone() for _ in range(2))
-    found = kernel.quantize_operand(x, mine, recipe, record=record, layout=layout)
-    assert_same_bits(found, spec.quantize_operand(x, theirs, recipe, record=record, layout=layout))
+    actual = kernel.quantize_operand(x, mine, recipe, record=record, layout=layout)
+    assert_same_bits(actual, spec.quantize_operand(x, theirs, recipe, record=record, layout=layout))
     assert_same_state(mine, theirs)
     return mine
 
@@ -93,11 +93,11 @@ def test_a_finite_value_saturates_however_small_the_scale(format, rounding):
     x = torch.zeros(9, 70)
     x[0, :6] = torch.tensor([1e38, -1e38, 3e38, float("inf"), float("-inf"), float("nan")])
     tiny = torch.tensor(2.0**-120)
-    found = kernel.quantize_group([x], new_state(), recipe, layout="both", scale=tiny)
-    assert_same_bits(found, spec.quantize_operand(x, new_state(), recipe, layout="both", scale=tiny))
+    actual = kernel.quantize_group([x], new_state(), recipe, layout="both", scale=tiny)
+    assert_same_bits(actual, spec.quantize_operand(x, new_state(), recipe, layout="both", scale=tiny))
     if rounding == "nearest":  # a delayed one gives way, and what overflowed in the first pass is done again
         compare(x, recipe, "both", state=new_state(2.0**-120))
-    for q in (found[0].data, found[1].data.t()):
+    for q in (actual[0].data, actual[1].data.t()):
         assert q.float()[0, :3].isfinite().all() and q.float()[0, 3:6].isnan().all()
 
 
@@ -122,8 +122,8 @@ def test_a_group_is_its_matrices_side_by_side(name, layout):
     xs = [sample(rows, 40) * factor for rows, factor in ((128, 1), (256, 9), (128, 0.1))]
     assert kernel.can_quantize(xs, OPERANDS[name])
     mine, theirs = new_state(), new_state()
-    found = kernel.quantize_group(xs, mine, OPERANDS[name], layout=layout)
-    assert_same_bits(found, spec.quantize_operand(torch.cat(xs), theirs, OPERANDS[name], layout=layout))
+    actual = kernel.quantize_group(xs, mine, OPERANDS[name], layout=layout)
+    assert_same_bits(actual, spec.quantize_operand(torch.cat(xs), theirs, OPERANDS[name], layout=layout))
     assert_same_state(mine, theirs)
 
 
@@ -148,8 +148,8 @@ def test_columns_of_whole_tiles(name, dtype, monkeypatch):
     compare(x, OPERANDS[name], "columns", record=False)
     compare(x[:, :, 64:128], OPERANDS[name], "columns", record=False)
     xs = [sample(rows, 64, dtype=dtype) * factor for rows, factor in ((128, 1), (256, 9))]
-    found = kernel.quantize_group(xs, new_state(), OPERANDS[name], record=False, layout="columns")
-    assert_same_bits(found, spec.quantize_operand(torch.cat(xs), new_state(), OPERANDS[name], layout="columns"))
+    actual = kernel.quantize_group(xs, new_state(), OPERANDS[name], record=False, layout="columns")
+    assert_same_bits(actual, spec.quantize_operand(torch.cat(xs), new_state(), OPERANDS[name], layout="columns"))
 
 
 @pytest.mark.parametrize(
@@ -160,8 +160,8 @@ def test_columns_of_whole_tiles(name, dtype, monkeypatch):
 def test_maxima_of_columns_are_found_on_the_way(shape, dtype):
     x = sample(*shape, dtype=dtype)
     x[1, 3], x[1, 5], x[:, 7] = float("inf"), float("nan"), float("-inf")
-    found = kernel.quantize_operand(x, new_state(), OPERANDS["channel x"], layout="both")
-    assert_same_bits(found, spec.quantize_operand(x, new_state(), OPERANDS["channel x"], layout="both"))
+    actual = kernel.quantize_operand(x, new_state(), OPERANDS["channel x"], layout="both")
+    assert_same_bits(actual, spec.quantize_operand(x, new_state(), OPERANDS["channel x"], layout="both"))
 
 
 def test_what_is_refused():
@@ -222,6 +222,6 @@ def test_whole_rows_with_a_factor_per_column(shape, dtype, name):
     x, factor = sample(*shape, dtype=dtype), torch.rand(shape[1]) + 0.01
     mine, theirs = new_state(), new_state()
     assert kernel.can_fold(x, recipe) and not kernel.can_fold(x, CONFIGS["block"].recipe.g)
-    found = kernel.quantize_folded(x, factor, mine, recipe)
-    assert_same_bits([found], spec.quantize_operand((x.float() * factor).to(dtype), theirs, recipe))
+    actual = kernel.quantize_folded(x, factor, mine, recipe)
+    assert_same_bits([actual], spec.quantize_operand((x.float() * factor).to(dtype), theirs, recipe))
     assert_same_state(mine, theirs)

@@ -130,8 +130,8 @@ def test_a_later_product_alone_may_be_short():
         ("attention", "fp8"),
         ("attention", "float32"),
     ]
-    for found, exact in ((chain, a @ b @ c), (attended, F.scaled_dot_product_attention(q, k, v))):
-        assert 1e-4 < (found - exact).norm() / exact.norm() < 0.1
+    for actual, exact in ((chain, a @ b @ c), (attended, F.scaled_dot_product_attention(q, k, v))):
+        assert 1e-4 < (actual - exact).norm() / exact.norm() < 0.1
 
 
 @pytest.mark.parametrize("around", [None, "enabled", "disabled"])

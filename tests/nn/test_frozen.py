@@ -85,8 +85,8 @@ def test_transposing_the_weight_changes_no_product(granularity):
     g = torch.randn(5, 200)
     w = Weight([weight.data], [weight.scale])
     factor = w.row_factor(None, None)
-    found = (g if factor is None else g * factor) @ w.dgrad_operand(None, None).dequantize().T
-    torch.testing.assert_close(found, g @ weight.dequantize(), rtol=1e-5, atol=1e-4)
+    actual = (g if factor is None else g * factor) @ w.dgrad_operand(None, None).dequantize().T
+    torch.testing.assert_close(actual, g @ weight.dequantize(), rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("granularity", FROZEN_GRANULARITIES)
@@ -167,11 +167,11 @@ def test_compiled_as_one_graph(granularity):
     compiled = torch.compile(frozen, backend="aot_eager", fullgraph=True)
     y = compiled(x)
     y.sum().backward()
-    found = x.grad
+    actual = x.grad
     x.grad = None
     expected = frozen(x)
     expected.sum().backward()
-    assert torch.equal(y, expected) and torch.equal(found, x.grad)
+    assert torch.equal(y, expected) and torch.equal(actual, x.grad)
 
 
 def test_empty_input_and_no_bias():

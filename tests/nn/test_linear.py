@@ -59,8 +59,8 @@ def test_delayed_scale_stays_in_force_within_a_step_while_it_holds():
         layer(value * torch.ones(4, 16)).sum().backward()
         assert layer.state_x[SCALE] == torch.tensor(in_force) / 448
     assert layer.state_x[AMAX] == 3
-    found = layer.scaling.statistics(reset=False)["linear.x"]
-    assert found["saturated"] == 0 and found["rescaled"] == pytest.approx(1 / 5)
+    actual = layer.scaling.statistics(reset=False)["linear.x"]
+    assert actual["saturated"] == 0 and actual["rescaled"] == pytest.approx(1 / 5)
     optimizer.step()
     assert layer.state_x[SCALE] == torch.tensor(3.0) / 448
     optimizer.step()  # nothing new: nothing rolls

@@ -61,8 +61,8 @@ def test_values_and_every_gradient(granularity, dtype, fp8_products):
     y_ref = reference(frozen, matrices, x_ref)
     y_ref.backward(g.float())
     assert cosine(y, y_ref) > max(0.999, at_least)
-    for found, exact in zip(mine, [x_ref.grad, *(m.grad for pair in matrices for m in pair)], strict=True):
-        assert cosine(found, exact) > at_least
+    for actual, exact in zip(mine, [x_ref.grad, *(m.grad for pair in matrices for m in pair)], strict=True):
+        assert cosine(actual, exact) > at_least
 
 
 def test_x_is_not_kept_in_high_precision():
@@ -112,9 +112,9 @@ def test_a_norm_with_weights_that_are_zero():
     h = torch.randn(7, K, requires_grad=True)
     g = torch.randn(7, N)
     run(frozen, matrices, h, norm=norm).backward(g)
-    found, h.grad = h.grad, None
+    actual, h.grad = h.grad, None
     reference(frozen, matrices, nn.functional.rms_norm(h, (K,), norm.weight, norm.eps)).backward(g)
-    torch.testing.assert_close(found, h.grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(actual, h.grad, rtol=1e-4, atol=1e-5)
 
 
 def test_frozen_adapters_keep_nothing_and_get_nothing():
@@ -143,8 +143,8 @@ def test_compiled_as_one_graph(granularity, fp8_products):
         return [y, x.grad, *(m.grad for pair in matrices for m in pair)]
 
     compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
-    for found, expected in zip(step(compiled), step(run), strict=True):
-        assert torch.equal(found, expected)
+    for actual, expected in zip(step(compiled), step(run), strict=True):
+        assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("fp8_products", [True, False])
@@ -181,7 +181,7 @@ def test_adapters_over_a_trained_weight(recipe, normed):
     how = {"bias": layer.bias, "norm": norm, "adapters": adapters, "residual": residual}
     y = linear(x, layer.as_weight(), layer.spec(x), layer.states, **how)
     g = torch.randn_like(y)
-    found = torch.autograd.grad(y, leaves, g)
+    actual = torch.autograd.grad(y, leaves, g)
 
     h = x if norm is None else nn.functional.rms_norm(x, (K,), norm.weight, norm.eps)
     expected = nn.functional.linear(h, layer.weight, layer.bias) + residual
@@ -189,5 +189,5 @@ def test_adapters_over_a_trained_weight(recipe, normed):
         added = part.scaling * (h @ a.T) @ b.T
         expected = expected + nn.functional.pad(added, (part.first, N - part.last))
     assert cosine(y, expected) > 0.999
-    for one, other in zip(found, torch.autograd.grad(expected, leaves, g), strict=True):
+    for one, other in zip(actual, torch.autograd.grad(expected, leaves, g), strict=True):
         assert cosine(one, other) > 0.995

@@ -94,8 +94,8 @@ def test_values_and_every_gradient(granularity, case, activation, fp8_products):
     assert cosine(y, y_ref) > least_cosine(0.998 if fp8_products else 0.9999, activation)
     # Gate and up are saved in FP8, each off by 2.6 %.
     at_least = least_cosine(0.9975 if fp8_products else 0.999, activation)
-    for found, exact in zip(mine, [x_ref.grad, *(m.grad for m in matrices(adapters, last))], strict=True):
-        assert found.shape == exact.shape and cosine(found, exact) > at_least
+    for actual, exact in zip(mine, [x_ref.grad, *(m.grad for m in matrices(adapters, last))], strict=True):
+        assert actual.shape == exact.shape and cosine(actual, exact) > at_least
 
 
 @pytest.mark.parametrize("granularity", ["block", "channel"])
@@ -117,8 +117,8 @@ def test_with_a_norm_before_it(granularity, case, residual, fp8_products):
         m.grad = None
     x = nn.functional.rms_norm(h_ref, (K,), norm.weight.float(), norm.eps)
     (reference(linears, adapters, last, x) + (h_ref if residual else 0)).backward(g.float())
-    for found, exact in zip(mine, [h_ref.grad, *(m.grad for m in tensors[1:])], strict=True):
-        assert cosine(found, exact) > (0.9975 if fp8_products else 0.999)
+    for actual, exact in zip(mine, [h_ref.grad, *(m.grad for m in tensors[1:])], strict=True):
+        assert cosine(actual, exact) > (0.9975 if fp8_products else 0.999)
 
 
 @pytest.mark.parametrize("case", ["all", "none"])
@@ -132,8 +132,8 @@ def test_in_fp32_nothing_but_the_weights_is_rounded(case):
     g = torch.randn_like(y)
     mine = torch.autograd.grad(y, tensors, g)
     exact = reference(linears, adapters, last, nn.functional.rms_norm(h, (K,), norm.weight, norm.eps)) + h
-    for found, expected in zip((y, *mine), (exact, *torch.autograd.grad(exact, tensors, g)), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4 * expected.abs().max().item())
+    for actual, expected in zip((y, *mine), (exact, *torch.autograd.grad(exact, tensors, g)), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4 * expected.abs().max().item())
 
 
 def test_only_what_is_trained_gets_a_gradient_and_keeps_anything():
@@ -177,8 +177,8 @@ def test_compiled_as_one_graph(granularity, fp8_products):
         return [y, *(m.grad for m in tensors)]
 
     compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
-    for found, expected in zip(step(compiled), step(run), strict=True):
-        assert torch.equal(found, expected)
+    for actual, expected in zip(step(compiled), step(run), strict=True):
+        assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("granularity", ["block", "channel"])
@@ -199,5 +199,5 @@ def test_backward_in_chunks(granularity, fp8_products, monkeypatch):
     monkeypatch.setattr(ops_mlp, "chunk_rows", lambda *_: 32)
     parts = step()
     assert torch.equal(parts[0], whole[0])  # dx is the same, token by token
-    for found, expected in zip(parts[1:], whole[1:], strict=True):
-        assert cosine(found, expected) > 0.99999
+    for actual, expected in zip(parts[1:], whole[1:], strict=True):
+        assert cosine(actual, expected) > 0.99999

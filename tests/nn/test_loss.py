@@ -51,11 +51,11 @@ def test_loss_and_gradients_are_those_of_torch():
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
     assert loss.dtype == torch.float32 and loss.dim() == 0
     for upstream in (1.0, -2.5):
-        found, wanted = (
+        actual, wanted = (
             torch.autograd.grad(function(hidden, weight, labels), (hidden, weight), torch.tensor(upstream))
             for function in (linear_cross_entropy, exact)
         )
-        for one, other in zip(found, wanted, strict=True):
+        for one, other in zip(actual, wanted, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
@@ -76,8 +76,8 @@ def test_another_count(count):
     loss = linear_cross_entropy(hidden, weight, labels, count=count)
     expected = exact(hidden, weight, labels, reduction="sum") / 77
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
-    found, wanted = (torch.autograd.grad(y, (hidden, weight)) for y in (loss, expected))
-    for one, other in zip(found, wanted, strict=True):
+    actual, wanted = (torch.autograd.grad(y, (hidden, weight)) for y in (loss, expected))
+    for one, other in zip(actual, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
@@ -180,9 +180,9 @@ def test_fp8_head(dtype, options):
     wanted = torch.autograd.grad(expected, doubles, torch.tensor(3.0).double().to(expected.dtype))
     for _ in range(2):
         loss = linear_cross_entropy(hidden, weight, labels, head=head_of(**options), states=states)
-        found = torch.autograd.grad(loss, (hidden, weight), torch.tensor(3.0))
+        actual = torch.autograd.grad(loss, (hidden, weight), torch.tensor(3.0))
         assert abs(loss.item() / expected.item() - 1) < 0.02
-        for one, other in zip(found, wanted, strict=True):
+        for one, other in zip(actual, wanted, strict=True):
             assert one.dtype == dtype and cosine(one, other) > 0.99
             assert abs(one.double().norm() / other.norm() - 1) < 0.03
     for state, x in zip(states, (hidden, weight), strict=True):
@@ -206,9 +206,9 @@ def test_compiled_in_one_graph(fp8):
     hidden, weight, labels = build()
     how = [{"head": head_of(), "states": head_states()} if fp8 else {} for _ in range(2)]
     compiled = torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True)
-    found = torch.autograd.grad(compiled(hidden, weight, labels, **how[0]), (hidden, weight))
+    actual = torch.autograd.grad(compiled(hidden, weight, labels, **how[0]), (hidden, weight))
     expected = torch.autograd.grad(linear_cross_entropy(hidden, weight, labels, **how[1]), (hidden, weight))
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one, other)
 
 
@@ -226,11 +226,11 @@ def test_the_planner_is_monotone():
     sizes = [2**n for n in range(6, 16)]
     for tokens in sizes:
         for inputs in sizes:
-            found = [cost_model.estimate(tokens, inputs, outputs) for outputs in sizes]
-            assert [e.pays for e in found] == sorted(e.pays for e in found)
-            assert [e.fp8 for e in found] == sorted(e.fp8 for e in found)
+            actual = [cost_model.estimate(tokens, inputs, outputs) for outputs in sizes]
+            assert [e.pays for e in actual] == sorted(e.pays for e in actual)
+            assert [e.fp8 for e in actual] == sorted(e.fp8 for e in actual)
             transposed = [cost_model.estimate(tokens, outputs, inputs) for outputs in sizes]
-            assert transposed == found
+            assert transposed == actual
         more = [cost_model.estimate(t, tokens, tokens) for t in sizes]
         assert [e.pays for e in more] == sorted(e.pays for e in more)
 
@@ -257,6 +257,6 @@ def test_labels_with_steps_between_them(monkeypatch):
     seen = []
     real = module.ops_loss.cross_entropy
     monkeypatch.setattr(module.ops_loss, "cross_entropy", lambda *a: (seen.append(a[1].stride()), real(*a))[1])
-    found = linear_cross_entropy(hidden, weight, labels)
-    torch.testing.assert_close(found, exact(hidden, weight, labels), rtol=1e-5, atol=1e-5)
+    actual = linear_cross_entropy(hidden, weight, labels)
+    torch.testing.assert_close(actual, exact(hidden, weight, labels), rtol=1e-5, atol=1e-5)
     assert set(seen) == {(1,)}

@@ -31,8 +31,8 @@ def exact_gradients(hidden, weight, labels, factor):
     return torch.autograd.grad(loss, doubles)
 
 
-def error(found, expected):
-    return ((found.double() - expected).norm() / expected.norm()).item()
+def error(actual, expected):
+    return ((actual.double() - expected).norm() / expected.norm()).item()
 
 
 @pytest.fixture(params=["one chunk", "chunks"])
@@ -79,12 +79,12 @@ def test_many_chunks_are_as_accurate_as_one(fp8, monkeypatch):
     for chunk_bytes in (2**30, 1):
         monkeypatch.setattr(module, "CHUNK_BYTES", chunk_bytes)
         how = fp8_head() if fp8 else {}
-        found = torch.autograd.grad(linear_cross_entropy(hidden, weight, labels, **how), weight)[0]
+        actual = torch.autograd.grad(linear_cross_entropy(hidden, weight, labels, **how), weight)[0]
         if not fp8:
             expected = exact_gradients(hidden, weight, labels, 1 / len(labels))[1]
         elif chunk_bytes > 1:  # FP8 costs more than the sum: against the same products in one
             weight_fp32 = nn.Parameter(weight.detach().float())
             loss = linear_cross_entropy(hidden, weight_fp32, labels, **fp8_head())
             expected = torch.autograd.grad(loss, weight_fp32)[0].double()
-        errors.append(error(found, expected))
+        errors.append(error(actual, expected))
     assert errors[1] < 1.2 * errors[0], errors

@@ -61,17 +61,17 @@ def test_values_and_gradients(name, activation, dtype, in_fp8):
     leaves = build(dtype)
     y = run_mlp(*leaves, mlp_of(CONFIGS[name], activation, dtype, saves_fp8=in_fp8), fresh_states(), fresh_states())
     g = torch.randn_like(y)
-    found = torch.autograd.grad(y, leaves, g)
+    actual = torch.autograd.grad(y, leaves, g)
     doubles = [leaf.detach().double().requires_grad_() for leaf in leaves]
     expected = exact(doubles, activation)
     assert y.dtype == dtype and y.shape == expected.shape
     # E5M2 rounds by up to 12.5 %, 5 % as a rule; x's gradient has six such operands behind it: 1 − 6 · 0.05² = 0.985.
     least = 0.98 if name == "E5M2" else 0.99
     wanted = torch.autograd.grad(expected, doubles, g.double())
-    for one, other in zip((y, *found), (expected, *wanted), strict=True):
+    for one, other in zip((y, *actual), (expected, *wanted), strict=True):
         assert cosine(one, other) > least_cosine(least, activation)
         assert abs(one.double().norm() / other.norm() - 1) < 0.03 * REFERENCES[activation].amplifies
-    assert all(one.dtype == dtype for one in found)
+    assert all(one.dtype == dtype for one in actual)
 
 
 def test_gate_and_up_are_not_exchanged():

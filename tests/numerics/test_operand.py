@@ -56,9 +56,9 @@ def test_layouts_match_numpy(kind, shape, dtype):
     recipe, x = CURRENT[kind], sample(*shape).to(dtype)
     both = [expected(x, recipe), expected(x.mT, recipe)]
     for layout, wanted in (("rows", both[:1]), ("columns", both[1:]), ("both", both)):
-        found = quantize_operand(x, new_state(), recipe, layout=layout)
-        assert len(found) == len(wanted)
-        for q, (data, scale) in zip(found, wanted, strict=True):
+        actual = quantize_operand(x, new_state(), recipe, layout=layout)
+        assert len(actual) == len(wanted)
+        for q, (data, scale) in zip(actual, wanted, strict=True):
             assert q.data.is_contiguous()
             assert same(q.data, data)
             assert q.scale.shape == scale.shape and np.array_equal(decode(q.scale), scale)
@@ -103,8 +103,8 @@ def test_a_tensor_that_the_delayed_scale_does_not_hold_takes_its_own(name, layou
     current = quantize_operand(jumped, new_state(), replace(recipe, delayed=False), layout=layout)
     before = state.clone()
     for record in (False, True, True):
-        found = quantize_operand(jumped, state, recipe, record=record, layout=layout)
-        for mine, theirs in zip(found, current, strict=True):
+        actual = quantize_operand(jumped, state, recipe, record=record, layout=layout)
+        for mine, theirs in zip(actual, current, strict=True):
             assert torch.equal(mine.scale, theirs.scale) and np.array_equal(codes(mine.data), codes(theirs.data))
         assert record or torch.equal(state, before)  # without recording, for this use alone
     assert state[RESCALED] == 1 and state[SATURATED] == 0 and state[SCALE] == current[0].scale
@@ -148,10 +148,10 @@ def test_margin_and_percentile_shape_the_scale():
 def test_without_recording_the_row_is_left_alone(kind, layout):
     state, x = torch.rand(SLOTS), sample(33, 50)
     before = state.clone()
-    found = quantize_operand(x, state, CURRENT[kind], record=False, layout=layout)
+    actual = quantize_operand(x, state, CURRENT[kind], record=False, layout=layout)
     assert torch.equal(state, before)
     again = quantize_operand(x, state, CURRENT[kind], record=True, layout=layout)
-    assert all(np.array_equal(codes(a.data), codes(b.data)) for a, b in zip(found, again, strict=True))
+    assert all(np.array_equal(codes(a.data), codes(b.data)) for a, b in zip(actual, again, strict=True))
     assert not torch.equal(state, before)
 
 

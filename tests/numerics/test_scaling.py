@@ -24,11 +24,11 @@ def amax_of(m, name="x"):
 
 
 def run(m, amaxes, name="x"):
-    found = []
+    actual = []
     for amax in amaxes:
         m.update_amax(name, amax)
-        found.append(amax_of(m, name))
-    return found
+        actual.append(amax_of(m, name))
+    return actual
 
 
 def test_the_quantising_multiplier():
@@ -88,9 +88,9 @@ def test_ema_is_nine_tenths_old_and_one_tenth_new():
 def test_an_interval_recomputes_every_n_steps(algorithm):
     """The first step sets the scale; then steps 3, 6, … do. The history misses none of them."""
     m = manager(algorithm=algorithm, interval=3, history_len=8)
-    found = run(m, [1, 2, 4, 8, 16, 32])
+    actual = run(m, [1, 2, 4, 8, 16, 32])
     every = run(manager(algorithm=algorithm, history_len=8), [1, 2, 4, 8, 16, 32])
-    assert found == [every[0], every[0], every[2], every[2], every[2], every[5]]
+    assert actual == [every[0], every[0], every[2], every[2], every[2], every[5]]
 
 
 @pytest.mark.parametrize("algorithm", ["max", "most_recent", "ema"])

@@ -23,14 +23,14 @@ def manager(**options):
 
 def train(m, steps, start=0, names=("x", "g")):
     """Deterministic amaxes, two micro-batches a step; the scales after each step."""
-    found = []
+    actual = []
     for step in range(start, start + steps):
         for micro_batch in range(2):
             for i, name in enumerate(names):
                 m.record(name, 1.0 + (step * 7 + micro_batch * 3 + i) % 11)
         m.step()
-        found.append([m.get_scale(name).item() for name in names])
-    return found
+        actual.append([m.get_scale(name).item() for name in names])
+    return actual
 
 
 def trained(steps=5, **options):
@@ -254,9 +254,9 @@ def test_statistics_average_over_uses_and_reset():
     recipe = OperandRecipe(E5M2, delayed=True)
     quantize_operand(torch.tensor([[1.0, 2.0, 0.0, 0.0]]), state, recipe)
     quantize_operand(torch.tensor([[1.0, 1000.0, 0.0, 1e-30]]), state, recipe)
-    found = m.statistics()["x"]
-    assert found["amax"] == 1000 and found["scale"] == state[SCALE]
-    assert found["saturated"] == 0 and found["underflow"] == 1 / 8 and found["rescaled"] == 1 / 2
+    actual = m.statistics()["x"]
+    assert actual["amax"] == 1000 and actual["scale"] == state[SCALE]
+    assert actual["saturated"] == 0 and actual["underflow"] == 1 / 8 and actual["rescaled"] == 1 / 2
     assert m.statistics() == {} and state[CALLS] == 0
     quantize_operand(torch.tensor([[1.0, 2.0, 0.0, 0.0]]), state, recipe)
     assert m.statistics()["x"]["rescaled"] == 0

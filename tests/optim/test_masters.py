@@ -50,12 +50,12 @@ def in_fp32(_model, optimizer):
     step_in_backward(optimizer)
 
 
-def assert_same(found, expected):
-    assert found[0] == expected[0]
-    found, expected = found[1].state_dict(), expected[1].state_dict()
-    assert found.keys() == expected.keys()
-    for name in found:
-        assert torch.equal(found[name], expected[name]), name
+def assert_same(actual, expected):
+    assert actual[0] == expected[0]
+    actual, expected = actual[1].state_dict(), expected[1].state_dict()
+    assert actual.keys() == expected.keys()
+    for name in actual:
+        assert torch.equal(actual[name], expected[name]), name
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -219,9 +219,9 @@ def test_exported_weights_come_from_the_masters(tmp_path, fp8):
     name = "model.layers.0.mlp.up_proj.weight"
     master = model.state_dict()[name]
     (export_fp8 if fp8 else save_merged)(model, tmp_path)
-    found = load_file(tmp_path / "model.safetensors")
+    actual = load_file(tmp_path / "model.safetensors")
     expected = quantize_weight(master, "block").data if fp8 else master
-    assert torch.equal(found[name].float(), expected.float())
+    assert torch.equal(actual[name].float(), expected.float())
 
 
 def test_a_checkpoint_of_a_run_without_offloading():
@@ -294,8 +294,8 @@ def test_states_from_before_go_on():
         run(model, optimizer, 2)
         offload_master(model, optimizer)
 
-    found, expected = train(late, steps=2), train(in_fp32, steps=4)
-    assert_same((found[0], found[1]), (expected[0][2:], expected[1]))
+    actual, expected = train(late, steps=2), train(in_fp32, steps=4)
+    assert_same((actual[0], actual[1]), (expected[0][2:], expected[1]))
 
 
 @pytest.mark.parametrize(
@@ -365,9 +365,9 @@ def test_measured_as_what_it_takes():
     offloaded = sum(linear.weight.numel() for linear in model.modules() if isinstance(linear, FP8Linear))
     others = sum(p.numel() for p in model.parameters()) - offloaded
     buffers = sum(buffer.nbytes for buffer in model.buffers())
-    found = measure_memory(model, optimizer)
-    assert found.weights == 2 * others + offloaded + buffers
-    assert found.states == 2 * 2 * others + (4 + 2 * 4) * offloaded  # here the host is the device
+    actual = measure_memory(model, optimizer)
+    assert actual.weights == 2 * others + offloaded + buffers
+    assert actual.states == 2 * 2 * others + (4 + 2 * 4) * offloaded  # here the host is the device
 
 
 def test_too_little_host_memory_leaves_the_model_as_it_was(monkeypatch):

@@ -313,11 +313,11 @@ def test_one_kind_of_offload_beside_bf16(invoke: Invoke) -> None:
 
 
 def test_offload_is_advised_where_nothing_else_fits() -> None:
-    found = {gpu: make_plan(Request("8b", gpu=gpu)).advice for gpu in ("h200", "48", "28", "20")}
-    options = {gpu: advice.option for gpu, advice in found.items() if advice is not None and advice.option is not None}
+    actual = {gpu: make_plan(Request("8b", gpu=gpu)).advice for gpu in ("h200", "48", "28", "20")}
+    options = {gpu: advice.option for gpu, advice in actual.items() if advice is not None and advice.option is not None}
     assert [options[gpu].offload for gpu in ("h200", "48", "28", "20")] == [None, None, "optimizer", "master"]
-    compile(found["20"].code, "advice", "exec")
-    assert "FP8TrainingConfig, FP8Trainer" in found["20"].code and "host memory" in found["20"].why
+    compile(actual["20"].code, "advice", "exec")
+    assert "FP8TrainingConfig, FP8Trainer" in actual["20"].code and "host memory" in actual["20"].why
 
 
 def test_bf16_weights_that_octavo_trains_have_masters() -> None:
@@ -336,14 +336,14 @@ def test_bf16_weights_that_octavo_trains_have_masters() -> None:
 
 def test_the_longest_sequence_fits_and_a_longer_one_does_not() -> None:
     case, gpu = request(mode="lora"), find_gpu("24")
-    found = {}
+    actual = {}
     for option in options_of(case, compiled=True, fp8_head=False):
         longest = longest_sequence(case, option, gpu)
         assert longest % STRIDE == 0 and (not longest or fits(with_sequence(case, longest), option, gpu))
         assert longest == 131072 or not fits(with_sequence(case, longest + STRIDE), option, gpu)
-        found[option.code, option.recipe, option.checkpointing] = longest
+        actual[option.code, option.recipe, option.checkpointing] = longest
     for kind in ("none", "layers", "offload"):
-        assert found["fp8", "channel", kind] >= 2 * found["own", None, kind] > 0
+        assert actual["fp8", "channel", kind] >= 2 * actual["own", None, kind] > 0
     limited = replace(case, config={**case.config, "max_position_embeddings": 1000})
     assert longest_sequence(limited, Option("own"), Gpu("all", 1e9)) == 1000
 
@@ -401,8 +401,8 @@ def test_advised_code_runs(tmp_path: Path, gpu: str, mode: str, more: dict, head
     model = names["model"]
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     assert sum(parameter.nbytes for parameter in trained) == persistent.gradients(plan.case, plan.advice.option)
-    found = sum(parameter.nbytes for parameter in model.parameters())
-    assert found == persistent.weights(plan.case, plan.advice.option)
+    actual = sum(parameter.nbytes for parameter in model.parameters())
+    assert actual == persistent.weights(plan.case, plan.advice.option)
 
 
 @pytest.mark.parametrize("kind", ["layers", "offload"])
@@ -425,9 +425,9 @@ def test_advised_code_checkpoints(tmp_path: Path, kind: str) -> None:
 
 
 def test_the_command_that_measures_exists(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    found = make_plan(Request("8b", mode="lora", rank=8, targets="mlp", gpu="h200", head="fp8")).advice
-    assert found is not None
-    assert found.check == (
+    actual = make_plan(Request("8b", mode="lora", rank=8, targets="mlp", gpu="h200", head="fp8")).advice
+    assert actual is not None
+    assert actual.check == (
         "octavo bench --preset 8b --mode lora --rank 8 --targets mlp --tokens 8192 --seq 2048 "
         "--recipe channel+fp8-head --against bf16-compiled,octavo-bf16"
     )
@@ -435,4 +435,4 @@ def test_the_command_that_measures_exists(capsys: pytest.CaptureFixture[str], mo
     with pytest.raises(SystemExit):
         main()
     text = capsys.readouterr().out
-    assert all(option in text for option in re.findall(r"--[a-z-]+", found.check))
+    assert all(option in text for option in re.findall(r"--[a-z-]+", actual.check))

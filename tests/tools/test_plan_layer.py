@@ -55,16 +55,16 @@ def layer_call(prepared, case, option):
     from octavo.tools.bench.random_model import decoder_layers
 
     layer = decoder_layers(prepared.model.get_base_model() if case.rank else prepared.model)[1]
-    found = []
+    actual = []
 
     def look(_module, args, kwargs):
-        found.append((args, kwargs))
+        actual.append((args, kwargs))
 
     handle = layer.register_forward_pre_hook(look, with_kwargs=True)
     with torch.autocast("cpu", torch.bfloat16, enabled=option.weight_bytes == 4):
         prepared.model(input_ids=prepared.tokens_BT, labels=prepared.tokens_BT, use_cache=False)
     handle.remove()
-    (args, kwargs) = found[0]
+    (args, kwargs) = actual[0]
     return layer, args[0].detach().requires_grad_(), kwargs
 
 
@@ -77,12 +77,12 @@ def counted(case, option):
         layer.compile(backend=COMPILED)
     others = [*prepared.model.parameters(), *kwargs["position_embeddings"]]
     known = {tensor.untyped_storage().data_ptr() for tensor in others}
-    found = {}
+    actual = {}
 
     def save(tensor):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in known:
-            found[storage.data_ptr()] = storage
+            actual[storage.data_ptr()] = storage
         return tensor
 
     with torch.autocast("cpu", torch.bfloat16, enabled=option.weight_bytes == 4):
@@ -90,7 +90,7 @@ def counted(case, option):
             layer(hidden, **kwargs)  # compiles
         with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
             layer(hidden, **kwargs)
-    return sum(storage.nbytes() for storage in found.values())
+    return sum(storage.nbytes() for storage in actual.values())
 
 
 def eager_and_compiled(cases, few):
@@ -188,16 +188,16 @@ def test_states(name):
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    found = 0
+    actual = 0
     for state in optimizer.state.values():
         for moment in (state["exp_avg"], state["exp_avg_sq"]):
             parts = getattr(moment, "tensor_attrs", None)
             # Tables of levels, `qmap`, are a kilobyte each at most.
             names = [part for part in parts if part != "qmap"] if parts else []
-            found += sum(getattr(moment, part).nbytes for part in names) if names else moment.nbytes
+            actual += sum(getattr(moment, part).nbytes for part in names) if names else moment.nbytes
     # Norms are too small to be quantised: they keep states like themselves.
     norms = 2 * 2 * persistent.norm_parameters(case)
-    assert persistent.states(case, option) == pytest.approx(found, abs=norms)
+    assert persistent.states(case, option) == pytest.approx(actual, abs=norms)
 
 
 def planned_buffers(option, tokens=4096, **adapters):

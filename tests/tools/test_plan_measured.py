@@ -46,14 +46,14 @@ def read(name):
 
 
 def measured():
-    found = []
+    actual = []
     for name in (*FILES, *NEW):
         result = read(name)
         result["case"]["config"]["tie_word_embeddings"] = False  # the bench builds two matrices in any case
         for row in result["rows"]:
             if row["kind"] in CODES and row["turns"] and not row.get("graphs"):
-                found.append(pytest.param(Case.from_dict(result["case"]), row, id=f"{name} {row['name']}"))
-    return found
+                actual.append(pytest.param(Case.from_dict(result["case"]), row, id=f"{name} {row['name']}"))
+    return actual
 
 
 def option_of(row):
