@@ -16,7 +16,7 @@ from octavo.decoders.match import activation_of, base_of
 from octavo.nn import mlp_function
 from octavo.nn.frozen import FP8FrozenLinear
 from octavo.nn.groups import why_no_group
-from octavo.nn.linear import FP8Linear, LinearInFP8
+from octavo.nn.linear import FP8Linear
 from octavo.nn.linear_function import linear
 from octavo.numerics.norm import Norm
 from octavo.ops.adapters import Adapter, Adapters
@@ -32,22 +32,12 @@ def linear_group(members: Sequence[Any], x: Tensor, norm: Norm | None = None) ->
     if x.numel() == 0 or not _are_one_product(bases):
         return None
     adapters = _adapters_of(members)
-    return None if adapters is None else product(x, bases, adapters, norm=norm)
-
-
-def product(
-    x: Tensor,
-    bases: Sequence[LinearInFP8],
-    adapters: Adapters,
-    *,
-    norm: Norm | None = None,
-    residual: Tensor | None = None,
-) -> Tensor:
-    """The outputs of linears side by side, with adapters. `residual`: is added to them."""
+    if adapters is None:
+        return None
     one, *others = bases
     bias = one.bias if not others or one.bias is None else torch.cat([base.bias for base in bases])
     return linear(
-        x, one.as_weight(*others), one.spec(x), one.states, bias=bias, adapters=adapters, norm=norm, residual=residual,
+        x, one.as_weight(*others), one.spec(x), one.states, bias=bias, adapters=adapters, norm=norm,
         x_is_saved=all(base.input_is_saved for base in bases),
     )  # fmt: skip
 

@@ -16,8 +16,8 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_adapters_t
 from torch import Tensor, nn
 
 from octavo.decoders.hooks import is_hooked
-from octavo.decoders.products import product
 from octavo.nn.frozen import FP8FrozenLinear, quantize_weight
+from octavo.nn.linear_function import linear
 from octavo.numerics.quantize import Quantized
 from octavo.ops.adapters import Adapter, Adapters
 
@@ -89,7 +89,10 @@ class FP8LoraLinear(peft_layer.Linear):
         base = self.base_layer
         downs, ups = zip(*[self.matrices(name) for name in adapters], strict=True)
         positions = tuple(Adapter(0, base.out_features, float(self.scaling[name])) for name in adapters)
-        return product(x, [base], Adapters(positions, downs, ups), residual=residual)
+        return linear(
+            x, base.as_weight(), base.spec(x), base.states, bias=base.bias, adapters=Adapters(positions, downs, ups),
+            residual=residual, x_is_saved=base.input_is_saved,
+        )  # fmt: skip
 
     def fusible(self, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> list[str] | None:
         """The adapters to compute with the base in one function; None if the call takes PEFT's own forward."""

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from octavo.nn.norm import back_through, normed, normed_again, parts_of
+from octavo.nn.norm import NO_NORM, back_through, normed, normed_again
 from octavo.nn.versions import check_versions, versions_of
 from octavo.numerics.norm import Norm
 from octavo.numerics.quantize import Quantized
@@ -68,10 +68,11 @@ def linear(
     save_x = how_to_save(x, weight, spec, norm, adapters, x_is_saved=x_is_saved)
     flat = None if residual is None else residual.reshape(-1, residual.shape[-1])
     stored = (*weight.parts, *weight.scales) if weight.is_stored else ()
-    counts = len(weight.trained), len(adapters.positions), len(weight.parts)
+    trained = weight.trained
+    counts = len(trained), len(adapters.positions), len(weight.parts)
     y = _Linear.apply(
-        x.reshape(-1, x.shape[-1]), bias, flat, *parts_of(norm), spec, save_x, adapters.positions, counts, *states,
-        weight.state, *weight.trained, *adapters.downs, *adapters.ups, *stored,
+        x.reshape(-1, x.shape[-1]), bias, flat, *(NO_NORM if norm is None else norm), spec, save_x, adapters.positions,
+        counts, *states, weight.state, *trained, *adapters.downs, *adapters.ups, *stored,
     )  # fmt: skip
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
@@ -116,7 +117,7 @@ class _Linear(torch.autograd.Function):
         trained, adapters, stored = _sort(tensors, counts, positions)
         parts, scales = (stored[: counts[2]], stored[counts[2] :]) if stored else (trained, [])
         h = x
-        x, inverse = normed(h, norm_weight, norm_eps)
+        x, inverse = (h, None) if norm_weight is None else normed(h, norm_weight, norm_eps)
         x = x if spec.x else as_dtype(x, spec.out_dtype)
         call = Call.encode(spec, "" if save_x == AS_IS else save_x, h.dtype, adapters)
         y, *saved, t, w_scale = ops.linear(
@@ -181,9 +182,10 @@ def _sort(
     tensors: Sequence[Tensor], counts: tuple[int, int, int], positions: tuple[Adapter, ...]
 ) -> tuple[Sequence[Tensor], Adapters, Sequence[Tensor]]:
     """Return the trained tensors, the adapters, and the stored weights with their scales."""
+    if not counts[1]:
+        return tensors[: counts[0]], NO_ADAPTERS, tensors[counts[0] :]
     trained, downs, ups = _split(tensors, *counts[:2])
-    adapters = Adapters(positions, tuple(downs), tuple(ups)) if positions else NO_ADAPTERS
-    return trained, adapters, tensors[counts[0] + 2 * counts[1] :]
+    return trained, Adapters(positions, tuple(downs), tuple(ups)), tensors[counts[0] + 2 * counts[1] :]
 
 
 def _split(values: Sequence[Any], trained: int, low: int) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from octavo.nn.linear_function import AS_IS, States, how_to_save
-from octavo.nn.norm import back_through, normed, normed_again, parts_of
+from octavo.nn.norm import NO_NORM, back_through, normed, normed_again
 from octavo.nn.versions import check_versions, versions_of
 from octavo.numerics.norm import Norm
 from octavo.numerics.quantize import Quantized
@@ -69,7 +69,7 @@ def gated_mlp(
     stored = tuple(t for w in (gate_up, down) if w.is_stored for t in (*w.parts, *w.scales))
     sizes = tuple((len(w.parts), len(w.scales)) if w.is_stored else (0, 0) for w in (gate_up, down))
     y = _GatedMLP.apply(
-        x.reshape(-1, x.shape[-1]), *parts_of(norm), residual, mlp, (save_x, saves),
+        x.reshape(-1, x.shape[-1]), *(NO_NORM if norm is None else norm), residual, mlp, (save_x, saves),
         (adapters.positions, adapters_down.positions), (len(trained), *sizes), *states, *states_down, gate_up.state,
         down.state, *trained, *matrices, *stored,
     )  # fmt: skip
