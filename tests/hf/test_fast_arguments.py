@@ -90,15 +90,15 @@ def test_words_of_other_versions_of_trl_are_answered(folder, tmp_path):
 
 
 @pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("in_fp8", [False, True, "transformers"])
-def test_a_loss_that_nothing_is_trained_for_says_so(folder, in_fp8, training):
+@pytest.mark.parametrize("load_in_fp8", [False, True, "transformers"])
+def test_a_loss_that_nothing_is_trained_for_says_so(folder, load_in_fp8, training):
     """Also as the model comes, in evaluation mode, and of a family that nothing is fused of."""
-    if in_fp8 == "transformers":
+    if load_in_fp8 == "transformers":
         from octavo import OctavoConfig
 
         model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=OctavoConfig())
     else:
-        model, _ = load(folder, load_in_fp8=in_fp8)
+        model, _ = load(folder, load_in_fp8=load_in_fp8)
     assert not model.training
     with pytest.raises(ValueError, match=r"none of its weights is trained: .*get_peft_model"):
         model.train(training)(input_ids=tokens(), labels=tokens()).loss.backward()

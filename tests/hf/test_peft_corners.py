@@ -186,8 +186,8 @@ def test_adapters_have_the_dtype_they_would_have_beside_a_base_in_high_precision
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
     for autocast in (True, False):
         actual = []
-        for in_fp8 in (True, False):
-            base, _ = FastLanguageModel.from_pretrained(folder, load_in_fp8=in_fp8, dtype=dtype, tokenizer=False)
+        for load_in_fp8 in (True, False):
+            base, _ = FastLanguageModel.from_pretrained(folder, load_in_fp8=load_in_fp8, dtype=dtype, tokenizer=False)
             model = peft.get_peft_model(base, config, autocast_adapter_dtype=autocast)
             model.add_adapter("other", config, autocast_adapter_dtype=autocast)
             actual.append({name: p.dtype for name, p in model.named_parameters() if "lora_" in name})

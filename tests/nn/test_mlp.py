@@ -56,10 +56,10 @@ def exact(leaves, activation):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("in_fp8", [False, True])
-def test_values_and_gradients(name, activation, dtype, in_fp8):
+@pytest.mark.parametrize("saves_fp8", [False, True])
+def test_values_and_gradients(name, activation, dtype, saves_fp8):
     leaves = build(dtype)
-    y = run_mlp(*leaves, mlp_of(CONFIGS[name], activation, dtype, saves_fp8=in_fp8), fresh_states(), fresh_states())
+    y = run_mlp(*leaves, mlp_of(CONFIGS[name], activation, dtype, saves_fp8=saves_fp8), fresh_states(), fresh_states())
     g = torch.randn_like(y)
     actual = torch.autograd.grad(y, leaves, g)
     doubles = [leaf.detach().double().requires_grad_() for leaf in leaves]
@@ -122,11 +122,11 @@ def test_gate_and_up_are_saved_in_half_as_much():
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("in_fp8", [False, True])
-def test_one_graph_under_compile(name, in_fp8):
+@pytest.mark.parametrize("saves_fp8", [False, True])
+def test_one_graph_under_compile(name, saves_fp8):
     torch._dynamo.reset()
     leaves = build()
-    mlp = mlp_of(CONFIGS[name], saves_fp8=in_fp8)
+    mlp = mlp_of(CONFIGS[name], saves_fp8=saves_fp8)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(run_mlp, backend=counter, fullgraph=True)
 
