@@ -108,7 +108,7 @@ def product_arguments(recipe, a, b, batch, out_dtype=torch.float32, bias=None):
 def test_gemm_nt_gives_what_the_spec_gives_and_its_fake_looks_like_it(name, a, b, batch):
     for out_dtype, bias in ((torch.float32, None), (torch.bfloat16, randn(b[-2]))):
         a_q, b_q, arguments = product_arguments(RECIPES[name], a, b, batch, out_dtype, bias)
-        y = ops.gemm_nt(a_q, b_q, bias=bias, out_dtype=out_dtype, batch=batch)
+        y = ops.gemm_nt(*arguments)
         assert torch.equal(y, padded_gemm_nt(a_q, b_q, bias=bias, out_dtype=out_dtype, batch=batch))
         with FakeTensorMode() as mode:
             fake = [mode.from_tensor(t) if isinstance(t, torch.Tensor) else t for t in arguments]
@@ -136,7 +136,7 @@ def test_compiled_without_graph_breaks_the_bits_are_the_same(config):
     def product(x, w, x_state, w_state):
         x_q, _ = ops.quantize(x, x_state, recipe.x, record=True, layout="both")
         (w_q,) = ops.quantize(w, w_state, recipe.w, record=True, layout="rows")
-        return ops.gemm_nt(x_q, w_q, out_dtype=torch.float32, batch=()) * 2
+        return ops.gemm_nt(*x_q, *w_q, None, torch.float32, [], False, False) * 2
 
     x, w = randn(33, 50, seed=1), randn(7, 50, seed=2)
     states, compiled_states = ([torch.zeros(SLOTS), torch.zeros(SLOTS)] for _ in range(2))

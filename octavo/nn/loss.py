@@ -176,7 +176,7 @@ def _chunks_fp8(
     h_q = ops.quantize(hidden, x_state, head.x, record=record, layout="rows")[0]
     dh = torch.empty_like(hidden, dtype=_dtype_of_sums(hidden, compute, 1)) if needs_h else None
     dw = None
-    how: dict[str, Any] = {"batch": (), "fast": head.fast_backward, "emulate": head.emulate}
+    how: dict[str, Any] = {"bias": None, "batch": [], "fast": head.fast_backward, "emulate": head.emulate}
     losses = []
     vocabulary = weight.shape[0]
     groups = chunk_bounds(0, len(labels), vocabulary * E5M2.dtype.itemsize, CHUNK_BYTES)
@@ -186,7 +186,7 @@ def _chunks_fp8(
         for start, stop in chunk_bounds(begin, end, vocabulary * compute.itemsize, logit_bytes):
             label = labels[start:stop]
             h = h_q._replace(data=h_q.data[start:stop])
-            logits = ops.gemm_nt(h, w_q[0], out_dtype=compute, **(how | {"fast": head.fast_forward}))
+            logits = ops.gemm_nt(*h, *w_q[0], out_dtype=compute, **(how | {"fast": head.fast_forward}))
             loss, lse = ops_loss.cross_entropy(logits, label)
             losses.append(loss.sum())
             if not record:
@@ -195,11 +195,11 @@ def _chunks_fp8(
             rows = Quantized(*ops_loss.cross_entropy_quantize(logits, label, lse, factor, columns_chunk, E5M2.name))
             del logits
             if dh is not None:
-                dh[start:stop] = ops.gemm_nt(rows, w_q[1], out_dtype=dh.dtype, **how)
+                dh[start:stop] = ops.gemm_nt(*rows, *w_q[1], out_dtype=dh.dtype, **how)
         if columns is not None:
             h_t = ops.quantize(hidden[begin:end], x_state, head.x, record=False, layout="columns")[0]
             scaled = Quantized(columns, rows.scale)
-            product = ops.gemm_nt(scaled, h_t, out_dtype=_dtype_of_sums(weight, compute, 1), **how)
+            product = ops.gemm_nt(*scaled, *h_t, out_dtype=_dtype_of_sums(weight, compute, 1), **how)
             dw = product.to(_dtype_of_sums(weight, compute, len(groups))) if dw is None else dw.add_(product)
             del columns, scaled, product
     return torch.stack(losses).sum(), dh, dw

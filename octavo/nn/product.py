@@ -138,7 +138,7 @@ class _FP8Product(torch.autograd.Function):
             ctx.save_for_backward(*(a_q[1] if save_a else (None, None)))
             ctx.like = (a.shape, a.dtype)
             # y = a · aᵀ
-            return ops.gemm_nt(a_q[0], a_q[0], batch=a.shape[:-2], **how)
+            return ops.gemm_nt(*a_q[0], *a_q[0], bias=None, batch=list(a.shape[:-2]), **how)
 
         save_b = a_needs_grad and not product.b_is_weight
         b_forward, ctx.b_backward = ("rows", "columns") if product.b_is_nk else ("columns", "rows")
@@ -153,7 +153,8 @@ class _FP8Product(torch.autograd.Function):
         ctx.save_for_backward(*saved_a, *saved_b)
         ctx.like = (a.shape, a.dtype, b.shape, b.dtype, bias.dtype if bias is not None else None)
         # y = a · b
-        return ops.gemm_nt(a_q[0], b_nk, bias=bias, batch=torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]), **how)
+        batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+        return ops.gemm_nt(*a_q[0], *b_nk, bias=bias, batch=list(batch), **how)
 
     @staticmethod
     @once_differentiable
@@ -161,13 +162,13 @@ class _FP8Product(torch.autograd.Function):
         product, (a_state, b_state, g_state) = ctx.product, ctx.state
         a_needs_grad, b_needs_grad, bias_needs_grad = ctx.needs_input_grad[:3]
         da = db = dbias = None
-        how = {"fast": product.fast_backward, "emulate": product.emulate}
+        how: dict[str, Any] = {"bias": None, "fast": product.fast_backward, "emulate": product.emulate}
         a_data, a_scale, *saved_b = ctx.saved_tensors
         if not saved_b:
             a_shape, a_dtype = ctx.like
             g_q = ops.quantize(g + g.mT, g_state, product.g, record=True, layout="rows")
             # da = (g + gᵀ) · a
-            da = ops.gemm_nt(g_q[0], Quantized(a_data, a_scale), out_dtype=a_dtype, batch=a_shape[:-2], **how)
+            da = ops.gemm_nt(*g_q[0], a_data, a_scale, out_dtype=a_dtype, batch=list(a_shape[:-2]), **how)
             return da, *[None] * 8
 
         b_data, b_scale = saved_b
@@ -180,14 +181,14 @@ class _FP8Product(torch.autograd.Function):
             if product.b_is_weight:
                 b_kn = _quantize_weight(b_data, b_state, product.b, ctx.b_backward, b_scale, ctx.is_given[1])
             # da = g · bᵀ
-            da = ops.gemm_nt(g_q[0], b_kn, out_dtype=a_dtype, batch=a_shape[:-2], **how)
+            da = ops.gemm_nt(*g_q[0], *b_kn, out_dtype=a_dtype, batch=list(a_shape[:-2]), **how)
         if b_needs_grad:
             a_km = Quantized(a_data, a_scale)
             if product.a_is_weight:
                 a_km = _quantize_weight(a_data, a_state, product.a, "columns", a_scale, ctx.is_given[0])
             # db = aᵀ · g, in the layout b came in
             left, right = (g_q[-1], a_km) if product.b_is_nk else (a_km, g_q[-1])
-            db = ops.gemm_nt(left, right, out_dtype=b_dtype, batch=b_shape[:-2], **how)
+            db = ops.gemm_nt(*left, *right, out_dtype=b_dtype, batch=list(b_shape[:-2]), **how)
         if bias_needs_grad:
             dbias = g.float().flatten(0, -2).sum(dim=0).to(bias_dtype)
         return da, db, dbias, *[None] * 6

@@ -30,23 +30,6 @@ class ProductSpec:
     fast_backward: bool = False
 
 
-def gemm_nt(
-    a: Quantized,
-    b: Quantized,
-    *,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype,
-    batch: Sequence[int],
-    fast: bool = False,
-    emulate: bool = False,
-) -> Tensor:
-    """Compute `a[..., M, K] · b[..., N, K]ᵀ + bias`, any size, summed down to the batch shape; see `numerics.gemm`.
-
-    `fast` allows tensor cores their fast accumulation; `emulate` keeps to the specification on any device.
-    """
-    return _gemm_nt(a.data, a.scale, b.data, b.scale, bias, out_dtype, list(batch), fast, emulate)
-
-
 def multiply(
     a: Quantized,
     b: Quantized,
@@ -88,7 +71,7 @@ def _gemm_nt_fake(a: Tensor, b: Tensor, out_dtype: torch.dtype, batch: list[int]
 
 
 @operator(fake=_gemm_nt_fake)
-def _gemm_nt(
+def gemm_nt(
     a: Tensor,
     a_scale: Tensor,
     b: Tensor,
@@ -99,4 +82,8 @@ def _gemm_nt(
     fast: bool,
     emulate: bool,
 ) -> Tensor:
+    """Compute `a[..., M, K] · b[..., N, K]ᵀ + bias`, any size, summed down to the batch shape; see `numerics.gemm`.
+
+    `fast` allows tensor cores their fast accumulation; `emulate` keeps to the specification on any device.
+    """
     return multiply(Quantized(a, a_scale), Quantized(b, b_scale), bias, out_dtype, batch, fast, emulate)

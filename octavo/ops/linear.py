@@ -91,14 +91,9 @@ class Call(NamedTuple):
     def decode(text: str) -> "Call":
         x, w, g, flags, dtype, save_x, x_dtype, *positions = text.split("|")
         recipes = [OperandRecipe.decode(recipe) if recipe else None for recipe in (x, w, g)]
-        spec = LinearSpec(recipes[0], recipes[1], recipes[2], _dtype(dtype), *(flag == "1" for flag in flags))
-        return Call(spec, save_x, _dtype(x_dtype), tuple(positions))
-
-
-def _dtype(text: str) -> torch.dtype:
-    dtype = getattr(torch, text.removeprefix("torch."))
-    assert isinstance(dtype, torch.dtype)
-    return dtype
+        dtypes = [getattr(torch, name.removeprefix("torch.")) for name in (dtype, x_dtype)]
+        spec = LinearSpec(recipes[0], recipes[1], recipes[2], dtypes[0], *(flag == "1" for flag in flags))
+        return Call(spec, save_x, dtypes[1], tuple(positions))
 
 
 def _linear_fake(x: Tensor, weights: list[Tensor], matrices: list[Tensor], call: str) -> Any:

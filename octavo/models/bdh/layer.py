@@ -89,7 +89,7 @@ class Layer:
 
     def multiply(self, a: Quantized, b: Quantized, dtype: torch.dtype, batch: tuple[int, ...], fast: bool) -> Tensor:
         """Return a · bᵀ. `fast` allows tensor cores their fast accumulation."""
-        return ops.gemm_nt(a, b, out_dtype=dtype, batch=batch, fast=fast, emulate=self.emulate)
+        return ops.gemm_nt(*a, *b, None, dtype, list(batch), fast, self.emulate)
 
 
 def quantize_weights(
