@@ -143,6 +143,18 @@ def gated_backward_spec(
     return rows, columns, h
 
 
+def with_nan(m: int, f: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
+    """gate_up and dh in BF16 with one NaN in gate, one in up and one in dh, each in a row of its own."""
+    gate_up, dh = (sample(m, n, device=device).clamp(-30, 30).to(torch.bfloat16) for n in (2 * f, f))
+    gate_up[1, 7], gate_up[20, f + 9], dh[m - 1, 11] = math.nan, math.nan, math.nan
+    return gate_up, dh
+
+
+def assert_nan_alike(found: Tensor, expected: Tensor) -> None:
+    nan = expected.float().isnan()
+    assert nan.any() and torch.equal(found.float().isnan(), nan)
+
+
 def low_rank(m: int, f: int, rank: int, scaling: float, *, turned: bool = True, device: str = "cpu") -> tuple:
     """Left, right and factor of a product to add; left is part of something wider, as the adapters' products are."""
     left = torch.randn(m, rank + 3, device=device)[:, 3:].to(torch.bfloat16)
