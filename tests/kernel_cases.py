@@ -65,6 +65,18 @@ def unusual(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu"
     }
 
 
+def with_nan(m: int, f: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
+    """gate_up and dh in BF16 with one NaN in gate, one in up and one in dh, each in a row of its own."""
+    gate_up, dh = (sample(m, n, device=device).clamp(-30, 30).to(torch.bfloat16) for n in (2 * f, f))
+    gate_up[1, 7], gate_up[20, f + 9], dh[m - 1, 11] = math.nan, math.nan, math.nan
+    return gate_up, dh
+
+
+def assert_nan_alike(found: Tensor, expected: Tensor) -> None:
+    nan = expected.float().isnan()
+    assert nan.any() and torch.equal(found.float().isnan(), nan)
+
+
 def new_state(scale: float = 0.0, device: str = "cpu") -> Tensor:
     state = torch.zeros(SLOTS, device=device)
     state[SCALE] = scale

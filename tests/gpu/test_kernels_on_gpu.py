@@ -11,6 +11,7 @@ import pytest
 import torch
 from kernel_cases import (
     CONFIGS,
+    assert_nan_alike,
     assert_nearly_same,
     assert_on_neighbours,
     assert_same_bits,
@@ -23,6 +24,7 @@ from kernel_cases import (
     sample,
     scale_bits,
     unusual,
+    with_nan,
 )
 
 from octavo import FP8TrainingConfig
@@ -181,11 +183,10 @@ def test_both_layouts_where_something_saturates(shape, dtype):
         compare(x, recipe, "both")
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize(
-    ("name", "activation", "dtype"),
-    [("delayed", "silu", BF16), ("E5M2", "gelu_tanh", BF16), ("delayed", "gelu_tanh", torch.float32),
-     ("current", "silu", torch.float32)],
-)  # fmt: skip
+    ("name", "dtype"), [("delayed", BF16), ("E5M2", BF16), ("delayed", torch.float32), ("current", torch.float32)]
+)
 def test_gated(name, activation, dtype):
     """In BF16 with known scales: an amax off by a step of BF16 would move the scale, and so every value."""
     recipe = CONFIGS[name].recipe
@@ -212,7 +213,8 @@ def test_gated(name, activation, dtype):
         assert_rows_alike(mine, theirs)
 
 
-@pytest.mark.parametrize(("name", "activation"), [("delayed", "silu"), ("E5M2", "gelu_tanh")])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("name", ["delayed", "E5M2"])
 def test_gated_with_gate_and_up_kept_in_fp8(name, activation):
     recipe = CONFIGS[name].recipe
     for m, f in ((1024, 768), (8192, 1024), (257, 256)):
@@ -300,6 +302,33 @@ def test_gated_without_quantising(activation):
         for actual in (h, gated_kernel.gated(gate_up, activation)):
             torch.testing.assert_close(actual, gated(gate_up, activation), rtol=step, atol=1e-5)
         torch.testing.assert_close(gradient, gated_backward(dh, gate_up, activation), rtol=step, atol=1e-3)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gated_keeps_nan_without_quantising(activation):
+    gate_up, dh = with_nan(257, 300, device="cuda")
+    gradient, h = gated_kernel.gated_backward(dh, gate_up, activation)
+    for found in (h, gated_kernel.gated(gate_up, activation)):
+        assert_nan_alike(found, gated(gate_up, activation))
+    assert_nan_alike(gradient, gated_backward(dh, gate_up, activation))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("name", ["delayed", "current", "E5M2", "block", "block, channel wgrad", "mx"])
+def test_gated_keeps_nan(name, activation):
+    recipe = CONFIGS[name].recipe
+    gate_up, dh = with_nan(257, 384, device="cuda")
+    module = gated_kernel if recipe.x.granularity == "tensor" else gated_scaled_kernel
+    rows = module.gated_quantize(gate_up, new_state(device="cuda"), recipe.x, activation, record=True)
+    h = gated(gate_up, activation)
+    assert_nan_alike(rows.data, h)
+    scale = [rows.scale] if module is gated_kernel else []
+    how = (*scale, new_state(device="cuda"), recipe.g, recipe.x, activation)
+    d_rows, d_columns, h_columns = module.gated_quantize_backward(dh, gate_up, *how)
+    gradient = gated_backward(dh, gate_up, activation)
+    assert_nan_alike(d_rows.data, gradient)
+    assert_nan_alike(d_columns.data, gradient.mT)
+    assert_nan_alike(h_columns.data, h.mT)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import torch
 from kernel_cases import (
     CONFIGS,
     adapter_gradients,
+    assert_nan_alike,
     assert_nearly_same,
     assert_same_bits,
     low_rank,
@@ -12,6 +13,7 @@ from kernel_cases import (
     sample,
     unusual,
     with_low_rank,
+    with_nan,
 )
 from torch import nn
 
@@ -118,6 +120,20 @@ def test_gated_with_adapters(m, f, rank, activation):
     gate_up_hp = dequantize_gate_up(saved)
     expected = gated_backward(with_low_rank(dh, product, transposed=False), gate_up_hp, activation) * factor
     assert cosine(d, expected) > 0.99999 and cosine(again, gated(gate_up_hp, activation)) > 0.99999
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gated_with_adapters_keeps_nan(activation):
+    gate_up, dh = with_nan(64, 256, device="cuda")
+    expected = gated(gate_up, activation), gated_backward(dh, gate_up, activation)
+    in_fp8 = Quantized(
+        torch.empty(64, 512, dtype=E4M3.dtype, device="cuda"), torch.empty(64, 4, dtype=torch.uint8, device="cuda")
+    )
+    assert_nan_alike(gated_low_rank.gated(gate_up, None, None, activation, in_fp8), expected[0])
+    factor = torch.ones(512, device="cuda")
+    gradient = gated_low_rank.gated_backward(dh, in_fp8, None, activation, factor=factor, h=True)
+    assert_nan_alike(gradient, expected[1])
+    assert_nan_alike(dh, expected[0])  # h takes its place
 
 
 @pytest.mark.parametrize("fold", [False, True])

@@ -20,6 +20,7 @@ from octavo.models.bdh.kernels import backward as bdh_backward
 from octavo.models.bdh.kernels import forward as bdh
 from octavo.models.bdh.kernels import scores as bdh_scores
 from octavo.numerics import E4M3, E5M2, Quantized
+from octavo.numerics.activation import ACTIVATIONS
 from octavo.numerics.adamw import Step, with_levels
 from octavo.numerics.scaling import new_states
 
@@ -94,7 +95,7 @@ def _quantized(x: Tensor, recipe, **how) -> object:
 
 
 def _gated(dtype: torch.dtype, rounding: str) -> Iterator[Launch]:
-    for activation in ("silu", "gelu_tanh") if _is_usual(dtype, rounding) else ("silu",):
+    for activation in ACTIVATIONS if _is_usual(dtype, rounding) else ("silu",):
         for m, f in ((256, 256), (257, 300)) if rounding == "nearest" and activation == "silu" else ((256, 256),):
             gate_up, dh = torch.zeros(m, 2 * f, dtype=dtype), torch.zeros(m, f, dtype=dtype)
             name = f"{activation} {(m, f)}"
@@ -137,7 +138,7 @@ def _gated(dtype: torch.dtype, rounding: str) -> Iterator[Launch]:
 def _gated_blocks(dtype: torch.dtype, rounding: str) -> Iterator[Launch]:
     for recipe_name in ("block", "block, channel wgrad", "mx", "mx floor"):
         recipe = RECIPES[recipe_name].replace(rounding=rounding).recipe
-        for activation in ("silu", "gelu_tanh") if _is_usual(dtype, rounding) else ("silu",):
+        for activation in ACTIVATIONS if _is_usual(dtype, rounding) else ("silu",):
             for m in (256, 250) if _is_usual(dtype, rounding) and activation == "silu" else (256,):
                 gate_up, dh = torch.zeros(m, 512, dtype=dtype), torch.zeros(m, 256, dtype=dtype)
                 name = f"{recipe_name} {activation} {m}"
@@ -247,7 +248,7 @@ def _low_rank(dtype: torch.dtype) -> Iterator[Launch]:
     """What is for 16 bits only: adapters, and the gated activation with theirs."""
     if dtype == torch.float32:
         return
-    for activation in ("silu", "gelu_tanh"):
+    for activation in ACTIVATIONS:
         for m in (256, 250) if activation == "silu" else (256,):
             gate_up, dh = torch.zeros(m, 512, dtype=dtype), torch.zeros(m, 256, dtype=dtype)
             saved = Quantized(torch.zeros(m, 512, dtype=E4M3.dtype), torch.ones(m, 4, dtype=torch.uint8))

@@ -163,6 +163,13 @@ def test_activation_of_large_values_is_finite(activation):
     assert gated_backward(torch.ones(1, 5), gate_up, activation).isfinite().all()
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activation_of_nan_is_nan(activation):
+    gate_up = torch.tensor([[float("nan"), 1.0]])
+    assert gated(gate_up, activation).isnan().all()
+    assert gated_backward(torch.ones(1, 1), gate_up, activation).isnan().all()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_activation_is_rounded_once(dtype):
     gate_up = torch.randn(20, 60, dtype=dtype)
