@@ -97,7 +97,7 @@ def convert_to_fp8(
         fuse.fuse_loss(modules, report, weights)
         for name, linear in linears.items():
             if type(linear) is nn.Linear:  # not part of something fused
-                FP8Linear.take_over(linear, config, report.scaling, name or "linear")
+                FP8Linear.convert_in_place(linear, config, report.scaling, name or "linear")
         report.scaling.to(next(linear.scaling_device for linear in linears.values() if isinstance(linear, FP8Linear)))
         report.scaling.follow_optimizers(model)
         _compile(model, report, compile)
@@ -144,7 +144,7 @@ def restore(model: nn.Module) -> None:
     unfused = 0
     for module in model.modules():
         if isinstance(module, FP8Linear):
-            module.give_back()
+            module.restore_in_place()
         if isinstance(module, Fused):
             module.unfuse()
         unfused += fuse.restore(module)

@@ -30,7 +30,7 @@ _INPUTS = {
 
 def add_head(model: nn.Module, config: FP8TrainingConfig | None, scaling: FP8ScalingManager | None) -> None:
     """Give a model what `causal_lm_forward` needs: a head in FP8 if the configuration says so, else none."""
-    head = rows = None
+    head = states = None
     if config is not None and config.fp8_head:
         assert scaling is not None
         recipe = head_recipe(config)
@@ -41,10 +41,10 @@ def add_head(model: nn.Module, config: FP8TrainingConfig | None, scaling: FP8Sca
             fast_forward=config.fast_accumulation != "none",
             fast_backward=config.fast_accumulation == "all",
         )
-        rows = tuple(
+        states = tuple(
             scaling.register(f"lm_head.{operand}", r.format, r.margin) for operand, r in (("x", head.x), ("w", head.w))
         )
-    model.__dict__[HEAD] = (head, rows)
+    model.__dict__[HEAD] = (head, states)
 
 
 def head_recipe(config: FP8TrainingConfig) -> Recipe:
@@ -63,10 +63,10 @@ def nothing_is_trained(name: str) -> str:
 
 def causal_lm_forward(self: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     named = dict(zip(POSITIONAL, args, strict=False)) | kwargs
-    keep = kwargs.get("logits_to_keep", 0)
+    logits_to_keep = kwargs.get("logits_to_keep", 0)
     plain = type(self.lm_head) is nn.Linear and not is_hooked(self.lm_head)
     plain = plain and not named.get("past_key_values") and len(args) <= len(POSITIONAL)
-    whole = isinstance(keep, int) and keep == 0 and kwargs.get("return_dict") is not False
+    whole = isinstance(logits_to_keep, int) and logits_to_keep == 0 and kwargs.get("return_dict") is not False
     usual = plain and whole and _is_default_loss(self, kwargs)
     labels = kwargs.get("labels")
     if labels is None or not self.training or not torch.is_grad_enabled() or not usual:
@@ -79,11 +79,11 @@ def causal_lm_forward(self: Any, original: Callable[..., Any], *args: Any, **kwa
     if shifted is None:
         shifted = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
     hidden, outputs, shifted = hidden_states(self, named, shifted)
-    head, rows = getattr(self, HEAD)
+    head, states = getattr(self, HEAD)
     if not hidden.requires_grad and not self.lm_head.weight.requires_grad:
         raise ValueError(nothing_is_trained(type(self).__name__))
     loss = linear_cross_entropy(
-        hidden, self.lm_head.weight, shifted.to(hidden.device), count=count, head=head, rows=rows
+        hidden, self.lm_head.weight, shifted.to(hidden.device), count=count, head=head, states=states
     )
     output: Any = CausalLMOutputWithPast  # its fields are annotated with legacy tensor classes
     return output(

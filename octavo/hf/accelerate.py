@@ -343,7 +343,8 @@ def _is_in_fp8(model: nn.Module) -> bool:
 
 def _multiplies_in_fp8(model: nn.Module) -> bool:
     """Whether all products run in FP8: not in a model that was loaded with `fp8_products=False`."""
-    return _is_in_fp8(model) and all(module.in_fp8 for module in model.modules() if isinstance(module, LinearInFP8))
+    linears = [module for module in model.modules() if isinstance(module, LinearInFP8)]
+    return _is_in_fp8(model) and all(linear.fp8_products for linear in linears)
 
 
 def _report_of(model: nn.Module) -> ConversionReport:

@@ -120,13 +120,13 @@ def test_a_window_and_a_shape_that_is_new():
     for plan in (False, True):
         if plan:
             with attention.plan_at_once():
-                found = attention.attention(module, q, k, v, mask, scaling=64**-0.5)[0]
+                actual = attention.attention(module, q, k, v, mask, scaling=64**-0.5)[0]
         else:
-            found = attention.attention(module, q, k, v, mask, scaling=64**-0.5)[0]
-        assert (found - exact).norm() < 6e-3 * exact.norm()
+            actual = attention.attention(module, q, k, v, mask, scaling=64**-0.5)[0]
+        assert (actual - exact).norm() < 6e-3 * exact.norm()
     visible = torch.ones(300, 300, dtype=torch.bool, device="cuda").tril().triu(1 - 50)
     exact = torch.nn.functional.scaled_dot_product_attention(
         q.float(), k.float(), v.float(), attn_mask=visible, enable_gqa=True
     ).transpose(1, 2)
-    found = attention.attention(module, q, k, v, mask, scaling=64**-0.5, sliding_window=50)[0]
-    assert (found - exact).norm() < 6e-3 * exact.norm()
+    actual = attention.attention(module, q, k, v, mask, scaling=64**-0.5, sliding_window=50)[0]
+    assert (actual - exact).norm() < 6e-3 * exact.norm()

@@ -28,15 +28,15 @@ def build():
 
 
 def losses(model, lengths=(9, 17, 23, 40, 31)):
-    found = []
+    actual = []
     for length in lengths:
         ids = torch.randint(1, 160, (2, length), generator=torch.Generator().manual_seed(length))
         mask = torch.ones_like(ids)
         mask[1, length // 2 :] = 0
         loss = model(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss
         loss.backward()
-        found.append(loss.detach())
-    return torch.stack(found)
+        actual.append(loss.detach())
+    return torch.stack(actual)
 
 
 def test_a_decoder_that_is_not_fused(counter):

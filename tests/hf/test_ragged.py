@@ -62,8 +62,8 @@ def one_by_one(model, parts):
     return total, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def assert_same(found, expected, tolerance=2e-5):
-    (loss, gradients), (expected_loss, expected_gradients) = found, expected
+def assert_same(actual, expected, tolerance=2e-5):
+    (loss, gradients), (expected_loss, expected_gradients) = actual, expected
     assert abs(loss - expected_loss) <= 1e-5 * abs(expected_loss)
     for name, gradient in expected_gradients.items():
         assert (gradients[name] - gradient).norm() <= tolerance * gradient.norm() + 1e-9, name
@@ -118,8 +118,8 @@ def test_layers_see_real_tokens_alone(shapes):
 def test_few_numbers_of_rows(tokens, rows):
     mask = torch.zeros(2, 9000, dtype=torch.int64)
     mask[1, :tokens] = 1
-    found = ragged.layout_of((2, 9000), mask, None, None, torch.full((2, 9000), -100), torch.device("cpu")).ragged
-    assert found.rows == rows and len(found.index) == tokens and found.offsets[-1] == rows
+    actual = ragged.layout_of((2, 9000), mask, None, None, torch.full((2, 9000), -100), torch.device("cpu")).ragged
+    assert actual.rows == rows and len(actual.index) == tokens and actual.offsets[-1] == rows
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "channel", "block", "mx"])
@@ -212,9 +212,9 @@ def test_calls_that_need_padding_have_it_and_are_counted(shapes):
         ({"labels": inputs["input_ids"]}, "padding has labels other than -100"),
     ):
         expected = reference(**inputs | change)
-        found = model(**inputs | change)
-        torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=1e-5)
-        assert (found.hidden_states is None) == (expected.hidden_states is None)
+        actual = model(**inputs | change)
+        torch.testing.assert_close(actual.loss, expected.loss, rtol=1e-5, atol=1e-5)
+        assert (actual.hidden_states is None) == (expected.hidden_states is None)
         assert any(reason in line and "1 calls" in line for line in model.octavo_report.to_dict()["fused"])
     holes = inputs["attention_mask"].clone()
     holes[2, 3] = 0
@@ -233,9 +233,9 @@ def test_evaluation_tells_packed_rows_apart():
     reference, model = both()
     expected = one_by_one(reference, sequences())[0]
     with torch.no_grad():
-        found = model.eval()(**packed(sequences()))
+        actual = model.eval()(**packed(sequences()))
         logits = model(**{name: x for name, x in packed(sequences()).items() if name != "labels"}).logits
-    assert abs(found.loss - expected) < 1e-5 * expected and torch.equal(found.logits, logits)
+    assert abs(actual.loss - expected) < 1e-5 * expected and torch.equal(actual.logits, logits)
 
 
 @pytest.mark.parametrize("inputs", [padded(sequences()), padded(sequences(), "left"), packed(sequences())])
@@ -265,5 +265,5 @@ def test_a_loss_of_ones_own_has_padding():
     reference, model = both()
     inputs = padded(sequences())
     del inputs["labels"]
-    found, expected = (each(**inputs).logits for each in (model, reference))
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    actual, expected = (each(**inputs).logits for each in (model, reference))
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)

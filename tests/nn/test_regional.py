@@ -55,8 +55,8 @@ def test_layers_compile_once_for_all_lengths(counter):
     assert "layers compiled by torch.compile (4)" in report.summary()
     frames = []
     for length in (9, 17, 23, 40, 64, 31):
-        for found, expected in zip(train(model, length), train(plain, length), strict=True):
-            torch.testing.assert_close(found, expected)
+        for actual, expected in zip(train(model, length), train(plain, length), strict=True):
+            torch.testing.assert_close(actual, expected)
         frames.append(counter.frame_count)
     assert 0 < frames[0] <= 2 and frames[2:] == [frames[2]] * 4
     assert frames[2] <= 2 * frames[0] + 1
