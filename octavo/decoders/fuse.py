@@ -17,7 +17,7 @@ from torch import nn
 from octavo.decoders import attention, graphs, match, ragged
 from octavo.decoders.backbone import backbone_forward
 from octavo.decoders.causal_lm import add_head, causal_lm_forward, head_recipe
-from octavo.decoders.classes import CAUSAL, PADDED, give_class_back, is_fused, take_class
+from octavo.decoders.classes import CAUSAL, PADDED, Owner, give_class_back, is_fused, take_class
 from octavo.decoders.forwards import attention_forward, joins_norm, layer_forward, mlp_forward, norm_forward
 from octavo.decoders.hooks import is_hooked
 from octavo.decoders.match import GATE_UP, MLP, NORMS, QKV, base_of
@@ -201,7 +201,7 @@ def fuse_loss(modules: Mapping[str, nn.Module], report: ConversionReport, weight
         if _use_fused_attention(model):
             report.fused.append("attention on cuDNN where it applies")
             take_class(model.model, backbone_forward)
-            model.model.__dict__[CAUSAL] = model
+            model.model.__dict__[CAUSAL] = Owner(model)
             if not ragged.why_padded(model, {}):
                 report.fused.append("no padding while training: layers see real tokens alone")
     return bool(models)
