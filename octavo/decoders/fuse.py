@@ -217,18 +217,26 @@ def fuse_frozen(model: nn.Module, report: ConversionReport) -> None:
 
 
 def fuse_loaded(model: nn.Module) -> ConversionReport:
-    """Fuse a loaded model whose weights are not trained in FP8. Returns its report, a new one if it has none yet.
+    """Fuse a loaded model whose weights are not trained in FP8. Returns its report.
 
-    The head of a base frozen in FP8 is in FP8 if the configuration of its linears says so.
+    One that has a report already was fused while it was loaded (`hf/quantizer.py`).
     """
     report: ConversionReport | None = model.__dict__.get(REPORT)
     if report is None:
         report = report_of(model)
         attach(report, model)
-        fuse_frozen(model, report)
+        fuse_all(model, report)
+    return report
+
+
+def fuse_all(model: nn.Module, report: ConversionReport) -> None:
+    """Fuse products, head and loss of a model whose weights are not trained in FP8.
+
+    The head of a base frozen in FP8 is in FP8 if the configuration of its linears says so.
+    """
+    fuse_frozen(model, report)
     if not fuse_loss(dict(model.named_modules()), report, Frozen(model)):
         report.fused.append(f"nothing fused: {type(model).__name__} is not one of {', '.join(match.FAMILIES)}")
-    return report
 
 
 def choose_products(model: nn.Module) -> str:
