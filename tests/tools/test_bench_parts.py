@@ -147,7 +147,7 @@ def test_contenders():
     ]
     found, reasons = names(bdh(), against=AGAINST)
     assert found == ["bf16-eager", "bf16-compiled", "octavo delayed", "octavo delayed fused"]
-    assert set(reasons) == {"octavo-bf16", "torchao", "torchao-row", "te", "unsloth"}
+    assert set(reasons) == {"octavo-bf16", "torchao", "torchao-row", "te", "unsloth", "peft"}
 
 
 @pytest.mark.parametrize(
