@@ -18,7 +18,7 @@ from octavo.tools.bench.prepared_model import PreparedModel
 from octavo.tools.bench.result import missing_row, new_row
 from octavo.tools.bench.table import workload_markdown
 from octavo.tools.bench.timing import StepClock
-from octavo.tools.bench.worker import serve
+from octavo.tools.bench.worker import Worker, serve
 from octavo.tools.bench.workload import LENGTHS, Workload, make_batches, make_documents
 from octavo.tools.bench.workload_result import add_workload_figures, describe_batches
 
@@ -121,7 +121,7 @@ def test_padded_batches(bench, tmp_path):
         (turn,) = row["turns"]
         assert len(turn["times"]) == 4 and row["check"]["cosine"] > 0.95 and not row["compile"]
         assert figures["tokens_per_s"] == pytest.approx(tokens / sum(turn["times"]))
-        assert figures["slowest_s"] == turn["times"][3]
+        assert figures["slowest_s"] == turn["times"][3] and figures["whole_s"] > figures["total_s"]
         assert figures["loss"] == pytest.approx(rows["bf16-eager"]["figures"]["loss"], rel=2e-3)
         assert turn["padded_calls"] == {}
     assert rows["octavo-bf16"]["check"]["cosine"] > 0.999
@@ -210,9 +210,26 @@ def test_a_worker_is_told_its_workload():
     assert checked["tokens"] == make_batches(case, PADDED, 1)[0].size
 
 
+@pytest.mark.parametrize(("kind", "rows"), [("octavo-bf16", [(1, 64)]), ("bf16", [(4, 42)])])
+def test_layers_start_with_the_shapes_that_they_are_timed_with(monkeypatch, kind, rows):
+    """Ours see real tokens alone, and that only if they are asked for a loss."""
+    seen = []
+    build = PreparedModel._prepare
+
+    def prepare(self, contender):
+        build(self, contender)
+        mlp = self.model.model.layers[0].mlp.down_proj
+        mlp.register_forward_pre_hook(lambda _, args: seen.append(tuple(args[0].shape[:-1])))
+
+    monkeypatch.setattr(PreparedModel, "_prepare", prepare)
+    monkeypatch.setattr("octavo.decoders.ragged.is_watched", lambda _decoder: "")
+    Worker(preset("tiny"), Contender("x", kind, False), PADDED).start()
+    assert seen == rows
+
+
 def made_up(name: str, times: list[float], gib: float, optimizer: str | None = None, kind: str = "bf16") -> dict:
     row = new_row(Contender(name, kind, name != "bf16-eager", optimizer=optimizer))
-    row["turns"] = [{"times": times, "peak_bytes": int(gib * 2**30), "loss": 11.8, "padded_calls": {}}]
+    row["turns"] = [{"times": times, "whole_s": 20.0, "peak_bytes": int(gib * 2**30), "loss": 11.8, "padded_calls": {}}]
     return row
 
 

@@ -16,7 +16,8 @@ from octavo.training.errors import UserError
 
 BASELINE = "bf16-compiled"
 OWN_BASELINE = "octavo-bf16"
-AGAINST = ("bf16-eager", BASELINE, OWN_BASELINE, "torchao", "torchao-row", "te", "unsloth", "peft")
+PEERS = ("bf16-eager", BASELINE, OWN_BASELINE, "torchao")  # of a workload, unless the user says
+AGAINST = (*PEERS, "torchao-row", "te", "unsloth", "peft")
 EXTRAS = ("fp8-head", "wgrad-channel", "graphs", "fp8-activations", "weights-only")
 STEP_EXTRAS = ("in-backward", "offload-optimizer", "offload-master")  # for whole steps: see `octavo.optim`
 OURS = ("octavo", "octavo-bf16", "octavo-fused")
@@ -74,7 +75,7 @@ def default_against(case: Case, workload: str) -> tuple[str, ...]:
     """Return what Octavo is compared with unless the user says."""
     if workload == FIXED:
         return tuple(name for name in AGAINST if name != "peft")
-    return (*AGAINST[:4], *(["peft"] if case.frozen else []))
+    return (*PEERS, "peft") if case.frozen else PEERS
 
 
 def make_contenders(

@@ -40,6 +40,7 @@ class PreparedModel:
         self, case: Case, contender: Contender, layers: int | None = None, workload: Workload | None = None
     ) -> None:
         self._workload = workload
+        self._without_padding = workload is not None and contender.kind in OURS
         self.case = replace(case, layers=case.layers if layers is None else layers)
         self.model: Any = self.case.family.build(self.case)
         self._storages: list[tuple[torch.UntypedStorage, int]] = []
@@ -200,7 +201,9 @@ class PreparedModel:
         whole is another graph at another depth: nothing to prepare.) The gradient that comes in is not the
         loss's, so scaling histories are spoiled: a prepared model is of no use after it.
         """
-        if self.case.family.compiles_layers:
+        if self._without_padding:  # known only where the loss is asked for, too; it comes in chunks
+            self.step()
+        elif self.case.family.compiles_layers:
             with self.context:
                 inputs = {name: x for name, x in self.inputs.items() if name != "labels"}
                 hidden = self._plain.base_model(**inputs, use_cache=False).last_hidden_state

@@ -29,6 +29,8 @@ class WorkerProcess:
             "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads would take cores from the worker being timed
             "TORCHINDUCTOR_COMPILE_THREADS": str(max(2, (os.cpu_count() or 2) // workers)),
             **os.environ,
+            # The Trainer would spread its batches over all GPUs; what is timed is one.
+            "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0],
         }
         self._process = subprocess.Popen(
             [sys.executable, "-m", "octavo.tools.bench.worker"],

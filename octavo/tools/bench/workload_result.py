@@ -37,6 +37,7 @@ def add_workload_figures(rows: Sequence[dict[str, Any]], tokens: Sequence[int]) 
         row["figures"] = {
             "tokens_per_s": sum(tokens) / sum(times),
             "total_s": sum(times),
+            "whole_s": turn["whole_s"],  # with the warm-up
             "step_s": statistics.median(times),
             "slowest_s": max(times[SETTLED:] or times),
             "peak_gib": None if turn["peak_bytes"] is None else turn["peak_bytes"] / GIB,
