@@ -121,9 +121,9 @@ def bench(
     if optimizer is not None and (gemm or kernels):
         part = "--gemm" if gemm else "--kernels"
         raise UserError(f"--optimizer {optimizer}: is of whole steps, and {part} times parts of one; leave one out")
-    part = "gemm" if gemm else "kernels" if kernels else "step"
-    if workload != FIXED and part != "step":
-        raise UserError(f"--workload {workload}: is of whole steps, and --{part} times parts of one; leave one out")
+    kind = "gemm" if gemm else "kernels" if kernels else "step"
+    if workload != FIXED and kind != "step":
+        raise UserError(f"--workload {workload}: is of whole steps, and --{kind} times parts of one; leave one out")
     try:
         batches = make_workload(workload, lengths, rounds)
         case = make_case(
@@ -152,7 +152,7 @@ def bench(
         )
         steps = (5 if batches is None else 24) if steps is None else steps
         rounds = 3 if rounds is None else rounds
-        request = BenchRequest(part, case, contenders, reasons, rounds, steps, warmup, batches)
+        request = BenchRequest(kind, case, contenders, reasons, rounds, steps, warmup, batches)
     except ValueError as error:
         raise UserError(str(error)) from error
     run_request(request, out=out, command=["octavo", *sys.argv[1:]], console=Console())

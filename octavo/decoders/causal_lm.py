@@ -4,15 +4,14 @@ While training with labels, the model returns the loss and no logits. Every othe
 without labels, without gradients, with a cache that is being filled, with a loss that is not the default.
 """
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from octavo.decoders import attention, graphs, ragged
-from octavo.decoders.classes import HEAD, PADDED
+from octavo.decoders.backbone import POSITIONAL, hidden_states
+from octavo.decoders.classes import HEAD
 from octavo.decoders.hooks import is_hooked
 from octavo.decoders.match import has_default_loss
 from octavo.nn.loss import FP8Head, linear_cross_entropy
@@ -20,8 +19,6 @@ from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 from octavo.numerics.config import Recipe
 from octavo.numerics.cross_entropy import IGNORED
 
-_POSITIONAL = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds")  # in this order
-_OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 # Arguments of causal models that transformers' default loss takes as we do, or has no use for.
 _INPUTS = {
     "input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "labels", "use_cache",
@@ -33,7 +30,7 @@ _INPUTS = {
 
 def add_head(model: nn.Module, config: FP8TrainingConfig | None, scaling: FP8ScalingManager | None) -> None:
     """Give a model what `causal_lm_forward` needs: a head in FP8 if the configuration says so, else none."""
-    head = rows = None
+    head = states = None
     if config is not None and config.fp8_head:
         assert scaling is not None
         recipe = head_recipe(config)
@@ -44,10 +41,10 @@ def add_head(model: nn.Module, config: FP8TrainingConfig | None, scaling: FP8Sca
             fast_forward=config.fast_accumulation != "none",
             fast_backward=config.fast_accumulation == "all",
         )
-        rows = tuple(
+        states = tuple(
             scaling.register(f"lm_head.{operand}", r.format, r.margin) for operand, r in (("x", head.x), ("w", head.w))
         )
-    model.__dict__[HEAD] = (head, rows)
+    model.__dict__[HEAD] = (head, states)
 
 
 def head_recipe(config: FP8TrainingConfig) -> Recipe:
@@ -65,11 +62,11 @@ def nothing_is_trained(name: str) -> str:
 
 
 def causal_lm_forward(self: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    named = dict(zip(_POSITIONAL, args, strict=False)) | kwargs
-    keep = kwargs.get("logits_to_keep", 0)
+    named = dict(zip(POSITIONAL, args, strict=False)) | kwargs
+    logits_to_keep = kwargs.get("logits_to_keep", 0)
     plain = type(self.lm_head) is nn.Linear and not is_hooked(self.lm_head)
-    plain = plain and not named.get("past_key_values") and len(args) <= len(_POSITIONAL)
-    whole = isinstance(keep, int) and keep == 0 and kwargs.get("return_dict") is not False
+    plain = plain and not named.get("past_key_values") and len(args) <= len(POSITIONAL)
+    whole = isinstance(logits_to_keep, int) and logits_to_keep == 0 and kwargs.get("return_dict") is not False
     usual = plain and whole and _is_default_loss(self, kwargs)
     labels = kwargs.get("labels")
     if labels is None or not self.training or not torch.is_grad_enabled() or not usual:
@@ -81,12 +78,12 @@ def causal_lm_forward(self: Any, original: Callable[..., Any], *args: Any, **kwa
     count, shifted = named.get("num_items_in_batch"), named.get("shift_labels")
     if shifted is None:
         shifted = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
-    hidden, outputs, shifted = _hidden_states(self, named, shifted)
-    head, rows = getattr(self, HEAD)
+    hidden, outputs, shifted = hidden_states(self, named, shifted)
+    head, states = getattr(self, HEAD)
     if not hidden.requires_grad and not self.lm_head.weight.requires_grad:
         raise ValueError(nothing_is_trained(type(self).__name__))
     loss = linear_cross_entropy(
-        hidden, self.lm_head.weight, shifted.to(hidden.device), count=count, head=head, rows=rows
+        hidden, self.lm_head.weight, shifted.to(hidden.device), count=count, head=head, states=states
     )
     output: Any = CausalLMOutputWithPast  # its fields are annotated with legacy tensor classes
     return output(
@@ -96,63 +93,6 @@ def causal_lm_forward(self: Any, original: Callable[..., Any], *args: Any, **kwa
         hidden_states=getattr(outputs, "hidden_states", None),
         attentions=getattr(outputs, "attentions", None),
     )
-
-
-def _hidden_states(model: Any, kwargs: dict[str, Any], labels: Tensor) -> tuple[Tensor, Any, Tensor]:
-    """The last hidden states, the decoder's other outputs, and the labels of those states.
-
-    Other outputs are None where a CUDA graph is replayed. Without padding, states and labels are those of real tokens.
-    """
-    kwargs = {"use_cache": False} | kwargs  # a cache is of no use in training, and k and v would be copied into it
-    layout = _layout(model, kwargs, labels)
-    if layout.why_padded:
-        note_padded(model, layout.why_padded)
-    elif layout.ragged is not None:
-        return *_flat_hidden_states(model, kwargs, layout.ragged), layout.ragged.gather_ids(labels, rest=IGNORED)
-    elif layout.is_plain:
-        kwargs = {name: value for name, value in kwargs.items() if name not in _OFFSETS}
-        kwargs["attention_mask"] = attention.plainly_causal(model.lm_head.weight)
-    hidden = graphs.replayed(model, kwargs)
-    if hidden is not None:
-        return hidden, None, labels
-    outputs = model.model(**kwargs)
-    return outputs.last_hidden_state, outputs, labels
-
-
-def _layout(model: Any, kwargs: dict[str, Any], labels: Tensor) -> ragged.Layout:
-    """The sequences of a batch, and whether its layers may see them without padding."""
-    mask, positions, offsets = (kwargs.get(name) for name in ("attention_mask", "position_ids", "cu_seq_lens_q"))
-    if mask is None and positions is None and offsets is None:
-        return ragged.Layout(is_plain=not ragged.why_not_plain(model.config))
-    reason = ragged.why_padded(model, kwargs)
-    tokens = kwargs.get("input_ids") if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
-    if reason or tokens is None:
-        return ragged.Layout(why_padded=reason, is_plain=False)
-    device = model.get_input_embeddings().weight.device
-    return ragged.layout_of(tokens.shape[:2], mask, positions, offsets, labels, device)
-
-
-def _flat_hidden_states(model: Any, kwargs: dict[str, Any], batch: ragged.Ragged) -> tuple[Tensor, Any]:
-    """The last hidden states of real tokens, and the decoder's other outputs."""
-    ids, embeddings, positions = (kwargs.get(name) for name in ("input_ids", "inputs_embeds", "position_ids"))
-    if embeddings is None:
-        assert ids is not None
-        embeddings = batch.embed(model.get_input_embeddings(), ids)
-        shape = ids.shape
-    else:
-        shape = embeddings.shape[:2]
-        embeddings = batch.gather(embeddings)
-    if positions is None:
-        positions = torch.arange(shape[1], device=embeddings.device)[None]
-    given = {name: value for name, value in kwargs.items() if name not in _POSITIONAL}
-    given |= batch.keywords()
-    outputs = model.model(
-        inputs_embeds=embeddings,
-        attention_mask=attention.plainly_causal(embeddings),
-        position_ids=batch.gather_ids(positions.expand(shape), rest=0),
-        **given,
-    )
-    return outputs.last_hidden_state, outputs
 
 
 def _told_apart(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -165,11 +105,6 @@ def _told_apart(kwargs: dict[str, Any]) -> dict[str, Any]:
     if "use_cache" in kwargs or decided or not isinstance(positions, Tensor) or positions.dim() != 2:
         return {}
     return {"use_cache": False} if bool((positions.diff(dim=1) != 1).any()) else {}
-
-
-def note_padded(model: nn.Module, reason: str) -> None:
-    """Count a call that computes padding."""
-    model.__dict__.setdefault(PADDED, Counter())[reason] += 1
 
 
 def _is_default_loss(model: Any, kwargs: dict[str, Any]) -> bool:

@@ -17,6 +17,7 @@ from octavo.nn.linear import change_class
 
 ORIGINAL = "_octavo_original"  # in a fused module: the class that it had
 HEAD = "_octavo_head"  # in a fused causal language model: its FP8 head, and that head's scaling state
+CAUSAL = "_octavo_causal"  # in its decoder: the fused causal language model
 PADDED = "_octavo_padded"  # in a fused causal language model: how many calls computed padding, by reason
 
 
@@ -35,7 +36,7 @@ def give_class_back(module: nn.Module) -> bool:
     original = module.__dict__.pop(ORIGINAL, None)
     if original is not None:
         change_class(module, original)
-        for name in (HEAD, PADDED):
+        for name in (HEAD, PADDED, CAUSAL):
             module.__dict__.pop(name, None)
     return original is not None
 

@@ -315,18 +315,18 @@ class _Recorded:
 def _in_place_of(module: nn.Module, old: Sequence[nn.Parameter], new: Sequence[nn.Parameter]) -> Iterator[None]:
     """Give modules the new Parameters in the place of the old ones, until the block ends."""
     other = dict(zip(map(id, old), new, strict=True))
-    places = [
+    replaced = [
         (parameters, name, p)
         for parameters in (m._parameters for m in module.modules())
         for name, p in parameters.items()
         if id(p) in other
     ]
     try:
-        for parameters, name, p in places:
+        for parameters, name, p in replaced:
             parameters[name] = other[id(p)]
         yield
     finally:
-        for parameters, name, p in places:
+        for parameters, name, p in replaced:
             parameters[name] = p
 
 

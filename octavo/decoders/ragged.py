@@ -57,6 +57,13 @@ class Ragged:
         rest = self.rows - len(flat)
         return (pad(flat, (*(0, 0) * (flat.dim() - 1), 0, rest), value=value) if rest else flat)[None]
 
+    def scatter(self, flat: Tensor, shape: Sequence[int]) -> Tensor:
+        """Values `[1, rows, H]` of the real tokens, where those are in a batch `[B, S, H]`; zeros elsewhere."""
+        batch, length = shape
+        values = flat[0, : len(self.index)]
+        whole = values.new_zeros(batch * length, values.shape[1])
+        return whole.index_copy(0, self.index.to(values.device), values).unflatten(0, (batch, length))
+
     def keywords(self) -> dict[str, Any]:
         """The offsets under the names that transformers passes on to attention."""
         return {
@@ -82,13 +89,14 @@ def layout_of(
     mask: Tensor | None,
     positions: Tensor | None,
     offsets: Tensor | None,
-    labels: Tensor,
+    labels: Tensor | None,
     device: torch.device,
 ) -> Layout:
     """Find the sequences of a batch `[B, S]`.
 
     `mask`: one for real tokens; `positions` that restart where a sequence begins; `offsets` where they begin, for a
-    batch of one row; `labels`, already shifted. `device`: where the result is to be.
+    batch of one row; `labels`, already shifted, or None if padding is known
+    to have none. `device`: where the result is to be.
     """
     batch, length = shape
     for name, given in (("attention_mask", mask), ("position_ids", positions)):
@@ -101,7 +109,11 @@ def layout_of(
     begins = (index // length).diff() != 0
     if (index.diff()[~begins] != 1).any():
         return Layout(why_padded="attention_mask leaves out tokens within a row")
-    if mask is not None and _trains_padding(labels.reshape(batch, length), mask.bool().to(labels.device)):
+    if (
+        mask is not None
+        and labels is not None
+        and _trains_padding(labels.reshape(batch, length), mask.bool().to(labels.device))
+    ):
         return Layout(why_padded=f"padding has labels other than {IGNORED}")
     if positions is not None:
         moves = positions.cpu().expand(batch, length).flatten()[index].diff()

@@ -75,8 +75,8 @@ class Report:
     @property
     def emulation(self) -> str:
         """Whether FP8 is emulated where the model is now, and why; empty if it runs on tensor cores."""
-        rows = self.scaling.states if self.scaling is not None and self.in_fp8 else ()
-        return emulation_on(rows[0].device, self.emulate) if rows else ""
+        states = self.scaling.states if self.scaling is not None and self.in_fp8 else ()
+        return emulation_on(states[0].device, self.emulate) if states else ""
 
     def summary(self) -> str:
         counts = f"{self.title}: {len(self.in_fp8)} of {len(self)} in FP8"

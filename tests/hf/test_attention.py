@@ -87,9 +87,9 @@ def both(family="Llama", **changes):
 )
 def test_plain_training_runs_on_cudnn(family, changes, calls):
     reference, model = both(family, **changes)
-    found = run(model, **batch())
+    actual = run(model, **batch())
     assert len(calls) == 2  # one a layer
-    assert_same(found, run(reference, **batch()))
+    assert_same(actual, run(reference, **batch()))
 
 
 @pytest.mark.parametrize("changes", [{"attention_dropout": 0.5}, {"head_dim": 136}, {"head_dim": 20}], ids=str)
@@ -112,6 +112,17 @@ def test_masks_and_packed_rows_run_on_flash_attention(calls, flash_calls):
     for each in (inputs, packed()):
         assert_same(run(model, **each), run(reference, **each | {"use_cache": False}))
     assert not calls and flash_calls[:2] == 2 * [[0, 21, 36, 57, 64]] and len(flash_calls) == 4
+
+
+def test_a_given_mask_runs_elsewhere(calls, flash_calls):
+    """Logits are asked for, so padding is computed, with a mask of transformers' making."""
+    reference, model = both()
+    ids = batch()["input_ids"]
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    actual, expected = (each(ids, attention_mask=mask).logits for each in (model, reference))
+    torch.testing.assert_close(actual[mask == 1], expected[mask == 1], rtol=1e-4, atol=1e-4)
+    assert not calls and not flash_calls
 
 
 def test_windows_run_on_flash_attention(calls, flash_calls):
@@ -159,8 +170,8 @@ def test_a_filled_cache_runs_elsewhere(calls):
 def test_one_token_at_a_time(calls):
     reference, model = both()
     prompt = batch()["input_ids"][:, :7]
-    found = [each.eval().generate(prompt, max_new_tokens=5, do_sample=False) for each in (reference, model)]
-    assert torch.equal(*found)
+    actual = [each.eval().generate(prompt, max_new_tokens=5, do_sample=False) for each in (reference, model)]
+    assert torch.equal(*actual)
     assert {shape[2] for shape in calls} <= {7}
 
 

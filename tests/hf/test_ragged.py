@@ -7,7 +7,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from octavo import FastLanguageModel, FP8TrainingConfig, convert_to_fp8
-from octavo.decoders import forwards, ragged
+from octavo.decoders import backbone, forwards, ragged
 
 FAMILIES = {
     "Llama": {},
@@ -62,8 +62,8 @@ def one_by_one(model, parts):
     return total, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def assert_same(found, expected, tolerance=2e-5):
-    (loss, gradients), (expected_loss, expected_gradients) = found, expected
+def assert_same(actual, expected, tolerance=2e-5):
+    (loss, gradients), (expected_loss, expected_gradients) = actual, expected
     assert abs(loss - expected_loss) <= 1e-5 * abs(expected_loss)
     for name, gradient in expected_gradients.items():
         assert (gradients[name] - gradient).norm() <= tolerance * gradient.norm() + 1e-9, name
@@ -118,8 +118,8 @@ def test_layers_see_real_tokens_alone(shapes):
 def test_few_numbers_of_rows(tokens, rows):
     mask = torch.zeros(2, 9000, dtype=torch.int64)
     mask[1, :tokens] = 1
-    found = ragged.layout_of((2, 9000), mask, None, None, torch.full((2, 9000), -100), torch.device("cpu")).ragged
-    assert found.rows == rows and len(found.index) == tokens and found.offsets[-1] == rows
+    actual = ragged.layout_of((2, 9000), mask, None, None, torch.full((2, 9000), -100), torch.device("cpu")).ragged
+    assert actual.rows == rows and len(actual.index) == tokens and actual.offsets[-1] == rows
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "channel", "block", "mx"])
@@ -147,6 +147,14 @@ def test_a_row_of_padding_and_packed_rows_with_padding():
     mask = torch.ones_like(inputs["input_ids"])
     mask[:, -7:] = 0
     assert_same(run(model, **inputs, attention_mask=mask), expected)
+    assert model.octavo_report.padded == {}
+
+
+def test_a_mask_by_position():
+    reference, model = both()
+    inputs = padded(sequences(), "left")
+    args = inputs.pop("input_ids"), inputs.pop("attention_mask")
+    torch.testing.assert_close(model(*args, **inputs).loss, one_by_one(reference, sequences())[0])
     assert model.octavo_report.padded == {}
 
 
@@ -204,9 +212,9 @@ def test_calls_that_need_padding_have_it_and_are_counted(shapes):
         ({"labels": inputs["input_ids"]}, "padding has labels other than -100"),
     ):
         expected = reference(**inputs | change)
-        found = model(**inputs | change)
-        torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=1e-5)
-        assert (found.hidden_states is None) == (expected.hidden_states is None)
+        actual = model(**inputs | change)
+        torch.testing.assert_close(actual.loss, expected.loss, rtol=1e-5, atol=1e-5)
+        assert (actual.hidden_states is None) == (expected.hidden_states is None)
         assert any(reason in line and "1 calls" in line for line in model.octavo_report.to_dict()["fused"])
     holes = inputs["attention_mask"].clone()
     holes[2, 3] = 0
@@ -225,6 +233,37 @@ def test_evaluation_tells_packed_rows_apart():
     reference, model = both()
     expected = one_by_one(reference, sequences())[0]
     with torch.no_grad():
-        found = model.eval()(**packed(sequences()))
+        actual = model.eval()(**packed(sequences()))
         logits = model(**{name: x for name, x in packed(sequences()).items() if name != "labels"}).logits
-    assert abs(found.loss - expected) < 1e-5 * expected and torch.equal(found.logits, logits)
+    assert abs(actual.loss - expected) < 1e-5 * expected and torch.equal(actual.logits, logits)
+
+
+@pytest.mark.parametrize("inputs", [padded(sequences()), padded(sequences(), "left"), packed(sequences())])
+def test_trl_gets_hidden_states_without_padding(inputs, monkeypatch):
+    """Its trainers replace the model's forward, call the layers themselves, and compute the loss from their output."""
+    from trl.trainer.utils import add_fused_lm_head
+
+    reference, model = both()
+    expected = one_by_one(reference, sequences())
+    labels = inputs["labels"].clone()
+    if "attention_mask" in inputs:  # the first token of a row is not trained where that is padded on the left, either
+        starts = inputs["attention_mask"].diff(dim=1, prepend=torch.zeros(len(labels), 1, dtype=torch.int64)) == 1
+        labels[starts] = -100
+    add_fused_lm_head(model)
+    seen = []
+    monkeypatch.setattr(backbone, "_flat", lambda *args, flat=backbone._flat: (seen.append(1), flat(*args))[1])
+    count = sum(length - 1 for length in LENGTHS)
+    assert_same(run(model, **inputs | {"labels": labels}, fused_lm_head=True, num_items_in_batch=count), expected)
+    assert seen == [1]
+    with torch.no_grad():
+        model.eval()(**inputs, fused_lm_head=True)
+    assert seen == [1, 1]
+
+
+def test_a_loss_of_ones_own_has_padding():
+    """Nobody knows what it does with the states of padding: they are those of transformers."""
+    reference, model = both()
+    inputs = padded(sequences())
+    del inputs["labels"]
+    actual, expected = (each(**inputs).logits for each in (model, reference))
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)

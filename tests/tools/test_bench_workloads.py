@@ -93,14 +93,14 @@ def test_batches_come_from_the_seed(workload):
 
 def test_padding_and_new_lengths_are_counted():
     batches = make_batches(preset("tiny"), PADDED, 8)
-    found = describe_batches([*batches[:4], *batches[2:4], *batches[6:]], 2)
+    actual = describe_batches([*batches[:4], *batches[2:4], *batches[6:]], 2)
     timed = [*batches[2:4], *batches[2:4], *batches[6:]]
     real = sum(int(batch.inputs["attention_mask"].sum()) for batch in timed)
-    assert found["tokens"] == real
-    assert found["padding"] == pytest.approx(1 - real / sum(b.inputs["labels"].numel() for b in timed))
+    assert actual["tokens"] == real
+    assert actual["padding"] == pytest.approx(1 - real / sum(b.inputs["labels"].numel() for b in timed))
     lengths = [batch.inputs["input_ids"].shape[1] for batch in batches]
-    assert found["batches"] == [[4, batch.inputs["input_ids"].shape[1]] for batch in timed]
-    assert found["new_lengths"] == len({*lengths[2:4], *lengths[6:]} - set(lengths[:2]))
+    assert actual["batches"] == [[4, batch.inputs["input_ids"].shape[1]] for batch in timed]
+    assert actual["new_lengths"] == len({*lengths[2:4], *lengths[6:]} - set(lengths[:2]))
 
 
 def test_padded_batches(bench, tmp_path):
@@ -285,15 +285,15 @@ def test_ours_are_compiled_only_if_asked():
     options = {"recipes": ["delayed"], "head": "bf16", "wgrad": "recipe"}
     case = preset("tiny")
     against = [name for name in default_against(case, "padded") if name != "torchao"]
-    found, _ = make_contenders(case, **options, against=against, compile=True, compile_ours=False, workload="padded")
-    assert {c.name: c.compile for c in found} == {
+    actual, _ = make_contenders(case, **options, against=against, compile=True, compile_ours=False, workload="padded")
+    assert {c.name: c.compile for c in actual} == {
         "bf16-eager": False,
         "bf16-compiled": True,
         "octavo-bf16": False,
         "octavo delayed": False,
     }
-    found, _ = make_contenders(case, **options, against=["octavo-bf16"], compile=True, workload="padded")
-    assert all(contender.compile for contender in found)
+    actual, _ = make_contenders(case, **options, against=["octavo-bf16"], compile=True, workload="padded")
+    assert all(contender.compile for contender in actual)
     assert "peft" not in default_against(case, "fixed") and "te" in default_against(case, "fixed")
     assert default_against(preset("tiny", mode="lora"), "packed")[-1] == "peft"
 

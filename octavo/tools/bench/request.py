@@ -25,12 +25,12 @@ RESULTS = Path("benchmarks/results")
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """Request for a benchmark. `part`: the whole `step`, or only `gemm` or `kernels`; other fields are for the step.
+    """Request for a benchmark. `kind`: the whole `step`, or only `gemm` or `kernels`; other fields are for the step.
 
     `workload`: its batches; None if all have one length. It is run once, so it has no rounds.
     """
 
-    part: str
+    kind: str
     case: Case
     contenders: Sequence[Contender]
     reasons: dict[str, str]
@@ -67,9 +67,9 @@ def run_request(request: BenchRequest, *, out: Path | None, command: Sequence[st
 
 
 def _measure(request: BenchRequest, say: Any) -> dict[str, Any]:
-    if request.part == "gemm":
+    if request.kind == "gemm":
         return bench_gemms(request.case)
-    if request.part == "kernels":
+    if request.kind == "kernels":
         return bench_kernels(request.case)
     if request.workload is not None:
         return run_workload_bench(

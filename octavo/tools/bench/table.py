@@ -21,8 +21,8 @@ _WORKLOAD_HEADINGS = (
 
 def markdown(results: Sequence[dict[str, Any]]) -> str:
     """Return one table for each result that timed a step."""
-    parts = [_one(result) for result in results if result["kind"] == "step"]
-    return "\n\n".join(parts)
+    tables = [_one(result) for result in results if result["kind"] == "step"]
+    return "\n\n".join(tables)
 
 
 def workload_markdown(results: Sequence[dict[str, Any]]) -> str:

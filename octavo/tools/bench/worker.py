@@ -6,7 +6,7 @@ further line asks for something and gets one line back:
     {"do": "start"}                 import, and compile a decoder layer (all workers at once)
     {"do": "check"}                 loss and gradient against BF16
     {"do": "load", "warmup": 3}     the whole model, and its first steps
-    {"do": "time", "steps": 5}      timed steps; before and after, the model's memory is given back
+    {"do": "time", "steps": 5}      timed steps; before and after, the model's memory is freed
     {"do": "run", "warmup": 3, "steps": 24}   instead of the last two: the batches of a workload, once
 
 An answer with `error` is the last: the worker then leaves. It also leaves when its input ends, so a parent that was
@@ -128,9 +128,9 @@ def scaling_rates(scaling: FP8ScalingManager | None) -> dict[str, dict[str, floa
 
 def serve(requests: TextIO, answers: TextIO) -> None:
     """Answer requests until the input ends or something fails."""
-    first = json.loads(requests.readline())
-    workload = Workload(**first["workload"]) if first.get("workload") else None
-    worker = Worker(Case.from_dict(first["case"]), Contender(**first["contender"]), workload)
+    setup = json.loads(requests.readline())
+    workload = Workload(**setup["workload"]) if setup.get("workload") else None
+    worker = Worker(Case.from_dict(setup["case"]), Contender(**setup["contender"]), workload)
     commands: dict[str, Callable[..., dict[str, Any]]] = {
         "start": worker.start,
         "check": worker.check,

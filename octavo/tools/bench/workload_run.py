@@ -33,7 +33,7 @@ def run_workload(case: Case, contender: Contender, workload: Workload, *, warmup
         raise FloatingPointError(f"loss {loss} in the last steps: they are not correct ones")
     times = clock.seconds()
     return {
-        "summary": prepared.summary + ("; layers compiled with dynamic=True" if contender.compile else ""),
+        "summary": prepared.summary,
         "times": times,
         "whole_s": time.perf_counter() - start,
         "peak_bytes": clock.peak_bytes(),
