@@ -93,6 +93,9 @@ class Family:
     def check_head(self, case: "Case", head: str) -> None:
         """Refuse a precision that the head cannot have."""
 
+    def check_workload(self, workload: str) -> None:
+        """Refuse a workload that these models cannot be given."""
+
     def check_extras(self, item: str, case: "Case") -> None:
         """Refuse a recipe with extras, such as `block+fp8-head`, where they do not apply."""
 
@@ -132,9 +135,9 @@ class Family:
         report = convert_to_fp8(model, config, precision="fp8", tokens=tokens)
         return nullcontext(), report.scaling, report.summary()
 
-    def loss(self, model: nn.Module, tokens_BT: Tensor) -> Tensor:
-        """Return the loss of predicting each token from those before it."""
-        loss: Tensor = model(input_ids=tokens_BT, labels=tokens_BT, use_cache=False).loss
+    def loss(self, model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Return the loss of predicting each label from the tokens before it."""
+        loss: Tensor = model(**inputs, use_cache=False).loss
         return loss
 
     # Plan

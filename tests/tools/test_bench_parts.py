@@ -147,7 +147,7 @@ def test_contenders():
     ]
     actual, reasons = names(bdh(), against=AGAINST)
     assert actual == ["bf16-eager", "bf16-compiled", "octavo delayed", "octavo delayed fused"]
-    assert set(reasons) == {"octavo-bf16", "torchao", "torchao-row", "te", "unsloth"}
+    assert set(reasons) == {"octavo-bf16", "torchao", "torchao-row", "te", "unsloth", "peft"}
 
 
 @pytest.mark.parametrize(

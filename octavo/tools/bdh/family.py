@@ -65,6 +65,9 @@ class _BDHFamily(Family):
         if head != "bf16":
             raise UserError(f"--head {head}: BDH's head of {case.vocabulary} bytes stays in BF16; leave it out")
 
+    def check_workload(self, workload: str) -> None:
+        raise UserError(f"--workload {workload}: BDH has no attention mask, so no padding; leave it out")
+
     def check_extras(self, item: str, case: Case) -> None:
         name = item.split("+")[0]
         raise UserError(f"--recipe {item}: what follows a + is for decoders; for {case.name} use --recipe {name}")
@@ -94,8 +97,8 @@ class _BDHFamily(Family):
         context = fp8_autocast(config, model=model)
         return context, context.scaling, "BDH's own code under fp8_autocast"
 
-    def loss(self, model: nn.Module, tokens_BT: Tensor) -> Tensor:
-        loss: Tensor = model(tokens_BT, tokens_BT)[1]
+    def loss(self, model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
+        loss: Tensor = model(inputs["input_ids"], inputs["labels"])[1]
         return loss
 
     def check_request(self, request: Request) -> None:
