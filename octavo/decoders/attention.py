@@ -5,6 +5,7 @@ On one H200, 4 × 2048 tokens, 32 heads over 8 of 128: cuDNN 1.21 ms forward and
 a registered attention function, which the model's configuration names.
 """
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -32,6 +33,16 @@ def register() -> None:
 
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def attention_of(config: Any) -> Callable[..., Any] | None:
+    """The function by which a model attends; None for one that its own module has (`eager`)."""
+    if config._attn_implementation == NAME:
+        return attention
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    found: Callable[..., Any] | None = ALL_ATTENTION_FUNCTIONS.get(config._attn_implementation)
+    return found
 
 
 def attention(

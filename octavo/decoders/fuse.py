@@ -17,9 +17,16 @@ from torch import nn
 from octavo.decoders import attention, graphs, match
 from octavo.decoders.causal_lm import add_head, causal_lm_forward, head_recipe
 from octavo.decoders.classes import give_class_back, is_fused, take_class
-from octavo.decoders.forwards import attention_forward, joins_norm, layer_forward, mlp_forward, norm_forward
+from octavo.decoders.forwards import (
+    attention_forward,
+    joins_norm,
+    joins_norms,
+    layer_forward,
+    mlp_forward,
+    norm_forward,
+)
 from octavo.decoders.hooks import is_hooked
-from octavo.decoders.match import GATE_UP, MLP, NORMS, QKV, base_of
+from octavo.decoders.match import GATE_UP, HEAD_NORMS, MLP, NORMS, QKV, base_of
 from octavo.decoders.products import why_no_frozen_mlp
 from octavo.nn import cost_model
 from octavo.nn.frozen import FP8FrozenLinear
@@ -30,7 +37,7 @@ from octavo.nn.report import FP8, REPORT, ConversionReport, dtype_name
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 
 # Children of fused modules that those do not call, but compute themselves.
-_PARTS = (*QKV, "o_proj", *MLP, "act_fn", "lm_head", "self_attn", "mlp", *NORMS)
+_PARTS = (*QKV, *HEAD_NORMS, "o_proj", *MLP, "act_fn", "lm_head", "self_attn", "mlp", *NORMS)
 _JOINED = "norms with the products that follow them"
 _APART = "norms apart from the products that follow them: those have several scales for x"
 
@@ -171,10 +178,13 @@ def fuse_products(modules: Mapping[str, nn.Module], report: ConversionReport, we
     layers: list[Any] = [module for module in modules.values() if match.is_layer(module)]
     layers = [layer for layer in layers if is_fused(layer.self_attn) or is_fused(layer.mlp)]
     apart = weights.why_norms_apart()
+    for layer in layers:
+        take_class(layer, layer_forward)
     if apart is None:
-        for layer in layers:
-            take_class(layer, layer_forward)
         counts[_JOINED] = len(layers)
+    if any(is_fused(module) for module in modules.values()):
+        for norm in filter(match.is_shifted_norm, modules.values()):
+            take_class(norm, norm_forward)  # those of layers that keep their own forward
     report.fused += [f"{what} ({count})" for what, count in counts.items() if count]
     if apart and layers:
         report.fused.append(apart)
@@ -271,7 +281,7 @@ def called_alone(model: nn.Module) -> list[str]:
     """The names of modules whose hooks keep a fused piece from being used."""
     names = []
     for name, module in model.named_modules():
-        for part in _PARTS if is_fused(module) else ():
+        for part in _parts_of(module) if is_fused(module) else ():
             child = module._modules.get(part)
             inner = child.named_modules(prefix=f"{name}.{part}".lstrip(".")) if child is not None else ()
             # The parts of a layer with adapters count, too; attention and MLP answer for their own.
@@ -279,6 +289,11 @@ def called_alone(model: nn.Module) -> list[str]:
                 own for own, each in inner if is_hooked(each) and (each is child or part not in ("self_attn", "mlp"))
             ]
     return names
+
+
+def _parts_of(module: nn.Module) -> tuple[str, ...]:
+    """Children that this fused module does not call; attention and MLP are called where norms are apart from them."""
+    return NORMS if match.is_layer(module) and not joins_norms(module) else _PARTS
 
 
 def _fuse_last_norm(model: Any) -> None:

@@ -149,9 +149,8 @@ class _GatedMLP(torch.autograd.Function):
             g, state_g, state_dgate_up, saved, [gate, up], scales[0], state_w, [down], scales[1], state_w_down,
             list(matrices), ctx.call, [*needs, *_any_of(needs_low, ctx.places)], ctx.x_dtype,
         )  # fmt: skip
-        dh, dnorm = back_through(dx, kept, norm_weight, ctx.eps, inverse, needs=(needs_x, needs_norm))
-        if ctx.residual and dh is not None:
-            dh = dh + g
+        along = g if ctx.residual else None
+        dh, dnorm = back_through(dx, kept, norm_weight, ctx.eps, inverse, along, needs=(needs_x, needs_norm))
         gradients: list[Tensor | None] = [None] * ctx.trained
         if needs[1]:
             gradients[:2] = dgate_up.split([gate.shape[0], up.shape[0]])

@@ -49,9 +49,8 @@ class _RMSNorm(torch.autograd.Function):
             return residual if needs_h else None, residual if needs_y else None, None, None, None
         needs = [needs_h or needs_y, needs_weight]
         along = None if residual is None else residual.reshape(h.shape)
-        dh, dweight = ops.norm_gradients(
-            g.reshape(h.shape), h, h.new_empty(0), weight, *ctx.how, inverse, along, needs
-        )  # fmt: skip
+        dx, empty, (eps, shifted) = g.reshape(h.shape), h.new_empty(0), ctx.how
+        dh, dweight = ops.norm_gradients(dx, h, empty, weight, eps, shifted, inverse, along, needs)
         dh = dh.view(g.shape) if needs[0] else dh
         return dh if needs_h else None, dh if needs_y else None, dweight if needs_weight else None, None, None
 
@@ -77,9 +76,15 @@ def normed_again(h: Tensor, weight: Tensor | None, inverse: Tensor | None) -> Te
 
 
 def back_through(
-    dx: Tensor, x: Quantized, weight: Tensor | None, eps: float | None, inverse: Tensor, *, needs: tuple[bool, bool],
-    residual: Tensor | None = None,
-) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    dx: Tensor,
+    x: Quantized,
+    weight: Tensor | None,
+    eps: float | None,
+    inverse: Tensor,
+    residual: Tensor | None,
+    *,
+    needs: tuple[bool, bool],
+) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of h, plus `residual`, and of the norm's weight; x as it was saved, maybe with padding rows.
 
     In high precision, h was saved in its place. Without a norm, dx is the gradient of h.

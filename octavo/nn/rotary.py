@@ -53,7 +53,10 @@ class _Rotary(torch.autograd.Function):
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
         qkv, cos, sin, *weights = ctx.saved_tensors
         needs = list(ctx.needs_input_grad[3:5])
-        grads = (d.reshape(-1, *d.shape[-2:]) for d in (dq, dk, dv))
-        dqkv, *dweights = ops.rotary_backward(*grads, qkv, cos, sin, weights, list(ctx.heads), *ctx.how, needs)
+        dq, dk, dv = (d.reshape(-1, *d.shape[-2:]) for d in (dq, dk, dv))
+        eps, shifted = ctx.how
+        dqkv, *dweights = ops.rotary_backward(
+            dq, dk, dv, qkv, cos, sin, weights, list(ctx.heads), eps, shifted, needs
+        )  # fmt: skip
         found = (d if needed else None for d, needed in zip(dweights, needs, strict=True))
         return dqkv.view(ctx.shape), None, None, *found, None, None

@@ -29,7 +29,6 @@ from octavo.ops.quantize import (
     as_dtype,
     fake_quantize,
     is_high_precision,
-    or_empty,
     pack_scale,
     quantize_group,
     quantize_scaled,
@@ -253,6 +252,11 @@ def first_rows(y: Tensor, rows: int) -> Tensor:
 def empty(like: Tensor, count: int) -> list[Tensor]:
     """Return separate empty tensors: an operator returns tensors, and never one twice."""
     return [like.new_empty(0) for _ in range(count)]
+
+
+def or_empty(x: Tensor | None, like: Tensor) -> Tensor:
+    """Return x, or an empty tensor in its place."""
+    return like.new_empty(0) if x is None else x
 
 
 def separate_scale(q: Quantized, other: Quantized) -> Tensor:

@@ -45,12 +45,12 @@ from octavo.ops.linear import (
     fake_used_scale,
     first_rows,
     input_columns,
+    or_empty,
     padded,
     quantize_gradient,
     quantize_input,
     separate_scale,
 )
-from octavo.ops.quantize import or_empty
 from octavo.ops.register import operator
 from octavo.ops.weight import Weight
 

@@ -91,11 +91,6 @@ def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else x.to(dtype)
 
 
-def or_empty(x: Tensor | None, like: Tensor) -> Tensor:
-    """Return x, or an empty tensor in its place: operators return tensors."""
-    return like.new_empty(0) if x is None else x
-
-
 def fake_quantize(x: Tensor, operand: OperandRecipe, transpose: bool) -> tuple[Tensor, Tensor]:
     """Return empty tensors shaped as a quantised operand and its packed scale."""
     shape = x.mT.shape if transpose else x.shape
