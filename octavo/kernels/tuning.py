@@ -69,6 +69,14 @@ class LinearTile(NamedTuple):
     warps: int
 
 
+class NormTile(NamedTuple):
+    """Whole rows, one at least, in a program of `elements`, a warp for each `per_warp`; `programs` as in `Tile`."""
+
+    elements: int
+    per_warp: int
+    programs: int = 1
+
+
 _WIDEST_ROW = RowTile(32_768, 4096, 16, 1)
 _WIDE_ROWS = (RowTile(8192, 1024, 4, 5), RowTile(16_384, 2048, 8, 2), _WIDEST_ROW)
 _WIDE_FOLDED = (RowTile(8192, 1024, 4, 8), *_WIDE_ROWS[1:])
@@ -209,6 +217,12 @@ class Tuning(NamedTuple):
     # A program walks over one token's logits; then tiles of tokens by logits. Not measured separately.
     cross_entropy: LinearTile = LinearTile(2048, 4)
     cross_entropy_gradient: Tile = Tile(128, 64, warps=4)
+    # RMS norm, the sum of its weight's gradient, and q, k and v with their rotation. Not measured separately.
+    norm: NormTile = NormTile(2048, 1024)
+    norm_backward: NormTile = NormTile(2048, 512, programs=2)
+    norm_sum: Tile = Tile(32, 64, warps=4)
+    rotary: LinearTile = LinearTile(4096, 4)
+    rotary_programs: int = 8  # with norms of heads, for each multiprocessor
     rescale: LinearTile = LinearTile(4096, 8)
     rescale_programs: int = 1056  # 8 for each of 132 multiprocessors
     adamw: LinearTile = LinearTile(1024, 4)  # 512 in 2 warps and 2,048 in 4 or 8 are up to 5 % slower
