@@ -317,15 +317,15 @@ def _build_backward(
     numbers = (m, f, 0.5 / (m * f), seed_of(recipe))
     launches.launch(_backward_rows_kernel, grid, tensors, numbers, constants | _rounding(recipe))
 
-    field, tile = "whole_columns", tuning.whole_columns[along]
+    field, tile, word = "whole_columns", tuning.whole_columns[along], 32
     grid, constants = _arrange(gate_up, m, f, tile)
     kernel: Any = whole_columns_kernel
     constants["BAND"] = tuning.band
     if not constants.pop("EVEN") or dh.dtype != gate_up.dtype or (dh.data_ptr() | gate_up.data_ptr()) % 4:
         kernel = _backward_columns_kernel
-        field, tile = "backward_columns", tuning.backward_columns[along]
+        field, tile, word = "backward_columns", tuning.backward_columns[along], None
         grid, constants = _arrange(gate_up, m, f, tile)
-    check_blocks(f"gated.{field}[{along!r}]", tile, NONE.value, mode_t)
+    check_blocks(f"gated.{field}[{along!r}]", tile, NONE.value, mode_t, word)
     constants |= {"MODE": mode_t, "ACTIVATION": act}
     constants |= _rounding(recipe) | {f"H_{name}": value for name, value in _rounding(recipe_h).items()}
     outs = (columns, scale_t, h, h_scale)

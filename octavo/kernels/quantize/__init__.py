@@ -311,7 +311,7 @@ class _LaunchBuilder:
         grid, constants = self._arrange(self.heights[i], self.b, tile)
         if not constants.pop("EVEN"):
             return False
-        check_blocks(f"quantize.whole_columns[{name!r}]", tile, NONE.value, mode)
+        check_blocks(f"quantize.whole_columns[{name!r}]", tile, NONE.value, mode, word)
         del constants["STAGES"]
         constants |= {"MODE": mode, "WORD": word, "MX_UP": self.recipe.mx_rule == "up"} | _rounding(self.recipe)
         numbers = (r0, end, self.r, self.c, self.b, *self._strides(x), seed_of(self.recipe))

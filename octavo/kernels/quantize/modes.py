@@ -89,11 +89,13 @@ def _tile_field(mode_r: int, mode_c: int, column_amax: bool) -> str:
     return "mx_columns" if mode_c == MX.value else "columns"
 
 
-def check_blocks(field: str, tile: Tile, mode_r: int, mode_c: int) -> None:
+def check_blocks(field: str, tile: Tile, mode_r: int, mode_c: int, word: int | None = None) -> None:
     """Raise if blocks of these modes do not fit the tile that a field of `tuning.py` has.
 
     Kernels find one scale in each row of a tile, or in each column where they write columns: it is as long as a block.
     With mx they find one for each group: it has whole groups. A square block consists of whole tiles.
+    `word`: columns in whole tiles (`columns.py`), where the threads of a column hold as many rows as a word has bits.
+    If a block has as many, a tile has whole blocks.
     """
     for mode, length, side in ((mode_r, tile.columns, "columns"), (mode_c, tile.rows, "rows")):
         if mode in _KNOWN_BEFORE:
@@ -103,7 +105,7 @@ def check_blocks(field: str, tile: Tile, mode_r: int, mode_c: int) -> None:
         if mode in SQUARES:
             fits = group % tile.rows == 0 and group % tile.columns == 0
             needed = f"a block of {group}×{group} consists of whole tiles; both must divide {group}"
-        elif mode == MX.value:
+        elif word == group or (word is None and mode == MX.value):
             fits = length % group == 0
             needed = f"a tile has whole blocks of 1×{group}; its {side} must be a multiple of {group}"
         else:
