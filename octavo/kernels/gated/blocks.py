@@ -317,7 +317,8 @@ def _build_backward(
     numbers = (m, f, 0.5 / (m * f), seed_of(recipe))
     launches.launch(_backward_rows_kernel, grid, tensors, numbers, constants | _rounding(recipe))
 
-    field, tile, word = "whole_columns", tuning.whole_columns[along], 32
+    word: int | None = 32
+    field, tile = "whole_columns", tuning.whole_columns[along]
     grid, constants = _arrange(gate_up, m, f, tile)
     kernel: Any = whole_columns_kernel
     constants["BAND"] = tuning.band
