@@ -6,7 +6,7 @@ from typing import Annotated
 
 from rich.console import Console
 
-from octavo.cli.options import names, option
+from octavo.cli.options import RECIPES, names, option
 from octavo.training.errors import UserError
 
 # These repeat octavo.tools.bench and octavo.optim, which take long to import; a test compares them.
@@ -40,7 +40,7 @@ def bench(
         option(
             "Contenders",
             "--recipe",
-            "delayed, current, channel, block, mx: several by commas; +fp8-head, +wgrad-channel, +graphs and "
+            f"{', '.join(RECIPES)}: several by commas; +fp8-head, +wgrad-channel, +graphs and "
             "+fp8-activations go with one. "
             "With LoRA: block, channel, current; +weights-only multiplies in BF16.",
         ),

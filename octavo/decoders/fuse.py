@@ -29,6 +29,7 @@ from octavo.decoders.forwards import (
 from octavo.decoders.hooks import is_hooked
 from octavo.decoders.match import GATE_UP, HEAD_NORMS, MLP, NORMS, QKV, base_of
 from octavo.decoders.products import why_no_frozen_mlp
+from octavo.kernels.tuning import tuning_for
 from octavo.nn import cost_model
 from octavo.nn.frozen import FP8FrozenLinear
 from octavo.nn.groups import put_together, why_no_group
@@ -254,10 +255,12 @@ def choose_products(model: nn.Module) -> str:
     modules = dict(model.named_modules())
     together = match.outputs_of_groups(modules)
     linears = {name: module for name, module in modules.items() if isinstance(module, FP8FrozenLinear)}
-    reason = cost_model.why_not_frozen(
+    shapes = [
         (linear.in_features, linear.out_features / together.get(name, linear.out_features), linear.out_features)
         for name, linear in linears.items()
-    )
+    ]
+    device = next(linear.weight.device for linear in linears.values())
+    reason = cost_model.why_not_frozen(shapes, tuning_for(device))
     for linear in linears.values():
         linear.fp8_products, linear.chosen_by_cost_model = not reason, True
     return reason

@@ -113,7 +113,15 @@ class _BDHFamily(Family):
     def check_config(self, model: str, config: Mapping[str, Any]) -> None:
         """Accept it: every BDH comes from a preset."""
 
-    def options(self, case: Case, *, compiled: bool, fp8_head: bool, offload: str | None) -> list[Option]:  # noqa: ARG002
+    def options(
+        self,
+        case: Case,  # noqa: ARG002
+        *,
+        compiled: bool,  # noqa: ARG002
+        fp8_head: bool,  # noqa: ARG002
+        offload: str | None,  # noqa: ARG002
+        gpu: Gpu | None,  # noqa: ARG002
+    ) -> list[Option]:
         return plan.bdh_options()
 
     def memory(self, case: Case, option: Option) -> Memory:
@@ -131,7 +139,7 @@ class _BDHFamily(Family):
     def bench_command(self, model: str, case: Case, option: Option, gpu: Gpu) -> str:  # noqa: ARG002
         return ""
 
-    def notes(self, case: Case) -> list[str]:  # noqa: ARG002
+    def notes(self, case: Case, gpu: Gpu | None) -> list[str]:  # noqa: ARG002
         return []
 
     def background(self, case: Case, memories: Sequence[Memory]) -> list[str]:  # noqa: ARG002
