@@ -17,7 +17,7 @@ from torch import nn
 from octavo.decoders import attention, graphs, match, ragged
 from octavo.decoders.backbone import backbone_forward
 from octavo.decoders.causal_lm import add_head, causal_lm_forward, head_recipe
-from octavo.decoders.classes import CAUSAL, PADDED, give_class_back, is_fused, take_class
+from octavo.decoders.classes import CAUSAL, PADDED, Owner, give_class_back, is_fused, take_class
 from octavo.decoders.forwards import attention_forward, joins_norm, layer_forward, mlp_forward, norm_forward
 from octavo.decoders.hooks import is_hooked
 from octavo.decoders.match import GATE_UP, MLP, NORMS, QKV, base_of
@@ -201,7 +201,7 @@ def fuse_loss(modules: Mapping[str, nn.Module], report: ConversionReport, weight
         if _use_fused_attention(model):
             report.fused.append("attention on cuDNN where it applies")
             take_class(model.model, backbone_forward)
-            model.model.__dict__[CAUSAL] = model
+            model.model.__dict__[CAUSAL] = Owner(model)
             if not ragged.why_padded(model, {}):
                 report.fused.append("no padding while training: layers see real tokens alone")
     return bool(models)
@@ -217,18 +217,26 @@ def fuse_frozen(model: nn.Module, report: ConversionReport) -> None:
 
 
 def fuse_loaded(model: nn.Module) -> ConversionReport:
-    """Fuse a loaded model whose weights are not trained in FP8. Returns its report, a new one if it has none yet.
+    """Fuse a loaded model whose weights are not trained in FP8. Returns its report.
 
-    The head of a base frozen in FP8 is in FP8 if the configuration of its linears says so.
+    One that has a report already was fused while it was loaded (`hf/quantizer.py`).
     """
     report: ConversionReport | None = model.__dict__.get(REPORT)
     if report is None:
         report = report_of(model)
         attach(report, model)
-        fuse_frozen(model, report)
+        fuse_all(model, report)
+    return report
+
+
+def fuse_all(model: nn.Module, report: ConversionReport) -> None:
+    """Fuse products, head and loss of a model whose weights are not trained in FP8.
+
+    The head of a base frozen in FP8 is in FP8 if the configuration of its linears says so.
+    """
+    fuse_frozen(model, report)
     if not fuse_loss(dict(model.named_modules()), report, Frozen(model)):
         report.fused.append(f"nothing fused: {type(model).__name__} is not one of {', '.join(match.FAMILIES)}")
-    return report
 
 
 def choose_products(model: nn.Module) -> str:

@@ -20,6 +20,12 @@ RECIPES = {
 BATCHES = [(2, 256), (3, 37), (1, 1025)]
 
 
+@pytest.fixture(autouse=True)
+def one_attention(monkeypatch):
+    """cuDNN from the first call on, so that results which are compared do not come from different kernels."""
+    monkeypatch.setattr("octavo.decoders.attention.CALLS_BEFORE_PLAN", 0)
+
+
 def build(**changes):
     torch.manual_seed(0)
     sizes = {
@@ -76,7 +82,7 @@ def test_eager(name, references):
         report = convert_to_fp8(model, RECIPES[name])
         for _ in range(2):
             assert_close_to(run(model, batch(*size)), references[size], least=0.96 if name == "E5M2" else 0.98)
-        assert len(report.fused) == 4
+        assert len(report.fused) == 5
         assert all(s["saturated"] < 0.01 for s in report.scaling.statistics().values())
 
 

@@ -1,10 +1,15 @@
 """Padded and packed batches: layers compute real tokens alone, and losses and gradients are those of each sequence."""
 
+import copy
+import gc
+import weakref
+
 import pytest
 import torch
 from decoder_cases import build, run
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from trl.trainer.utils import add_fused_lm_head
 
 from octavo import FastLanguageModel, FP8TrainingConfig, convert_to_fp8
 from octavo.decoders import backbone, forwards, ragged
@@ -241,8 +246,6 @@ def test_evaluation_tells_packed_rows_apart():
 @pytest.mark.parametrize("inputs", [padded(sequences()), padded(sequences(), "left"), packed(sequences())])
 def test_trl_gets_hidden_states_without_padding(inputs, monkeypatch):
     """Its trainers replace the model's forward, call the layers themselves, and compute the loss from their output."""
-    from trl.trainer.utils import add_fused_lm_head
-
     reference, model = both()
     expected = one_by_one(reference, sequences())
     labels = inputs["labels"].clone()
@@ -267,3 +270,17 @@ def test_a_loss_of_ones_own_has_padding():
     del inputs["labels"]
     actual, expected = (each(**inputs).logits for each in (model, reference))
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_deleted_model_is_gone_and_a_copy_has_its_own():
+    _, model = both()
+    copied = copy.deepcopy(model)
+    add_fused_lm_head(copied)
+    assert copied.model.__dict__["_octavo_causal"]() is copied
+    gone = weakref.ref(model)
+    gc.disable()
+    try:
+        del model
+        assert gone() is None
+    finally:
+        gc.enable()
