@@ -155,7 +155,8 @@ class PreparedModel:
         dynamic = True if self._workload is not None and not self._without_padding else None
         for layer in decoder_layers(self._plain):
             layer.compile(dynamic=dynamic)
-        self.summary += "; layers compiled" + (" with dynamic=True" if dynamic else "")
+        if self._workload is not None:
+            self.summary += "; layers compiled" + (" with dynamic=True" if dynamic else "")
 
     @property
     def _plain(self) -> Any:
