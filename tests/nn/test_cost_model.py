@@ -11,7 +11,7 @@ from octavo.kernels.tuning import HOPPER, Rates
 from octavo.nn import cost_model
 from octavo.nn.frozen import FP8FrozenLinear
 from octavo.tools.plan.gpus import GPUS
-from octavo.tools.plan.options import options_of, why_wide
+from octavo.tools.plan.options import options_of, why_bf16_products
 from octavo.tools.shapes import make_case
 
 
@@ -64,10 +64,10 @@ def test_a_plan_asks_for_the_width_of_its_gpu(monkeypatch):
     lora = {"config": None, "layers": None, "tokens": None, "seq": None, "seed": 0, "device": "cpu", "force": True}
     case = make_case(preset="135m", mode="lora", **lora)
     h100, ada = GPUS["h100"], GPUS["rtx4090"]
-    assert why_wide(case, None) == why_wide(case, h100) == why_wide(case, ada) != ""
+    assert why_bf16_products(case, None) == why_bf16_products(case, h100) == why_bf16_products(case, ada) != ""
     architectures = [(lowest, SLOW if lowest == (8, 0) else figures) for lowest, figures in tuning.ARCHITECTURES]
     monkeypatch.setattr(tuning, "ARCHITECTURES", tuple(architectures))
-    assert why_wide(case, None) == why_wide(case, h100) != "" and why_wide(case, ada) == ""
+    assert why_bf16_products(case, None) == why_bf16_products(case, h100) != "" and why_bf16_products(case, ada) == ""
     options = {gpu: options_of(case, compiled=True, fp8_head=False, gpu=gpu) for gpu in (h100, ada)}
     assert any(option.wide_products for option in options[h100])
     assert not any(option.wide_products for option in options[ada])
