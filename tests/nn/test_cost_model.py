@@ -55,9 +55,9 @@ def test_a_conversion_asks_for_the_rates_of_its_device(monkeypatch):
 
 def test_a_frozen_base_asks_for_the_width_of_its_device(monkeypatch):
     model = nn.Sequential(FP8FrozenLinear.from_linear(nn.Linear(256, 256), "channel"))
-    assert "but from 750 on" in fuse.choose_products(model) and not model[0].in_fp8
+    assert "but from 750 on" in fuse.choose_products(model) and not model[0].fp8_products
     monkeypatch.setattr(fuse, "tuning_for", lambda _: SLOW)
-    assert fuse.choose_products(model) == "" and model[0].in_fp8
+    assert fuse.choose_products(model) == "" and model[0].fp8_products
 
 
 def test_a_plan_asks_for_the_width_of_its_gpu(monkeypatch):
@@ -69,6 +69,6 @@ def test_a_plan_asks_for_the_width_of_its_gpu(monkeypatch):
     monkeypatch.setattr(tuning, "ARCHITECTURES", tuple(architectures))
     assert why_bf16_products(case, None) == why_bf16_products(case, h100) != "" and why_bf16_products(case, ada) == ""
     options = {gpu: options_of(case, compiled=True, fp8_head=False, gpu=gpu) for gpu in (h100, ada)}
-    assert any(option.wide_products for option in options[h100])
-    assert not any(option.wide_products for option in options[ada])
+    assert any(not option.fp8_products for option in options[h100])
+    assert not any(not option.fp8_products for option in options[ada])
     assert case.family.notes(case, h100) and not case.family.notes(case, ada)
