@@ -23,7 +23,7 @@ from octavo.numerics import FP8ScalingManager
 from octavo.optim import build_optimizer, set_learning_rate
 from octavo.support import require_tensor_cores
 from octavo.training.data import ByteData, get_batch, get_evaluation_batch
-from octavo.training.errors import UserError
+from octavo.training.errors import RunError, UserError
 from octavo.training.run_trainer import RunTrainer, TakenStep
 from octavo.training.settings import DTYPES, TrainSettings
 from octavo.training.trainer import Step
@@ -93,7 +93,8 @@ class Learner:
     def step(self, number: int) -> Step | TakenStep:
         """Take optimiser step `number`, counted from 1; on a GPU, without waiting for it where that is possible."""
         set_learning_rate(self.optimizer, self.settings.learning_rate(number))
-        return self.trainer.take_step(self._batches(number))
+        with _compile_errors():
+            return self.trainer.take_step(self._batches(number))
 
     def _batches(self, number: int) -> Iterator[tuple[Tensor, ...]]:
         """Yield the micro-batches of a step, on the device."""
@@ -174,3 +175,16 @@ class Learner:
         compiled = self.settings.compile and not self.settings.fused
         with self.trainer.autocast(), set_stance("force_eager") if compiled else nullcontext():
             yield
+
+
+@contextmanager
+def _compile_errors() -> Iterator[None]:
+    """Turn an error of `torch.compile` (no compiler on the machine, most often) into one clear line."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not type(error).__module__.startswith(("torch._dynamo.", "torch._inductor.")):
+            raise
+        raise RunError(
+            f"torch.compile failed: {str(error).splitlines()[0]}; train without it, in a run of its own: --no-compile"
+        ) from error

@@ -27,7 +27,7 @@ from torch import Tensor
 from octavo.optim.step_memory import StepMemory, in_words, measure_memory
 from octavo.training.checkpoint import list_checkpoints, load_checkpoint, model_bytes, save_checkpoint
 from octavo.training.data import ByteData, load_data
-from octavo.training.display import Display, why_emulated
+from octavo.training.display import Display, code_of, why_emulated
 from octavo.training.errors import RunError, UserError
 from octavo.training.files import replace_file, write_json
 from octavo.training.learner import Learner, Sample
@@ -163,7 +163,8 @@ def _train_legs(
     if sample is not None:
         write_json(folder / SAMPLE, asdict(sample))
     for leg in legs[1:]:
-        display.say("The same in BF16, for comparison", "bold")
+        code = code_of(leg.settings)
+        display.say(f"The same in BF16{code and ', ' + code}, for comparison", "bold")
         del learner
         learner = _new_learner(leg.settings, data)
         start = _load_newest(leg, learner, display)
@@ -173,7 +174,8 @@ def _train_legs(
 
     write_json(folder / SUMMARY, {name: result.to_dict() for name, result in results.items()})
     display.sample(sample)
-    display.results({name: asdict(result) for name, result in results.items()})
+    emulated = legs[0].settings.precision == "fp8" and bool(why_emulated(legs[0].settings))
+    display.results({name: asdict(result) for name, result in results.items()}, emulated)
     return RunResult(folder, results)
 
 

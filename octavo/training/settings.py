@@ -252,4 +252,5 @@ def _code(precision: str, device: str, shape: BDHConfig, fp8: FP8TrainingConfig)
     if precision != "fp8":
         return {"fused": False, "compile": True}
     native = fp8.emulate is not True and has_fp8_tensor_cores(torch.device(device))
-    return {"fused": native and not why_not_fused(fp8, shape.dropout), "compile": native}
+    has_kernels = fp8.percentile is None and not why_not_fused(fp8, shape.dropout)
+    return {"fused": native and has_kernels, "compile": native}
