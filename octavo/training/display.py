@@ -93,7 +93,7 @@ class Display:
         text = Text.assemble((printable(sample.prompt), "dim"), printable(sample.written))
         self.console.print(Panel(text, title="sample: a held-out line (dim), then the model", title_align="left"))
 
-    def results(self, results: dict[str, dict[str, Any]], emulated: bool) -> None:
+    def results(self, results: dict[str, dict[str, Any]], settings: TrainSettings) -> None:
         table = Table(title="Loss per byte (nats), and speed", title_justify="left")
         peaks = {name: peak_of(result) for name, result in results.items()}
         headings = ["precision", "last 10 % of steps", "held out", "tokens/s", "ms a step", "skipped steps"]
@@ -116,7 +116,7 @@ class Display:
                 if not math.isfinite(ratio):
                     continue  # the table says which of them is not finite
                 self.say(f"FP8's {words} is {abs(ratio):.2%} {'above' if ratio > 0 else 'below'} BF16's", "bold")
-            self.say(compare_speed(results["fp8"], results["bf16"]) + (" (emulated)" if emulated else ""), "bold")
+            self.say(compare_speed(results["fp8"], results["bf16"], settings), "bold")
 
 
 def printable(text: str) -> str:
@@ -141,9 +141,12 @@ def peak_of(result: dict[str, Any]) -> int | None:
     return None if memory is None else memory["peak"]
 
 
-def compare_speed(fp8: dict[str, Any], bf16: dict[str, Any]) -> str:
+def compare_speed(fp8: dict[str, Any], bf16: dict[str, Any], settings: TrainSettings) -> str:
     """Return one sentence with the ratios of speed and, where it was measured, of memory."""
-    text = f"FP8 trains {fp8['tokens_per_s'] / bf16['tokens_per_s']:.2f}x as many tokens per second as BF16"
+    emulated = "Emulated " if why_emulated(settings) else ""
+    ratio = fp8["tokens_per_s"] / bf16["tokens_per_s"]
+    baseline = "BF16 with torch.compile" if settings.compile else "BF16"
+    text = f"{emulated}FP8 trains {ratio:.2f}x as many tokens per second as {baseline}"
     ours, theirs = peak_of(fp8), peak_of(bf16)
     return f"{text}, in {ours / theirs:.2f}x the memory" if ours and theirs else text
 

@@ -58,8 +58,8 @@ from octavo.training.step_rows import WARM_UP, StepRows, Taken, median_speed
 class LegResult:
     """Results of one training of the model.
 
-    `final_loss` is the mean over the last 10 % of the steps, `held_out_loss` that on text never trained on. Speed is the
-    median of the steps, `memory` their peak, since the run began or resumed; both without the first steps, which
+    `final_loss` is the mean over the last 10 % of the steps, `held_out_loss` that on text never trained on. Speed is
+    the median of the steps, `memory` their peak, since the run began or resumed; both without the first steps, which
     compile. `memory` is None if it was not measured.
     """
 
@@ -174,8 +174,7 @@ def _train_legs(
 
     write_json(folder / SUMMARY, {name: result.to_dict() for name, result in results.items()})
     display.sample(sample)
-    emulated = legs[0].settings.precision == "fp8" and bool(why_emulated(legs[0].settings))
-    display.results({name: asdict(result) for name, result in results.items()}, emulated)
+    display.results({name: asdict(result) for name, result in results.items()}, legs[0].settings)
     return RunResult(folder, results)
 
 

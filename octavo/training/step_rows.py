@@ -1,7 +1,7 @@
 """Rows of `metrics.jsonl`, written when their steps are known: on a GPU, steps are queued before earlier ones end.
 
-The host reads the result of a step when `IN_FLIGHT` more are queued behind it, so the GPU always has work. Everything is
-read before a line is printed and before a checkpoint is written.
+The host reads the result of a step when `IN_FLIGHT` more are queued behind it, so the GPU always has work. Everything
+is read before a line is printed and before a checkpoint is written.
 """
 
 import statistics
@@ -63,9 +63,10 @@ class StepRows:
 
 def make_row(taken: Taken, settings: TrainSettings) -> dict[str, Any]:
     """Return a line of metrics.jsonl. Numbers keep all their digits, so that curves can be compared bit for bit."""
-    queued = isinstance(taken.step, TakenStep)
-    step: Any = taken.step.result if queued else taken.step
-    seconds = taken.step.seconds if queued else taken.seconds
+    if isinstance(taken.step, TakenStep):
+        step, seconds = taken.step.result, taken.step.seconds
+    else:
+        step, seconds = taken.step, taken.seconds
     row = {
         "step": taken.number,
         "loss": step.loss if not step.skipped else None,  # JSON has no NaN

@@ -26,7 +26,7 @@ def loss(step):
     return step.result.loss if isinstance(step, TakenStep) else step.loss
 
 
-@pytest.mark.parametrize("options", [{}, {"micro_batches": 2}, {"precision": "bf16"}, {"recipe": "block"}])
+@pytest.mark.parametrize("options", [{}, {"micro_batches": 2}, {"precision": "bf16"}])
 def test_a_step_waits_for_nothing(options):
     torch._dynamo.reset()
     learner = make(**options)
