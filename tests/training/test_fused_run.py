@@ -83,8 +83,12 @@ def test_a_gpu_without_tensor_cores_emulates_the_model_as_it_was_written(gpu: An
     [
         ({}, 141, (16, 1)),
         ({}, 24, (4, 4)),
+        ({}, 48, (4, 4)),
         ({"size": "25m"}, 80, (16, 1)),
         ({"size": "tiny"}, 80, (8, 1)),
+        ({"size": "tiny", "dim": 64}, 80, (8, 1)),
+        ({"precision": "fp32"}, 80, (4, 4)),
+        ({"precision": "bf16"}, 80, (16, 1)),
         ({"batch": 8}, 80, (8, 1)),
         ({"device": "cpu", "size": "100m"}, 80, (4, 4)),
     ],
