@@ -108,8 +108,9 @@ class Learner:
                 batch=settings.batch,
                 sequence=settings.seq,
             )
-            if self.device.type == "cuda":  # from pageable memory, the host would wait for everything queued before
-                yield tuple(part.pin_memory().to(self.device, non_blocking=True) for part in batch)
+            if self.device.type == "cuda":
+                # From pageable memory, or from rows with gaps, the host would wait for everything queued before.
+                yield tuple(part.contiguous().pin_memory().to(self.device, non_blocking=True) for part in batch)
             else:
                 yield batch
 

@@ -63,7 +63,8 @@ class FP8Trainer:
     """Trains `model` with `optimizer` in FP8.
 
     With `convert_model_to_fp8`, the linears are converted in place; a model without any (raw parameters and `@`) runs
-    under the autocast instead. Without it, the model is trained as it is, including an FP8 one converted before.
+    under the autocast instead. Without it, the model is trained as it is, including an FP8 one converted before; a
+    fused BDH is in either case.
     Batches: a dict for models that return an object or dict with `loss`; a tuple for models that return a loss, or
     `(..., loss)`. With `loss_fn`, a tuple is `(*inputs, target)` and the loss is `loss_fn(model(*inputs), target)`.
     `release_gradients`: each is applied within backward and then freed (`octavo.optim.step_in_backward`); steps are
