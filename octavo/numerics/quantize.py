@@ -64,6 +64,10 @@ GRANULARITIES = {
 }
 # How many elements along a row may share a scale without sharing it with all; the largest first.
 GROUPS = tuple(sorted({g.columns for g in GRANULARITIES.values() if g.columns is not None}, reverse=True))
+# How many rows may share a scale, other than one or all; the largest first.
+GROUP_HEIGHTS = tuple(
+    sorted({BLOCK, *(g.rows for g in GRANULARITIES.values() if g.rows is not None and g.rows > 1)}, reverse=True)
+)
 LARGEST_SCALE = 2.0**126
 SMALLEST_SCALE = 2.0**-126  # the smallest normal FP32: its reciprocal is finite and exact
 
@@ -75,11 +79,11 @@ def granularity_of(name: str, block: tuple[int, int] = (1, BLOCK)) -> Granularit
 
 def scale_shape(shape: Sequence[int], granularity: str, block: tuple[int, int] = (1, BLOCK)) -> tuple[int, ...]:
     """The shape of the scale of a tensor `[..., R, C]`."""
-    found = granularity_of(granularity, block)
-    if found.rows is None:
+    group = granularity_of(granularity, block)
+    if group.rows is None:
         return ()
     *batch, r, c = shape
-    return (*batch, -(-r // found.rows), 1 if found.columns is None else -(-c // found.columns))
+    return (*batch, -(-r // group.rows), 1 if group.columns is None else -(-c // group.columns))
 
 
 def packed_scale_dtype(granularity: str) -> torch.dtype:
@@ -128,12 +132,12 @@ def quantize_by(
     x: Tensor, scale: Tensor, format: Format, rounding: str = "nearest", generator: torch.Generator | None = None
 ) -> Quantized:
     """Compute `round(x / scale)` for a given scale."""
-    wide = x.detach().float()
-    scaled = wide * expand_scale(reciprocal(scale), x.shape)
+    x_fp32 = x.detach().float()
+    scaled = x_fp32 * expand_scale(reciprocal(scale), x.shape)
     if rounding == "stochastic":
-        data = round_stochastic(scaled, format, generator, source=wide)
+        data = round_stochastic(scaled, format, generator, source=x_fp32)
     else:
-        data = round_nearest(scaled, format, source=wide)
+        data = round_nearest(scaled, format, source=x_fp32)
     return Quantized(data.contiguous(), scale)
 
 
@@ -256,12 +260,13 @@ def _spread(scale: Tensor, dim: int, size: int) -> Tensor:
     groups = scale.shape[dim]
     if groups in (1, size):
         return scale
-    blocks = (MX_BLOCK, BLOCK) if dim == -1 else (BLOCK,)  # no scale has 32 rows
+    blocks = GROUPS if dim == -1 else GROUP_HEIGHTS
     block = next((b for b in blocks if -(-size // b) == groups), None)
     if block is None:
+        choices = " or ".join(f"{-(-size // b)} (blocks of {b})" for b in reversed(blocks))
         raise ValueError(
             f"scale of shape {tuple(scale.shape)} does not fit {size} elements in dimension {dim}: "
-            f"expected 1, {size}, {-(-size // MX_BLOCK)} (blocks of {MX_BLOCK}) or {-(-size // BLOCK)} (of {BLOCK})"
+            f"expected 1, {size}, {choices}"
         )
     return scale.repeat_interleave(block, dim).narrow(dim, 0, size)
 

@@ -228,7 +228,7 @@ def _written(folder: Path) -> list[Path]:
     """Return the files of a run that are in the folder; CONFIG first."""
     names = [folder / name for name in FILES]
     return [path for path in names if path.exists()] + [
-        path for place in (folder, folder / BF16) for path in written_checkpoints(place)
+        path for run in (folder, folder / BF16) for path in written_checkpoints(run)
     ]
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from octavo import FP8TrainingConfig
-from octavo.kernels import adamw, cross_entropy, gated, quantize, split
+from octavo.kernels import adamw, cross_entropy, gated, norm, quantize, rotary, split
 from octavo.kernels.adapters import gradients, outputs
 from octavo.kernels.gated import blocks, low_rank
 from octavo.kernels.gemm import triton as gemm_triton
@@ -20,7 +20,10 @@ from octavo.models.bdh.kernels import backward as bdh_backward
 from octavo.models.bdh.kernels import forward as bdh
 from octavo.models.bdh.kernels import scores as bdh_scores
 from octavo.numerics import E4M3, E5M2, Quantized
+from octavo.numerics.activation import ACTIVATIONS
 from octavo.numerics.adamw import Step, with_levels
+from octavo.numerics.norm import Norm
+from octavo.numerics.rotary import Heads
 from octavo.numerics.scaling import new_states
 
 Launch = tuple[str, Callable[[], object]]
@@ -40,7 +43,7 @@ def launches(dtype: torch.dtype, rounding: str) -> Iterator[Launch]:
     for part in (_quantize, _gated, _gated_blocks, _bdh):
         yield from part(dtype, rounding)
     if rounding == "nearest":
-        for part in (_cross_entropy, _adamw, _low_rank):
+        for part in (_cross_entropy, _adamw, _low_rank, _norm, _rotary):
             yield from part(dtype)
         if dtype == torch.bfloat16:
             yield from _gemm()
@@ -94,7 +97,7 @@ def _quantized(x: Tensor, recipe, **how) -> object:
 
 
 def _gated(dtype: torch.dtype, rounding: str) -> Iterator[Launch]:
-    for activation in ("silu", "gelu_tanh") if _is_usual(dtype, rounding) else ("silu",):
+    for activation in ACTIVATIONS if _is_usual(dtype, rounding) else ("silu",):
         for m, f in ((256, 256), (257, 300)) if rounding == "nearest" and activation == "silu" else ((256, 256),):
             gate_up, dh = torch.zeros(m, 2 * f, dtype=dtype), torch.zeros(m, f, dtype=dtype)
             name = f"{activation} {(m, f)}"
@@ -119,17 +122,17 @@ def _gated(dtype: torch.dtype, rounding: str) -> Iterator[Launch]:
                     ),
                 )
         recipe = RECIPES["delayed"].replace(rounding=rounding).recipe
-        gate_up, dh, kept = torch.zeros(256, 512, dtype=dtype), torch.zeros(256, 256, dtype=dtype), _kept()
+        gate_up, dh, saved = torch.zeros(256, 512, dtype=dtype), torch.zeros(256, 256, dtype=dtype), _saved()
         yield (
-            f"gated quantize and keep {activation}",
-            lambda gate_up=gate_up, a=activation, r=recipe, kept=kept: gated.gated_quantize(
-                gate_up, _state(), r.x, a, record=True, into=kept
+            f"gated quantize and save {activation}",
+            lambda gate_up=gate_up, a=activation, r=recipe, saved=saved: gated.gated_quantize(
+                gate_up, _state(), r.x, a, record=True, into=saved
             ),
         )
         yield (
-            f"gated quantize backward from kept {activation}",
-            lambda dh=dh, a=activation, r=recipe, kept=kept: gated.gated_quantize_backward(
-                dh, kept.data, torch.ones(()), _state(), r.g, r.x, a, kept_scale=kept.scale
+            f"gated quantize backward from saved {activation}",
+            lambda dh=dh, a=activation, r=recipe, saved=saved: gated.gated_quantize_backward(
+                dh, saved.data, torch.ones(()), _state(), r.g, r.x, a, saved_scale=saved.scale
             ),
         )
 
@@ -137,7 +140,7 @@ def _gated(dtype: torch.dtype, rounding: str) -> Iterator[Launch]:
 def _gated_blocks(dtype: torch.dtype, rounding: str) -> Iterator[Launch]:
     for recipe_name in ("block", "block, channel wgrad", "mx", "mx floor"):
         recipe = RECIPES[recipe_name].replace(rounding=rounding).recipe
-        for activation in ("silu", "gelu_tanh") if _is_usual(dtype, rounding) else ("silu",):
+        for activation in ACTIVATIONS if _is_usual(dtype, rounding) else ("silu",):
             for m in (256, 250) if _is_usual(dtype, rounding) and activation == "silu" else (256,):
                 gate_up, dh = torch.zeros(m, 512, dtype=dtype), torch.zeros(m, 256, dtype=dtype)
                 name = f"{recipe_name} {activation} {m}"
@@ -155,7 +158,7 @@ def _gated_blocks(dtype: torch.dtype, rounding: str) -> Iterator[Launch]:
                 )
 
 
-def _kept() -> Quantized:
+def _saved() -> Quantized:
     return Quantized(torch.zeros(256, 512, dtype=E4M3.dtype), torch.ones(256, 4, dtype=torch.uint8))
 
 
@@ -165,7 +168,7 @@ def _bdh(dtype: torch.dtype, rounding: str) -> Iterator[Launch]:
         for t, n in ((128, 256), (17, 34)) if _is_usual(dtype, rounding) and scaling == "delayed" else ((128, 256),):
             s_pre, t_pre = torch.zeros(1, t, 2, n, dtype=dtype), torch.zeros(2, 1, t, n, dtype=dtype)
             angles = torch.zeros(t, n // 2)
-            kept = Quantized(torch.zeros(1, t, 2, n, dtype=E4M3.dtype), torch.ones(()))
+            saved = Quantized(torch.zeros(1, t, 2, n, dtype=E4M3.dtype), torch.ones(()))
             scores = torch.zeros(1, 2, t, t, dtype=dtype)
             name = f"{scaling} {(t, n)}"
             yield (
@@ -174,7 +177,7 @@ def _bdh(dtype: torch.dtype, rounding: str) -> Iterator[Launch]:
             )
             yield (
                 f"bdh rope_columns {name}",
-                lambda s=kept, y=angles, r=recipe: bdh.rope_columns(s, y, y, torch.ones(()), r.x, dtype),
+                lambda s=saved, y=angles, r=recipe: bdh.rope_columns(s, y, y, torch.ones(()), r.x, dtype),
             )
             yield (
                 f"bdh gate {name}",
@@ -182,13 +185,13 @@ def _bdh(dtype: torch.dtype, rounding: str) -> Iterator[Launch]:
             )
             yield (
                 f"bdh gate_backward {name}",
-                lambda x=s_pre, s=kept, r=recipe: bdh_backward.gate_backward(
+                lambda x=s_pre, s=saved, r=recipe: bdh_backward.gate_backward(
                     x, s, s, torch.ones(()), _state(), r.g, r.x
                 ),
             )
             yield (
                 f"bdh relu_rope_backward {name}",
-                lambda x=s_pre, s=kept, y=angles, r=recipe: bdh_backward.relu_rope_backward(
+                lambda x=s_pre, s=saved, y=angles, r=recipe: bdh_backward.relu_rope_backward(
                     x.transpose(1, 2), x, s.data, s, y, y, _state(), r.g
                 ),
             )
@@ -243,31 +246,74 @@ def _adamw(dtype: torch.dtype) -> Iterator[Launch]:
                 )
 
 
+def _norm(dtype: torch.dtype) -> Iterator[Launch]:
+    for k in (4096, 3072, 96) if dtype == torch.bfloat16 else (4096,):
+        h, inverse = torch.zeros(33, k, dtype=dtype), torch.ones(33, 1)
+        for shifted in (False, True):
+            plain = Norm(torch.zeros(k, dtype=dtype), 1e-5, shifted)
+            name = f"of {k}{' shifted' if shifted else ''}"
+            yield f"norm {name}", lambda h=h, n=plain: norm.rms_norm(h, n)
+            yield f"norm {name} of a sum", lambda h=h, n=plain: norm.add_rms_norm(h, h, n)
+            yield (
+                f"norm backward {name}",
+                lambda h=h, n=plain, i=inverse: norm.norm_gradients(h, Quantized(h, i), n, i, h, needs=(True, True)),
+            )
+        for scale in ((), (33, 1), (33, -(-k // 128))):
+            saved = Quantized(torch.zeros(33, k, dtype=E4M3.dtype), torch.ones(scale))
+            for needs in ((True, True), (True, False)):
+                yield (
+                    f"norm backward {k} from FP8 by {scale}{' and of its weight' if needs[1] else ''}",
+                    lambda h=h, s=saved, i=inverse, needs=needs: norm.norm_gradients(
+                        h, s, Norm(h[0], 1e-5), i, None, needs=needs
+                    ),
+                )
+
+
+def _rotary(dtype: torch.dtype) -> Iterator[Launch]:
+    for heads in (Heads(4, 2, 128), Heads(3, 1, 80)) if dtype == torch.bfloat16 else (Heads(4, 2, 128),):
+        qkv, cos = torch.zeros(66, heads.features, dtype=dtype), torch.zeros(33, heads.width, dtype=dtype)
+        gradients = [torch.zeros(66, count, heads.width, dtype=dtype) for count in (heads.q, heads.kv, heads.kv)]
+        plain, shifted = (Norm(torch.zeros(heads.width, dtype=dtype), 1e-5, flag) for flag in (False, True))
+        for norms in (None, (plain, plain), (shifted, shifted)):
+            normed = "" if norms is None else " shifted norms" if norms[0].shifted else " norms"
+            name = f"{heads.width}{normed}"
+            yield (
+                f"rotary {name}",
+                lambda qkv=qkv, cos=cos, heads=heads, norms=norms: rotary.rotary(qkv, cos, cos, heads, norms),
+            )
+            yield (
+                f"rotary backward {name}",
+                lambda qkv=qkv, cos=cos, heads=heads, norms=norms, g=gradients: rotary.rotary_backward(
+                    *g, qkv if norms else None, cos, cos, heads, norms
+                ),
+            )
+
+
 def _low_rank(dtype: torch.dtype) -> Iterator[Launch]:
     """What is for 16 bits only: adapters, and the gated activation with theirs."""
     if dtype == torch.float32:
         return
-    for activation in ("silu", "gelu_tanh"):
+    for activation in ACTIVATIONS:
         for m in (256, 250) if activation == "silu" else (256,):
             gate_up, dh = torch.zeros(m, 512, dtype=dtype), torch.zeros(m, 256, dtype=dtype)
-            kept = Quantized(torch.zeros(m, 512, dtype=E4M3.dtype), torch.ones(m, 4, dtype=torch.uint8))
+            saved = Quantized(torch.zeros(m, 512, dtype=E4M3.dtype), torch.ones(m, 4, dtype=torch.uint8))
             low = low_rank.Low(torch.zeros(m, 32, dtype=dtype), torch.zeros(256, 32, dtype=dtype))
-            turned = low._replace(right=low.right.t())
+            by_row = low._replace(right=low.right.t())
             name = f"{activation} {m}"
-            for into in (kept, None):
+            for into in (saved, None):
                 yield (
-                    f"gated low rank {name}{' kept' if into else ''}",
+                    f"gated low rank {name}{' saved' if into else ''}",
                     lambda x=gate_up, low=low, a=activation, into=into: low_rank.gated(x, low, low, a, into),
                 )
                 yield (
                     f"gated low rank backward {name}{' with h' if into else ''}",
-                    lambda dh=dh, kept=kept, low=turned, a=activation, h=into is not None: low_rank.gated_backward(
-                        dh, kept, low, a, factor=torch.ones(512), h=h
+                    lambda dh=dh, saved=saved, low=by_row, a=activation, h=into is not None: low_rank.gated_backward(
+                        dh, saved, low, a, factor=torch.ones(512), h=h
                     ),
                 )
             yield (
                 f"gated low rank {name} without adapters",
-                lambda x=gate_up, kept=kept, a=activation: low_rank.gated(x, None, None, a, kept),
+                lambda x=gate_up, saved=saved, a=activation: low_rank.gated(x, None, None, a, saved),
             )
     rows = Quantized(torch.zeros(256, 512, dtype=E4M3.dtype), torch.ones(256, 1))
     for rank in (32, 96):
@@ -275,22 +321,22 @@ def _low_rank(dtype: torch.dtype) -> Iterator[Launch]:
             f"adapters down {rank}",
             lambda rank=rank: gradients.add_down(torch.zeros(256, rank), rows, torch.zeros(rank, 512), dtype),
         )
-    ups, places = [torch.zeros(256, 32, dtype=dtype)] * 2, [(0, 256, 1.0), (256, 256, 2.0)]
+    ups, spans = [torch.zeros(256, 32, dtype=dtype)] * 2, [(0, 256, 1.0), (256, 256, 2.0)]
     y, t = torch.zeros(256, 512, dtype=dtype), torch.zeros(256, 64, dtype=dtype)
     for factor in (torch.ones(512), None):
         for d in (torch.zeros(512 * 32), None):
             yield (
                 f"adapters gradients {'folded' if factor is not None else ''} {'dB' if d is not None else ''}",
-                lambda factor=factor, d=d: gradients.add_gradients(y, t, ups, places, factor, t.float(), d),
+                lambda factor=factor, d=d: gradients.add_gradients(y, t, ups, spans, factor, t.float(), d),
             )
-    yield "adapters add up", lambda: outputs.add_outputs(y, t, ups, places, None, turned=True)
+    yield "adapters add up", lambda: outputs.add_outputs(y, t, ups, spans, None, transposed=True)
     down, up = [torch.zeros(64, 512, dtype=dtype)], [torch.zeros(512, 64, dtype=dtype)]
     one = [(0, 512, 1.0)]
-    yield "adapters add down", lambda: outputs.add_outputs(y, t, down, one, None, turned=False)
-    yield "adapters add residual", lambda: outputs.add_outputs(y, t, up, one, y, turned=True)
+    yield "adapters add down", lambda: outputs.add_outputs(y, t, down, one, None, transposed=False)
+    yield "adapters add residual", lambda: outputs.add_outputs(y, t, up, one, y, transposed=True)
     yield (
         "adapters add edges",
-        lambda: outputs.add_outputs(y[:250], t[:250], up, one, None, turned=True),
+        lambda: outputs.add_outputs(y[:250], t[:250], up, one, None, transposed=True),
     )
 
 

@@ -21,9 +21,9 @@ from octavo.kernels.gated.tiles import gradients, load_gate_up
 from octavo.kernels.launch import LaunchCache, Launches, kind, seed_of
 from octavo.kernels.quantize import clips
 from octavo.kernels.quantize.blocks import amax_of_columns, amax_of_rows, scale_rows
-from octavo.kernels.quantize.modes import make_scale, modes_of
+from octavo.kernels.quantize.modes import check_blocks, has_modes, make_scale, modes_of
 from octavo.kernels.quantize.tensor import offsets, store_tile
-from octavo.kernels.tiles import BLOCK_1X128, CHANNEL, MX, multiprocessors, programs_in_strips
+from octavo.kernels.tiles import BLOCK_1X128, CHANNEL, MX, NONE, multiprocessors, programs_in_strips
 from octavo.kernels.tuning import Tile, tuning_for
 from octavo.numerics.config import OperandRecipe
 from octavo.numerics.formats import E4M3, E5M2
@@ -71,7 +71,7 @@ def _rows_kernel(
         i, j = tile // across, tile % across
         gate, up = load_gate_up(gate_up_ptr, i * TILE_M, j * TILE_F, inner, M, F, TILE_M, TILE_F, EVEN)
         value, _ = ACTIVATION(gate.to(tl.float32))
-        h = tiles.narrow(value * up.to(tl.float32), gate.dtype).to(tl.float32)
+        h = tiles.round_to(value * up.to(tl.float32), gate.dtype).to(tl.float32)
         v, spread, amax = scale_rows(
             h, amax_of_rows(h, MODE), i, j, 0, M, M, F, state_ptr, scale_ptr, MODE, FORMAT, MARGIN, MX_UP, TILE_M,
             TILE_F,
@@ -138,9 +138,9 @@ def _backward_rows_kernel(
         if COLUMN_AMAX:
             h_top = tl.maximum(h_top, finite.magnitude(h.to(tl.float32)))
         for half in tl.static_range(2):
-            narrow = dgate if half == 0 else dup
-            trouble = finite.add_trouble(trouble, narrow)
-            d = finite.only(narrow).to(tl.float32)
+            gradient = dgate if half == 0 else dup
+            trouble = finite.add_trouble(trouble, gradient)
+            d = finite.only(gradient).to(tl.float32)
             if COLUMN_AMAX:
                 columns = finite.magnitude(d, True)
                 if half == 0:
@@ -159,7 +159,7 @@ def _backward_rows_kernel(
             if tiles.is_sampled(tile, step):
                 lost += tiles.count_of_eight(tiles.is_lost(d, v, FORMAT))
             if CLIPS:
-                clipped += tiles.count(tiles.is_clipped(narrow.to(tl.float32), spread, FORMAT))
+                clipped += tiles.count(tiles.is_clipped(gradient.to(tl.float32), spread, FORMAT))
     if COLUMN_AMAX:
         f = tl.program_id(0) % across * TILE_F + tl.arange(0, TILE_F)
         tiles.raise_to(column_amax_ptr + f, tl.max(gate_top, axis=0), f < F)
@@ -243,6 +243,8 @@ def can_quantize_backward(gate_up: Tensor, recipe: OperandRecipe, recipe_h: Oper
 
 @cache
 def _rows_mode(recipe: OperandRecipe) -> int | None:
+    if not has_modes(recipe):
+        return None
     mode = modes_of(recipe, "rows")[0]
     known = recipe.format in (E4M3, E5M2) and recipe.percentile is None
     return mode if known and mode in (BLOCK_1X128.value, MX.value) else None
@@ -269,7 +271,9 @@ def _build_forward(gate_up: Tensor, recipe: OperandRecipe, activation: str, reco
     assert mode is not None
     launches = Launches(given=2)
     out, scale = launches.make((m, f), recipe.format.dtype), make_scale(launches, mode, (m, f))
-    grid, constants = _arrange(gate_up, m, f, tuning_for(gate_up.device).gated.rows[recipe.granularity])
+    tile = tuning_for(gate_up.device).gated.rows[recipe.granularity]
+    check_blocks(f"gated.rows[{recipe.granularity!r}]", tile, mode, NONE.value)
+    grid, constants = _arrange(gate_up, m, f, tile)
     constants |= {"MODE": mode, "RECORD": record, "ACTIVATION": ACTIVATIONS[activation], "CLIPS": clips(recipe)}
     numbers = (m, f, 1.0 / (m * f), seed_of(recipe))
     launches.launch(_rows_kernel, grid, (0, 1, out, scale), numbers, constants | _rounding(recipe))
@@ -284,8 +288,8 @@ def gated_quantize_backward(
     dh, gate_up = dh.contiguous(), gate_up.contiguous()
     key = ("backward", recipe, recipe_h, activation, kind(dh, gate_up, state))
     launches = _LAUNCHES.get(key) or _LAUNCHES.add(key, _build_backward(dh, gate_up, recipe, recipe_h, activation))
-    found = launches.run(dh, gate_up, state)
-    return Quantized(*found[:2]), Quantized(*found[2:4]), Quantized(*found[4:])
+    results = launches.run(dh, gate_up, state)
+    return Quantized(*results[:2]), Quantized(*results[2:4]), Quantized(*results[4:])
 
 
 def _build_backward(
@@ -304,19 +308,25 @@ def _build_backward(
         column_amax, h_amax = (launches.make((n,), torch.float32, zeros=True) for n in (2 * f, f))
 
     tuning, along = tuning_for(gate_up.device).gated, recipe.columns or recipe.granularity
-    tile = tuning.backward_rows_and_amax if by_channel else tuning.backward_rows
+    field = "backward_rows_and_amax" if by_channel else "backward_rows"
+    tile = getattr(tuning, field)
+    check_blocks(f"gated.{field}", tile, mode, NONE.value)
     grid, constants = _arrange(gate_up, m, f, tile, strips=by_channel)
     constants |= {"MODE": mode, "COLUMN_AMAX": by_channel, "ACTIVATION": act, "CLIPS": clips(recipe)}
     tensors = (0, 1, 2, rows, scale, column_amax, h_amax)
     numbers = (m, f, 0.5 / (m * f), seed_of(recipe))
     launches.launch(_backward_rows_kernel, grid, tensors, numbers, constants | _rounding(recipe))
 
-    grid, constants = _arrange(gate_up, m, f, tuning.whole_columns[along])
+    word: int | None = 32
+    field, tile = "whole_columns", tuning.whole_columns[along]
+    grid, constants = _arrange(gate_up, m, f, tile)
     kernel: Any = whole_columns_kernel
     constants["BAND"] = tuning.band
     if not constants.pop("EVEN") or dh.dtype != gate_up.dtype or (dh.data_ptr() | gate_up.data_ptr()) % 4:
         kernel = _backward_columns_kernel
-        grid, constants = _arrange(gate_up, m, f, tuning.backward_columns[along])
+        field, tile, word = "backward_columns", tuning.backward_columns[along], None
+        grid, constants = _arrange(gate_up, m, f, tile)
+    check_blocks(f"gated.{field}[{along!r}]", tile, NONE.value, mode_t, word)
     constants |= {"MODE": mode_t, "ACTIVATION": act}
     constants |= _rounding(recipe) | {f"H_{name}": value for name, value in _rounding(recipe_h).items()}
     outs = (columns, scale_t, h, h_scale)

@@ -32,7 +32,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.kernels.gemm import batch_strides
 from octavo.kernels.tuning import GemmTile, GemmTiles, tuning_for
-from octavo.numerics.quantize import BLOCK, GROUPS, Quantized
+from octavo.numerics.quantize import BLOCK, GROUP_HEIGHTS, GROUPS, Quantized
 
 
 class Batches(NamedTuple):
@@ -175,7 +175,9 @@ def _scale_strides(scale: Tensor) -> tuple[int, int, int]:
 
 
 def _rows_per_scale(scale: Tensor, rows: int) -> int:
-    return BLOCK if scale.dim() and scale.shape[-2] != rows else 1
+    if scale.dim() == 0 or scale.shape[-2] == rows:
+        return 1
+    return next(height for height in GROUP_HEIGHTS if scale.shape[-2] == -(-rows // height))
 
 
 def _descriptor(data: Tensor, rows: int, columns: int) -> Any:
@@ -322,8 +324,8 @@ def _store(acc, out_ptr, bias_ptr, z, first_m, first_n, m, n, EVEN: tl.constexpr
 
 
 @triton.jit
-def _scale_rows(first, rows, BLOCK_ROWS: tl.constexpr, ROWS_PER_SCALE: tl.constexpr):
+def _scale_rows(first_row, rows, BLOCK_ROWS: tl.constexpr, ROWS_PER_SCALE: tl.constexpr):
     """Which scale each row of a tile has; one for all where the tile lies in one block."""
     # Rows outside of the matrix take the last one's scale: what they give is not stored.
     count: tl.constexpr = 1 if ROWS_PER_SCALE >= BLOCK_ROWS else BLOCK_ROWS
-    return tl.minimum(first + tl.arange(0, count), rows - 1) // ROWS_PER_SCALE
+    return tl.minimum(first_row + tl.arange(0, count), rows - 1) // ROWS_PER_SCALE
