@@ -9,7 +9,7 @@ from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 HOPPER = GPUTarget("cuda", 90, 32)
-OPTIONS = ("num_warps", "maxnreg", "num_stages", "launch_pdl")
+OPTIONS = ("num_warps", "maxnreg", "num_stages", "launch_pdl", "enable_fp_fusion")
 TYPES = {
     torch.float32: "fp32",
     torch.float16: "fp16",

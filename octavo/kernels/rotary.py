@@ -157,6 +157,7 @@ def _build(qkv: Tensor, cos: Tensor, heads: Heads, norms: Norms | None) -> Launc
     launches = Launches(given=3 if norms is None else 5)
     results = tuple(launches.make((tokens, count, d), qkv.dtype) for count in (h, g, g))
     tile, constants = _tile(heads, norms, qkv.device)
+    constants |= _apart(qkv.dtype)
     weights = (0, 0) if norms is None else (3, 4)
     eps = 0.0 if norms is None else float(norms[0].eps)
     grid = (h + 2 * g, -(-tokens // tile))  # the heads of a token lie side by side
@@ -164,6 +165,14 @@ def _build(qkv: Tensor, cos: Tensor, heads: Heads, norms: Norms | None) -> Launc
     launches.launch(rotary_kernel, grid, (0, 1, 2, *weights, *results), numbers, constants)
     launches.results = results
     return launches
+
+
+def _apart(dtype: torch.dtype) -> dict[str, bool]:
+    """Keep products and their sum apart: joined into one instruction, a product would not be rounded.
+
+    To BF16 they are rounded by an instruction of their own, which nothing is joined with.
+    """
+    return {} if dtype == torch.bfloat16 else {"enable_fp_fusion": False}
 
 
 def rotary_backward(
@@ -177,8 +186,8 @@ def rotary_backward(
     key = (heads, needs, _how(norms), kind(*given))
     launches = _LAUNCHES.get(key) or _LAUNCHES.add(key, _build_backward(dq, dk, dv, cos, heads, norms, needs))
     dqkv, *rest = launches.run(*given)
-    found = iter(rest)
-    return dqkv, next(found) if needs[0] else None, next(found) if needs[1] else None
+    gradients = iter(rest)
+    return dqkv, next(gradients) if needs[0] else None, next(gradients) if needs[1] else None
 
 
 def _build_backward(
@@ -196,7 +205,7 @@ def _build_backward(
     tensors = (0, 1, 2, *((0, 3, 4, 0, 0) if norms is None else (5, 3, 4, 6, 7)), dqkv, parts)
     strides = (dq.stride(0), dq.stride(1), dk.stride(0), dk.stride(1), dv.stride(0), dv.stride(1))
     eps = 0.0 if norms is None else float(norms[0].eps)
-    constants |= {"NEEDS_W": any(needs)}
+    constants |= {"NEEDS_W": any(needs)} | _apart(dq.dtype)
     grid = (h + 2 * g, programs)
     numbers = (tokens, cos.shape[0], h, g, *strides, eps)
     launches.launch(rotary_backward_kernel, grid, tensors, numbers, constants)
