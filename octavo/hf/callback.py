@@ -60,8 +60,8 @@ class OctavoCallback(TrainerCallback):
     gradient is applied within backward, and its memory given back (`octavo.optim.step_in_backward`).
     `offload="master"`: that, too, and while it trains the model has FP8 weights only, and FP32 masters in host memory
     (`octavo.optim.offload_master`), which checkpoints then have. `own_loss`: TRL's `SFTTrainer` trains on the model's
-    own loss, in chunks, with an FP8 head if it has one (`octavo/hf/trl_loss.py`); False leaves it to TRL, whose training
-    logs then have `entropy` and `mean_token_accuracy`. `hints=False` leaves out advice on the Trainer's settings.
+    own loss, in chunks, with an FP8 head if it has one (`octavo/hf/trl_loss.py`); False leaves it to TRL, whose
+    training logs then have `entropy` and `mean_token_accuracy`. `hints=False` leaves out advice on other settings.
     """
 
     def __init__(

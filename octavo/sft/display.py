@@ -66,7 +66,7 @@ class Display:
         cells = {
             "last 10 % of steps": f"{result['final_loss']:.4f}",
             "held out, before": _loss(result["held_out_loss_before"]),
-            "held out, after": _loss(result["held_out_loss"]),
+            "held out, after": _loss(result.get("held_out_loss")),
             "tokens/s": f"{result['tokens_per_s']:,.0f}",
         }
         for heading in cells:

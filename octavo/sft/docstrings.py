@@ -5,6 +5,7 @@ import random
 import sysconfig
 import textwrap
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 from octavo.sft.sources import Row, Source
@@ -19,27 +20,27 @@ EXAMPLES = 160
 def read_docstrings() -> Source:
     """Return conversations that ask for a docstring, in an order that is always the same."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    rows = [row for path in sorted(root.glob("*.py")) for row in _pairs(path)]
+    paths = sorted(root.glob("*.py"))
+    random.Random(0).shuffle(paths)
+    rows = list(islice((row for path in paths for row in _pairs(path)), EXAMPLES))
     if not rows:
         raise UserError(f"no Python source in {root}: this Python has no standard library in text; give MODEL and DATA")
-    random.Random(0).shuffle(rows)
-    rows = rows[:EXAMPLES]
     return Source(rows, f"docstrings of {len(rows)} functions of the Python standard library")
 
 
 def _pairs(path: Path) -> Iterator[Row]:
     text = path.read_text("utf-8", errors="replace")
+    lines = text.splitlines()
     for node in ast.walk(ast.parse(text)):
         if not isinstance(node, ast.FunctionDef) or (docstring := ast.get_docstring(node)) is None:
             continue
-        code = _without_docstring(node, text)
+        code = _without_docstring(node, lines)
         if _fits(code, SOURCE_CHARACTERS) and _fits(docstring, DOCSTRING_CHARACTERS):
             asked = {"role": "user", "content": f"{ASKED}{code}"}
             yield Row({"messages": [asked, {"role": "assistant", "content": docstring}]}, f"{path}:{node.lineno}")
 
 
-def _without_docstring(node: ast.FunctionDef, text: str) -> str:
-    lines = text.splitlines()
+def _without_docstring(node: ast.FunctionDef, lines: list[str]) -> str:
     end_of_docstring, end = node.body[0].end_lineno or node.lineno, node.end_lineno or node.lineno
     return textwrap.dedent("\n".join(lines[node.lineno - 1 : node.body[0].lineno - 1] + lines[end_of_docstring:end]))
 

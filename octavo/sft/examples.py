@@ -173,19 +173,26 @@ class Conversation:
         for i, message in enumerate(messages):
             if i < prompt or message["role"] != "assistant":
                 continue
-            start = 0 if i == 0 else self._shared(messages[:i], ids, where, add_generation_prompt=True)
+            before, start = self._shared(messages[:i], ids, where), 0
+            if before is not None and i:
+                start = _common_prefix(self._render(messages[:i], where, add_generation_prompt=True)["input_ids"], ids)
             stop = self._shared(messages[: i + 1], ids, where)
-            if stop <= start:
+            if before is None or stop is None or stop <= start:
                 raise UserError(
-                    f"{where}: the chat template renders message {i + 1} differently once others follow, so its tokens "
-                    "cannot be told from the rest; give --loss all, or a --chat-template with generation markers"
+                    f"{where}: the chat template renders the first {i + 1} messages differently once others follow, so "
+                    f"that the tokens of message {i + 1} cannot be told from the rest; give --loss all, or a "
+                    "--chat-template with generation markers"
                 )
             mask[start:stop] = [True] * (stop - start)
         return mask
 
-    def _shared(self, messages: Sequence[Mapping[str, Any]], ids: list[int], where: str, **options: Any) -> int:
-        """Return how many tokens the beginning of a conversation shares with all of it."""
-        return _common_prefix(self._render(messages, where, **options)["input_ids"], ids)
+    def _shared(self, messages: Sequence[Mapping[str, Any]], ids: list[int], where: str) -> int | None:
+        """Return how many tokens the beginning of a conversation has; None if all of it does not begin with them."""
+        if not messages:
+            return 0
+        beginning = self._render(messages, where)["input_ids"]
+        shared = _common_prefix(beginning, ids)
+        return shared if shared >= len(beginning) - 1 else None  # the last token may merge with what follows
 
     def _render(self, messages: Sequence[Mapping[str, Any]], where: str, **options: Any) -> Any:
         from jinja2 import TemplateError

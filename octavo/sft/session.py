@@ -70,6 +70,7 @@ class Session:
         if data.held_out is not None:
             arguments.eval_strategy = IntervalStrategy.STEPS
             arguments.eval_on_start = self.checkpoint is None
+        self.model = model
         self.trainer = self.figures.trainer = Trainer(
             model,
             arguments,
@@ -143,7 +144,7 @@ class Session:
         write_json(self.folder / CONFIG, facts)
 
     def _save_model(self) -> None:
-        model, settings = self.trainer.model, self.settings
+        model, settings = self.model, self.settings
         if (report := getattr(model, MODEL_REPORT, None)) is not None:
             write_json(self.folder / PRODUCTS, report.to_dict())
         with disk_errors(self.folder):
@@ -165,7 +166,7 @@ class Session:
             held_out[self.steps] = float(self.trainer.evaluate()["eval_loss"])
         return {
             "final_loss": statistics.fmean(losses),
-            "held_out_loss": held_out.get(self.steps),
+            **({} if self.data.held_out is None else {"held_out_loss": held_out[self.steps]}),
             "held_out_loss_before": held_out.get(0),
             "tokens_per_s": statistics.median(row["tokens_per_s"] for row in rows),
             "skipped": 0,
@@ -176,7 +177,7 @@ class Session:
         """Return the memory of a step; where none was taken, what was measured before."""
         optimizer = self.trainer.optimizer
         if optimizer is not None:
-            return measure_memory(self.trainer.model, getattr(optimizer, "optimizer", optimizer)).to_dict()
+            return measure_memory(self.model, getattr(optimizer, "optimizer", optimizer)).to_dict()
         if not (self.folder / SUMMARY).exists():
             return None
         earlier: dict[str, Any] | None = read_summary(self.folder)[self.settings.precision]["memory"]
@@ -191,7 +192,7 @@ class Session:
         predicted = (example.labels != IGNORED).nonzero()[0]
         start = int(predicted[0]) or max(len(example.input_ids) // 2, 1)  # all is predicted: continue the first half
         prompt = torch.from_numpy(example.input_ids[:start][-LONGEST_PROMPT:]).long()[None]
-        model = self.trainer.model.eval()
+        model = self.model.eval()
         prompt = prompt.to(next(model.parameters()).device)
         with torch.no_grad():
             written = model.generate(

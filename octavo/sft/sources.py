@@ -21,7 +21,7 @@ from typing import Any
 from octavo.training.errors import UserError
 
 TEXTS = (".txt", ".md", ".rst", ".py")
-SAVED = "dataset_info.json"  # in a folder of datasets.Dataset.save_to_disk
+SAVED = ("dataset_info.json", "dataset_dict.json")  # in a folder of datasets.Dataset.save_to_disk, or DatasetDict's
 csv.field_size_limit(2**30)
 
 
@@ -46,7 +46,7 @@ def read_source(name: str, split: str = "train", option: str = "DATA") -> Source
     """Read a file, a folder or a dataset. `option`: what the user calls it, for errors."""
     path = Path(name).expanduser()
     if path.is_dir():
-        source = _saved(path, split, option) if (path / SAVED).exists() else _folder(path, option)
+        source = _saved(path, split, option) if any((path / name).exists() for name in SAVED) else _folder(path, option)
     elif path.is_file():
         source = Source(list(_read(path, option)), str(path))
     elif path.suffix in READERS or name.startswith(("/", ".", "~")) or name.count("/") > 1:

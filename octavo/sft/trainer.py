@@ -46,6 +46,10 @@ class Step:
 class Trainer(SFTTrainer):
     """`SFTTrainer` that remembers the loss, the gradient norm and the real tokens of the current step."""
 
+    step_loss: Any
+    step_norm: Any
+    step_tokens: Any
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.remove_callback(PrinterCallback)
@@ -59,9 +63,9 @@ class Trainer(SFTTrainer):
         self.accelerator.clip_grad_norm_ = recorded  # the Trainer hands the norm to its log alone
 
     def begin_step(self) -> None:
-        self.step_loss: Any = 0.0
-        self.step_norm: Any = math.nan
-        self.step_tokens: Any = 0
+        self.step_loss = 0.0
+        self.step_norm = math.nan
+        self.step_tokens = 0
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         mask = inputs.get("attention_mask")
@@ -71,7 +75,7 @@ class Trainer(SFTTrainer):
         return loss
 
 
-class Figures(TrainerCallback):  # type: ignore[misc]
+class Figures(TrainerCallback):
     """Rows of metrics for every step, checkpoints that are known to be complete, and stops on request."""
 
     def __init__(self, metrics: Metrics, stop: StopSignals, log_interval: int, display: Display) -> None:
@@ -120,7 +124,13 @@ class Figures(TrainerCallback):  # type: ignore[misc]
         rate = self._speed.since_last_log(self.tokens + sum(tokens for _, _, tokens in figures))
         for step, (loss, norm, tokens) in zip(steps, figures, strict=True):
             self.tokens += tokens
-            row = {"step": step.number, "loss": loss, "lr": step.lr, "grad_norm": norm, "tokens": self.tokens}
+            row: dict[str, Any] = {
+                "step": step.number,
+                "loss": loss,
+                "lr": step.lr,
+                "grad_norm": norm,
+                "tokens": self.tokens,
+            }
             row |= {"tokens_per_s": rate, "skipped": False}
             if log and step is steps[-1]:
                 row["scaling"] = {
@@ -179,7 +189,8 @@ def training_arguments(settings: SFTSettings, folder: Path) -> SFTConfig:
 def plan_steps(trainer: Trainer, settings: SFTSettings) -> int:
     """Set the steps of the run, its warm-up and its checkpoints, now that the number of rows is known."""
     args = trainer.args
-    rows = len(trainer.train_dataset)
+    dataset: Any = trainer.train_dataset
+    rows = len(dataset)
     per_epoch = math.ceil(rows / (settings.batch * settings.micro_batches))
     steps = settings.steps or math.ceil(per_epoch * settings.epochs)
     args.max_steps = steps
