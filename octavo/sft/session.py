@@ -31,6 +31,7 @@ from octavo.sft.settings import SFTSettings
 from octavo.sft.trainer import Figures, Trainer, newest_checkpoint, plan_steps, training_arguments
 from octavo.support import check_fp8_support
 from octavo.tools.html_report import write_report
+from octavo.training.errors import RunError
 from octavo.training.files import disk_errors, write_json
 from octavo.training.run_folder import (
     ADAPTER,
@@ -97,10 +98,21 @@ class Session:
             self.figures.tokens = int(self.checkpoint[1]["tokens"])
         if self.checkpoint is not None and done >= self.steps:
             self._load_result(self.checkpoint[0])
-            return
-        with self.stop.deferred(), display.training(self.steps, done, settings.precision):
-            self.trainer.train(resume_from_checkpoint=None if self.checkpoint is None else str(self.checkpoint[0]))
-            self.stop.raise_if_requested()
+        else:
+            self._take_steps(done)
+
+    def _take_steps(self, done: int) -> None:
+        settings = self.settings
+        if settings.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()  # loading has a peak of its own
+        try:
+            with self.stop.deferred(), self.display.training(self.steps, done, settings.precision):
+                self.trainer.train(resume_from_checkpoint=None if self.checkpoint is None else str(self.checkpoint[0]))
+                self.stop.raise_if_requested()
+        except torch.OutOfMemoryError as error:
+            half = f"--batch {settings.batch // 2} --micro-batches {2 * settings.micro_batches}"
+            way = half if settings.batch > 1 else "a smaller --seq"
+            raise RunError(f"{error}\nIn a new run, {way} takes less memory, and so does --checkpointing") from error
 
     def finish(self) -> None:
         """Write what the run has led to."""

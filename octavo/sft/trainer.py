@@ -168,7 +168,7 @@ def training_arguments(settings: SFTSettings, folder: Path) -> SFTConfig:
         optim=OPTIMIZERS[settings.optimizer],
         gradient_checkpointing=bool(settings.checkpointing),
         seed=settings.seed,
-        bf16=on_gpu,
+        bf16=False,  # no autocast: the model is in BF16 itself, and its residual stream would become FP32
         use_cpu=not on_gpu,
         max_length=settings.seq if layout == "packed" else None,  # examples are cut already
         packing=layout == "packed",

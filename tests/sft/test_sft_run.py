@@ -91,6 +91,8 @@ def test_interrupted_and_resumed(number, uninterrupted, model, pairs, tmp_path):
     if number == signal.SIGINT:
         assert run.returncode == 130, error
         assert f"Continue with: octavo sft --resume --out {folder}" in output and "saved in" in output
+    else:
+        (folder / "checkpoints" / "checkpoint-8").mkdir()  # as if killed at the beginning of a save
     resumed = Command("sft", "--resume", "--out", str(folder))
     output, error = resumed.communicate()
     assert resumed.returncode == 0, error
