@@ -61,10 +61,10 @@ def _forward_kernel(
             scores = tl.where(t[:, None] >= n0 + n[None, :], scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, axis=1))
         p = tl.exp2(scores - higher[:, None])
-        kept = tl.exp2(top - higher)
-        total = total * kept + tl.sum(p, axis=1)
+        rescale = tl.exp2(top - higher)
+        total = total * rescale + tl.sum(p, axis=1)
         p8 = (p * P_MAX).to(v_ptr.dtype.element_ty)
-        sums = tl.dot(p8, tl.trans(tl.load(v_ptrs + n0)), sums * kept[:, None])
+        sums = tl.dot(p8, tl.trans(tl.load(v_ptrs + n0)), sums * rescale[:, None])
         top = higher
     out = sums * (v_scale / P_MAX) / total[:, None]
     tl.store(o_ptr + (bh * T + t[:, None]) * D + d[None, :], out.to(o_ptr.dtype.element_ty))
@@ -101,8 +101,8 @@ def milliseconds(function: Callable[[], object], repeats: int = 20) -> float:
     return sorted(start.elapsed_time(end) for start, end in events)[repeats // 2]
 
 
-def relative_error(found: Tensor, exact: Tensor) -> float:
-    return ((found.double() - exact).norm() / exact.norm()).item()
+def relative_error(actual: Tensor, exact: Tensor) -> float:
+    return ((actual.double() - exact).norm() / exact.norm()).item()
 
 
 def measure(name: str) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def measure(name: str) -> dict[str, Any]:
     torch.manual_seed(0)
     q, k, v = (torch.randn(b, n, t, d, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n in (h, g, g))
     flops = 2 * b * h * t * t * d  # causal: half of two products
-    found: dict[str, Any] = {"shape": SHAPES[name]}
+    figures: dict[str, Any] = {"shape": SHAPES[name]}
 
     def attend() -> Tensor:
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -118,9 +118,9 @@ def measure(name: str) -> dict[str, Any]:
     forward = milliseconds(attend)
     gradient = torch.randn(b, h, t, d, device="cuda", dtype=torch.bfloat16)
     both = milliseconds(lambda: attend().backward(gradient))
-    wide = [x[:1].double().repeat_interleave(h // x.shape[1], 1) for x in (q, k, v)]
-    exact = torch.nn.functional.scaled_dot_product_attention(*wide, is_causal=True)
-    found["bf16"] = {
+    doubles = [x[:1].double().repeat_interleave(h // x.shape[1], 1) for x in (q, k, v)]
+    exact = torch.nn.functional.scaled_dot_product_attention(*doubles, is_causal=True)
+    figures["bf16"] = {
         "forward_ms": forward,
         "backward_ms": both - forward,
         "forward_tflops": flops / forward / 1e9,
@@ -138,7 +138,7 @@ def measure(name: str) -> dict[str, Any]:
             except triton.runtime.errors.OutOfResources as error:  # a tile that does not fit
                 print(f"{tile}: {error}")
         best = min(timed, key=timed.__getitem__)
-        found["fp8"] = {
+        figures["fp8"] = {
             "forward_ms": timed[best],
             "forward_tflops": flops / timed[best] / 1e9,
             "tile": best,
@@ -157,9 +157,9 @@ def measure(name: str) -> dict[str, Any]:
 
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    found["fp8, two products"] = {"forward_and_backward_ms": milliseconds(plain, repeats=5)}
-    found["fp8, two products"]["peak_gib"] = (torch.cuda.max_memory_allocated() - before) / 2**30
-    return found
+    figures["fp8, two products"] = {"forward_and_backward_ms": milliseconds(plain, repeats=5)}
+    figures["fp8, two products"]["peak_gib"] = (torch.cuda.max_memory_allocated() - before) / 2**30
+    return figures
 
 
 def main() -> None:

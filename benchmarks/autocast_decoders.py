@@ -68,8 +68,8 @@ def build(family: str, device: str) -> Any:
 @cache
 def text(held_out: bool) -> torch.Tensor:
     """Return a megabyte of source text, or the megabyte after it."""
-    found = b"".join(path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")))
-    return torch.frombuffer(bytearray(found[2**20 * held_out :][: 2**20]), dtype=torch.uint8)
+    text = b"".join(path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")))
+    return torch.frombuffer(bytearray(text[2**20 * held_out :][: 2**20]), dtype=torch.uint8)
 
 
 def batch(seed: int, device: str, *, held_out: bool = False) -> torch.Tensor:
@@ -115,21 +115,21 @@ def main() -> int:
     parser.add_argument("--device", choices=SHAPES, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    found: dict[str, dict[str, float]] = {}
+    losses_of: dict[str, dict[str, float]] = {}
     for family in options.families:
         losses = {
             run: fmean(train(family, run, options.steps, options.device, seed) for seed in range(options.seeds))
             for run in RUNS
         }
         losses["autocast / converted"] = losses["autocast"] / losses["converted"]
-        found[family] = losses
+        losses_of[family] = losses
         print(f"{family:8}", "  ".join(f"{name} {value:.4f}" for name, value in losses.items()), flush=True)
     if options.out:
         device = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
         about = {"date": str(date.today()), "device": device, "torch": torch.__version__, "steps": options.steps}
         about |= {"transformers": transformers.__version__, "seeds": options.seeds}
-        options.out.write_text(json.dumps({**about, "losses": found}, indent=1) + "\n")
-    return int(any(abs(losses["autocast / converted"] - 1) > TOLERANCE for losses in found.values()))
+        options.out.write_text(json.dumps({**about, "losses": losses_of}, indent=1) + "\n")
+    return int(any(abs(losses["autocast / converted"] - 1) > TOLERANCE for losses in losses_of.values()))
 
 
 if __name__ == "__main__":

@@ -78,9 +78,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )  # fmt: skip
     rows: list[dict[str, Any]] = []
     for code, name in WAYS:
-        found = measure(code, name, shape, options.batch, options.seq)
+        measured = measure(code, name, shape, options.batch, options.seq)
         planned = plan_bdh(case, Option(code, optimizer=name, weight_bytes=4, compiled=False)).peak_gib
-        row = {"code": code, "optimizer": name, "peak_gib": found["peak"] / 2**30, "planned_gib": planned, **found}
+        row = {"code": code, "optimizer": name, "peak_gib": measured["peak"] / 2**30, "planned_gib": planned}
+        row |= measured
         rows.append(row)
         share = row["peak_gib"] / rows[0]["peak_gib"]
         print(f"{code} {name}: {row['peak_gib']:.1f} GiB, {share:.3f}x; planned {planned:.1f}", flush=True)

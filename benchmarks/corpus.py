@@ -114,9 +114,9 @@ def build(work: Path) -> Corpus:
     tokenizer = learn_tokenizer([text for _, text in train])
     spellings = token_spellings(tokenizer)
     corpus = Corpus(encode(tokenizer, train), encode(tokenizer, held_out), spellings, {})
-    for part, kept in ((train, corpus.train), (held_out, corpus.held_out)):
+    for part, written in ((train, corpus.train), (held_out, corpus.held_out)):
         expected = b"".join(text.encode() + b"\0" for _, text in part)
-        if corpus.as_bytes(kept).tobytes() != expected:
+        if corpus.as_bytes(written).tobytes() != expected:
             raise RuntimeError("the tokens do not spell the text they came from")
     corpus.about.update(
         seed=SEED,
@@ -142,14 +142,14 @@ def composition(part: list[tuple[str, str]], tokens: int) -> dict[str, Any]:
 
 def limit(pieces: list[tuple[str, str]], source: str, most: int) -> list[tuple[str, str]]:
     """Return the pieces; from `source` only as many as fit into `most` bytes."""
-    kept, size = [], 0
+    pieces, size = [], 0
     for piece in pieces:
         if piece[0] == source:
             size += len(piece[1].encode())
             if size > most:
                 continue
-        kept.append(piece)
-    return kept
+        pieces.append(piece)
+    return pieces
 
 
 def collect(work: Path) -> tuple[list[tuple[str, str]], dict[str, str]]:

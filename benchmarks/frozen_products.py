@@ -47,24 +47,24 @@ def time_steps(model: Any, rows: int) -> tuple[float, float]:
 
 
 def measure(name: str, granularity: str, rows: list[int]) -> list[dict[str, Any]]:
-    found: dict[tuple[bool, int], tuple[float, float]] = {}
+    measured: dict[tuple[bool, int], tuple[float, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
         shape = {**DECODERS[name], "vocab_size": VOCABULARY}
         build_causal_lm(shape, layers=LAYERS[name], positions=SEQ, device="cuda").save_pretrained(folder)
-        for in_fp8 in (True, False):
+        for fp8_products in (True, False):
             base, _ = octavo.FastLanguageModel.from_pretrained(
-                folder, load_in_fp8=granularity, fp8_products=in_fp8, tokenizer=False
+                folder, load_in_fp8=granularity, fp8_products=fp8_products, tokenizer=False
             )
             model = octavo.FastLanguageModel.get_peft_model(base, r=RANK, use_gradient_checkpointing=False).train()
             octavo.use_cuda_graphs(model)
             for count in rows:
-                found[in_fp8, count] = time_steps(model, count)
+                measured[fp8_products, count] = time_steps(model, count)
             del base, model
             torch.cuda.empty_cache()
     results = []
     for count in rows:
-        (fp8, fp8_gib), (bf16, bf16_gib) = found[True, count], found[False, count]
+        (fp8, fp8_gib), (bf16, bf16_gib) = measured[True, count], measured[False, count]
         results.append({"model": name, "granularity": granularity, "tokens": count * SEQ, "fp8_ms": fp8,
                         "bf16_ms": bf16, "ratio": fp8 / bf16, "fp8_gib": fp8_gib, "bf16_gib": bf16_gib})  # fmt: skip
         print(f"{name} {granularity} {count * SEQ} tokens: {fp8:.2f} ms in FP8, {bf16:.2f} in BF16: {fp8 / bf16:.2f}")

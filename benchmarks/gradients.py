@@ -55,12 +55,12 @@ def gradients(model: nn.Module, windows: Tensor, scaling: Any, autocast: bool) -
             with torch.autocast(window.device.type, torch.bfloat16, enabled=autocast):
                 loss = model(input_ids=window, labels=window).loss
             loss.backward()
-            found = [p.grad for p in model.parameters()]
+            grads = [p.grad for p in model.parameters()]
             model.zero_grad(set_to_none=True)
             if scaling is not None:
                 scaling.step()
             if not warm:
-                yield loss.item(), found
+                yield loss.item(), grads
 
 
 def kind_of(name: str) -> str:
@@ -75,17 +75,17 @@ class Comparison:
 
     def add(self, name: str, g: Tensor, exact: Tensor) -> None:
         g, exact = g.double(), exact.double()
-        found = [((g - exact) ** 2).sum().item(), (g * exact).sum().item(), (exact * exact).sum().item()]
+        sums = [((g - exact) ** 2).sum().item(), (g * exact).sum().item(), (exact * exact).sum().item()]
         old = self.sums.setdefault(kind_of(name), [0.0, 0.0, 0.0])
-        self.sums[kind_of(name)] = [a + b for a, b in zip(old, found, strict=True)]
+        self.sums[kind_of(name)] = [a + b for a, b in zip(old, sums, strict=True)]
 
-    def found(self, kinds: tuple[str, ...]) -> dict[str, float]:
+    def errors(self, kinds: tuple[str, ...]) -> dict[str, float]:
         error, dot, norm = (sum(self.sums[kind][i] for kind in kinds) for i in range(3))
         return {"error": (error / norm) ** 0.5, "projection": dot / norm}
 
     def table(self) -> dict[str, Any]:
-        every = self.found(tuple(kind for kind in KINDS if kind.endswith("proj")))
-        return every | {"kinds": {kind: self.found((kind,)) for kind in KINDS}}
+        every = self.errors(tuple(kind for kind in KINDS if kind.endswith("proj")))
+        return every | {"kinds": {kind: self.errors((kind,)) for kind in KINDS}}
 
 
 def main() -> None:
@@ -121,14 +121,14 @@ def main() -> None:
     results: dict[str, Any] = {}
     for contender in options.contenders.split(","):
         began = time.perf_counter()
-        subject, scaling = copy.deepcopy(model), None
+        converted, scaling = copy.deepcopy(model), None
         if contender == "octavo-bf16":
-            octavo.convert_to_fp8(subject, precision="bf16")
+            octavo.convert_to_fp8(converted, precision="bf16")
         elif contender != "bf16":
-            scaling = octavo.convert_to_fp8(subject, FP8[contender]).scaling
+            scaling = octavo.convert_to_fp8(converted, FP8[contender]).scaling
         single, mean, losses = Comparison(), Comparison(), []
         total: list[Tensor] | None = None
-        for (loss, gs), (_, gs0) in zip(gradients(subject, windows, scaling, True), exact, strict=True):
+        for (loss, gs), (_, gs0) in zip(gradients(converted, windows, scaling, True), exact, strict=True):
             losses.append(loss)
             for name, g, g0 in zip(names, gs, gs0, strict=True):
                 single.add(name, g, g0)
@@ -146,7 +146,7 @@ def main() -> None:
             + f"   {time.perf_counter() - began:.0f} s",
             flush=True,
         )
-        del subject
+        del converted
     if options.out:
         about = {"date": str(datetime.date.today()), "torch": torch.__version__, "steps": options.steps}
         about["gpu"] = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"

@@ -156,18 +156,18 @@ def memory(device: str) -> dict[str, int]:
     """Return memory figures of this process, in bytes: peaks and what is in use."""
     status = Path("/proc/self/status").read_text()
     own = re.search(r"^RssAnon:\s+(\d+) kB$", status, re.MULTILINE)
-    found = {
+    figures = {
         "host_peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "host_own": int(own[1]) * 1024 if own else 0,
     }
     if device == "cuda":
         free, total = torch.cuda.mem_get_info()
-        found |= {
+        figures |= {
             "device_peak_allocated": torch.cuda.max_memory_allocated(),
             "device_peak_reserved": torch.cuda.max_memory_reserved(),
             "device_used": total - free,
         }
-    return found
+    return figures
 
 
 def in_a_fresh_process(task: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:

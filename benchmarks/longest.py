@@ -92,8 +92,8 @@ def measure(way: str, preset: str, layers: int | None, gib: float) -> dict[str, 
         return tried[length] is not None
 
     expected = planned(case, way, gib)
-    found = longest(fits, expected)
-    return {"way": way, "longest": found, "planned": expected, "peak_gib": tried.get(found), "tried": tried}
+    length = longest(fits, expected)
+    return {"way": way, "longest": length, "planned": expected, "peak_gib": tried.get(length), "tried": tried}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

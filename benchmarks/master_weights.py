@@ -182,13 +182,13 @@ def run(way: str, size: str, device: str) -> tuple[dict[str, Any], list[Tensor]]
     after = values(optimizer, parameters)
     moves = [a.sub_(b) for a, b in zip(after, start, strict=True)]
     states = [x for p in parameters for x in optimizer.state[p].values() if isinstance(x, Tensor) and x.dim()]
-    held = sum(p.nbytes * 2 for p in parameters) + sum(_bytes(x) for x in states)
+    total_bytes = sum(p.nbytes * 2 for p in parameters) + sum(_bytes(x) for x in states)
     return {
         "way": way,
         "loss": loss.item(),
         "moved in the first step": first,
         "moved in all": sum(int(m.count_nonzero()) for m in moves) / count,
-        "bytes a parameter": held / count,
+        "bytes a parameter": total_bytes / count,
         "peak GiB": None if peak is None else peak / 2**30,
         "step ms": 1e3 * sorted(seconds)[len(seconds) // 2],
     }, moves

@@ -132,7 +132,7 @@ def build(optimizer: str, task: "Task", parameters: list[nn.Parameter]) -> torch
     return build_optimizer(optimizer, parameters, **options)
 
 
-class Subject:
+class PreparedModel:
     """A task's model in the precision of one run."""
 
     def __init__(self, task: Task, run: str, device: torch.device, compile_backend: str | None) -> None:
@@ -177,19 +177,19 @@ class Subject:
             octavo.restore(self.model)
         self.forward = self.model
 
-    def fp8_found(self) -> dict[str, Any]:
+    def fp8_figures(self) -> dict[str, Any]:
         """Return the products in FP8, and mean and largest share of underflow and saturation over all steps."""
         if self.report is None:
             return {}
         if not self.report.in_fp8:
             raise RuntimeError("nothing ran in FP8: this run would have compared BF16 with BF16")
-        found: dict[str, Any] = {"report": self.report.summary()}
+        figures: dict[str, Any] = {"report": self.report.summary()}
         statistics = self.scaling.statistics()
         for quantity in ("underflow", "saturated") if statistics else ():
             values = {name: entry[quantity] for name, entry in statistics.items()}
             worst = max(values, key=values.__getitem__)
-            found[quantity] = {"mean": sum(values.values()) / len(values), "max": values[worst], "max_at": worst}
-        return found
+            figures[quantity] = {"mean": sum(values.values()) / len(values), "max": values[worst], "max_at": worst}
+        return figures
 
 
 def build_bdh(shape: dict[str, Any], device: torch.device) -> nn.Module:
@@ -218,8 +218,8 @@ def train(
 ) -> dict[str, Any]:
     """Train and evaluate once. The result's `status`: complete, nan, or out of budget (both stopped early)."""
     began = time.perf_counter()
-    subject = Subject(task, run, device, compile_backend)
-    parameters = list(subject.model.parameters())
+    prepared = PreparedModel(task, run, device, compile_backend)
+    parameters = list(prepared.model.parameters())
     result: dict[str, Any] = {
         "task": task.name,
         "run": run,
@@ -234,7 +234,7 @@ def train(
     evaluation_s = 0.0
     for step in range(1, task.steps + 1):
         set_learning_rate(optimizer, task.rate(step))
-        loss = subject.loss(data.train[starts[step - 1] + offsets].long())
+        loss = prepared.loss(data.train[starts[step - 1] + offsets].long())
         loss.backward()
         norms[step - 1] = nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
@@ -262,27 +262,27 @@ def train(
             break
 
     result |= {"steps": step, "curve": curve(losses[:step]), "largest_grad_norm": finite_or_none(norms[:step].max())}
-    result |= subject.fp8_found()
+    result |= prepared.fp8_figures()
     if result["status"] == "complete":
-        result["held_out_loss"], result["held_out_tokens"] = evaluate(subject, task, data)
+        result["held_out_loss"], result["held_out_tokens"] = evaluate(prepared, task, data)
         if result["held_out_loss"] is None:
             result["status"] = "nan"
-        if subject.report is not None:
-            subject.leave_fp8()
+        if prepared.report is not None:
+            prepared.leave_fp8()
             with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-                result["held_out_loss_in_bf16"], _ = evaluate(subject, task, data)
+                result["held_out_loss_in_bf16"], _ = evaluate(prepared, task, data)
     if device.type == "cuda":
         result["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
     result["seconds"] = time.perf_counter() - began
     return result
 
 
-def evaluate(subject: Subject, task: Task, data: Data) -> tuple[float | None, int]:
+def evaluate(prepared: PreparedModel, task: Task, data: Data) -> tuple[float | None, int]:
     """Return the mean loss on held-out text, and the number of predictions."""
     offsets = torch.arange(task.sequence + 1, device=data.held_out.device)
     starts = data.held_out_starts(task)
-    losses = [subject.loss(data.held_out[batch + offsets].long()).detach() for batch in starts]
-    predictions = task.sequence if subject.is_bdh else task.sequence - 1
+    losses = [prepared.loss(data.held_out[batch + offsets].long()).detach() for batch in starts]
+    predictions = task.sequence if prepared.is_bdh else task.sequence - 1
     return finite_or_none(torch.stack(losses).double().mean()), starts.numel() * predictions
 
 

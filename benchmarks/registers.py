@@ -47,7 +47,7 @@ BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 
 @dataclass(frozen=True)
-class Found:
+class Compiled:
     kernel: str
     warps: int
     registers: int
@@ -68,7 +68,7 @@ class Compiler:
 
     def __init__(self, sass: Path | None = None) -> None:
         self.sass = sass
-        self.found: list[Found] = []
+        self.kernels: list[Compiled] = []
 
     def __enter__(self) -> "Compiler":
         self._run: Any = triton.runtime.jit.JITFunction.run
@@ -91,16 +91,16 @@ class Compiler:
 
     def compile(self, kernel: Any, args: tuple[Any, ...], grid: tuple[int, ...], constants: dict[str, Any]) -> None:
         compiled = compile_for_hopper(kernel, args, constants)
-        self.found.append(self._look(kernel.fn.__name__, compiled, grid, constants))
+        self.kernels.append(self._look(kernel.fn.__name__, compiled, grid, constants))
 
-    def _look(self, name: str, compiled: Any, grid: tuple[int, ...], constants: dict[str, Any]) -> Found:
+    def _look(self, name: str, compiled: Any, grid: tuple[int, ...], constants: dict[str, Any]) -> Compiled:
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(compiled.asm["cubin"])
             file.flush()
             usage, code = (ask(what, file.name) for what in ("-res-usage", "-sass"))
         if self.sass is not None:
             self.sass.mkdir(parents=True, exist_ok=True)
-            (self.sass / f"{len(self.found):03}-{name}.sass").write_text(code)
+            (self.sass / f"{len(self.kernels):03}-{name}.sass").write_text(code)
         used = {what: int(number) for what, number in re.findall(r"\b(REG|STACK):(\d+)", usage)}
         registers, stack = used["REG"], used["STACK"]
         warps, shared = constants["num_warps"], compiled.metadata.shared
@@ -109,7 +109,7 @@ class Compiler:
         )
         elements = next((constants[a] * (constants[b] if b != "PARTS" else 1) for a, b in TILES if a in constants), 1)
         per_element = longest_loop(code) * warps * 32 / elements
-        return Found(name, warps, registers, stack, shared, grid[0] / MULTIPROCESSORS, fit, per_element)
+        return Compiled(name, warps, registers, stack, shared, grid[0] / MULTIPROCESSORS, fit, per_element)
 
 
 def ask(what: str, file: str) -> str:
@@ -119,12 +119,12 @@ def ask(what: str, file: str) -> str:
 def longest_loop(code: str) -> int:
     """Return the number of instructions between the target of a backward jump and the jump."""
     lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", code)
-    places = {int(address, 16): i for i, (address, _) in enumerate(lines)}
+    line_of = {int(address, 16): i for i, (address, _) in enumerate(lines)}
     longest = 0
     for i, (_, text) in enumerate(lines):
         jump = re.search(r"\bBRA\b.*\b0x([0-9a-f]+)", text)
-        if jump and int(jump[1], 16) in places:
-            longest = max(longest, i - places[int(jump[1], 16)] + 1)
+        if jump and int(jump[1], 16) in line_of:
+            longest = max(longest, i - line_of[int(jump[1], 16)] + 1)
     return longest
 
 
@@ -152,7 +152,7 @@ def launch(work: Work) -> None:
         gated.gated_quantize(inputs[0], row, recipe.x, "silu", record=True)
 
 
-def main(arguments: list[str] | None = None) -> list[tuple[str, Found]]:
+def main(arguments: list[str] | None = None) -> list[tuple[str, Compiled]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="parts of names, such as 'block g columns'; default: everything")
     parser.add_argument("--preset", default="8b", help="of `octavo bench`")
@@ -168,17 +168,17 @@ def main(arguments: list[str] | None = None) -> list[tuple[str, Found]]:
             name = f"{work.recipe} {work.operand} {work.layout}"
             if options.names and not any(part in name for part in options.names):
                 continue
-            before = len(compiler.found)
+            before = len(compiler.kernels)
             launch(work)
-            rows += [(name, found) for found in compiler.found[before:]]
-    for name, found in rows:
-        figures = (found.warps, found.registers, found.spilled, found.shared)
-        programs = (f"{found.launched:.1f}", str(found.fit), f"{found.per_element:.1f}")
-        style = "" if found.is_fine else "bold red"
-        table.add_row(name, found.kernel, *map(str, figures), *programs, style=style)
+            rows += [(name, kernel) for kernel in compiler.kernels[before:]]
+    for name, kernel in rows:
+        figures = (kernel.warps, kernel.registers, kernel.spilled, kernel.shared)
+        programs = (f"{kernel.launched:.1f}", str(kernel.fit), f"{kernel.per_element:.1f}")
+        style = "" if kernel.is_fine else "bold red"
+        table.add_row(name, kernel.kernel, *map(str, figures), *programs, style=style)
     Console(width=None if sys.stdout.isatty() else 120).print(table)
     return rows
 
 
 if __name__ == "__main__":
-    sys.exit(not all(found.is_fine for _, found in main()))
+    sys.exit(not all(kernel.is_fine for _, kernel in main()))

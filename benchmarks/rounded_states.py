@@ -64,11 +64,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     table = Table("states", "spread", "error", "largest", "steady", "no bound: error", "largest", "steady")
     for name in OPTIMIZERS:
         for spread in (0.0, 1.0, 2.0):
-            found = []
+            numbers = []
             for kind in (Step, Unbounded):
-                found += simulate(name, kind, spread, options.beta)[:2]
-                found += simulate(name, kind, spread, options.beta, steady=True)[2:]
-            table.add_row(name, f"{spread:.0f}", *(f"{number:,.3g}" for number in found))
+                numbers += simulate(name, kind, spread, options.beta)[:2]
+                numbers += simulate(name, kind, spread, options.beta, steady=True)[2:]
+            table.add_row(name, f"{spread:.0f}", *(f"{number:,.3g}" for number in numbers))
     Console().print(table)
 
 

@@ -35,7 +35,7 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 from smollm_runs import (
-    GRANULARITIES,
+    FROZEN_GRANULARITIES,
     PREPARED,
     RECIPES,
     Evaluation,
@@ -90,7 +90,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     folder = find_model(options.model)
     batches, held_out = read_text(folder, options)
     extra = ["bf16-order", "fp32"] if options.noise else []
-    extra += [f"{recipe}-weights" for recipe in options.recipes if recipe in GRANULARITIES] if options.explain else []
+    if options.explain:
+        extra += [f"{recipe}-weights" for recipe in options.recipes if recipe in FROZEN_GRANULARITIES]
     device = torch.cuda.get_device_name() if options.device.startswith("cuda") else "CPU"
     out = options.out or Path(__file__).parent / f"results/{datetime.date.today()}-{options.device}-smollm.json"
     record: dict[str, Any] = {

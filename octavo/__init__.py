@@ -117,8 +117,8 @@ _LATER = {
 
 def __getattr__(name: str) -> Any:
     if name in _WHERE:
-        globals()[name] = found = getattr(import_module(_WHERE[name]), name)
-        return found
+        globals()[name] = value = getattr(import_module(_WHERE[name]), name)
+        return value
     if name in _LATER:
         try:
             return getattr(import_module(_LATER[name]), name)

@@ -16,6 +16,7 @@ from octavo.nn.attention import NOT_ON_A_GPU
 from octavo.nn.choice import Choice, Filter
 from octavo.nn.linear import FP8Linear, LinearInFP8
 from octavo.nn.model_report import entries_of, entry_of, shapes_of
+from octavo.nn.regional import compile_layers, undo_compile
 from octavo.nn.report import FP8, REPORT, ConversionReport, Entry, dtype_name
 from octavo.nn.undo import Fused, all_or_nothing
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
@@ -24,6 +25,7 @@ from octavo.numerics.config import check_config
 from octavo.support import has_fp8_tensor_cores, require_tensor_cores
 
 PRECISIONS = ("fp8", "bf16")
+COMPILE = ("layers",)
 _RAW = "a raw parameter: under octavo.fp8_autocast its products run in FP8"
 _CONVERTED = "_octavo_converted"  # in a converted model: the report that it had before, if any
 
@@ -36,6 +38,7 @@ def convert_to_fp8(
     tokens: int | None = None,
     filter: Filter | None = None,
     include: Sequence[str] = (),
+    compile: str | None = None,
 ) -> ConversionReport:
     """Run the linears of `model` in FP8 from now on. Returns what was done, layer by layer; print it.
 
@@ -46,11 +49,16 @@ def convert_to_fp8(
     `filter(name, linear)`: False leaves that linear alone, beside those that `config.skip` names. Adapters (LoRA's A
     and B, and those of PEFT's other methods) are left alone, because products of their rank never pay; `include` names
     those to convert nevertheless, as `skip` does: names, parts of dotted names, or patterns.
+
+    `compile="layers"` compiles the repeated layers, one by one, for any number of tokens. It is for models that have no
+    fused pieces; those with fused pieces gain little.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}: convert_to_fp8 takes a torch.nn.Module")
     config = check_config(config)
     check_choice("precision", precision, PRECISIONS)
+    if compile is not None:
+        check_choice("compile", compile, COMPILE)
     if tokens is not None:
         check_positive_int("tokens", tokens)
     if precision == "fp8" and config.fp8_dpa:
@@ -71,6 +79,7 @@ def convert_to_fp8(
         with all_or_nothing(model):
             _attach(report, model)
             fuse.fuse_loss(modules, report, fuse.Trained(None, None))
+            _compile(model, report, compile)
         return report
     linears = {entry.name: modules[entry.name] for entry in report.in_fp8 if type(modules[entry.name]) is nn.Linear}
     choice.check_names()
@@ -88,16 +97,22 @@ def convert_to_fp8(
         fuse.fuse_loss(modules, report, weights)
         for name, linear in linears.items():
             if type(linear) is nn.Linear:  # not part of something fused
-                FP8Linear.take_over(linear, config, report.scaling, name or "linear")
+                FP8Linear.convert_in_place(linear, config, report.scaling, name or "linear")
         report.scaling.to(next(linear.scaling_device for linear in linears.values() if isinstance(linear, FP8Linear)))
         report.scaling.follow_optimizers(model)
+        _compile(model, report, compile)
     return report
+
+
+def _compile(model: nn.Module, report: ConversionReport, what: str | None) -> None:
+    if what is not None:
+        report.fused.append(f"layers compiled by torch.compile ({compile_layers(model)})")
 
 
 def _attach(report: ConversionReport, model: nn.Module) -> None:
     """Mark a model as converted, with this report; `restore` gives back the one that it had."""
     model.__dict__[_CONVERTED] = model.__dict__.get(REPORT)
-    report.attach(model, fuse.called_alone)
+    fuse.attach(report, model)
 
 
 def _detach_report(module: nn.Module, *, unfused: bool) -> None:
@@ -106,7 +121,7 @@ def _detach_report(module: nn.Module, *, unfused: bool) -> None:
         ConversionReport.detach_from(module)
         before: ConversionReport | None = module.__dict__.pop(_CONVERTED)
         if before is not None:
-            before.attach(module, fuse.called_alone)
+            fuse.attach(before, module)
     report: ConversionReport | None = module.__dict__.get(REPORT)
     if report is not None and unfused:
         report.fused[:] = ["nothing fused any more: octavo.restore was called"]
@@ -129,10 +144,11 @@ def restore(model: nn.Module) -> None:
     unfused = 0
     for module in model.modules():
         if isinstance(module, FP8Linear):
-            module.give_back()
+            module.restore_in_place()
         if isinstance(module, Fused):
             module.unfuse()
         unfused += fuse.restore(module)
+        undo_compile(module)
     for module in model.modules():
         _detach_report(module, unfused=unfused > 0)
 

@@ -83,6 +83,6 @@ def check_fp8_support(device: torch.device | str | int | None = None) -> FP8Supp
         reason = f"architecture {properties.gcnArchName}; the kernels are for GPUs of NVIDIA's"
         return FP8Support(False, properties.name, reason)
     capability = (properties.major, properties.minor)
-    found = capability >= MINIMUM_CAPABILITY
-    reason = f"compute capability {capability[0]}.{capability[1]}" + ("" if found else "; 8.9 or newer is needed")
-    return FP8Support(found, properties.name, reason)
+    has_fp8 = capability >= MINIMUM_CAPABILITY
+    reason = f"compute capability {capability[0]}.{capability[1]}" + ("" if has_fp8 else "; 8.9 or newer is needed")
+    return FP8Support(has_fp8, properties.name, reason)

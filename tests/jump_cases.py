@@ -120,12 +120,12 @@ def errors(kind, scaling, what, factor, train, *, device="cpu", dtype=torch.floa
             for w in layer.weights:
                 w.mul_(factor)
     expected = reference(layer, x, train)
-    found = run(layer, x, train)
-    return [relative(a, b) for a, b in zip(found, expected, strict=True)], layer
+    actual = run(layer, x, train)
+    return [relative(a, b) for a, b in zip(actual, expected, strict=True)], layer
 
 
-def relative(found, expected):
-    return float((found.double() - expected).norm() / expected.norm())
+def relative(actual, expected):
+    return float((actual.double() - expected).norm() / expected.norm())
 
 
 def assert_no_worse_than_current(kind, what, factor, train, **how):
@@ -133,5 +133,5 @@ def assert_no_worse_than_current(kind, what, factor, train, **how):
     current, _ = errors(kind, "current", what, factor, train, **how)
     assert all(mine <= 1.5 * theirs for mine, theirs in zip(delayed, current, strict=True)), (delayed, current)
     statistics = layer.scaling.statistics()
-    assert all(found["saturated"] == 0 for found in statistics.values())
-    assert not train or any(found["rescaled"] > 0 for found in statistics.values())
+    assert all(actual["saturated"] == 0 for actual in statistics.values())
+    assert not train or any(actual["rescaled"] > 0 for actual in statistics.values())

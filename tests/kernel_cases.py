@@ -30,11 +30,11 @@ CONFIGS = {
 
 def operands() -> dict[str, OperandRecipe]:
     """Every operand's recipe, each once."""
-    found: dict[OperandRecipe, str] = {}
+    actual: dict[OperandRecipe, str] = {}
     for name, config in CONFIGS.items():
         for operand in ("x", "w", "g"):
-            found.setdefault(getattr(config.recipe, operand), f"{name} {operand}")
-    return {name: recipe for recipe, name in found.items()}
+            actual.setdefault(getattr(config.recipe, operand), f"{name} {operand}")
+    return {name: recipe for recipe, name in actual.items()}
 
 
 def sample(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
@@ -65,10 +65,22 @@ def unusual(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu"
     }
 
 
+def with_nan(m: int, f: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
+    """gate_up and dh in BF16 with one NaN in gate, one in up and one in dh, each in a row of its own."""
+    gate_up, dh = (sample(m, n, device=device).clamp(-30, 30).to(torch.bfloat16) for n in (2 * f, f))
+    gate_up[1, 7], gate_up[20, f + 9], dh[m - 1, 11] = math.nan, math.nan, math.nan
+    return gate_up, dh
+
+
+def assert_nan_alike(actual: Tensor, expected: Tensor) -> None:
+    nan = expected.float().isnan()
+    assert nan.any() and torch.equal(actual.float().isnan(), nan)
+
+
 def new_state(scale: float = 0.0, device: str = "cpu") -> Tensor:
-    row = torch.zeros(SLOTS, device=device)
-    row[SCALE] = scale
-    return row
+    state = torch.zeros(SLOTS, device=device)
+    state[SCALE] = scale
+    return state
 
 
 def codes(data: Tensor) -> Tensor:
@@ -80,9 +92,9 @@ def scale_bits(scale: Tensor) -> Tensor:
     return scale.contiguous().view(torch.uint8 if scale.element_size() == 1 else torch.int32)
 
 
-def assert_same_bits(found: list[Quantized], expected: list[Quantized]) -> None:
-    assert len(found) == len(expected)
-    for mine, spec in zip(found, expected, strict=True):
+def assert_same_bits(actual: list[Quantized], expected: list[Quantized]) -> None:
+    assert len(actual) == len(expected)
+    for mine, spec in zip(actual, expected, strict=True):
         assert mine.data.shape == spec.data.shape and mine.data.dtype == spec.data.dtype and mine.data.is_contiguous()
         assert mine.scale.shape == spec.scale.shape
         assert torch.equal(scale_bits(mine.scale), scale_bits(spec.scale)), "scales"
@@ -90,17 +102,17 @@ def assert_same_bits(found: list[Quantized], expected: list[Quantized]) -> None:
         assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()}, first at {wrong.nonzero()[0].tolist()}"
 
 
-def assert_same_row(found: Tensor, expected: Tensor, atol: float = 1e-7) -> None:
-    found, expected = found.clone(), expected.clone()
-    found[USED] = expected[USED] = 0.0  # from a kernel's first pass to its second
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=atol)
+def assert_same_state(actual: Tensor, expected: Tensor, atol: float = 1e-7) -> None:
+    actual, expected = actual.clone(), expected.clone()
+    actual[USED] = expected[USED] = 0.0  # from a kernel's first pass to its second
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=atol)
 
 
-def assert_nearly_same(found: Quantized, expected: Quantized, share: float = 1e-3) -> None:
+def assert_nearly_same(actual: Quantized, expected: Quantized, share: float = 1e-3) -> None:
     """Scales within a few units, at most `share` of the values (or one) off, and by one FP8 step only."""
-    assert found.data.shape == expected.data.shape and found.data.is_contiguous()
-    torch.testing.assert_close(found.scale, expected.scale, rtol=1e-5, atol=0)
-    steps = (_ordered(found.data) - _ordered(expected.data)).abs()
+    assert actual.data.shape == expected.data.shape and actual.data.is_contiguous()
+    torch.testing.assert_close(actual.scale, expected.scale, rtol=1e-5, atol=0)
+    steps = (_ordered(actual.data) - _ordered(expected.data)).abs()
     assert steps.max() <= 1, f"off by {steps.max()} steps"
     assert (steps > 0).sum() <= max(share * steps.numel(), 1), f"{int((steps > 0).sum())} of {steps.numel()} differ"
 
@@ -121,46 +133,46 @@ def assert_on_neighbours(q: Quantized, x: Tensor, slack: float = 0.0) -> None:
     v = x.float() * (1 / q.scale)
     upper = torch.searchsorted(values, v + slack * v.abs()).clamp(max=len(values) - 1)
     lower = (torch.searchsorted(values, v - slack * v.abs(), right=True) - 1).clamp(min=0)
-    found = q.data.float()
-    assert ((found <= values[upper]) & (found >= values[lower])).all()
+    actual = q.data.float()
+    assert ((actual <= values[upper]) & (actual >= values[lower])).all()
 
 
-def gated_spec(gate_up: Tensor, row: Tensor, recipe: OperandRecipe, activation: str, *, record: bool) -> Quantized:
-    return quantize_operand(gated(gate_up, activation), row, recipe, record=record)[0]
+def gated_spec(gate_up: Tensor, state: Tensor, recipe: OperandRecipe, activation: str, *, record: bool) -> Quantized:
+    return quantize_operand(gated(gate_up, activation), state, recipe, record=record)[0]
 
 
 def gated_backward_spec(
     dh: Tensor,
     gate_up: Tensor,
     h_scale: Tensor,
-    row: Tensor,
+    state: Tensor,
     recipe: OperandRecipe,
     recipe_h: OperandRecipe,
     activation: str,
 ) -> tuple[Quantized, Quantized, Quantized]:
-    rows, columns = quantize_operand(gated_backward(dh, gate_up, activation), row, recipe, layout="both")
-    h = quantize_operand(gated(gate_up, activation), row, recipe_h, layout="columns", scale=h_scale)[0]
+    rows, columns = quantize_operand(gated_backward(dh, gate_up, activation), state, recipe, layout="both")
+    h = quantize_operand(gated(gate_up, activation), state, recipe_h, layout="columns", scale=h_scale)[0]
     return rows, columns, h
 
 
-def low_rank(m: int, f: int, rank: int, scaling: float, *, turned: bool = True, device: str = "cpu") -> tuple:
+def low_rank(m: int, f: int, rank: int, scaling: float, *, transposed: bool = True, device: str = "cpu") -> tuple:
     """Left, right and factor of a product to add; left is part of something wider, as the adapters' products are."""
     left = torch.randn(m, rank + 3, device=device)[:, 3:].to(torch.bfloat16)
-    return left, torch.randn((f, rank) if turned else (rank, f), device=device).to(torch.bfloat16), scaling
+    return left, torch.randn((f, rank) if transposed else (rank, f), device=device).to(torch.bfloat16), scaling
 
 
-def with_low_rank(x: Tensor, product: tuple | None, *, turned: bool = True) -> Tensor:
+def with_low_rank(x: Tensor, product: tuple | None, *, transposed: bool = True) -> Tensor:
     if product is None:
         return x
     left, right, scaling = product
-    right = right.float().t() if turned else right.float()
+    right = right.float().t() if transposed else right.float()
     return (x.float() + scaling * (left.float() @ right)).to(x.dtype)
 
 
-def adapter_gradients(g, t, ups, places, factor):
+def adapter_gradients(g, t, ups, spans, factor):
     """u and all dB one after the other, in FP32: what `kernels.adapters.gradients` adds up."""
     g = g.float() if factor is None else g.float() / factor
-    parts = [scaling * g[:, first : first + size] for first, size, scaling in places]
+    parts = [scaling * g[:, first : first + size] for first, size, scaling in spans]
     u = torch.cat([part @ up.float() for part, up in zip(parts, ups, strict=True)], dim=1)
     ts = t.float().split([up.shape[1] for up in ups], dim=1)
     return u, torch.cat([(part.T @ own).flatten() for part, own in zip(parts, ts, strict=True)])

@@ -28,10 +28,10 @@ def sampled(cells):
     for item in cells:
         values = item.callspec.params
         wanted[item] = {tuple((name, id(values[name])) for name in names) for names in named}  # lists have no hash
-    missing, found, times = set().union(*wanted.values()), [], Counter()
+    missing, actual, times = set().union(*wanted.values()), [], Counter()
     while missing:  # with the cell that has most of them; of several, the one whose values are rarest so far
         cell = max(cells, key=lambda item: (len(wanted[item] & missing), -sum(times[value] for value in wanted[item])))
-        found.append(cell)
+        actual.append(cell)
         times.update(wanted[cell])
         missing -= wanted[cell]
-    return found
+    return actual

@@ -31,8 +31,8 @@ def blocks(page: Path, language: str) -> list[str]:
 
 def examples(*, hugging_face: bool) -> list[str]:
     """Python code of all pages: those that need Hugging Face's libraries, or those that do not."""
-    found = [code for page in PAGES for code in blocks(page, "python")]
-    return [code for code in found if bool(HUGGING_FACE.search(code)) == hugging_face]
+    actual = [code for page in PAGES for code in blocks(page, "python")]
+    return [code for code in actual if bool(HUGGING_FACE.search(code)) == hugging_face]
 
 
 def run_each(codes: list[str], imports: tuple[str, ...]) -> None:

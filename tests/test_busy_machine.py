@@ -14,8 +14,8 @@ TESTS = Path(__file__).parent
 def test_no_test_has_a_limit_of_its_own() -> None:
     """One for all, long enough for a machine ten times as slow, ends those that hang."""
     limited = re.compile(r"timeout=\d|mark\.timeout|time\.monotonic\(\) <")
-    found = [str(path) for path in TESTS.rglob("*.py") if path != Path(__file__) and limited.search(path.read_text())]
-    assert not [path for path in found if "/gpu/" not in path]
+    actual = [str(path) for path in TESTS.rglob("*.py") if path != Path(__file__) and limited.search(path.read_text())]
+    assert not [path for path in actual if "/gpu/" not in path]
     settings = tomllib.loads((TESTS.parent / "pyproject.toml").read_text())
     assert settings["tool"]["pytest"]["ini_options"]["timeout"] >= 1800
 

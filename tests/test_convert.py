@@ -153,8 +153,8 @@ def test_support_by_compute_capability(monkeypatch, capability, supported):
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties())
-    found = octavo.check_fp8_support()
-    assert bool(found) is supported and f"{capability[0]}.{capability[1]}" in str(found)
+    actual = octavo.check_fp8_support()
+    assert bool(actual) is supported and f"{capability[0]}.{capability[1]}" in str(actual)
 
 
 @pytest.mark.parametrize("architecture", ["gfx942:sramecc+:xnack-", "gfx90a", "gfx950"])
@@ -166,5 +166,5 @@ def test_no_amd_gpu_is_supported_as_long_as_no_kernel_runs_there(monkeypatch, ar
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties())
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    found = octavo.check_fp8_support()
-    assert not found and architecture in found.reason and "NVIDIA" in found.reason
+    actual = octavo.check_fp8_support()
+    assert not actual and architecture in actual.reason and "NVIDIA" in actual.reason

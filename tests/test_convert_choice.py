@@ -141,7 +141,7 @@ def test_a_refused_conversion_changes_nothing():
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_a_conversion_that_breaks_off_is_undone(error, monkeypatch):
     model = build()
-    before, honest, done = state(model), FP8Linear.take_over, []
+    before, honest, done = state(model), FP8Linear.convert_in_place, []
 
     def break_off(linear, config, scaling, name):
         if done:
@@ -150,7 +150,7 @@ def test_a_conversion_that_breaks_off_is_undone(error, monkeypatch):
         return honest(linear, config, scaling, name)
 
     with monkeypatch.context() as patching:
-        patching.setattr(FP8Linear, "take_over", break_off)
+        patching.setattr(FP8Linear, "convert_in_place", break_off)
         with pytest.raises(error):
             convert_to_fp8(model)
     assert done == ["0"] and state(model) == before

@@ -63,9 +63,9 @@ def test_imports_go_down_only(path):
     for name in imports(path):
         top, _, rest = name.partition(".")
         file = path.relative_to(ROOT).as_posix()
-        places = ONLY_IN.get(top, {here})
-        assert any(file == place or file.startswith(f"{place}/") or here == place for place in places), (
-            f"{name} belongs in {places}"
+        allowed = ONLY_IN.get(top, {here})
+        assert any(file == place or file.startswith(f"{place}/") or here == place for place in allowed), (
+            f"{name} belongs in {allowed}"
         )
         if top == "transformers" and here == "decoders":
             assert file in USES_TRANSFORMERS, f"{file} imports {name}"

@@ -35,16 +35,16 @@ class HashedById(SimpleNamespace):
 
 
 def test_every_value_is_in_the_sample():
-    found = [item.callspec.params for item in sampled(cells_of())]
-    assert len(found) == len(SIZES)
-    assert [params["size"] for params in found] == SIZES
-    assert {params["name"] for params in found} == set(NAMES)
+    actual = [item.callspec.params for item in sampled(cells_of())]
+    assert len(actual) == len(SIZES)
+    assert [params["size"] for params in actual] == SIZES
+    assert {params["name"] for params in actual} == set(NAMES)
 
 
 def test_every_pair_that_is_named_is_in_the_sample():
-    found = [item.callspec.params for item in sampled(cells_of("size", "flag"))]
-    assert {(params["size"][0], params["flag"]) for params in found} == {*itertools.product(range(1, 5), FLAGS)}
-    assert {params["name"] for params in found} == set(NAMES) and len(found) < len(SIZES) * len(NAMES)
+    actual = [item.callspec.params for item in sampled(cells_of("size", "flag"))]
+    assert {(params["size"][0], params["flag"]) for params in actual} == {*itertools.product(range(1, 5), FLAGS)}
+    assert {params["name"] for params in actual} == set(NAMES) and len(actual) < len(SIZES) * len(NAMES)
 
 
 def test_the_rest_is_slow():

@@ -27,8 +27,8 @@ def randn(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def run_quantize(x, row, recipe, layout, record=True):
-    return [t for q in ops.quantize(x, row, recipe, record=record, layout=layout) for t in q]
+def run_quantize(x, state, recipe, layout, record=True):
+    return [t for q in ops.quantize(x, state, recipe, record=record, layout=layout) for t in q]
 
 
 def bits(t):
@@ -39,13 +39,13 @@ def bits(t):
 @pytest.mark.parametrize("layout", ["rows", "columns", "both"])
 def test_quantize_gives_what_the_spec_gives(name, layout):
     recipe, x = RECIPES[name], randn(33, 150)
-    row, spec_row = torch.zeros(SLOTS), torch.zeros(SLOTS)
-    found = run_quantize(x, row, recipe, layout)
-    expected = [t for q in quantize_operand(x, spec_row, recipe, layout=layout) for t in q]
-    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(found, expected, strict=True))
-    assert torch.equal(row, spec_row) and row.any()
-    run_quantize(x * 2, row, recipe, layout, record=False)
-    assert torch.equal(row, spec_row)
+    state, spec_state = torch.zeros(SLOTS), torch.zeros(SLOTS)
+    actual = run_quantize(x, state, recipe, layout)
+    expected = [t for q in quantize_operand(x, spec_state, recipe, layout=layout) for t in q]
+    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(actual, expected, strict=True))
+    assert torch.equal(state, spec_state) and state.any()
+    run_quantize(x * 2, state, recipe, layout, record=False)
+    assert torch.equal(state, spec_state)
 
 
 @by_recipe
@@ -66,9 +66,9 @@ def test_fake_results_look_like_real_ones(name, shape):
 @by_recipe
 @pytest.mark.parametrize("shape", SHAPES)
 def test_outputs_do_not_share_memory(name, shape):
-    x, row = randn(*shape), torch.zeros(SLOTS)
-    outputs = run_quantize(x, row, RECIPES[name], "both")
-    pointers = [t.untyped_storage().data_ptr() for t in (*outputs, x, row) if t.numel()]
+    x, state = randn(*shape), torch.zeros(SLOTS)
+    outputs = run_quantize(x, state, RECIPES[name], "both")
+    pointers = [t.untyped_storage().data_ptr() for t in (*outputs, x, state) if t.numel()]
     assert len(set(pointers)) == len(pointers)
 
 
@@ -108,7 +108,7 @@ def product_arguments(recipe, a, b, batch, out_dtype=torch.float32, bias=None):
 def test_gemm_nt_gives_what_the_spec_gives_and_its_fake_looks_like_it(name, a, b, batch):
     for out_dtype, bias in ((torch.float32, None), (torch.bfloat16, randn(b[-2]))):
         a_q, b_q, arguments = product_arguments(RECIPES[name], a, b, batch, out_dtype, bias)
-        y = ops.gemm_nt(a_q, b_q, bias=bias, out_dtype=out_dtype, batch=batch)
+        y = ops.gemm_nt(*arguments)
         assert torch.equal(y, padded_gemm_nt(a_q, b_q, bias=bias, out_dtype=out_dtype, batch=batch))
         with FakeTensorMode() as mode:
             fake = [mode.from_tensor(t) if isinstance(t, torch.Tensor) else t for t in arguments]
@@ -133,32 +133,32 @@ def test_opcheck_gemm_nt(name):
 def test_compiled_without_graph_breaks_the_bits_are_the_same(config):
     recipe = FP8TrainingConfig.from_recipe(config).recipe
 
-    def product(x, w, x_row, w_row):
-        x_q, _ = ops.quantize(x, x_row, recipe.x, record=True, layout="both")
-        (w_q,) = ops.quantize(w, w_row, recipe.w, record=True, layout="rows")
-        return ops.gemm_nt(x_q, w_q, out_dtype=torch.float32, batch=()) * 2
+    def product(x, w, x_state, w_state):
+        x_q, _ = ops.quantize(x, x_state, recipe.x, record=True, layout="both")
+        (w_q,) = ops.quantize(w, w_state, recipe.w, record=True, layout="rows")
+        return ops.gemm_nt(*x_q, *w_q, None, torch.float32, [], False, False) * 2
 
     x, w = randn(33, 50, seed=1), randn(7, 50, seed=2)
-    rows, compiled_rows = ([torch.zeros(SLOTS), torch.zeros(SLOTS)] for _ in range(2))
+    states, compiled_states = ([torch.zeros(SLOTS), torch.zeros(SLOTS)] for _ in range(2))
     compiled = torch.compile(product, fullgraph=True, backend="aot_eager")
     for factor in (1, 3):
-        y = product(x * factor, w, *rows)
-        assert torch.equal(compiled(x * factor, w, *compiled_rows), y)
-        assert all(torch.equal(a, b) for a, b in zip(rows, compiled_rows, strict=True))
+        y = product(x * factor, w, *states)
+        assert torch.equal(compiled(x * factor, w, *compiled_states), y)
+        assert all(torch.equal(a, b) for a, b in zip(states, compiled_states, strict=True))
 
 
 @by_recipe
 def test_nothing_reads_uninitialised_memory(name, monkeypatch):
     recipe, x = RECIPES[name], randn(33, 150)
-    row = torch.zeros(SLOTS)
-    plain = run_quantize(x, row, recipe, "both")
+    state = torch.zeros(SLOTS)
+    plain = run_quantize(x, state, recipe, "both")
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     torch.use_deterministic_algorithms(True)
     try:
         assert torch.empty(3).isnan().all()
-        poisoned_row = torch.zeros(SLOTS)
-        poisoned = run_quantize(x, poisoned_row, recipe, "both")
+        poisoned_state = torch.zeros(SLOTS)
+        poisoned = run_quantize(x, poisoned_state, recipe, "both")
     finally:
         torch.use_deterministic_algorithms(False)
-    assert torch.equal(row, poisoned_row)
+    assert torch.equal(state, poisoned_state)
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(plain, poisoned, strict=True))

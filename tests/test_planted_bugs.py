@@ -53,8 +53,8 @@ def test_wrong_transpose(monkeypatch):
     """The weight of `x @ w` taken as that of a linear."""
     import octavo.nn.product as product
 
-    honest = product.Product
-    monkeypatch.setattr("octavo.nn.autocast.Product", lambda **options: honest(**{**options, "b_is_nk": True}))
+    honest = product.ProductSpec
+    monkeypatch.setattr("octavo.nn.autocast.ProductSpec", lambda **options: honest(**{**options, "b_is_nk": True}))
     with pytest.raises(AssertionError, match="times the bound"):
         check_product()
 

@@ -88,7 +88,7 @@ def bench(
     if optimizer is not None and (gemm or kernels):
         part = "--gemm" if gemm else "--kernels"
         raise UserError(f"--optimizer {optimizer}: is of whole steps, and {part} times parts of one; leave one out")
-    part = "gemm" if gemm else "kernels" if kernels else "step"
+    kind = "gemm" if gemm else "kernels" if kernels else "step"
     try:
         case = make_case(
             preset=preset,
@@ -112,7 +112,7 @@ def bench(
             compile=compile,
             optimizers=names(optimizer) if optimizer is not None else (),
         )
-        request = BenchRequest(part, case, contenders, reasons, rounds, steps, warmup)
+        request = BenchRequest(kind, case, contenders, reasons, rounds, steps, warmup)
     except ValueError as error:
         raise UserError(str(error)) from error
     run_request(request, out=out, command=["octavo", *sys.argv[1:]], console=Console())

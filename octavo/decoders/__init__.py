@@ -9,7 +9,9 @@ original class: a projection that PEFT has wrapped, labels that are not there, a
     forwards     attention, MLP, norm and layer, as they compute when fused
     products     a group of linears, a gated MLP: trained, or frozen in FP8 with adapters
     causal_lm    head and cross entropy in chunks of tokens: while training, the model returns the loss and no logits
-    attention    the attention itself, on cuDNN where that applies
+    backbone     the layers of a model: with CUDA graphs, without padding, or as they were called
+    ragged       batches without padding: real tokens of all rows as one row, and where sequences begin
+    attention    one front for rows of one length and for sequences of any length
     graphs       the layers recorded as CUDA graphs
     hooks        modules that are called as themselves because somebody watches them
 """

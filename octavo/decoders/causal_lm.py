@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.decoders import attention, graphs
+from octavo.decoders.backbone import POSITIONAL, hidden_states
 from octavo.decoders.classes import HEAD
 from octavo.decoders.hooks import is_hooked
 from octavo.decoders.match import has_default_loss
@@ -30,7 +30,7 @@ _INPUTS = {
 
 def add_head(model: nn.Module, config: FP8TrainingConfig | None, scaling: FP8ScalingManager | None) -> None:
     """Give a model what `causal_lm_forward` needs: a head in FP8 if the configuration says so, else none."""
-    head = rows = None
+    head = states = None
     if config is not None and config.fp8_head:
         assert scaling is not None
         recipe = head_recipe(config)
@@ -41,10 +41,10 @@ def add_head(model: nn.Module, config: FP8TrainingConfig | None, scaling: FP8Sca
             fast_forward=config.fast_accumulation != "none",
             fast_backward=config.fast_accumulation == "all",
         )
-        rows = tuple(
+        states = tuple(
             scaling.register(f"lm_head.{operand}", r.format, r.margin) for operand, r in (("x", head.x), ("w", head.w))
         )
-    model.__dict__[HEAD] = (head, rows)
+    model.__dict__[HEAD] = (head, states)
 
 
 def head_recipe(config: FP8TrainingConfig) -> Recipe:
@@ -62,27 +62,28 @@ def nothing_is_trained(name: str) -> str:
 
 
 def causal_lm_forward(self: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    labels = kwargs.get("labels")
-    keep = kwargs.get("logits_to_keep", 0)
+    named = dict(zip(POSITIONAL, args, strict=False)) | kwargs
+    logits_to_keep = kwargs.get("logits_to_keep", 0)
     plain = type(self.lm_head) is nn.Linear and not is_hooked(self.lm_head)
-    plain = plain and not kwargs.get("past_key_values") and len(args) <= 5
-    whole = isinstance(keep, int) and keep == 0 and kwargs.get("return_dict") is not False
+    plain = plain and not named.get("past_key_values") and len(args) <= len(POSITIONAL)
+    whole = isinstance(logits_to_keep, int) and logits_to_keep == 0 and kwargs.get("return_dict") is not False
     usual = plain and whole and _is_default_loss(self, kwargs)
+    labels = kwargs.get("labels")
     if labels is None or not self.training or not torch.is_grad_enabled() or not usual:
-        return original(self, *args, **kwargs)
+        return original(self, *args, **kwargs, **_told_apart(named))
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
     left_out = ("labels", "logits_to_keep", "return_dict", "ignore_index")
-    kwargs = {k: v for k, v in kwargs.items() if k not in left_out}
-    count, shifted = kwargs.get("num_items_in_batch"), kwargs.get("shift_labels")
-    hidden, outputs = _hidden_states(self, args, kwargs)
+    named = {k: v for k, v in named.items() if k not in left_out}
+    count, shifted = named.get("num_items_in_batch"), named.get("shift_labels")
     if shifted is None:
         shifted = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
-    head, rows = getattr(self, HEAD)
+    hidden, outputs, shifted = hidden_states(self, named, shifted)
+    head, states = getattr(self, HEAD)
     if not hidden.requires_grad and not self.lm_head.weight.requires_grad:
         raise ValueError(nothing_is_trained(type(self).__name__))
     loss = linear_cross_entropy(
-        hidden, self.lm_head.weight, shifted.to(hidden.device), count=count, head=head, rows=rows
+        hidden, self.lm_head.weight, shifted.to(hidden.device), count=count, head=head, states=states
     )
     output: Any = CausalLMOutputWithPast  # its fields are annotated with legacy tensor classes
     return output(
@@ -94,26 +95,16 @@ def causal_lm_forward(self: Any, original: Callable[..., Any], *args: Any, **kwa
     )
 
 
-def _hidden_states(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any]:
-    """The last hidden states, and the decoder's other outputs; None for those where a CUDA graph is replayed."""
-    kwargs = graphs.without_full_mask(model, kwargs)
-    if _is_plainly_causal(model.config, args, kwargs):
-        kwargs["attention_mask"] = attention.plainly_causal(model.lm_head.weight)
-    hidden = graphs.replayed(model, args, kwargs)
-    if hidden is not None:
-        return hidden, None
-    outputs = model.model(*args, **kwargs)
-    return outputs.last_hidden_state, outputs
+def _told_apart(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments to add to a call of transformers' forward, so that it tells packed sequences apart.
 
-
-def _is_plainly_causal(config: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether sequences are whole and of one length, one a row, and every layer looks at all that came before."""
-    given = any(kwargs.get(name) is not None for name in ("attention_mask", "position_ids", "inputs_embeds"))
-    kinds = getattr(config, "layer_types", None)
-    window = getattr(config, "sliding_window", None)
-    everywhere = window is None if kinds is None else set(kinds) == {"full_attention"}
-    causal = getattr(config, "is_causal", True) and not getattr(config, "use_bidirectional_attention", False)
-    return not given and len(args) <= 1 and everywhere and causal and config._attn_implementation == attention.NAME
+    With a cache, which models have by default, it takes all sequences of a row for one.
+    """
+    positions = kwargs.get("position_ids")
+    decided = any(kwargs.get(name) is not None for name in ("use_cache", "past_key_values", "attention_mask"))
+    if "use_cache" in kwargs or decided or not isinstance(positions, Tensor) or positions.dim() != 2:
+        return {}
+    return {"use_cache": False} if bool((positions.diff(dim=1) != 1).any()) else {}
 
 
 def _is_default_loss(model: Any, kwargs: dict[str, Any]) -> bool:

@@ -3,6 +3,7 @@
 It pickles and copies like its parent. `give_class_back` undoes it.
 """
 
+import weakref
 from collections.abc import Callable
 from functools import cache, wraps
 from typing import Any
@@ -17,6 +18,24 @@ from octavo.nn.linear import change_class
 
 ORIGINAL = "_octavo_original"  # in a fused module: the class that it had
 HEAD = "_octavo_head"  # in a fused causal language model: its FP8 head, and that head's scaling state
+CAUSAL = "_octavo_causal"  # in its decoder: an `Owner`, which knows the causal language model
+PADDED = "_octavo_padded"  # in a fused causal language model: how many calls computed padding, by reason
+
+
+class Owner:
+    """A weak reference to the module that a module belongs to. Copies and pickles of it refer to nothing.
+
+    With a strong reference, a model that is deleted would wait for the garbage collector, and its memory with it.
+    """
+
+    def __init__(self, module: nn.Module | None = None) -> None:
+        self._module = None if module is None else weakref.ref(module)
+
+    def __call__(self) -> Any:
+        return None if self._module is None else self._module()
+
+    def __reduce__(self) -> tuple[type["Owner"], tuple[()]]:
+        return Owner, ()
 
 
 def take_class(module: Any, forward: Callable[..., Any]) -> None:
@@ -34,7 +53,8 @@ def give_class_back(module: nn.Module) -> bool:
     original = module.__dict__.pop(ORIGINAL, None)
     if original is not None:
         change_class(module, original)
-        module.__dict__.pop(HEAD, None)
+        for name in (HEAD, PADDED, CAUSAL):
+            module.__dict__.pop(name, None)
     return original is not None
 
 
@@ -58,9 +78,17 @@ def _subclass(cls: Any, forward: Callable[..., Any]) -> type[nn.Module]:
         if getattr(getattr(self, "config", None), "_attn_implementation", None) == attention.NAME:
             attention.register()  # it may have been saved by another process
         _put_group_together(self)
+        own_decoder(self)
 
     body = {"forward": fused, "__reduce_ex__": reduce, "__setstate__": set_state}
     return type(cls.__name__, (cls,), body | {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+
+
+def own_decoder(model: Any) -> None:
+    """Let the decoder of a fused causal language model know it."""
+    decoder = model._modules.get("model")
+    if HEAD in model.__dict__ and decoder is not None and is_fused(decoder):
+        decoder.__dict__[CAUSAL] = Owner(model)
 
 
 def _unpickled(cls: Any, forward: Callable[..., Any]) -> Any:

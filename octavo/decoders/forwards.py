@@ -5,7 +5,7 @@ original would, and calls it where the fused products cannot be used.
 
     attention   q, k and v share one quantised input and one GEMM
     mlp         gate and up share one GEMM; activation and quantising are one kernel, forward and backward
-    layer       a norm is computed with the product that follows it, so that its input need not be kept for backward
+    layer       a norm is computed with the product that follows it, so that its input need not be saved for backward
                 (`numerics/norm.py`); on a frozen base, the residual stream is added where an output is computed
 """
 
@@ -29,7 +29,7 @@ from octavo.numerics.norm import Norm
 class _Precomputed:
     """An attention module as its own forward sees it in one call: with q, k and v computed already.
 
-    An object of that call, passed as `self` in the place of the module: nothing is parked on a module, so several
+    An object of that call, passed as `self` instead of the module: nothing is stored on a module, so several
     threads may use one model, and a call that breaks off leaves nothing behind. Trained linears, frozen ones and those
     with adapters are replaced alike.
     """
@@ -119,5 +119,5 @@ def _norm_to_join(norm: Any, follower: Any, linear: Any, h: Tensor) -> Norm | No
 
 
 def joins_norm(config: FP8TrainingConfig, recipe: Recipe) -> bool:
-    """Whether trained linears take a norm: those that keep activations in FP8, with one scale for all of x."""
+    """Whether trained linears take a norm: those that save activations in FP8, with one scale for all of x."""
     return config.activations == "fp8" and recipe.x.granularity == "tensor"

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import nn
 
-from octavo.decoders import attention, graphs, match
+from octavo.decoders import attention, graphs, match, ragged
+from octavo.decoders.backbone import backbone_forward
 from octavo.decoders.causal_lm import add_head, causal_lm_forward, head_recipe
-from octavo.decoders.classes import give_class_back, is_fused, take_class
+from octavo.decoders.classes import CAUSAL, PADDED, Owner, give_class_back, is_fused, take_class
 from octavo.decoders.forwards import attention_forward, joins_norm, layer_forward, mlp_forward, norm_forward
 from octavo.decoders.hooks import is_hooked
 from octavo.decoders.match import GATE_UP, MLP, NORMS, QKV, base_of
@@ -30,7 +31,7 @@ from octavo.nn.report import FP8, REPORT, ConversionReport, dtype_name
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 
 # Children of fused modules that those do not call, but compute themselves.
-_PARTS = (*QKV, "o_proj", *MLP, "act_fn", "lm_head", "self_attn", "mlp", *NORMS)
+_FUSED_CHILDREN = (*QKV, "o_proj", *MLP, "act_fn", "lm_head", "self_attn", "mlp", *NORMS)
 _JOINED = "norms with the products that follow them"
 _APART = "norms apart from the products that follow them: those have several scales for x"
 
@@ -111,7 +112,8 @@ class Trained:
         """Make FP8 linears of the members, which share the scaling state of the group."""
         assert self.config is not None and self.scaling is not None
         for member in members:
-            FP8Linear.take_over(getattr(piece.module, member), self.config, self.scaling, f"{piece.name}.{group}")
+            linear = getattr(piece.module, member)
+            FP8Linear.convert_in_place(linear, self.config, self.scaling, f"{piece.name}.{group}")
 
 
 class Frozen:
@@ -122,15 +124,15 @@ class Frozen:
         self.config = self.linears[0].config if self.linears else None
         self.scaling = self.linears[0].scaling if self.linears else None
         heads: list[Any] = [module.lm_head for module in model.modules() if match.is_causal_lm(module)]
-        high = dtype_name(heads[0].weight) if heads else ""
-        self.head_dtype = "BF16" if high == "bfloat16" else high
+        dtype = dtype_name(heads[0].weight) if heads else ""
+        self.head_dtype = "BF16" if dtype == "bfloat16" else dtype
 
     def fuse_attention(self, piece: Piece) -> Outcome | None:
         reason = self._join(piece, QKV)
         if reason is None or reason:
             return Outcome(f"q, k and v one by one: {reason}") if reason else None
         take_class(piece.module, attention_forward)
-        base_of(piece.module.o_proj).input_is_kept = True  # by the attention, whose output it is
+        base_of(piece.module.o_proj).input_is_saved = True  # by the attention, whose output it is
         return _ONE_PRODUCT
 
     def fuse_mlp(self, piece: Piece) -> Outcome | None:
@@ -184,7 +186,7 @@ def fuse_loss(modules: Mapping[str, nn.Module], report: ConversionReport, weight
     """Fuse head and loss of the causal language models among these modules. Returns whether there is one."""
     models = {name: module for name, module in modules.items() if match.is_causal_lm(module)}
     for name, model in models.items():
-        _fuse_last_norm(model)
+        _fuse_final_norm(model)
         reason = match.why_no_loss(model)
         if reason:
             report.fused.append(f"loss not fused: {reason}")
@@ -198,6 +200,10 @@ def fuse_loss(modules: Mapping[str, nn.Module], report: ConversionReport, weight
                 _note_head(report, f"{name}.lm_head".lstrip("."), weights.config)
         if _use_fused_attention(model):
             report.fused.append("attention on cuDNN where it applies")
+            take_class(model.model, backbone_forward)
+            model.model.__dict__[CAUSAL] = Owner(model)
+            if not ragged.why_padded(model, {}):
+                report.fused.append("no padding while training: layers see real tokens alone")
     return bool(models)
 
 
@@ -205,9 +211,9 @@ def fuse_frozen(model: nn.Module, report: ConversionReport) -> None:
     """Fuse the products of a base frozen in FP8: each gives what the modules would give, one by one."""
     frozen = Frozen(model)
     fuse_products(dict(model.named_modules()), report, frozen)
-    high = sum(not linear.in_fp8 for linear in frozen.linears)
-    if high:
-        report.fused.append(f"products in high precision, by FP8 weights ({high})")
+    dequantized = sum(not linear.fp8_products for linear in frozen.linears)
+    if dequantized:
+        report.fused.append(f"products in high precision, by FP8 weights ({dequantized})")
 
 
 def fuse_loaded(model: nn.Module) -> ConversionReport:
@@ -218,15 +224,15 @@ def fuse_loaded(model: nn.Module) -> ConversionReport:
     report: ConversionReport | None = model.__dict__.get(REPORT)
     if report is None:
         report = report_of(model)
-        report.attach(model, called_alone)
+        attach(report, model)
         fuse_frozen(model, report)
     if not fuse_loss(dict(model.named_modules()), report, Frozen(model)):
         report.fused.append(f"nothing fused: {type(model).__name__} is not one of {', '.join(match.FAMILIES)}")
     return report
 
 
-def plan_products(model: nn.Module) -> str:
-    """Have a frozen base multiply in BF16 where FP8 does not pay. Returns why, if so."""
+def choose_products(model: nn.Module) -> str:
+    """Have a frozen base multiply in BF16 where FP8 does not pay. Returns the reason, empty for FP8."""
     modules = dict(model.named_modules())
     together = match.outputs_of_groups(modules)
     linears = {name: module for name, module in modules.items() if isinstance(module, FP8FrozenLinear)}
@@ -235,16 +241,16 @@ def plan_products(model: nn.Module) -> str:
         for name, linear in linears.items()
     )
     for linear in linears.values():
-        linear.in_fp8, linear.is_planned = not reason, True
+        linear.fp8_products, linear.chosen_by_cost_model = not reason, True
     return reason
 
 
 def insist_on_fp8(model: nn.Module) -> None:
-    """Have products run in FP8 that `plan_products` has in BF16: somebody asked for it, whether it pays or not."""
+    """Have products run in FP8 that `choose_products` has in BF16: somebody asked for it, whether it pays or not."""
     linears = [module for module in model.modules() if isinstance(module, FP8FrozenLinear)]
-    changed = [linear for linear in linears if linear.is_planned and not linear.in_fp8]
+    changed = [linear for linear in linears if linear.chosen_by_cost_model and not linear.fp8_products]
     for linear in changed:
-        linear.in_fp8 = True
+        linear.fp8_products = True
     for module in model.modules() if changed else ():
         report: ConversionReport | None = module.__dict__.get(REPORT)
         if report is not None:
@@ -267,25 +273,34 @@ def restore(module: nn.Module) -> bool:
     return was_fused
 
 
+def attach(report: ConversionReport, model: nn.Module) -> None:
+    """Make a report the model's own."""
+    report.attach(model, called_alone, padded_calls)
+
+
+def padded_calls(model: nn.Module) -> Counter[str]:
+    """How many calls of the model have computed padding, by reason."""
+    return sum((module.__dict__.get(PADDED, Counter()) for module in model.modules()), Counter())
+
+
 def called_alone(model: nn.Module) -> list[str]:
     """The names of modules whose hooks keep a fused piece from being used."""
     names = []
     for name, module in model.named_modules():
-        for part in _PARTS if is_fused(module) else ():
-            child = module._modules.get(part)
-            inner = child.named_modules(prefix=f"{name}.{part}".lstrip(".")) if child is not None else ()
-            # The parts of a layer with adapters count, too; attention and MLP answer for their own.
-            names += [
-                own for own, each in inner if is_hooked(each) and (each is child or part not in ("self_attn", "mlp"))
-            ]
+        for child_name in _FUSED_CHILDREN if is_fused(module) else ():
+            child = module._modules.get(child_name)
+            inner = child.named_modules(prefix=f"{name}.{child_name}".lstrip(".")) if child is not None else ()
+            # The modules of a layer with adapters count, too; attention and MLP report their own.
+            is_leaf = child_name not in ("self_attn", "mlp")
+            names += [own for own, each in inner if is_hooked(each) and (each is child or is_leaf)]
     return names
 
 
-def _fuse_last_norm(model: Any) -> None:
+def _fuse_final_norm(model: Any) -> None:
     """Compute the norm before the head in one kernel, whoever computes the head."""
-    last = getattr(model.model, "norm", None)
-    if last is not None and match.is_plain_norm(last) and not is_fused(last):
-        take_class(last, norm_forward)
+    norm = getattr(model.model, "norm", None)
+    if norm is not None and match.is_plain_norm(norm) and not is_fused(norm):
+        take_class(norm, norm_forward)
 
 
 def _note_head(report: ConversionReport, name: str, config: FP8TrainingConfig) -> None:

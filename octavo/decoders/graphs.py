@@ -67,18 +67,10 @@ def forget(causal: nn.Module) -> None:
     causal.__dict__.pop(_MARK, None)
 
 
-def replayed(causal: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+def replayed(causal: Any, kwargs: dict[str, Any]) -> Tensor | None:
     """The last hidden states from a graph; None if this step is not, or not yet, one for it."""
     graphs = causal.__dict__.get(_MARK)
-    return None if graphs is None else graphs.run(args, kwargs)
-
-
-def without_full_mask(causal: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments without a mask that masks nothing, where graphs are used: to look at one waits for the GPU."""
-    mask = kwargs.get("attention_mask")
-    if _MARK not in causal.__dict__ or not isinstance(mask, Tensor) or mask.dim() != 2 or not bool(mask.all()):
-        return kwargs
-    return {**kwargs, "attention_mask": None}
+    return None if graphs is None else graphs.run(kwargs)
 
 
 def reserved_bytes(model: nn.Module) -> int:
@@ -127,8 +119,8 @@ class _Graphs:
         self.__dict__.update(state)
         self._forget()
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-        tokens = _only_tokens(args, kwargs)
+    def run(self, kwargs: dict[str, Any]) -> Tensor | None:
+        tokens = _only_tokens(kwargs)
         if tokens is None or _wants_more(self.decoder):
             return None
         adapters = ((getattr(m, "merged", False), m.disable_adapters, *m.active_adapters) for m in self.adapted)
@@ -238,14 +230,14 @@ def _no_waiting() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(before)
 
 
-def _only_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+def _only_tokens(kwargs: dict[str, Any]) -> Tensor | None:
     """The token ids, if a step is given nothing else that matters, and its mask is plainly causal; else None."""
     given = {name: value for name, value in kwargs.items() if name not in _IRRELEVANT}
     given = {name: value for name, value in given.items() if value is not None and value is not False}
-    tokens = args[0] if args else given.pop("input_ids", None)
+    tokens = given.pop("input_ids", None)
     mask = given.pop("attention_mask", None)
     plain = isinstance(mask, Tensor) and mask.numel() == 0  # see `attention.plainly_causal`
-    return tokens if isinstance(tokens, Tensor) and len(args) <= 1 and not given and plain else None
+    return tokens if isinstance(tokens, Tensor) and not given and plain else None
 
 
 _IRRELEVANT = ("use_cache", "num_items_in_batch", "shift_labels")  # to layers, in training
@@ -270,8 +262,11 @@ class _Recorded:
             self._record(decoder)
 
     def _record(self, decoder: Any) -> None:
+        with attention.plan_at_once():
+            self._record_on(torch.cuda.Stream(), decoder)
+
+    def _record_on(self, stream: torch.cuda.Stream, decoder: Any) -> None:
         mask = attention.plainly_causal(decoder.get_input_embeddings().weight)
-        stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             # Before: what is compiled is compiled, and libraries want memory of their own for each stream.
@@ -320,18 +315,18 @@ class _Recorded:
 def _in_place_of(module: nn.Module, old: Sequence[nn.Parameter], new: Sequence[nn.Parameter]) -> Iterator[None]:
     """Give modules the new Parameters in the place of the old ones, until the block ends."""
     other = dict(zip(map(id, old), new, strict=True))
-    places = [
+    replaced = [
         (parameters, name, p)
         for parameters in (m._parameters for m in module.modules())
         for name, p in parameters.items()
         if id(p) in other
     ]
     try:
-        for parameters, name, p in places:
+        for parameters, name, p in replaced:
             parameters[name] = other[id(p)]
         yield
     finally:
-        for parameters, name, p in places:
+        for parameters, name, p in replaced:
             parameters[name] = p
 
 

@@ -20,3 +20,41 @@ def is_hooked(*modules: Any) -> bool:
 def _has_own(module: Any) -> bool:
     own = module.__dict__
     return "forward" in own or any(own[kind] for kind in HOOKS)
+
+
+_LEVELS = 5  # the decoder; its embedding and its list of layers; the layers; their parts; the linears
+# Hooks from these packages bring weights, or outputs that were asked for: they do not depend on a batch's layout.
+_BLIND = (
+    "transformers.utils.output_capturing",
+    "transformers.modeling_utils",
+    "torch.distributed",
+    "accelerate",
+    "deepspeed",
+    "octavo",
+)
+
+
+def is_watched(decoder: Any) -> str:
+    """The first module of a decoder with a hook that may look at hidden states, by its class; empty if there is none.
+
+    Looks at the decoder, its layers, their parts and the linears in those: nothing further inside sees hidden states.
+    """
+    if _has_any_global_hook():
+        return "torch.nn.modules.module"
+    level = [decoder]
+    for _ in range(_LEVELS):
+        for module in level:
+            if _sees(module):
+                return type(module).__name__
+        level = [child for module in level for child in module._modules.values() if child is not None]
+    return ""
+
+
+def _sees(module: Any) -> bool:
+    own = module.__dict__
+    return any(not _origin(hook).startswith(_BLIND) for kind in HOOKS if own[kind] for hook in own[kind].values())
+
+
+def _origin(hook: Any) -> str:
+    """The package of a hook; of the function within, for a partial."""
+    return str(getattr(getattr(hook, "func", hook), "__module__", ""))

@@ -16,7 +16,7 @@ from octavo.decoders.match import activation_of, base_of
 from octavo.nn import mlp_function
 from octavo.nn.frozen import FP8FrozenLinear
 from octavo.nn.groups import why_no_group
-from octavo.nn.linear import FP8Linear, LinearInFP8
+from octavo.nn.linear import FP8Linear
 from octavo.nn.linear_function import linear
 from octavo.numerics.norm import Norm
 from octavo.ops.adapters import Adapter, Adapters
@@ -32,23 +32,13 @@ def linear_group(members: Sequence[Any], x: Tensor, norm: Norm | None = None) ->
     if x.numel() == 0 or not _are_one_product(bases):
         return None
     adapters = _adapters_of(members)
-    return None if adapters is None else product(x, bases, adapters, norm=norm)
-
-
-def product(
-    x: Tensor,
-    bases: Sequence[LinearInFP8],
-    adapters: Adapters,
-    *,
-    norm: Norm | None = None,
-    residual: Tensor | None = None,
-) -> Tensor:
-    """The outputs of linears side by side, with adapters. `residual`: is added to them."""
+    if adapters is None:
+        return None
     one, *others = bases
     bias = one.bias if not others or one.bias is None else torch.cat([base.bias for base in bases])
     return linear(
-        x, one.as_weight(*others), one.spec(x), one.states, bias=bias, adapters=adapters, norm=norm, residual=residual,
-        x_is_saved=all(base.input_is_kept for base in bases),
+        x, one.as_weight(*others), one.spec(x), one.states, bias=bias, adapters=adapters, norm=norm,
+        x_is_saved=all(base.input_is_saved for base in bases),
     )  # fmt: skip
 
 
@@ -98,11 +88,11 @@ def why_no_frozen_mlp(gate: Any, up: Any, down: Any) -> str:
     bases = [base_of(member) for member in (gate, up, down)]
     if not all(isinstance(base, FP8FrozenLinear) for base in bases):
         return "not all of it is in FP8"
-    if len({base.in_fp8 for base in bases}) > 1:
+    if len({base.fp8_products for base in bases}) > 1:
         return "only some of its products are in FP8"
     if any(base.bias is not None for base in bases):
         return "its linears have biases"
-    if bases[0].in_fp8 and (bases[2].granularity != bases[0].granularity or bases[2].recipe != bases[0].recipe):
+    if bases[0].fp8_products and (bases[2].granularity != bases[0].granularity or bases[2].recipe != bases[0].recipe):
         return "down is quantised differently"
     return why_no_group(bases[:2])
 

@@ -47,7 +47,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import AORecipeKwargs, DistributedType, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from torch import Tensor, nn
 
-from octavo.convert import ConversionReport, convert_to_fp8, is_converted
+from octavo.convert import COMPILE, ConversionReport, convert_to_fp8, is_converted
 from octavo.decoders.classes import HEAD
 from octavo.decoders.fuse import insist_on_fp8
 from octavo.hf import accelerate_backends as backends
@@ -68,11 +68,18 @@ class FP8MixedPrecision:
     """A switch that is on until `.disable()` or the end of its `with` block. Accelerators built meanwhile keep FP8."""
 
     def __init__(
-        self, backend: str, config: FP8TrainingConfig | None, *, tokens: int | None = None, watches: bool = False
+        self,
+        backend: str,
+        config: FP8TrainingConfig | None,
+        *,
+        tokens: int | None = None,
+        compile: str | None = None,
+        watches: bool = False,
     ) -> None:
         self.backend = backend
         self.config = config
         self.tokens = tokens
+        self.compile = compile
         self.watches = watches
 
     @property
@@ -122,23 +129,30 @@ _originals: dict[str, Callable[..., Any]] = {}
 
 
 def setup_fp8_mixed_precision_training(
-    backend: str = "octavo", config: FP8TrainingConfig | str | None = None, *, tokens: int | None = None
+    backend: str = "octavo",
+    config: FP8TrainingConfig | str | None = None,
+    *,
+    tokens: int | None = None,
+    compile: str | None = None,
 ) -> FP8MixedPrecision:
     """Train in FP8 with every `Accelerator` built from now on, also by the Trainer or a trainer of TRL's.
 
     `backend`: `octavo`, or one of Accelerate's own: `te` (Transformer Engine) or `ao` (torchao). `config` is the
-    recipe; `tokens` is passed to `convert_to_fp8`. Calling it again replaces what was set up before.
+    recipe; `tokens` and `compile` are passed to `convert_to_fp8`. Calling it again replaces what was set up before.
     """
     check_choice("backend", backend, BACKENDS)
+    if compile is not None:
+        check_choice("compile", compile, COMPILE)
     config = None if config is None else check_config(config)
     if backend != "octavo":
-        if tokens is not None:
-            raise ValueError(f"tokens={tokens!r} with backend={backend!r}: only Octavo plans by it; leave it out")
+        for name, value in (("tokens", tokens), ("compile", compile)):
+            if value is not None:
+                raise ValueError(f"{name}={value!r} with backend={backend!r}: only Octavo takes it; leave it out")
         backends.check_installed(backend)
         backends.check_yaml_names()
         backends.handler_for(backend, config)  # what the back end cannot do is refused here
     backends.check_backend_variable(backend)
-    return _turn_on("chosen", FP8MixedPrecision(backend, config, tokens=tokens))
+    return _turn_on("chosen", FP8MixedPrecision(backend, config, tokens=tokens, compile=compile))
 
 
 def watch_environment(config: FP8TrainingConfig | str | None = None) -> FP8MixedPrecision:
@@ -319,7 +333,7 @@ def _converted(model: nn.Module, mode: FP8MixedPrecision) -> ConversionReport:
         raise ValueError(
             f"{type(model).__name__} was prepared by an Accelerator without FP8: turn FP8 on before it is prepared"
         )
-    return convert_to_fp8(model, mode.config, tokens=mode.tokens)
+    return convert_to_fp8(model, mode.config, tokens=mode.tokens, compile=mode.compile)
 
 
 def _is_in_fp8(model: nn.Module) -> bool:
@@ -329,7 +343,8 @@ def _is_in_fp8(model: nn.Module) -> bool:
 
 def _multiplies_in_fp8(model: nn.Module) -> bool:
     """Whether all products run in FP8: not in a model that was loaded with `fp8_products=False`."""
-    return _is_in_fp8(model) and all(module.in_fp8 for module in model.modules() if isinstance(module, LinearInFP8))
+    linears = [module for module in model.modules() if isinstance(module, LinearInFP8)]
+    return _is_in_fp8(model) and all(linear.fp8_products for linear in linears)
 
 
 def _report_of(model: nn.Module) -> ConversionReport:

@@ -57,7 +57,7 @@ class OctavoCallback(TrainerCallback):
     those of the model's layers. `check_weights=False` leaves out the proof that weights move, and that share.
     `master_weights`: weights in BF16 are trained through FP32 ones (`octavo.optim.keep_masters`): the default, unless
     the model was loaded without; False lets each step round to BF16. `release_gradients`: each
-    gradient is applied within backward, and its memory given back (`octavo.optim.step_in_backward`).
+    gradient is applied within backward, and its memory freed (`octavo.optim.step_in_backward`).
     `offload="master"`: that, too, and while it trains the model has FP8 weights only, and FP32 masters in host memory
     (`octavo.optim.offload_master`), which checkpoints then have. `own_loss`: TRL's `SFTTrainer` trains on the model's
     own loss, in chunks, with an FP8 head if it has one (`octavo/hf/trl_loss.py`); False leaves it to TRL, whose
@@ -292,24 +292,25 @@ def _summary(model: nn.Module) -> str:
     named = model.named_modules()
     linears = [m for name, m in named if isinstance(m, nn.Linear) and ".lora_" not in name]
     by_us = [linear for linear in linears if isinstance(linear, LinearInFP8)]
-    recipes = sorted({str(linear.recipe) for linear in by_us if linear.in_fp8})
-    in_fp8 = sum(linear.in_fp8 for linear in by_us)
+    recipes = sorted({str(linear.recipe) for linear in by_us if linear.fp8_products})
+    fp8_count = sum(linear.fp8_products for linear in by_us)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     how = f" ({'; '.join(recipes)})" if recipes else ""
-    how += f"; of {len(by_us) - in_fp8} the weights alone" if len(by_us) > in_fp8 else ""
-    return f"{in_fp8} of {len(linears)} linears in FP8{how}; {trained:,} weights are trained"
+    how += f"; of {len(by_us) - fp8_count} the weights alone" if len(by_us) > fp8_count else ""
+    return f"{fp8_count} of {len(linears)} linears in FP8{how}; {trained:,} weights are trained"
 
 
 def _emulation(model: nn.Module) -> str:
-    first = next((module for module in model.modules() if isinstance(module, LinearInFP8) and module.in_fp8), None)
-    return "" if first is None else emulation_on(first.scaling_device, first.config.emulate)
+    linears = (module for module in model.modules() if isinstance(module, LinearInFP8))
+    linear = next((linear for linear in linears if linear.fp8_products), None)
+    return "" if linear is None else emulation_on(linear.scaling_device, linear.config.emulate)
 
 
 def _masters(model: nn.Module, optimizer: Any) -> str:
     in_bf16 = [p for p in model.parameters() if p.requires_grad and p.dtype == torch.bfloat16]
-    kept = sum(p.numel() for p in in_bf16 if has_master(getattr(optimizer, "optimizer", optimizer), p))
-    rest = sum(p.numel() for p in in_bf16) - kept
-    words = f", {kept:,} in BF16 with FP32 masters" if kept else ""
+    with_master = sum(p.numel() for p in in_bf16 if has_master(getattr(optimizer, "optimizer", optimizer), p))
+    rest = sum(p.numel() for p in in_bf16) - with_master
+    words = f", {with_master:,} in BF16 with FP32 masters" if with_master else ""
     return words + (f", {rest:,} in BF16 without" if rest else "")
 
 
@@ -333,7 +334,7 @@ def _watch_lengths(trainer: Any) -> None:
     """
     multiple = getattr(trainer.data_collator, "pad_to_multiple_of", MULTIPLE)  # a collator that cannot pad: no advice
     by_us = [module for module in trainer.model.modules() if isinstance(module, LinearInFP8)]
-    weights_only = bool(by_us) and not any(module.in_fp8 for module in by_us)
+    weights_only = bool(by_us) and not any(module.fp8_products for module in by_us)
     if weights_only or (multiple is not None and multiple % MULTIPLE == 0):
         return
     odd: list[bool] = []

@@ -112,12 +112,12 @@ def _tensors(base: Any, *, fp8: bool) -> Iterator[tuple[str, Tensor]]:
             yield f"{name}.bias", inner.bias.detach()
     whole = _saved_whole(base)
     for name, chosen in whole.items():
-        yield from ((f"{name}.{part}", value.detach()) for part, value in chosen.state_dict().items())
+        yield from ((f"{name}.{key}", value.detach()) for key, value in chosen.state_dict().items())
     wrapped += tuple(f"{name}." for name in whole)
     for name, module in _adapted_embeddings(base):
         wrapped += (f"{name}.",)
         yield f"{name}.weight", _merged(module, module.get_base_layer()).to(_dtype(base))
-    taken = {f"{name}.{part}" for name in linears for part in ("weight", "bias", SCALE_NAME)}
+    taken = {f"{name}.{key}" for name in linears for key in ("weight", "bias", SCALE_NAME)}
     for name, value in base.state_dict().items():
         if name not in taken and not name.startswith(wrapped) and ".lora_" not in name:
             odd = next((part for part in _PEFT_PARTS if f".{part}." in name), None)

@@ -31,7 +31,7 @@ from octavo.convert import convert_to_fp8
 from octavo.decoders.fuse import fuse_loaded
 from octavo.hf import export, reading, trl, untrained
 from octavo.hf.accelerate import watch_environment
-from octavo.nn.frozen import GRANULARITIES, FP8FrozenLinear
+from octavo.nn.frozen import FROZEN_GRANULARITIES, FP8FrozenLinear
 from octavo.numerics import FP8TrainingConfig
 from octavo.numerics.checks import check_choice, check_positive_int
 from octavo.numerics.config import check_config
@@ -198,7 +198,7 @@ def _check_loading(
     load_in_fp8: bool | str, load_in_4bit: bool, load_in_8bit: bool, fast_inference: bool, fp8_config: Any
 ) -> None:
     if isinstance(load_in_fp8, str):
-        check_choice("load_in_fp8", load_in_fp8, GRANULARITIES)
+        check_choice("load_in_fp8", load_in_fp8, FROZEN_GRANULARITIES)
     elif not isinstance(load_in_fp8, bool):
         raise TypeError(f"load_in_fp8={load_in_fp8!r}: True, False, 'block', 'channel' or 'tensor'")
     for name, value in (("load_in_4bit", load_in_4bit), ("load_in_8bit", load_in_8bit)):

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from octavo.nn.frozen import GRANULARITIES, SCALE_NAME
+from octavo.nn.frozen import FROZEN_GRANULARITIES, SCALE_NAME
 from octavo.numerics.quantize import BLOCK
 
 METHOD = "octavo"
@@ -35,7 +35,7 @@ def _read_compressed(stored: Mapping[str, Any]) -> tuple[str, str, list[str]]:
     if len(groups) != 1 or weights[0].get("num_bits") != 8 or weights[0].get("type") != "float":
         raise ValueError(f"config_groups={stored.get('config_groups')!r}: Octavo reads one group of weights in FP8")
     strategy, block = weights[0].get("strategy"), weights[0].get("block_structure")
-    if strategy not in GRANULARITIES or (strategy == "block" and list(block or ()) != [BLOCK, BLOCK]):
+    if strategy not in FROZEN_GRANULARITIES or (strategy == "block" and list(block or ()) != [BLOCK, BLOCK]):
         raise ValueError(
             f"strategy={strategy!r}, block_structure={block!r}: Octavo reads channel, tensor, and blocks of 128×128"
         )

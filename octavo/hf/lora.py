@@ -16,8 +16,8 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_adapters_t
 from torch import Tensor, nn
 
 from octavo.decoders.hooks import is_hooked
-from octavo.decoders.products import product
 from octavo.nn.frozen import FP8FrozenLinear, quantize_weight
+from octavo.nn.linear_function import linear
 from octavo.numerics.quantize import Quantized
 from octavo.ops.adapters import Adapter, Adapters
 
@@ -88,14 +88,17 @@ class FP8LoraLinear(peft_layer.Linear):
             return y if residual is None else residual + y
         base = self.base_layer
         downs, ups = zip(*[self.matrices(name) for name in adapters], strict=True)
-        places = tuple(Adapter(0, base.out_features, float(self.scaling[name])) for name in adapters)
-        return product(x, [base], Adapters(places, downs, ups), residual=residual)
+        positions = tuple(Adapter(0, base.out_features, float(self.scaling[name])) for name in adapters)
+        return linear(
+            x, base.as_weight(), base.spec(x), base.states, bias=base.bias, adapters=Adapters(positions, downs, ups),
+            residual=residual, x_is_saved=base.input_is_saved,
+        )  # fmt: skip
 
     def fusible(self, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> list[str] | None:
         """The adapters to compute with the base in one function; None if the call takes PEFT's own forward."""
         names = [name for name in self.active_adapters if name in self.lora_A]
-        parts = [group[name] for name in names for group in (self.lora_dropout, self.lora_A, self.lora_B)]
-        if is_hooked(self.base_layer, *parts) or self.base_layer.weight.is_meta:
+        modules = [group[name] for name in names for group in (self.lora_dropout, self.lora_A, self.lora_B)]
+        if is_hooked(self.base_layer, *modules) or self.base_layer.weight.is_meta:
             return None
         plain = not args and not any((kwargs or {}).values()) and not self.disable_adapters and not self.merged
         dropped = self.training and any(isinstance(self.lora_dropout[name], nn.Dropout) for name in names)
@@ -108,7 +111,7 @@ class FP8LoraLinear(peft_layer.Linear):
         return down.weight, up.weight
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Merge adapters into the FP8 weight, which is quantised anew. Its bytes are kept for `unmerge`."""
+        """Merge adapters into the FP8 weight, which is quantised anew. Its bytes are saved for `unmerge`."""
         for name in check_adapters_to_merge(self, adapter_names) or ():
             if name not in self.lora_A:
                 continue
@@ -117,14 +120,14 @@ class FP8LoraLinear(peft_layer.Linear):
             if safe_merge and not merged.isfinite().all():
                 raise ValueError(f"NaNs detected in the merged weights. The adapter {name} seems to be broken")
             if self._before_merging is None:
-                self._before_merging = Quantized(*(part.clone() for part in base.quantized))
+                self._before_merging = Quantized(*(tensor.clone() for tensor in base.quantized))
             assert base.format is not None
-            base.fill(quantize_weight(merged, base.granularity, base.format.name))
+            base.set_weight(quantize_weight(merged, base.granularity, base.format.name))
             self.merged_adapters.append(name)
 
     def unmerge(self) -> None:
         if self._before_merging is not None:
-            self.base_layer.fill(self._before_merging)
+            self.base_layer.set_weight(self._before_merging)
         self._before_merging = None
         self.merged_adapters.clear()
 

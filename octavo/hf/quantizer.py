@@ -27,10 +27,10 @@ from transformers.quantizers.quantizers_utils import get_module_from_name
 from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from octavo.decoders.fuse import called_alone, fuse_frozen, plan_products
+from octavo.decoders.fuse import attach, choose_products, fuse_frozen
 from octavo.hf.fp8_files import METHOD, fp8_dtype_in, names_in, read_layout
 from octavo.hf.untrained import explain_untrained
-from octavo.nn.frozen import GRANULARITIES, SCALE_NAME, FP8FrozenLinear, activation_config, quantize_weight
+from octavo.nn.frozen import FROZEN_GRANULARITIES, SCALE_NAME, FP8FrozenLinear, activation_config, quantize_weight
 from octavo.nn.model_report import report_of
 from octavo.nn.names import matches
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
@@ -67,7 +67,7 @@ class OctavoConfig(QuantizationConfigMixin):
             raise ValueError(f"fp8_products={fp8_products!r}: True or False")
         if fp8_products is False and fp8 is not None:
             raise ValueError("fp8 with fp8_products=False: it says how products are quantised; leave one of them out")
-        check_choice("granularity", granularity, GRANULARITIES)
+        check_choice("granularity", granularity, FROZEN_GRANULARITIES)
         unknown = sorted(set(kwargs) - {"quant_method", "checkpoint"})
         if unknown:
             raise ValueError(f"{unknown[0]}={kwargs[unknown[0]]!r}: no such field of OctavoConfig")
@@ -159,12 +159,12 @@ class OctavoQuantizer(HfQuantizer):
                 "another model"
             )
         for module in frozen:
-            module.settle()
-            module.in_fp8 = config.fp8_products is not False
+            module.finish_loading()
+            module.fp8_products = config.fp8_products is not False
         usual = config.fp8.replace(fp8_head=False) == activation_config(config.granularity)
         as_it_pays = config.fp8_products is None and usual
         on_gpu = has_fp8_tensor_cores(frozen[0].weight.device)
-        reason = plan_products(model) if as_it_pays and on_gpu else ""
+        reason = choose_products(model) if as_it_pays and on_gpu else ""
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name in new)  # what the checkpoint lacks has yet to be trained
         _install_lora()
@@ -173,9 +173,9 @@ class OctavoQuantizer(HfQuantizer):
         scaling.follow_optimizers(model)
         explain_untrained(model)
         report = report_of(model, reasons=self._reasons(model, new))
-        report.attach(model, called_alone)
+        attach(report, model)
         fuse_frozen(model, report)
-        if any(module.in_fp8 for module in frozen):
+        if any(module.fp8_products for module in frozen):
             device, emulate = frozen[0].scaling_device, config.fp8.emulate
             require_tensor_cores(device, config.fp8)
             announce_emulation(device, emulate)

@@ -72,9 +72,9 @@ def check_name(name: str, options: dict[str, Any]) -> None:
 def read_tokenizer(name: str, options: dict[str, Any]) -> Any:
     from transformers import AutoTokenizer
 
-    kept = {key: options[key] for key in ("revision", "token", "trust_remote_code", "cache_dir") if key in options}
+    passed_on = {key: options[key] for key in ("revision", "token", "trust_remote_code", "cache_dir") if key in options}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, **kept)
+        tokenizer = AutoTokenizer.from_pretrained(name, **passed_on)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{name} has no tokenizer that loads; for the model alone, tokenizer=False ({error})"

@@ -22,10 +22,10 @@ def explain_untrained(model: nn.Module) -> None:
         model.register_forward_hook(_explain)
 
 
-def remember_masters(model: nn.Module, keep: bool) -> None:
+def remember_masters(model: nn.Module, master_weights: bool) -> None:
     """Have BF16 weights stepped through FP32 masters, or not; also those of a copy, and in another process."""
-    model.__dict__[_MASTERS] = keep
-    keep_masters(model.parameters(), keep)
+    model.__dict__[_MASTERS] = master_weights
+    keep_masters(model.parameters(), master_weights)
 
 
 def _explain(model: nn.Module, _inputs: Any, output: Any) -> None:
@@ -35,15 +35,15 @@ def _explain(model: nn.Module, _inputs: Any, output: Any) -> None:
         keep_masters((p for p in model.parameters() if not is_decided(p)), masters)
     loss = getattr(output, "loss", None)
     if isinstance(loss, Tensor) and torch.is_grad_enabled() and not loss.requires_grad:
-        output.loss = _Untrained.apply(loss, torch.zeros((), requires_grad=True), type(model).__name__)
+        output.loss = _raising(loss, nothing_is_trained(type(model).__name__))
 
 
-class _Untrained(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, _trained: Tensor, name: str) -> Tensor:
-        ctx.name = name
-        return loss.clone()
+def _raising(loss: Tensor, message: str) -> Tensor:
+    """Return the loss as a tensor whose backward raises, and that may be modified in place, unlike a leaf."""
 
-    @staticmethod
-    def backward(ctx: Any, _gradient: Tensor) -> None:
-        raise ValueError(nothing_is_trained(ctx.name))
+    def explain(_gradient: Tensor) -> None:
+        raise ValueError(message)
+
+    leaf = loss.clone().requires_grad_()
+    leaf.register_hook(explain)
+    return leaf.clone()

@@ -45,12 +45,12 @@ class _Probe:
     """A few elements of one weight, before the step."""
 
     weight: Tensor
-    places: Tensor
+    indices: Tensor
     before: Tensor
     reached: Tensor  # whether each element has a gradient
     gradient: Tensor  # its largest magnitude, 0-d
     lr: float
-    held: bool
+    in_optimizer: bool
     like_adam: bool
 
 
@@ -142,10 +142,10 @@ class UpdateCheck:
                 self._pending[name] = "its gradient was zero"
             elif moved:
                 del self._pending[name]
-            elif below_rounding and (probe.held or not self._holds_some):
+            elif below_rounding and (probe.in_optimizer or not self._holds_some):
                 self._pending[name] = f"its updates at lr={probe.lr:g} are below the rounding of {_dtype(probe.before)}"
             else:
-                stuck.append(name if probe.held else f"{name} (not in the optimiser)")
+                stuck.append(name if probe.in_optimizer else f"{name} (not in the optimiser)")
         if stuck:
             raise RuntimeError(_stuck_message(stuck, len(self._probes)))
 
@@ -205,12 +205,12 @@ def _probe(
     if weight.numel() == 0 or weight.numel() != gradient.numel():
         return "this process has no part of it", None
     lowest, highest = gradient.argmin(), gradient.argmax()
-    places = torch.cat([_spread(weight), torch.stack([lowest, highest]).to(weight.device)])
+    indices = torch.cat([_spread(weight), torch.stack([lowest, highest]).to(weight.device)])
     largest = torch.maximum(gradient[lowest].abs(), gradient[highest].abs()).float()
-    before, reached = _elements(optimizer, parameter, places), gradient[places.to(gradient.device)] != 0
+    before, reached = _elements(optimizer, parameter, indices), gradient[indices.to(gradient.device)] != 0
     # The settings tell: an optimiser whose step does nothing has no state that would.
     like_adam = group is None or "betas" in group
-    return "", _Probe(parameter, places, before, reached, largest, lr, group is not None, like_adam)
+    return "", _Probe(parameter, indices, before, reached, largest, lr, group is not None, like_adam)
 
 
 def _compare(probe: _Probe, optimizer: Any) -> Tensor:
@@ -222,7 +222,7 @@ def _compare(probe: _Probe, optimizer: Any) -> Tensor:
     Adam's first updates have the size of the learning rate, whatever the gradient. Of an optimiser that is none of
     that kind the update is taken to be lr × gradient, if the gradient is below one.
     """
-    after = _elements(optimizer, probe.weight, probe.places)
+    after = _elements(optimizer, probe.weight, probe.indices)
     before = probe.before.to(after.device, after.dtype)  # a master in FP32, where the first step has made one
     gradient, reached = probe.gradient.to(after.device), probe.reached.to(after.device)
     moved = after != before
@@ -235,12 +235,12 @@ def _spread(weight: Tensor) -> Tensor:
     return torch.arange(0, weight.numel(), max(1, weight.numel() // ELEMENTS), device=weight.device)[:ELEMENTS]
 
 
-def _elements(optimizer: Any, parameter: Tensor, places: Tensor) -> Tensor:
+def _elements(optimizer: Any, parameter: Tensor, indices: Tensor) -> Tensor:
     """Elements of a weight in the precision in which they are trained."""
     if isinstance(parameter, DTensor) or offloaded_of(parameter) is not None:
         values = _flat(full_precision(parameter))
-        return values[places.to(values.device)]
-    return master_at(optimizer, parameter, places)
+        return values[indices.to(values.device)]
+    return master_at(optimizer, parameter, indices)
 
 
 def _flat(tensor: Tensor) -> Tensor:

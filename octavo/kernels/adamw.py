@@ -15,7 +15,7 @@ a sign, and powers of two without, rounded at random.
 
 With `low`, p is the upper half of an FP32 master (`numerics/split.py`), and both halves are stepped together.
 
-What is not finite spoils its own weight, and leaves 0 in its states.
+A non-finite gradient spoils its own weight, and leaves 0 in its states.
 """
 
 import math
@@ -39,9 +39,9 @@ from octavo.kernels.tiles import (
     inverse,
     log2,
     magnitude_bits,
-    narrow,
     reciprocal,
     root,
+    round_to,
 )
 from octavo.kernels.tuning import is_known_gpu, tuning_for
 from octavo.numerics import adamw as spec
@@ -56,10 +56,10 @@ _PLAIN_BLOCK = 256
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@triton.jit(do_not_specialize=["turn", "turn_of_p"])
+@triton.jit(do_not_specialize=["phase", "phase_of_p"])
 def adamw_kernel(
     p_ptr, low_ptr, g_ptr, mean_ptr, mean_scale_ptr, square_ptr, square_scale_ptr, n, rate, decay, weight_1, weight_2,
-    root_correction, eps, bound, turn, turn_of_p, SPLIT: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
+    root_correction, eps, bound, phase, phase_of_p, SPLIT: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, BOUNDED: tl.constexpr, STOCHASTIC: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """`rate`: with the mean's correction; `decay`: what is left of p; `weight_1`, `_2`: of the new in the means.
@@ -79,7 +79,7 @@ def adamw_kernel(
     moved = tl.minimum(tl.maximum(mean, -size * bound), size * bound) if BOUNDED else mean
     p = p * decay - rate * moved * inverse(size * root_correction + eps)
     start = _start(where)
-    noise = start + turn.to(tl.uint32, bitcast=True)
+    noise = start + phase.to(tl.uint32, bitcast=True)
     _write(mean, noise, mean_ptr, mean_scale_ptr, row, where, inside, n, True, KIND, BLOCK, EVEN)
     _write(square, noise, square_ptr, square_scale_ptr, row, where, inside, n, False, KIND, BLOCK, EVEN)
     if SPLIT:
@@ -87,9 +87,9 @@ def adamw_kernel(
         _store(low_ptr + where, bits.to(tl.int16), inside, EVEN)
         rounded = (bits >> 16).to(tl.int16)
     elif STOCHASTIC:
-        rounded = _to_bf16_at_random(p, ((start * _GOLDEN) >> 16) + turn_of_p.to(tl.uint32, bitcast=True))
+        rounded = _to_bf16_at_random(p, ((start * _GOLDEN) >> 16) + phase_of_p.to(tl.uint32, bitcast=True))
     else:
-        rounded = narrow(p, p_ptr.dtype.element_ty)
+        rounded = round_to(p, p_ptr.dtype.element_ty)
     _store(p_ptr + where, rounded, inside, EVEN)
 
 
@@ -138,7 +138,7 @@ def _write(
     BLOCK: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     if KIND == PLAIN:
-        _store(state_ptr + where, narrow(x, state_ptr.dtype.element_ty), inside, EVEN)
+        _store(state_ptr + where, round_to(x, state_ptr.dtype.element_ty), inside, EVEN)
     else:
         x = tl.where(magnitude_bits(x) < INFINITY_BITS, x, 0.0)
         scale = tl.maximum(tl.max(tl.abs(x), axis=1), 1e-12)
@@ -178,11 +178,11 @@ def _nearest(x, D: tl.constexpr):
     size = tl.abs(x)
     decade = tl.floor(log2(size) * (1 / _LOG2_10)) + (D + 1)
     decade = tl.minimum(tl.maximum(decade, lowest), D)
-    first = exp2(decade)
+    start = exp2(decade)
     # 2^j + (10^(D+1−j) · size − 1) / 9 · 2^j
-    position = size * exp2(decade * (1 - _LOG2_10) + ((D + 1) * _LOG2_10 - _LOG2_9)) + first * (8 / 9)
-    number = tl.minimum(tl.maximum(tl.floor(position), first), first * 2 - 1)
-    number -= tl.where(position < first + tl.where(decade > lowest, 0.2, least), 1.0, 0.0)
+    position = size * exp2(decade * (1 - _LOG2_10) + ((D + 1) * _LOG2_10 - _LOG2_9)) + start * (8 / 9)
+    number = tl.minimum(tl.maximum(tl.floor(position), start), start * 2 - 1)
+    number -= tl.where(position < start + tl.where(decade > lowest, 0.2, least), 1.0, 0.0)
     above = number + tl.where(size >= 1 - 0.225 / 2**D, 1.0, 0.0)  # 1, which −1 is no counterpart of
     return above if D == 7 else tl.where(x < 0, -number, above)
 
@@ -247,8 +247,8 @@ def has_known_levels() -> bool:
         (subclass_8bit.get_qmap_unsigned(), [0.0, *_levels(range(1, 8), 7)]),
     ]
     return all(
-        len(found) == len(wanted) and all(abs(a - b) <= 1e-6 * abs(b) for a, b in zip(found, wanted, strict=True))
-        for found, wanted in expected
+        len(theirs) == len(levels) and all(abs(a - b) <= 1e-6 * abs(b) for a, b in zip(theirs, levels, strict=True))
+        for theirs, levels in expected
     )
 
 
@@ -277,11 +277,11 @@ def apply(step: spec.Step, p: Tensor, g: Tensor, mean: Any, square: Any, low: Te
     numbers = map(float, (step.rate, step.decay, *weights, step.root_correction, step.eps, bound))
     with torch.cuda.device(p.device) if p.is_cuda else nullcontext():
         adamw_kernel[(-(-n // (rows * block)),)](
-            *halves, g.contiguous(), *_parts(mean), *_parts(square), n, *numbers, spec.turn_of(step.count),
-            step.count * spec.TURN_OF_P & 0xFFFF, **constants, num_warps=warps,
+            *halves, g.contiguous(), *_codes_and_scale(mean), *_codes_and_scale(square), n, *numbers,
+            spec.phase_of(step.count), step.count * spec.PHASE_STEP_OF_P & 0xFFFF, **constants, num_warps=warps,
         )  # fmt: skip
 
 
-def _parts(state: Any) -> tuple[Tensor, Tensor]:
+def _codes_and_scale(state: Any) -> tuple[Tensor, Tensor]:
     """Values or codes, and their scales; where there are none, something that is not read."""
     return (state, state) if type(state) is Tensor else (state.codes, state.scale)

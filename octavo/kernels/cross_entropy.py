@@ -35,12 +35,12 @@ def _loss_kernel(logits_ptr, labels_ptr, loss_ptr, lse_ptr, V, stride, WIDTH: tl
     peak = tl.max(top, axis=0)
     lse = peak + tl.log(tl.sum(total * tl.exp(top - peak), axis=0))
     label = tl.load(labels_ptr + t)
-    kept = label != _IGNORED
+    counted = label != _IGNORED
     known = (label >= 0) & (label < V)
     # NaN for a label that is no token: in the loss, and by way of lse in the gradient.
-    lse = tl.where(kept & (known == 0), float("nan"), lse)
+    lse = tl.where(counted & (known == 0), float("nan"), lse)
     picked = tl.load(logits_ptr + tl.where(known, label, 0)).to(tl.float32)
-    tl.store(loss_ptr + t, tl.where(kept, lse - picked, 0.0))
+    tl.store(loss_ptr + t, tl.where(counted, lse - picked, 0.0))
     tl.store(lse_ptr + t, lse)
 
 
@@ -77,18 +77,18 @@ def _gradient_kernel(
     gradient = tl.where(label[:, None] != _IGNORED, gradient, 0.0)
     if FP8:
         if logits.dtype == tl.float16:  # has less range than E5M2 under this scale
-            narrow = gradient
+            rounded = gradient
         else:
-            narrow = tiles.narrow(gradient, logits.dtype)
+            rounded = tiles.round_to(gradient, logits.dtype)
         dtype = rows_ptr.dtype.element_ty
         maximum: tl.constexpr = FORMAT.max
         unit = tl.div_rn(1.0, maximum)
         multiplier = tl.div_rn(1.0, unit)
-        q = tiles.saturate(narrow.to(tl.float32) * multiplier, 0, 0, FORMAT, False)
-        tl.store(rows_ptr + t[:, None].to(tl.int64) * V + v[None, :], tiles.cast(q, dtype, narrow.dtype), mask=inside)
+        q = tiles.saturate(rounded.to(tl.float32) * multiplier, 0, 0, FORMAT, False)
+        tl.store(rows_ptr + t[:, None].to(tl.int64) * V + v[None, :], tiles.cast(q, dtype, rounded.dtype), mask=inside)
         if COLUMNS:
-            q_t = tiles.saturate(tl.trans(narrow).to(tl.float32) * multiplier, 0, 0, FORMAT, False)
-            q8_t = tiles.cast(q_t, dtype, narrow.dtype)
+            q_t = tiles.saturate(tl.trans(rounded).to(tl.float32) * multiplier, 0, 0, FORMAT, False)
+            q8_t = tiles.cast(q_t, dtype, rounded.dtype)
             inside_t = (v[:, None] < V) & (t[None, :] < T)
             tl.store(columns_ptr + v[:, None].to(tl.int64) * stride_t + t[None, :], q8_t, mask=inside_t)
         if pid == 0:
@@ -97,7 +97,7 @@ def _gradient_kernel(
             tl.store(scale_t_ptr, scale)
     else:
         gradient = tl.where(label[:, None] != _IGNORED, gradient * tl.load(factor_ptr), 0.0)
-        tl.store(rows_ptr + where, tiles.narrow(gradient, logits.dtype), mask=inside)
+        tl.store(rows_ptr + where, tiles.round_to(gradient, logits.dtype), mask=inside)
 
 
 @triton.jit
@@ -108,7 +108,7 @@ def _scale_kernel(x_ptr, factor_ptr, numel, WIDTH: tl.constexpr):
     for start in range(tl.program_id(0) * WIDTH, numel, tl.num_programs(0) * WIDTH):
         i = start + tl.arange(0, WIDTH).to(tl.int64)
         x = tl.load(x_ptr + i, mask=i < numel, other=0.0)
-        tl.store(x_ptr + i, tiles.narrow(x.to(tl.float32) * factor, x.dtype), mask=i < numel)
+        tl.store(x_ptr + i, tiles.round_to(x.to(tl.float32) * factor, x.dtype), mask=i < numel)
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

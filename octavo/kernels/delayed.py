@@ -34,8 +34,8 @@ def is_held(state_ptr, format: tl.constexpr, margin: tl.constexpr):
     used, most = tl.load(state_ptr + tiles.USED), tl.load(state_ptr + tiles.AMAX)
     threshold: tl.constexpr = format.saturation_threshold
     normal: tl.constexpr = format.smallest_normal
-    part: tl.constexpr = margin if margin < 1.0 else 1.0
-    fits = most * part <= used * threshold
+    share: tl.constexpr = margin if margin < 1.0 else 1.0
+    fits = most * share <= used * threshold
     counts = most * margin >= used * normal
     return (most == 0.0) | ((used > 0.0) & fits & counts)
 
@@ -73,22 +73,22 @@ def lost_of_eight(
 
     `v`: what goes into the cast. `before`: the reciprocal of the scale that the pass before had.
     """
-    found = tiles.count_of_eight(tiles.is_lost(x, v, format))
+    count = tiles.count_of_eight(tiles.is_lost(x, v, format))
     if SCALING == AGAIN:
         v_before = x * before
         if STOCHASTIC:
             v_before = tiles.saturate(v_before, seed, where, format, True)
-        found -= tiles.count_of_eight(tiles.is_lost(x, v_before, format))
-    return found
+        count -= tiles.count_of_eight(tiles.is_lost(x, v_before, format))
+    return count
 
 
 @triton.jit
 def clipped(x, scale, before, format: tl.constexpr, SCALING: tl.constexpr):
     """How many elements saturate; while quantising again, how many more than before."""
-    found = tiles.count(tiles.is_clipped(x, scale, format))
+    count = tiles.count(tiles.is_clipped(x, scale, format))
     if SCALING == AGAIN:
-        found -= tiles.count(tiles.is_clipped(x, before, format))
-    return found
+        count -= tiles.count(tiles.is_clipped(x, before, format))
+    return count
 
 
 @triton.jit

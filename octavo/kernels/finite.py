@@ -17,12 +17,12 @@ def magnitude(v, CHECKED: tl.constexpr = False):
     `CHECKED`: v has been through `only`.
     """
     if INTERPRETED:
-        found = tl.where(magnitude_bits(v) < INFINITY_BITS, tl.abs(v), 0.0)
+        size = tl.where(magnitude_bits(v) < INFINITY_BITS, tl.abs(v), 0.0)
     elif CHECKED:
-        found = tl.abs(v)
+        size = tl.abs(v)
     else:
-        found = tl.abs(tl.fma(v, 0.0, v))
-    return found
+        size = tl.abs(tl.fma(v, 0.0, v))
+    return size
 
 
 @triton.jit

@@ -40,7 +40,7 @@ class _Launch:
     function: tuple[Any, ...] = ()
     rest: tuple[Any, ...] = ()
 
-    def first(self, tensors: Sequence[Tensor], seed: int) -> None:
+    def compile_and_run(self, tensors: Sequence[Tensor], seed: int) -> None:
         """Launch through Triton, which compiles the kernel."""
         numbers = (*self.numbers, seed) if self.seeded else self.numbers
         compiled = self.kernel[self.grid](*[tensors[i] for i in self.tensors], *numbers, **self.constants)
@@ -124,7 +124,7 @@ class Launches:
         watched = any(getattr(hook, "calls", hook) for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook))
         if index is None or watched or self._launches[-1].start is None:
             for launch in self._launches:
-                launch.first(tensors, seed)
+                launch.compile_and_run(tensors, seed)
             return
         addresses = [tensor.data_ptr() for tensor in tensors]
         stream = torch._C._cuda_getCurrentRawStream(index)
@@ -151,8 +151,8 @@ def seed_of(*recipes: OperandRecipe) -> Any:
 
 def kind(*tensors: Tensor) -> tuple[Hashable, ...]:
     """All that launches may depend on. The tensors are on one device."""
-    found = [(x.shape, x.stride(), x.dtype, x.data_ptr() & 15) for x in tensors]
-    return (tensors[0].get_device(), *found)
+    kinds = [(x.shape, x.stride(), x.dtype, x.data_ptr() & 15) for x in tensors]
+    return (tensors[0].get_device(), *kinds)
 
 
 def _seed() -> int:

@@ -196,10 +196,10 @@ def place(tile, down, across, BAND: tl.constexpr, BACKWARDS: tl.constexpr):
         tile = down * across - 1 - tile
     if BAND == 1:
         return tile // across, tile % across
-    first = tile // (BAND * across) * BAND
-    high = tl.minimum(down - first, BAND)
-    within = tile - first * across
-    return first + within % high, within // high
+    band = tile // (BAND * across) * BAND
+    high = tl.minimum(down - band, BAND)
+    within = tile - band * across
+    return band + within % high, within // high
 
 
 @triton.jit
@@ -256,7 +256,7 @@ def _cast(v, dtype: tl.constexpr):
 
 
 @triton.jit
-def narrow(v, dtype: tl.constexpr):
+def round_to(v, dtype: tl.constexpr):
     """FP32 to BF16 (or what `dtype` is), to nearest even.
 
     To BF16 by pairs: rounded one by one, they would pass through the slow unit that does exponentials.

@@ -44,7 +44,7 @@ def require_right_kernels(device: torch.device) -> None:
 
 def _wrong_kernels(device: torch.device) -> list[str]:
     """The names of those that differ."""
-    found = []
+    wrong = []
     for shape in SHAPES:
         for dtype in (torch.bfloat16, torch.float32):
             x = torch.randn(shape, device=device).to(dtype)
@@ -54,9 +54,9 @@ def _wrong_kernels(device: torch.device) -> list[str]:
                 quantized = quantize.quantize_operand(x, mine, recipe, layout="both")
                 expected = spec.quantize_operand(x, theirs, recipe, layout="both")
                 if not all(_alike(*pair, 0.0) for pair in zip(quantized, expected, strict=True)):
-                    found.append(f"quantize {name}")
-            found += _wrong_gated(x)
-    return found
+                    wrong.append(f"quantize {name}")
+            wrong += _wrong_gated(x)
+    return wrong
 
 
 def _wrong_gated(gate_up: Tensor) -> list[str]:
@@ -66,9 +66,9 @@ def _wrong_gated(gate_up: Tensor) -> list[str]:
     one = torch.ones((), device=gate_up.device)
     # A scale that is given: an amax off by one step of BF16 would move every value.
     mine[0] = theirs[0] = 2.0**-10
-    found = gated.gated_quantize_backward(dh, gate_up, one, mine, recipe.g, recipe.x, "silu")[:2]
+    quantized = gated.gated_quantize_backward(dh, gate_up, one, mine, recipe.g, recipe.x, "silu")[:2]
     expected = spec.quantize_operand(gated_backward(dh, gate_up, "silu"), theirs, recipe.g, layout="both")
-    alike = all(_alike(*pair, _DIFFERENT) for pair in zip(found, expected, strict=True))
+    alike = all(_alike(*pair, _DIFFERENT) for pair in zip(quantized, expected, strict=True))
     return [] if alike else ["gated_quantize_backward"]
 
 
@@ -76,7 +76,7 @@ def _bytes_of(scale: Tensor) -> Tensor:
     return scale.view(torch.uint8) if scale.element_size() == 1 else scale
 
 
-def _alike(found: Quantized, expected: Quantized, share: float) -> bool:
-    same_scale = torch.equal(_bytes_of(found.scale), _bytes_of(expected.scale))
-    different = found.data.view(torch.uint8) != expected.data.view(torch.uint8)
+def _alike(mine: Quantized, expected: Quantized, share: float) -> bool:
+    same_scale = torch.equal(_bytes_of(mine.scale), _bytes_of(expected.scale))
+    different = mine.data.view(torch.uint8) != expected.data.view(torch.uint8)
     return same_scale and bool(different.sum() <= share * different.numel())

@@ -2,7 +2,8 @@
 
 `tuning_for(device)` gives the `Tuning` of the newest architecture in `ARCHITECTURES` that the device is at least. To
 add a GPU: add a `Tuning`, time its kernels (`octavo bench --kernels`), and check that programs fit and nothing spills
-(`benchmarks/registers.py`). Tiles decide the time alone: results are the same with any.
+(`benchmarks/registers.py`). Tiles for blocks keep their size along the block, or scales are wrong; the others decide
+the time alone.
 
 A comment says what each choice was measured to gain, on an H200, as docs/LOG.md has it: µs before → after, mostly for
 the shapes of an 8B at 8,192 tokens (x: 8,192 × 4,096; g: 8,192 × 28,672; w: 28,672 × 4,096), or the share of a copy's

@@ -4,7 +4,7 @@
     p = softmax(s)                   FP32
     o = dropout(p) · v               FP8 product
 
-This is the specification of FP8 attention; unlike a fused kernel, it holds the whole score matrix. There is no such
+This is the specification of FP8 attention; unlike a fused kernel, it stores the whole score matrix. There is no such
 kernel, because it would not pay: `NOT_ON_A_GPU` has the measurements.
 """
 
@@ -64,7 +64,7 @@ def fp8_attention(
     if attn_mask is not None:
         weights = weights.nan_to_num(0.0)  # a query with all keys masked attends to nothing, as in torch
     weights = torch.nn.functional.dropout(weights, dropout_p).to(value.dtype)
-    return multiply(weights, value, or_high=True)
+    return multiply(weights, value, or_hp=True)
 
 
 def _fits(

@@ -43,7 +43,7 @@ from octavo.nn.report import FP8, Entry, Report
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 from octavo.numerics.config import check_config
 from octavo.numerics.scaling import new_states
-from octavo.ops import Product
+from octavo.ops import ProductSpec
 from octavo.support import announce_emulation, require_tensor_cores
 
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)  # FakeTensor: for `octavo plan`, which computes only shapes
@@ -162,14 +162,14 @@ class FP8Autocast(TorchFunctionMode):
         *,
         bias: Tensor | None = None,
         b_is_nk: bool = False,
-        or_high: bool = False,
+        or_hp: bool = False,
     ) -> Tensor | str:
         """Return `a @ b + bias` in FP8 (`a @ bᵀ` if `b_is_nk`), or the reason why it cannot run in FP8.
 
-        `or_high`: in that case compute `a @ b` in high precision and return it.
+        `or_hp`: in that case compute `a @ b` in high precision and return it.
         """
         reason = self._why_not(a, b, b_is_nk)
-        if reason and or_high:
+        if reason and or_hp:
             self._count_high_precision(op, reason, (a, b))
             return a @ b
         if reason:
@@ -182,7 +182,7 @@ class FP8Autocast(TorchFunctionMode):
         assert self._state is not None
         state = (self._state[3 * slot], self._state[3 * slot + 1], self._state[3 * slot + 2])
         autocast = torch.is_autocast_enabled(a.device.type)
-        product = Product(
+        product = ProductSpec(
             a=self._recipe.w if a_is_weight else self._recipe.x,
             b=self._recipe.w if b_is_weight else self._recipe.x,
             g=self._recipe.g,

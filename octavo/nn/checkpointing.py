@@ -34,7 +34,7 @@ class Context(Protocol):
     def at(self, position: int) -> AbstractContextManager[Any]: ...
 
 
-class Place(NamedTuple):
+class Entered(NamedTuple):
     """A context that was entered, and the number of regions around it then."""
 
     context: Context
@@ -43,7 +43,7 @@ class Place(NamedTuple):
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.places: list[Place] = []  # of the contexts active in this thread, outermost first
+        self.entered: list[Entered] = []  # the contexts active in this thread, outermost first
 
 
 _THREAD = _Thread()
@@ -51,14 +51,14 @@ _THREAD = _Thread()
 
 def enter(context: Context) -> None:
     """Record where `context` is entered."""
-    _THREAD.places.append(Place(context, len(_regions())))
+    _THREAD.entered.append(Entered(context, len(_regions())))
 
 
 def leave(context: Context) -> None:
     """Forget where `context` was entered last; nothing if it was entered while compiling."""
-    for i in reversed(range(len(_THREAD.places))):
-        if _THREAD.places[i].context is context:
-            del _THREAD.places[i]
+    for i in reversed(range(len(_THREAD.entered))):
+        if _THREAD.entered[i].context is context:
+            del _THREAD.entered[i]
             return
 
 
@@ -82,12 +82,12 @@ def refuse_compiled_inside() -> None:
 
 def _to_attach(regions: list[tuple[Any, str]]) -> list[tuple[Any, str, list[Context]]]:
     """Return the regions without attached contexts, each with the contexts around it."""
-    found = []
+    unattached = []
     for depth, (holder, attribute) in enumerate(regions):
-        around = [place.context for place in _THREAD.places if place.regions <= depth]
+        around = [entered.context for entered in _THREAD.entered if entered.regions <= depth]
         if around and not hasattr(getattr(holder, attribute), _ATTACHED):
-            found.append((holder, attribute, around))
-    return found
+            unattached.append((holder, attribute, around))
+    return unattached
 
 
 def _within(contexts: list[Context], function: Callable[..., Any]) -> Callable[..., Any]:
@@ -106,16 +106,16 @@ def _within(contexts: list[Context], function: Callable[..., Any]) -> Callable[.
 
 def _regions() -> list[tuple[Any, str]]:
     """Return the object and the attribute that hold each region's function, outermost first."""
-    found: list[tuple[Any, str]] = []
+    regions: list[tuple[Any, str]] = []
     frame: Any = sys._getframe(2)
     while frame is not None:
         code = frame.f_code
         if code is _REENTRANT:
-            found.append((frame.f_locals["ctx"], "run_function"))
+            regions.append((frame.f_locals["ctx"], "run_function"))
         elif code.co_filename == _REENTRANT.co_filename and "gen" in frame.f_locals:
             # In `checkpoint`; from torch 2.15 on in a function that it calls.
             recompute = frame.f_locals["gen"].gi_frame.f_locals["new_frame"].recompute_fn
             cell = recompute.__closure__[recompute.__code__.co_freevars.index("fn")]
-            found.append((cell, "cell_contents"))
+            regions.append((cell, "cell_contents"))
         frame = frame.f_back
-    return found[::-1]
+    return regions[::-1]

@@ -68,8 +68,8 @@ class Choice:
 
 
 def _parents(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[:i]) for i in range(len(parts))]
+    path = name.split(".")
+    return [".".join(path[:i]) for i in range(len(path))]
 
 
 def _adapters(modules: dict[str, nn.Module]) -> set[str]:

@@ -41,8 +41,8 @@ def estimate(tokens: int, inputs: int, outputs: int, rates: Rates | None = None)
 
 def why_not(tokens: int, inputs: int, outputs: int) -> str:
     """Why a linear should stay in BF16 at this many tokens a step; empty if FP8 pays."""
-    found = estimate(tokens, inputs, outputs)
-    return "" if found.pays else f"FP8 does not pay at {tokens} tokens: {found}"
+    estimated = estimate(tokens, inputs, outputs)
+    return "" if estimated.pays else f"FP8 does not pay at {tokens} tokens: {estimated}"
 
 
 def why_not_frozen(shapes: Iterable[tuple[int, float, int]]) -> str:

@@ -30,13 +30,13 @@ def einsum(multiply: Multiply, equation: str, operands: list[Tensor]) -> Tensor 
         return parsed
     inputs, output = parsed
     left, left_indices = operands[0], inputs[0]
-    for position, keep in enumerate(_intermediate(inputs, output), start=1):
+    for position, remaining in enumerate(_intermediate(inputs, output), start=1):
         contracted = _contract(
-            partial(multiply, or_high=position > 1), left, left_indices, operands[position], inputs[position], keep
+            partial(multiply, or_hp=position > 1), left, left_indices, operands[position], inputs[position], remaining
         )
         if isinstance(contracted, str):
             return contracted
-        left, left_indices = contracted, keep
+        left, left_indices = contracted, remaining
     return left.permute([left_indices.index(i) for i in output])
 
 
@@ -91,21 +91,21 @@ def _why_no_products(inputs: list[str], output: str, operands: list[Tensor]) -> 
             if sizes.setdefault(i, size) != size:
                 return "einsum that broadcasts an index of size 1"
     left = inputs[0]
-    for indices, keep in zip(inputs[1:], _intermediate(inputs, output), strict=True):
-        if not set(left) & set(indices) - set(keep):
+    for indices, remaining in zip(inputs[1:], _intermediate(inputs, output), strict=True):
+        if not set(left) & set(indices) - set(remaining):
             return "einsum that contracts nothing"
-        if not set(left) & set(keep) - set(indices) or not set(indices) & set(keep) - set(left):
+        if not set(left) & set(remaining) - set(indices) or not set(indices) & set(remaining) - set(left):
             return VECTOR
-        left = keep
+        left = remaining
     return ""
 
 
-def _contract(multiply: Multiply, a: Tensor, a_indices: str, b: Tensor, b_indices: str, keep: str) -> Tensor | str:
-    """Contract two operands to the indices in `keep`, in that order."""
-    a, a_indices = _sum_out(a, a_indices, set(b_indices) | set(keep))
-    b, b_indices = _sum_out(b, b_indices, set(a_indices) | set(keep))
-    batch = [i for i in a_indices if i in b_indices and i in keep]
-    contracted = [i for i in a_indices if i in b_indices and i not in keep]
+def _contract(multiply: Multiply, a: Tensor, a_indices: str, b: Tensor, b_indices: str, remaining: str) -> Tensor | str:
+    """Contract two operands to the indices in `remaining`, in that order."""
+    a, a_indices = _sum_out(a, a_indices, set(b_indices) | set(remaining))
+    b, b_indices = _sum_out(b, b_indices, set(a_indices) | set(remaining))
+    batch = [i for i in a_indices if i in b_indices and i in remaining]
+    contracted = [i for i in a_indices if i in b_indices and i not in remaining]
     rows = [i for i in a_indices if i not in b_indices]
     columns = [i for i in b_indices if i not in a_indices]
     sizes = dict(zip(a_indices + b_indices, [*a.shape, *b.shape], strict=True))
@@ -114,8 +114,8 @@ def _contract(multiply: Multiply, a: Tensor, a_indices: str, b: Tensor, b_indice
     y = multiply(a_3d, b_3d) if batch else multiply(a_3d[0], b_3d[0])
     if isinstance(y, str):
         return y
-    found = [*batch, *rows, *columns]
-    return y.reshape([sizes[i] for i in found]).permute([found.index(i) for i in keep])
+    indices = [*batch, *rows, *columns]
+    return y.reshape([sizes[i] for i in indices]).permute([indices.index(i) for i in remaining])
 
 
 def _sum_out(x: Tensor, indices: str, wanted: set[str]) -> tuple[Tensor, str]:

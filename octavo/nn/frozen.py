@@ -1,7 +1,7 @@
 """A linear whose weight is frozen in FP8: what LoRA trains its adapters on.
 
-The FP8 copy is the only one, one byte an element, and serves forward and dgrad alike (see `ops/weight.py`). It is held
-as bytes, its scales as integers with their bits: `.to(bfloat16)` on a model turns every floating-point tensor into
+The FP8 copy is the only one, one byte an element, and serves forward and dgrad alike (see `ops/weight.py`). It is
+stored as bytes, its scales as integers with their bits: `.to(bfloat16)` on a model casts every floating-point tensor to
 BF16, float8 ones silently, too, and would ruin both. The state dict shows them as what they are, `weight` in float8
 and `weight_scale_inv` in FP32: the names of Hugging Face's FP8 checkpoints. (`inv` is theirs: it is the factor that
 dequantises.)
@@ -22,7 +22,7 @@ from octavo.numerics.quantize import BLOCK, Quantized, quantize
 from octavo.ops.weight import Weight
 from octavo.support import require_tensor_cores
 
-GRANULARITIES = ("block", "channel", "tensor")
+FROZEN_GRANULARITIES = ("block", "channel", "tensor")  # of a frozen weight; `numerics.quantize` has all
 SCALE_NAME = "weight_scale_inv"
 
 
@@ -61,7 +61,7 @@ class FP8FrozenLinear(LinearInFP8):
     """y = x · wᵀ + b with w in FP8. Gradients flow to x (and b), never to w."""
 
     granularity: str
-    is_planned: bool = False  # `in_fp8` was chosen by the cost model rather than by the user
+    chosen_by_cost_model: bool = False  # `fp8_products` was chosen by the cost model rather than by the user
     high_dtype: torch.dtype  # dtype of the weight before it was quantised, and so of PEFT's adapters beside it
 
     def __init__(
@@ -77,9 +77,9 @@ class FP8FrozenLinear(LinearInFP8):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Create the linear without a weight: `fill` it, or load one. `dtype`: of the bias and of unquantised ones."""
+        """Create the linear without a weight: call `set_weight`, or load one. `dtype`: of the bias and the weight."""
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
-        self._become(granularity, config, scaling, name)
+        self._init_fp8(granularity, config, scaling, name)
 
     @classmethod
     def from_linear(
@@ -97,14 +97,14 @@ class FP8FrozenLinear(LinearInFP8):
         new.in_features, new.out_features = linear.in_features, linear.out_features
         new.weight, new.bias = linear.weight, linear.bias
         new.train(linear.training)
-        new._become(granularity, config, scaling, name)
-        new.fill(quantize_weight(linear.weight, granularity))
+        new._init_fp8(granularity, config, scaling, name)
+        new.set_weight(quantize_weight(linear.weight, granularity))
         return new
 
-    def _become(
+    def _init_fp8(
         self, granularity: str, config: FP8TrainingConfig | None, scaling: FP8ScalingManager | None, name: str
     ) -> None:
-        check_choice("granularity", granularity, GRANULARITIES)
+        check_choice("granularity", granularity, FROZEN_GRANULARITIES)
         config = check_config(config or activation_config(granularity))
         require_tensor_cores(self.weight.device, config)
         if scaling is None:
@@ -120,8 +120,8 @@ class FP8FrozenLinear(LinearInFP8):
         self.register_parameter(SCALE_NAME, None)
         self.format: Format | None = None
 
-    def fill(self, weight: Quantized) -> None:
-        """Take a quantised weight. FP8 data and FP32 scales, whose shape says what they belong to."""
+    def set_weight(self, weight: Quantized) -> None:
+        """Set the weight from FP8 data and FP32 scales."""
         if tuple(weight.data.shape) != (self.out_features, self.in_features):
             raise ValueError(
                 f"weight has shape {tuple(weight.data.shape)}; this linear takes "
@@ -129,10 +129,10 @@ class FP8FrozenLinear(LinearInFP8):
             )
         self.format = format_of(weight.data.dtype)
         scale = self._check_scale(weight.scale.float())
-        self._put("weight", weight.data.contiguous().view(torch.uint8))
-        self._put(SCALE_NAME, scale.contiguous().view(torch.int32))
+        self._store("weight", weight.data.contiguous().view(torch.uint8))
+        self._store(SCALE_NAME, scale.contiguous().view(torch.int32))
 
-    def _put(self, name: str, data: Tensor) -> None:
+    def _store(self, name: str, data: Tensor) -> None:
         """Copy into the present tensor, which may be part of a group's buffer, or else store a new one."""
         old = getattr(self, name)
         if isinstance(old, FrozenTensor) and old.shape == data.shape and old.device == data.device:
@@ -140,8 +140,8 @@ class FP8FrozenLinear(LinearInFP8):
         else:
             setattr(self, name, FrozenTensor(data))
 
-    def settle(self) -> None:
-        """Freeze what a loader has put in place: FP8 data with its scales, or a weight still to be quantised."""
+    def finish_loading(self) -> None:
+        """Freeze the weight that a loader has set: FP8 data with its scales, or one that is still to be quantised."""
         if not isinstance(self.weight, FrozenTensor):
             scale = getattr(self, SCALE_NAME)
             if self.weight.element_size() == 1:
@@ -149,9 +149,9 @@ class FP8FrozenLinear(LinearInFP8):
                     raise ValueError(
                         f"weight in {self.weight.dtype} without {SCALE_NAME}: the checkpoint lacks its scales"
                     )
-                self.fill(Quantized(self.weight.data, scale.data))
+                self.set_weight(Quantized(self.weight.data, scale.data))
             else:
-                self.fill(quantize_weight(self.weight.data, self.granularity))
+                self.set_weight(quantize_weight(self.weight.data, self.granularity))
 
     def _check_scale(self, scale: Tensor) -> Tensor:
         n, k = self.out_features, self.in_features
@@ -173,14 +173,14 @@ class FP8FrozenLinear(LinearInFP8):
     def quantized(self) -> Quantized:
         """The weight as FP8 and FP32, without a copy."""
         if self.format is None:
-            raise RuntimeError("this FP8FrozenLinear has no weight yet: load one, or call fill")
+            raise RuntimeError("this FP8FrozenLinear has no weight yet: load one, or call set_weight")
         scale: Tensor = getattr(self, SCALE_NAME)
         return Quantized(self.weight.detach().view(self.format.dtype), scale.detach().view(torch.float32))
 
     def as_weight(self, *others: "FP8FrozenLinear") -> Weight:
         """Return the weight as products take it, with those of others side by side."""
-        parts, scales = zip(*(member.quantized for member in (self, *others)), strict=True)
-        return Weight(parts, scales)
+        weights, scales = zip(*(member.quantized for member in (self, *others)), strict=True)
+        return Weight(weights, scales)
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return self.quantized.dequantize(dtype)
@@ -230,17 +230,17 @@ class FP8FrozenLinear(LinearInFP8):
             if weight.element_size() == 1:
                 known = torch.float8_e4m3fn if self.format is None else self.format.dtype
                 data = weight.view(known) if weight.dtype == torch.uint8 else weight  # bytes do not say what they are
-                self.fill(Quantized(data.to(device), scale.to(device)))
+                self.set_weight(Quantized(data.to(device), scale.to(device)))
             else:
-                self.fill(quantize_weight(weight.to(device), self.granularity))
-            # Taken already; shown as held, so that what comes now copies it onto itself.
+                self.set_weight(quantize_weight(weight.to(device), self.granularity))
+            # Set already; shown as stored, so that the call below copies it onto itself.
             state_dict[prefix + "weight"], state_dict[prefix + SCALE_NAME] = self.weight, getattr(self, SCALE_NAME)
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
 
     def extra_repr(self) -> str:
-        products = "" if self.in_fp8 else ", products in high precision"
+        products = "" if self.fp8_products else ", products in high precision"
         return f"{super().extra_repr()}, frozen in {self.format or 'FP8'} per {self.granularity}{products}"
 
 

@@ -10,22 +10,19 @@ gradients of the others contract along another dimension than forward, so an ope
 quantised again for them, with one scale per channel.
 """
 
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from octavo import ops
 from octavo.nn.autocast import is_weight
 from octavo.nn.linear_function import linear
 from octavo.nn.product import fp8_product
 from octavo.numerics.config import FP8_FORMATS, OperandRecipe
 from octavo.numerics.formats import FORMATS, Format, format_of, get_format
 from octavo.numerics.multiplier import as_factor, checked_factor
-from octavo.numerics.quantize import Quantized, dequantize, quantize_by
 from octavo.numerics.scaling import SCALE, new_states
-from octavo.ops import Product
+from octavo.ops import ProductSpec
 from octavo.ops.linear import LinearSpec
 from octavo.ops.weight import Weight
 
@@ -54,7 +51,7 @@ def fp8_matmul(
     if a.numel() == 0 or b.numel() == 0:
         return (a @ b.to(a.dtype)).to(dtype)  # nothing to quantise; keeps the graph
     forward, backward = _formats(format)
-    product = Product(
+    product = ProductSpec(
         a=OperandRecipe(forward, granularity, delayed=scale_a is not None),
         b=OperandRecipe(forward, granularity, delayed=scale_b is not None),
         g=OperandRecipe(backward, granularity),
@@ -88,7 +85,7 @@ def fp8_linear(
     if x.dim() < 1 or w.dim() != 2 or x.shape[-1] != w.shape[-1]:
         raise ValueError(f"fp8_linear takes x[..., K] and w[N, K]; got {tuple(x.shape)} and {tuple(w.shape)}")
     dtype = out_dtype or (torch.float32 if x.element_size() == 1 else x.dtype)
-    product = Product(
+    product = ProductSpec(
         a=OperandRecipe(forward, delayed=scale_x is not None),
         b=OperandRecipe(forward, delayed=scale_w is not None),
         g=OperandRecipe(backward),
@@ -106,48 +103,11 @@ def fp8_linear(
         spec = LinearSpec(product.a, product.b, product.g, product.out_dtype, record=False)
         y = linear(x, Weight([w], state=state_w), spec, (state_x, state_g), bias=bias)
         return _nan_if_mistaken(y, factors).to(dtype)
-    return _GivenLinear.apply(x, w, bias, *factors, product).to(dtype)
-
-
-class _GivenLinear(torch.autograd.Function):
-    """A linear with operands that are in FP8 already, or that have several scales."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        w: Tensor,
-        bias: Tensor | None,
-        scale_x: Tensor | None,
-        scale_w: Tensor | None,
-        product: Product,
-    ) -> Tensor:
-        x_q, w_q = _rows_of(x, scale_x, product.a), _rows_of(w, scale_w, product.b)
-        flat = Quantized(x_q.data.reshape(-1, x.shape[-1]), _flatten_rows(x_q.scale, x.shape))
-        # y = x · wᵀ
-        y = _gemm(flat, w_q, product.out_dtype, product.fast_forward, bias)
-        ctx.save_for_backward(x, w, scale_x, scale_w)
-        ctx.product, ctx.bias_dtype = product, None if bias is None else bias.dtype
-        return y.reshape(*x.shape[:-1], w.shape[0])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        x, w, scale_x, scale_w = ctx.saved_tensors
-        product = ctx.product
-        needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
-        dx = dw = None
-        g_MN = g.reshape(-1, g.shape[-1])
-        if needs_x or needs_w:
-            g_q = ops.quantize(g_MN, new_states(device=g.device), product.g, record=False, layout="both")
-        if needs_x:
-            # dx = g · w
-            dx = _gemm(g_q[0], _columns_of(w, scale_w, product.b), x.dtype, product.fast_backward).reshape(x.shape)
-        if needs_w:
-            # dw = gᵀ · x
-            dw = _gemm(g_q[1], _columns_of(x, scale_x, product.a), w.dtype, product.fast_backward)
-        dbias = g_MN.float().sum(dim=0).to(ctx.bias_dtype) if needs_bias else None
-        return dx, dw, dbias, None, None, None
+    scale_x, scale_w = factors
+    states = _state(x.device, [None if factor is None or factor.dim() else factor for factor in factors])
+    scales = (None if scale_x is None else _flatten_rows(scale_x, x.shape), scale_w)
+    y = fp8_product(x.reshape(-1, x.shape[-1]), w, bias, replace(product, a_is_weight=True), states, scales)
+    return y.reshape(*x.shape[:-1], w.shape[0]).to(dtype)
 
 
 def _formats(format: Format | str) -> tuple[Format, Format]:
@@ -199,31 +159,8 @@ def _state(device: torch.device, factors: list[Tensor | None]) -> tuple[Tensor, 
     return states[0], states[1], states[2]
 
 
-def _rows_of(x: Tensor, scale: Tensor | None, recipe: OperandRecipe) -> Quantized:
-    if x.element_size() == 1:
-        assert scale is not None
-        return Quantized(x.contiguous(), scale)
-    if scale is not None:
-        return quantize_by(x, scale, recipe.format)
-    return ops.quantize(x.reshape(-1, x.shape[-1]), new_states(device=x.device), recipe, record=False, layout="rows")[0]
-
-
-def _columns_of(x: Tensor, scale: Tensor | None, recipe: OperandRecipe) -> Quantized:
-    """Return x transposed, with scales along the other dimension."""
-    single = scale is None or not scale.dim()
-    format = format_of(x.dtype) if x.element_size() == 1 else recipe.format
-    transposed = OperandRecipe(format, "tensor" if single else "channel", delayed=single and scale is not None)
-    value = dequantize(x, scale) if x.element_size() == 1 else x
-    state = _state(x.device, [scale if single else None])[0]
-    return ops.quantize(value.reshape(-1, x.shape[-1]), state, transposed, record=False, layout="columns")[0]
-
-
-def _gemm(a: Quantized, b: Quantized, dtype: torch.dtype, fast: bool, bias: Tensor | None = None) -> Tensor:
-    a, b = (Quantized(q.data, ops.pack_scale(q.scale)) for q in (a, b))
-    return ops.gemm_nt(a, b, bias=bias, out_dtype=dtype, batch=(), fast=fast)
-
-
 def _flatten_rows(scale: Tensor, shape: torch.Size) -> Tensor:
+    """Return the scales of x `[..., K]` as those of x `[M, K]`."""
     return scale if scale.dim() < 2 else scale.float().expand(*shape[:-1], scale.shape[-1]).reshape(-1, scale.shape[-1])
 
 

@@ -24,26 +24,26 @@ from octavo.numerics.scaling import new_states
 from octavo.ops.quantize import quantize_group
 from octavo.ops.weight import are_neighbours
 
-GRANULARITIES = ("tensor", "block")
+FP8_ONLY_GRANULARITIES = ("tensor", "block")  # of weights whose master is in host memory
 
 
 def why_no_group(members: Sequence[FP8FrozenLinear]) -> str:
     """Return why these cannot be one product; empty if they can."""
-    if len({member.in_fp8 for member in members}) > 1:
+    if len({member.fp8_products for member in members}) > 1:
         return "only some of their products are in FP8"
     if len({member.bias is None for member in members}) > 1:
         return "only some of them have a bias"
-    return why_not_together(members) if members[0].in_fp8 else ""
+    return why_not_together(members) if members[0].fp8_products else ""
 
 
 def why_not_together(members: Sequence[FP8FrozenLinear]) -> str:
     """Return why their weights and scales cannot be those of one weight; empty if they can."""
-    first = members[0]
+    granularity = members[0].granularity
     if len({member.granularity for member in members}) > 1 or len({member.format for member in members}) > 1:
         return "their weights are quantised differently"
-    if first.granularity == "tensor":
+    if granularity == "tensor":
         return "each has a scale of its own for the whole tensor"
-    if first.granularity == "block" and any(member.out_features % BLOCK for member in members):
+    if granularity == "block" and any(member.out_features % BLOCK for member in members):
         return f"a block of {BLOCK} rows would straddle two of them"
     return ""
 
@@ -53,11 +53,11 @@ def put_together(members: Sequence[FP8FrozenLinear]) -> None:
     if why_not_together(members):
         return
     for name in ("weight", SCALE_NAME):
-        parts = [getattr(member, name).data for member in members]
-        if not are_neighbours(parts):
-            slices = torch.cat(parts).split([part.shape[0] for part in parts])
-            for member, part in zip(members, slices, strict=True):
-                setattr(member, name, FrozenTensor(part))
+        tensors = [getattr(member, name).data for member in members]
+        if not are_neighbours(tensors):
+            slices = torch.cat(tensors).split([tensor.shape[0] for tensor in tensors])
+            for member, tensor in zip(members, slices, strict=True):
+                setattr(member, name, FrozenTensor(tensor))
 
 
 class FP8OnlyGroup:
@@ -68,13 +68,13 @@ class FP8OnlyGroup:
 
     def __init__(self, linears: Sequence[FP8Linear]) -> None:
         self.linears = list(linears)
-        first = linears[0]
-        self.recipe = replace(first.recipe.w, delayed=False)
-        rows, columns, device = sum(x.out_features for x in linears), first.in_features, first.weight.device
+        linear = linears[0]
+        self.recipe = replace(linear.recipe.w, delayed=False)
+        rows, columns, device = sum(x.out_features for x in linears), linear.in_features, linear.weight.device
         blocks = [-(-rows // BLOCK), -(-columns // BLOCK)] if self.recipe.granularity == "block" else []
         self.data = torch.empty(rows, columns, dtype=self.recipe.format.dtype, device=device)
         self.scale = torch.empty(blocks, dtype=torch.float32, device=device)
-        self._row = new_states(device=device)
+        self._state = new_states(device=device)
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -82,7 +82,7 @@ class FP8OnlyGroup:
 
     def write(self, masters: Sequence[Tensor]) -> None:
         """Write what the masters round to."""
-        data, scale = quantize_group(masters, self._row, self.recipe, False, "rows")[0]
+        data, scale = quantize_group(masters, self._state, self.recipe, False, "rows")[0]
         self.data.view(torch.uint8).copy_(data.view(torch.uint8))
         self.scale.copy_(scale)
 
@@ -120,7 +120,7 @@ def linears_by_product(model: nn.Module) -> list[list[FP8Linear]]:
 def why_not_fp8_only(linears: Sequence[FP8Linear]) -> str:
     """Return why the weights of these cannot be FP8-only, and what to do; empty if they can."""
     recipe = linears[0].recipe.w
-    if recipe.granularity not in GRANULARITIES:
+    if recipe.granularity not in FP8_ONLY_GRANULARITIES:
         return (
             f"granularity={recipe.granularity!r}: forward and backward want different FP8 values of a weight, and "
             "there is one copy; use granularity='tensor' or 'block'"

@@ -41,8 +41,8 @@ class LinearInFP8(nn.Linear):
     is_trained: bool = False
     state_x: Tensor  # scaling state of the input
     state_g: Tensor  # scaling state of the gradient
-    in_fp8: bool = True  # compute products in FP8; else a frozen weight is dequantised for each of them
-    input_is_kept: bool = False  # the module before saves it for its own backward: adapters then save it as it is, too
+    fp8_products: bool = True  # compute products in FP8; else a frozen weight is dequantised for each of them
+    input_is_saved: bool = False  # the module before saves it for its own backward: adapters then save it as it is, too
 
     @property
     def scaling_manager(self) -> FP8ScalingManager:
@@ -74,9 +74,9 @@ class LinearInFP8(nn.Linear):
         autocast = torch.is_autocast_enabled(input.device.type)
         recipe, accumulation = self.recipe, self.config.fast_accumulation
         fields = (
-            recipe.x if self.in_fp8 else None,
+            recipe.x if self.fp8_products else None,
             recipe.w if self.is_trained else None,
-            recipe.g if self.in_fp8 else None,
+            recipe.g if self.fp8_products else None,
             torch.get_autocast_dtype(input.device.type) if autocast else input.dtype,
             # Evaluation may forget `no_grad`: it is to leave no trace either.
             torch.is_grad_enabled() and self.training,
@@ -148,15 +148,17 @@ class FP8Linear(LinearInFP8):
         )
 
     @classmethod
-    def take_over(cls, module: nn.Module, config: FP8TrainingConfig, scaling: FP8ScalingManager, name: str) -> Self:
-        """Make this very module an FP8 one: what else refers to it, and its hooks, stay."""
+    def convert_in_place(
+        cls, module: nn.Module, config: FP8TrainingConfig, scaling: FP8ScalingManager, name: str
+    ) -> Self:
+        """Make this very module an FP8 one: its hooks and references to it stay."""
         module.__class__ = cls
         assert isinstance(module, cls)
         module._enable_fp8(config, scaling, name)
         return module
 
-    def give_back(self) -> None:
-        """Undo `take_over`."""
+    def restore_in_place(self) -> None:
+        """Undo `convert_in_place`."""
         for name in ("config", "scaling", "recipe", "state_x", "state_w", "state_g"):
             del self.__dict__[name]
         change_class(self, nn.Linear)
@@ -171,9 +173,9 @@ class FP8Linear(LinearInFP8):
         members = (self, *others)
         if self.fp8_only is None:
             return Weight([member.weight for member in members], state=self.state_w)
-        parts = [member.fp8_only.data for member in members if member.fp8_only is not None]
+        weights = [member.fp8_only.data for member in members if member.fp8_only is not None]
         scale = self.fp8_only.group_scale if others else self.fp8_only.scale
-        return Weight(parts, (scale,), parameters=[member.weight for member in members])
+        return Weight(weights, (scale,), parameters=[member.weight for member in members])
 
     def forward(self, input: Tensor) -> Tensor:
         if input.shape[-1] != self.in_features:

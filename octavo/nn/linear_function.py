@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from octavo.nn.norm import back_through, normed, normed_again, parts_of
+from octavo.nn.norm import NO_NORM, back_through, normed, normed_again
 from octavo.nn.versions import check_versions, versions_of
 from octavo.numerics.norm import Norm
 from octavo.numerics.quantize import Quantized
@@ -68,10 +68,11 @@ def linear(
     save_x = how_to_save(x, weight, spec, norm, adapters, x_is_saved=x_is_saved)
     flat = None if residual is None else residual.reshape(-1, residual.shape[-1])
     stored = (*weight.parts, *weight.scales) if weight.is_stored else ()
-    counts = len(weight.trained), len(adapters.places), len(weight.parts)
+    trained = weight.trained
+    counts = len(trained), len(adapters.positions), len(weight.parts)
     y = _Linear.apply(
-        x.reshape(-1, x.shape[-1]), bias, flat, *parts_of(norm), spec, save_x, adapters.places, counts, *states,
-        weight.state, *weight.trained, *adapters.downs, *adapters.ups, *stored,
+        x.reshape(-1, x.shape[-1]), bias, flat, *(NO_NORM if norm is None else norm), spec, save_x, adapters.positions,
+        counts, *states, weight.state, *trained, *adapters.downs, *adapters.ups, *stored,
     )  # fmt: skip
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
@@ -106,21 +107,21 @@ class _Linear(torch.autograd.Function):
         norm_eps: float | None,
         spec: LinearSpec,
         save_x: str,
-        places: tuple[Adapter, ...],
+        positions: tuple[Adapter, ...],
         counts: tuple[int, int, int],
         state_x: Tensor,
         state_g: Tensor,
         state_w: Tensor | None,
         *tensors: Tensor,
     ) -> Tensor:
-        trained, adapters, stored = _sort(tensors, counts, places)
+        trained, adapters, stored = _sort(tensors, counts, positions)
         parts, scales = (stored[: counts[2]], stored[counts[2] :]) if stored else (trained, [])
-        h, x_dtype = x, x.dtype
-        x, inverse = normed(h, norm_weight, norm_eps)
+        h = x
+        x, inverse = (h, None) if norm_weight is None else normed(h, norm_weight, norm_eps)
         x = x if spec.x else as_dtype(x, spec.out_dtype)
-        call = Call.encode(spec, "" if save_x == AS_IS else save_x, adapters)
+        call = Call.encode(spec, "" if save_x == AS_IS else save_x, h.dtype, adapters)
         y, *saved, t, w_scale = ops.linear(
-            x, state_x, list(parts), list(scales), state_w, bias, residual, adapters.matrices, call, spec.out_dtype
+            x, state_x, list(parts), list(scales), state_w, bias, residual, adapters.matrices, call
         )
         if save_x == AS_IS:
             saved = [x if inverse is None else h, *saved[1:]]
@@ -129,14 +130,15 @@ class _Linear(torch.autograd.Function):
         # A trained weight is saved as tensors are. A frozen one is not: `versions.py` says why. Scaling state is not,
         # either: it changes with every use, which autograd's version check would take for a mistake.
         ctx.save_for_backward(
-            *(saved if save_x else (None, None)), t if places else None, used, inverse, norm_weight,
+            *(saved if save_x else (None, None)), t if positions else None, used, inverse, norm_weight,
             *adapters.downs, *adapters.ups, *(parts if trained else ()),
         )  # fmt: skip
         ctx.frozen = () if trained else parts
         ctx.scales, ctx.states = scales, (state_g, state_w)
         ctx.versions = () if trained else versions_of(stored)
-        ctx.spec, ctx.call, ctx.save_x, ctx.places, ctx.counts, ctx.eps = spec, call, save_x, places, counts, norm_eps
-        ctx.dtypes = (x_dtype, bias.dtype if bias is not None else None)
+        ctx.spec, ctx.call, ctx.save_x, ctx.eps = spec, call, save_x, norm_eps
+        ctx.positions, ctx.counts = positions, counts
+        ctx.bias_dtype = None if bias is None else bias.dtype
         return y
 
     @staticmethod
@@ -148,7 +150,6 @@ class _Linear(torch.autograd.Function):
         needs_x, needs_bias, needs_residual, needs_norm = ctx.needs_input_grad[:4]
         needs_w, needs_a, needs_b = _split(ctx.needs_input_grad[_BEFORE:], count, low)
         needs = [needs_x or needs_norm, any(needs_w), any(needs_a), any(needs_b)]
-        x_dtype, bias_dtype = ctx.dtypes
         dx = dnorm = dbias = None
         dws: Sequence[Tensor | None] = [None] * count
         dmatrices: list[Tensor | None] = [None] * (2 * low)
@@ -158,17 +159,17 @@ class _Linear(torch.autograd.Function):
             scales = list(ctx.scales) if w_scale is None else [w_scale]
             state_g, state_w = ctx.states
             dx, dw, da, db = ops.linear_backward(
-                g, state_g, x, x_scale, t, list(parts), scales, state_w, list(matrices), ctx.call, needs, x_dtype
+                g, state_g, [x, x_scale, t], list(parts), scales, state_w, list(matrices), ctx.call, needs
             )
             if any(needs_w):
                 dws = _needed(dw.split([part.shape[0] for part in parts]), needs_w)
             if low:
-                adapters = Adapters(ctx.places, tuple(matrices[:low]), tuple(matrices[low:]))
+                adapters = Adapters(ctx.positions, tuple(matrices[:low]), tuple(matrices[low:]))
                 dmatrices = _needed(adapters.split(da, db), (*needs_a, *needs_b))
             saved = Quantized(x_data, x_scale)
             dx, dnorm = back_through(dx, saved, norm_weight, ctx.eps, inverse, needs=(needs_x, needs_norm))
         if needs_bias:
-            dbias = g.float().sum(dim=0).to(bias_dtype)
+            dbias = g.float().sum(dim=0).to(ctx.bias_dtype)
         unused = len(ctx.needs_input_grad) - _BEFORE - count - 2 * low
         before = (dx, dbias, g if needs_residual else None, dnorm, *[None] * (_BEFORE - 4))
         return *before, *dws, *dmatrices, *[None] * unused
@@ -178,12 +179,13 @@ _BEFORE = 12  # arguments of `forward` before the trained tensors
 
 
 def _sort(
-    tensors: Sequence[Tensor], counts: tuple[int, int, int], places: tuple[Adapter, ...]
+    tensors: Sequence[Tensor], counts: tuple[int, int, int], positions: tuple[Adapter, ...]
 ) -> tuple[Sequence[Tensor], Adapters, Sequence[Tensor]]:
     """Return the trained tensors, the adapters, and the stored weights with their scales."""
+    if not counts[1]:
+        return tensors[: counts[0]], NO_ADAPTERS, tensors[counts[0] :]
     trained, downs, ups = _split(tensors, *counts[:2])
-    adapters = Adapters(places, tuple(downs), tuple(ups)) if places else NO_ADAPTERS
-    return trained, adapters, tensors[counts[0] + 2 * counts[1] :]
+    return trained, Adapters(positions, tuple(downs), tuple(ups)), tensors[counts[0] + 2 * counts[1] :]
 
 
 def _split(values: Sequence[Any], trained: int, low: int) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:

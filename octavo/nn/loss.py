@@ -51,13 +51,13 @@ def linear_cross_entropy(
     *,
     count: Tensor | int | None = None,
     head: FP8Head | None = None,
-    rows: tuple[Tensor, Tensor] | None = None,
+    states: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Return the mean cross entropy of `hidden[..., K] · weight[V, K]ᵀ` and `labels[...]`; −100 is ignored.
 
     A label that is neither −100 nor a token is an error; on a GPU the device asserts it, as with torch's losses.
-    `count`: divide the sum by this instead of the number of labels. `head` and `rows`: an FP8 head, and the scaling
-    state of h and w.
+    `count`: divide the sum by this instead of the number of labels. `head` and `states`: an FP8 head, and the scaling
+    states of h and w.
     """
     hidden, labels = hidden.reshape(-1, hidden.shape[-1]), _checked(labels.reshape(-1), weight.shape[0])
     if len(labels) != len(hidden):
@@ -68,7 +68,7 @@ def linear_cross_entropy(
         count = torch.full((), float(count), dtype=torch.float32, device=hidden.device)
     count = count.to(device=hidden.device, dtype=torch.float32)
     ops.check_values("linear_cross_entropy", {"hidden": hidden, "weight": weight, "labels": labels})
-    x_state, w_state = rows or (None, None)
+    x_state, w_state = states or (None, None)
     # An autograd function cannot tell whether gradients are enabled.
     enabled = torch.is_grad_enabled()
     return _LinearCrossEntropy.apply(hidden, weight, labels, count, head, enabled, x_state, w_state)
@@ -176,30 +176,30 @@ def _chunks_fp8(
     h_q = ops.quantize(hidden, x_state, head.x, record=record, layout="rows")[0]
     dh = torch.empty_like(hidden, dtype=_dtype_of_sums(hidden, compute, 1)) if needs_h else None
     dw = None
-    how: dict[str, Any] = {"batch": (), "fast": head.fast_backward, "emulate": head.emulate}
+    how: dict[str, Any] = {"bias": None, "batch": [], "fast": head.fast_backward, "emulate": head.emulate}
     losses = []
     vocabulary = weight.shape[0]
     groups = chunk_bounds(0, len(labels), vocabulary * E5M2.dtype.itemsize, CHUNK_BYTES)
-    for first, last in groups:
-        columns = hidden.new_empty(vocabulary, last - first, dtype=E5M2.dtype) if needs_w else None
+    for begin, end in groups:
+        columns = hidden.new_empty(vocabulary, end - begin, dtype=E5M2.dtype) if needs_w else None
         logit_bytes = CHUNK_BYTES // 2 if needs_w else FROZEN_CHUNK_BYTES
-        for start, stop in chunk_bounds(first, last, vocabulary * compute.itemsize, logit_bytes):
+        for start, stop in chunk_bounds(begin, end, vocabulary * compute.itemsize, logit_bytes):
             label = labels[start:stop]
             h = h_q._replace(data=h_q.data[start:stop])
-            logits = ops.gemm_nt(h, w_q[0], out_dtype=compute, **(how | {"fast": head.fast_forward}))
+            logits = ops.gemm_nt(*h, *w_q[0], out_dtype=compute, **(how | {"fast": head.fast_forward}))
             loss, lse = ops_loss.cross_entropy(logits, label)
             losses.append(loss.sum())
             if not record:
                 continue
-            part = None if columns is None else columns[:, start - first : stop - first]
-            rows = Quantized(*ops_loss.cross_entropy_quantize(logits, label, lse, factor, part, E5M2.name))
+            columns_chunk = None if columns is None else columns[:, start - begin : stop - begin]
+            rows = Quantized(*ops_loss.cross_entropy_quantize(logits, label, lse, factor, columns_chunk, E5M2.name))
             del logits
             if dh is not None:
-                dh[start:stop] = ops.gemm_nt(rows, w_q[1], out_dtype=dh.dtype, **how)
+                dh[start:stop] = ops.gemm_nt(*rows, *w_q[1], out_dtype=dh.dtype, **how)
         if columns is not None:
-            h_t = ops.quantize(hidden[first:last], x_state, head.x, record=False, layout="columns")[0]
+            h_t = ops.quantize(hidden[begin:end], x_state, head.x, record=False, layout="columns")[0]
             scaled = Quantized(columns, rows.scale)
-            product = ops.gemm_nt(scaled, h_t, out_dtype=_dtype_of_sums(weight, compute, 1), **how)
+            product = ops.gemm_nt(*scaled, *h_t, out_dtype=_dtype_of_sums(weight, compute, 1), **how)
             dw = product.to(_dtype_of_sums(weight, compute, len(groups))) if dw is None else dw.add_(product)
             del columns, scaled, product
     return torch.stack(losses).sum(), dh, dw
@@ -215,10 +215,10 @@ def _to_dtypes(gradients: tuple[Tensor | None, ...], dtypes: tuple[torch.dtype, 
     return [None if x is None else x.to(dtype) for x, dtype in zip(gradients, dtypes, strict=True)]
 
 
-def chunk_bounds(first: int, last: int, bytes_per_token: int, chunk_bytes: int) -> list[tuple[int, int]]:
+def chunk_bounds(begin: int, end: int, bytes_per_token: int, chunk_bytes: int) -> list[tuple[int, int]]:
     """Return the bounds of chunks of about `chunk_bytes`, in multiples of 128 tokens."""
     chunk = max(chunk_bytes // bytes_per_token // 128 * 128, 128)
-    return [(start, min(start + chunk, last)) for start in range(first, last, chunk)]
+    return [(start, min(start + chunk, end)) for start in range(begin, end, chunk)]
 
 
 def _autocast(x: Tensor) -> bool:

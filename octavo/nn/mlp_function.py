@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from octavo.nn.linear_function import AS_IS, States, how_to_save
-from octavo.nn.norm import back_through, normed, normed_again, parts_of
+from octavo.nn.norm import NO_NORM, back_through, normed, normed_again
 from octavo.nn.versions import check_versions, versions_of
 from octavo.numerics.norm import Norm
 from octavo.numerics.quantize import Quantized
@@ -38,7 +38,7 @@ from octavo.ops.mlp import MLPCall, MLPSpec
 from octavo.ops.quantize import as_dtype
 from octavo.ops.weight import Weight
 
-Places = tuple[tuple[Adapter, ...], tuple[Adapter, ...]]
+Positions = tuple[tuple[Adapter, ...], tuple[Adapter, ...]]
 
 
 def gated_mlp(
@@ -60,7 +60,7 @@ def gated_mlp(
     first. `residual`: x itself is added to the result. Adapters go beside frozen weights only.
     """
     trained = (*gate_up.trained, *down.trained)
-    low = len(adapters.places), len(adapters_down.places)
+    low = len(adapters.positions), len(adapters_down.positions)
     if trained and any(low):
         raise ValueError("adapters in an MLP of trained weights: compute its linears one by one (nn.linear_function)")
     matrices = (*adapters.downs, *adapters.ups, *adapters_down.downs, *adapters_down.ups)
@@ -69,8 +69,8 @@ def gated_mlp(
     stored = tuple(t for w in (gate_up, down) if w.is_stored for t in (*w.parts, *w.scales))
     sizes = tuple((len(w.parts), len(w.scales)) if w.is_stored else (0, 0) for w in (gate_up, down))
     y = _GatedMLP.apply(
-        x.reshape(-1, x.shape[-1]), *parts_of(norm), residual, mlp, (save_x, saves),
-        (adapters.places, adapters_down.places), (len(trained), *sizes), *states, *states_down, gate_up.state,
+        x.reshape(-1, x.shape[-1]), *(NO_NORM if norm is None else norm), residual, mlp, (save_x, saves),
+        (adapters.positions, adapters_down.positions), (len(trained), *sizes), *states, *states_down, gate_up.state,
         down.state, *trained, *matrices, *stored,
     )  # fmt: skip
     return y.reshape(*x.shape[:-1], y.shape[-1])
@@ -90,7 +90,7 @@ class _GatedMLP(torch.autograd.Function):
         residual: bool,
         mlp: MLPSpec,
         saves: tuple[str, bool],
-        places: Places,
+        positions: Positions,
         sizes: Sizes,
         state_x: Tensor,
         state_dgate_up: Tensor,
@@ -100,18 +100,18 @@ class _GatedMLP(torch.autograd.Function):
         state_w_down: Tensor | None,
         *tensors: Tensor,
     ) -> Tensor:
-        low = 2 * (len(places[0]) + len(places[1]))
+        low = 2 * (len(positions[0]) + len(positions[1]))
         trained, matrices, stored = tensors[: sizes[0]], tensors[sizes[0] : sizes[0] + low], tensors[sizes[0] + low :]
-        adapters = _sort(matrices, places)
+        adapters = _sort(matrices, positions)
         weights = _weights(trained, stored, sizes)
         spec, (save_x, saves_gate_up) = mlp.linear, saves
         h = x
         x, inverse = normed(h, norm_weight, norm_eps)
         x = x if spec.x else as_dtype(x, spec.out_dtype)
-        call = MLPCall.encode(mlp, sizes[0] == 0, "" if save_x == AS_IS else save_x, saves_gate_up, *adapters)
+        call = MLPCall.encode(mlp, sizes[0] == 0, "" if save_x == AS_IS else save_x, saves_gate_up, h, *adapters)
         y, *saved, w_scale, w_down_scale = ops.gated_mlp(
             x, state_x, state_h, *weights[0], state_w, *weights[1], state_w_down, h if residual else None,
-            list(matrices), call, spec.out_dtype,
+            list(matrices), call,
         )  # fmt: skip
         if save_x == AS_IS:
             saved = [x if inverse is None else h, *saved[1:]]
@@ -123,8 +123,8 @@ class _GatedMLP(torch.autograd.Function):
         ctx.frozen, ctx.scales = () if trained else parts, (weights[0][1], weights[1][1])
         ctx.versions = () if trained else versions_of((*parts, *weights[0][1], *weights[1][1]))
         ctx.states = (state_g, state_dgate_up), (state_w, state_w_down)
-        ctx.spec, ctx.call, ctx.save_x, ctx.places, ctx.trained = spec, call, save_x, places, sizes[0]
-        ctx.x_dtype, ctx.eps, ctx.residual = h.dtype, norm_eps, residual
+        ctx.spec, ctx.call, ctx.save_x, ctx.positions, ctx.trained = spec, call, save_x, positions, sizes[0]
+        ctx.eps, ctx.residual = norm_eps, residual
         return y
 
     @staticmethod
@@ -132,24 +132,24 @@ class _GatedMLP(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         everything = ctx.saved_tensors
         saved, (*w_scales, inverse, norm_weight), rest = list(everything[:7]), everything[7:11], everything[11:]
-        low = 2 * (len(ctx.places[0]) + len(ctx.places[1]))
+        low = 2 * (len(ctx.positions[0]) + len(ctx.positions[1]))
         matrices, (gate, up, down) = rest[:low], rest[low:] or ctx.frozen
         check_versions((*ctx.frozen, *ctx.scales[0], *ctx.scales[1]), ctx.versions)
-        adapters = _sort(matrices, ctx.places)
+        adapters = _sort(matrices, ctx.positions)
         needs_x, needs_norm = ctx.needs_input_grad[:2]
         needs_trained = ctx.needs_input_grad[_BEFORE : _BEFORE + ctx.trained] or (False, False, False)
         needs_low = ctx.needs_input_grad[_BEFORE + ctx.trained :][:low]
         needs = [needs_x or needs_norm, needs_trained[0] or needs_trained[1], needs_trained[2]]
-        kept = Quantized(*saved[:2])
+        x_saved = Quantized(*saved[:2])
         if ctx.save_x == AS_IS:
             saved[0] = normed_again(saved[0], norm_weight, inverse)
         scales = [[used] if used.numel() else list(given) for used, given in zip(w_scales, ctx.scales, strict=True)]
         (state_g, state_dgate_up), (state_w, state_w_down) = ctx.states
-        dx, dgate_up, ddown, *found = ops.gated_mlp_backward(
+        dx, dgate_up, ddown, *of_adapters = ops.gated_mlp_backward(
             g, state_g, state_dgate_up, saved, [gate, up], scales[0], state_w, [down], scales[1], state_w_down,
-            list(matrices), ctx.call, [*needs, *_any_of(needs_low, ctx.places)], ctx.x_dtype,
+            list(matrices), ctx.call, [*needs, *_any_of(needs_low, ctx.positions)],
         )  # fmt: skip
-        dh, dnorm = back_through(dx, kept, norm_weight, ctx.eps, inverse, needs=(needs_x, needs_norm))
+        dh, dnorm = back_through(dx, x_saved, norm_weight, ctx.eps, inverse, needs=(needs_x, needs_norm))
         if ctx.residual and dh is not None:
             dh = dh + g
         gradients: list[Tensor | None] = [None] * ctx.trained
@@ -157,7 +157,7 @@ class _GatedMLP(torch.autograd.Function):
             gradients[:2] = dgate_up.split([gate.shape[0], up.shape[0]])
         if needs[2]:
             gradients[2] = ddown
-        for each, pair in zip(adapters, (found[:2], found[2:]), strict=True):
+        for each, pair in zip(adapters, (of_adapters[:2], of_adapters[2:]), strict=True):
             gradients += each.split(*pair)
         wanted = (*needs_trained[: ctx.trained], *needs_low)
         gradients = [d if needed else None for d, needed in zip(gradients, wanted, strict=True)]
@@ -170,24 +170,24 @@ def _weights(
 ) -> tuple[tuple[list[Tensor], list[Tensor]], tuple[list[Tensor], list[Tensor]]]:
     """Return the parts and scales of gate and up, and those of down."""
     (parts, scales), (parts_down, _) = sizes[1:]
-    first, last = stored[: parts + scales], stored[parts + scales :]
-    gate_up = (list(first[:parts]), list(first[parts:])) if parts else (list(trained[:2]), [])
-    return gate_up, (list(last[:parts_down]), list(last[parts_down:])) if parts_down else (list(trained[2:]), [])
+    of_gate_up, of_down = stored[: parts + scales], stored[parts + scales :]
+    gate_up = (list(of_gate_up[:parts]), list(of_gate_up[parts:])) if parts else (list(trained[:2]), [])
+    return gate_up, (list(of_down[:parts_down]), list(of_down[parts_down:])) if parts_down else (list(trained[2:]), [])
 
 
-def _sort(matrices: Sequence[Tensor], places: Places) -> tuple[Adapters, Adapters]:
+def _sort(matrices: Sequence[Tensor], positions: Positions) -> tuple[Adapters, Adapters]:
     """Return the adapters of gate and up, and those of down, from all A, then all B of each."""
-    n, last = len(places[0]), len(places[1])
-    first = Adapters(places[0], tuple(matrices[:n]), tuple(matrices[n : 2 * n]))
+    n, n_down = len(positions[0]), len(positions[1])
+    gate_up = Adapters(positions[0], tuple(matrices[:n]), tuple(matrices[n : 2 * n]))
     rest = matrices[2 * n :]
-    return first, Adapters(places[1], tuple(rest[:last]), tuple(rest[last:]))
+    return gate_up, Adapters(positions[1], tuple(rest[:n_down]), tuple(rest[n_down:]))
 
 
-def _any_of(needs: Sequence[bool], places: Places) -> list[bool]:
+def _any_of(needs: Sequence[bool], positions: Positions) -> list[bool]:
     """Say for any A and any B of gate and up, and of down, whether its gradient is needed."""
-    found, start = [], 0
-    for each in places:
+    needed, start = [], 0
+    for each in positions:
         middle, end = start + len(each), start + 2 * len(each)
-        found += [any(needs[start:middle]), any(needs[middle:end])]
+        needed += [any(needs[start:middle]), any(needs[middle:end])]
         start = end
-    return found
+    return needed

@@ -64,7 +64,7 @@ def entry_of(name: str, linear: nn.Linear, reasons: Mapping[str, str] | None = N
     entry = Entry(name, "linear", FP8, "", shapes_of(linear), str(linear.recipe))
     if isinstance(linear, FP8FrozenLinear) and linear.format is not None:
         entry.weight = str(linear.format.dtype).removeprefix("torch.")
-        if not linear.in_fp8:
+        if not linear.fp8_products:
             entry.precision, entry.formats = str(linear.high_dtype).removeprefix("torch."), ""
             entry.reason = "its weight alone is in FP8, and dequantised for each product"
     return entry

@@ -28,7 +28,7 @@ class WeightNames:
         self.skipped = [p for name, p in self.parameters if self._is_skipped(name)]
         # Patterns of the user that no weight has matched so far.
         self._unmatched = {pattern for pattern in config.skip if pattern not in FP8TrainingConfig.skip}
-        self._found: dict[int, tuple[ReferenceType[Tensor], bool]] = {}  # by id: the Parameter, whether it is skipped
+        self._lookups: dict[int, tuple[ReferenceType[Tensor], bool]] = {}  # by id: the Parameter, whether it is skipped
         self._match(name for name, _ in self.parameters)
         if model is not None and self._unmatched:
             raise ValueError(f"skip={self._one_unmatched()!r}: no weight of {type(model).__name__} has that name")
@@ -41,7 +41,7 @@ class WeightNames:
             if any(is_weight(x) for x in operands):
                 _refuse_while_compiling(self._skip)
             return False
-        return any(self._is_found_skipped(_parameter_of(x)) for x in operands)
+        return any(self._is_skipped_parameter(_parameter_of(x)) for x in operands)
 
     def name_of(self, *operands: Tensor) -> str:
         """Return the name of the first operand that is a weight of the given model; empty if none is."""
@@ -55,22 +55,22 @@ class WeightNames:
                 "pass fp8_autocast the model (model=...), which has the names"
             )
 
-    def _is_found_skipped(self, parameter: Tensor | None) -> bool:
+    def _is_skipped_parameter(self, parameter: Tensor | None) -> bool:
         if parameter is None:
             return False
-        found = self._found.get(id(parameter))
-        if found is None or found[0]() is not parameter:
+        lookup = self._lookups.get(id(parameter))
+        if lookup is None or lookup[0]() is not parameter:
             self._find(parameter)
-        return self._found[id(parameter)][1]
+        return self._lookups[id(parameter)][1]
 
     def _find(self, parameter: Tensor) -> None:
-        self._found[id(parameter)] = (ref(parameter), False)
+        self._lookups[id(parameter)] = (ref(parameter), False)
         owner = max(_modules_holding(parameter), key=_names_in, default=None)
         if owner is not None:
             for name, p in owner.named_parameters(remove_duplicate=False):
-                before = self._found.get(id(p))
+                before = self._lookups.get(id(p))
                 skipped = before is not None and before[0]() is p and before[1]
-                self._found[id(p)] = (ref(p), skipped or self._is_skipped(name))
+                self._lookups[id(p)] = (ref(p), skipped or self._is_skipped(name))
             self._match(name for name, _ in owner.named_parameters(remove_duplicate=False))
 
     def _is_skipped(self, name: str) -> bool:

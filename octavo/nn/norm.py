@@ -10,9 +10,7 @@ from octavo.numerics.norm import Norm, rms_norm, rms_norm_backward, weight_gradi
 from octavo.numerics.quantize import Quantized
 from octavo.ops.quantize import is_high_precision, unpack_scale
 
-
-def parts_of(norm: Norm | None) -> tuple[Tensor | None, float | None]:
-    return (None, None) if norm is None else (norm.weight, norm.eps)
+NO_NORM = (None, None)
 
 
 def normed(h: Tensor, weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor | None]:

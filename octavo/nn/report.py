@@ -75,8 +75,8 @@ class Report:
     @property
     def emulation(self) -> str:
         """Whether FP8 is emulated where the model is now, and why; empty if it runs on tensor cores."""
-        rows = self.scaling.states if self.scaling is not None and self.in_fp8 else ()
-        return emulation_on(rows[0].device, self.emulate) if rows else ""
+        states = self.scaling.states if self.scaling is not None and self.in_fp8 else ()
+        return emulation_on(states[0].device, self.emulate) if states else ""
 
     def summary(self) -> str:
         counts = f"{self.title}: {len(self.in_fp8)} of {len(self)} in FP8"
@@ -116,19 +116,25 @@ class ConversionReport(Report):
 
     For a model that was converted, or loaded with its weights frozen in FP8. `fused` names the fused pieces in use, and
     those that are not with the reason. `hooked` is looked up when it is asked for: modules that have hooks by then, for
-    which fused pieces are not used.
+    which fused pieces are not used. So is `padded`: how many calls have computed padding, by reason.
     """
 
     fused: list[str] = field(default_factory=list)
     model: weakref.ref[nn.Module] | None = field(default=None, repr=False, compare=False)
     find_hooked: Callable[[nn.Module], list[str]] | None = field(default=None, repr=False, compare=False)
+    find_padded: Callable[[nn.Module], Mapping[str, int]] | None = field(default=None, repr=False, compare=False)
 
-    def attach(self, model: nn.Module, find_hooked: Callable[[nn.Module], list[str]]) -> None:
-        """Make this report the model's `octavo_report`, and look for hooks in it by that function.
+    def attach(
+        self,
+        model: nn.Module,
+        find_hooked: Callable[[nn.Module], list[str]],
+        find_padded: Callable[[nn.Module], Mapping[str, int]],
+    ) -> None:
+        """Make this report the model's `octavo_report`, and look into it by these functions.
 
         `model.octavo_fused` is this report's `fused`.
         """
-        self.model, self.find_hooked = weakref.ref(model), find_hooked
+        self.model, self.find_hooked, self.find_padded = weakref.ref(model), find_hooked, find_padded
         model.__dict__[REPORT], model.__dict__[_FUSED] = self, self.fused
 
     @staticmethod
@@ -142,9 +148,15 @@ class ConversionReport(Report):
         model = None if self.model is None else self.model()
         return [] if model is None or self.find_hooked is None else self.find_hooked(model)
 
+    @property
+    def padded(self) -> dict[str, int]:
+        model = None if self.model is None else self.model()
+        return {} if model is None or self.find_padded is None else dict(self.find_padded(model))
+
     def _fused(self) -> list[str]:
         names = self.hooked
         fused = [line for line in self.fused if line != self.emulation]  # which is said already
+        fused += [f"padding computed in {count} calls: {reason}" for reason, count in self.padded.items()]
         if not names:
             return fused
         shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")

@@ -53,12 +53,13 @@ def gated_backward(dh: Tensor, gate_up: Tensor, activation: str) -> Tensor:
     return torch.cat([dh * up * slope, dh * value], dim=-1).to(gate_up.dtype)
 
 
-def keep(gate_up: Tensor) -> Quantized:
+def save_gate_up(gate_up: Tensor) -> Quantized:
     """Quantise to E4M3 for backward; the scale of 128 features of a token is a power of two, stored as its exponent."""
     scale = mx_scale(block_amax(gate_up, (1, BLOCK)), E4M3)
-    kept = quantize_by(gate_up, scale.float(), E4M3)
-    return Quantized(kept.data, scale.view(torch.uint8))
+    saved = quantize_by(gate_up, scale.float(), E4M3)
+    return Quantized(saved.data, scale.view(torch.uint8))
 
 
-def from_kept(kept: Quantized) -> Tensor:
-    return Quantized(kept.data, kept.scale.view(E8M0_DTYPE).float()).dequantize(torch.float32)
+def dequantize_gate_up(saved: Quantized) -> Tensor:
+    """Gate and up in FP32, from what `save_gate_up` returned."""
+    return Quantized(saved.data, saved.scale.view(E8M0_DTYPE).float()).dequantize(torch.float32)

@@ -30,7 +30,7 @@ LARGEST_POWER = 15  # code of 1 in unsigned states
 SEVEN = 7  # code of 0 in signed states, whose code of 1 is twice as much
 GOLDEN = 0x9E3779B1  # golden section of 2³²
 # Increments of the dither per step, as shares of 2¹⁶: √2 − 1 for squares and the golden section for the mean; √3 − 1.
-TURN, TURN_OF_P = 0x6A099E37, 0xBB67
+PHASE_STEP, PHASE_STEP_OF_P = 0x6A099E37, 0xBB67
 _MASK = 0xFFFFFFFF
 
 
@@ -97,9 +97,9 @@ def apply(step: Step, p: Tensor, g: Tensor, mean: Any, square: Any) -> None:
     p.copy_(_to_bf16_at_random(new, noise[2]) if rounds_p else new)
 
 
-def turn_of(count: int) -> int:
+def phase_of(count: int) -> int:
     """Return the phases of the dither at this step as an int32: squares above, the mean in the lower 16 bits."""
-    phase = count * TURN & _MASK
+    phase = count * PHASE_STEP & _MASK
     return phase - (phase >> 31 << 32)
 
 
@@ -109,8 +109,8 @@ def noise_of(like: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     x = (x ^ x >> 16) * 0x7FEB352D & _MASK
     x = (x ^ x >> 15) * 0x846CA68B & _MASK
     x = x ^ x >> 16
-    dither = x + turn_of(count) & _MASK
-    return dither >> 16, dither & 0xFFFF, ((x * GOLDEN & _MASK) >> 16) + count * TURN_OF_P & 0xFFFF
+    dither = x + phase_of(count) & _MASK
+    return dither >> 16, dither & 0xFFFF, ((x * GOLDEN & _MASK) >> 16) + count * PHASE_STEP_OF_P & 0xFFFF
 
 
 def _finite(values: Tensor) -> Tensor:
@@ -164,8 +164,8 @@ def with_levels(state: Any) -> Any:
     if not is_of_4_bits(state) or torch.equal(state.qmap, levels(signed=state.signed, device=state.qmap.device)):
         return state
     names, context = state.__tensor_flatten__()
-    parts = {name: torch.empty_like(getattr(state, name)) for name in names}
-    new = type(state).__tensor_unflatten__(parts, context, state.size(), state.stride())
+    inner = {name: torch.empty_like(getattr(state, name)) for name in names}
+    new = type(state).__tensor_unflatten__(inner, context, state.size(), state.stride())
     new.qmap.copy_(levels(signed=state.signed))
     values = state.dequantize(torch.float32)
     write_levels(new, values, torch.full(values.shape, 0x8000, device=values.device))  # to the nearest

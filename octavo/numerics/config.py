@@ -18,7 +18,7 @@ OPERANDS = ("x", "w", "g")
 ALGORITHMS = ("max", "most_recent", "ema")
 SCALINGS = ("delayed", "current")
 FAST_ACCUMULATIONS = ("none", "forward", "all")
-ACTIVATIONS = ("bf16", "fp8")
+ACTIVATION_STORAGE = ("bf16", "fp8")
 FP8_FORMATS = {
     "HYBRID": ("E4M3", "E4M3", "E5M2"),
     "E4M3": ("E4M3", "E4M3", "E4M3"),
@@ -76,7 +76,7 @@ class OperandRecipe:
     @staticmethod
     @cache
     def decode(text: str) -> "OperandRecipe":
-        format, granularity, rows, columns, rounding, margin, scaling, mx_rule, turned, *percentile = text.split()
+        format, granularity, rows, columns, rounding, margin, scaling, mx_rule, wgrad, *percentile = text.split()
         return OperandRecipe(
             get_format(format),
             granularity,
@@ -86,7 +86,7 @@ class OperandRecipe:
             scaling == "delayed",
             float(percentile[0]) if percentile else None,
             mx_rule,
-            None if turned == "-" else turned,
+            None if wgrad == "-" else wgrad,
         )
 
 
@@ -183,7 +183,7 @@ class FP8TrainingConfig:
             raise ValueError(f"skip={self.skip!r}: a sequence of layer names, such as ('lm_head',)")
         set_field("skip", tuple(self.skip))
         check_choice("fast_accumulation", self.fast_accumulation, FAST_ACCUMULATIONS)
-        check_choice("activations", self.activations, ACTIVATIONS)
+        check_choice("activations", self.activations, ACTIVATION_STORAGE)
         if self.wgrad not in (None, "channel"):
             raise ValueError(f"wgrad={self.wgrad!r}: choose 'channel', or None for the recipe's own granularity")
         if self.wgrad is not None and self.granularity != "block":

@@ -18,20 +18,20 @@ IGNORED = -100
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Return the loss of every token, and the logarithm of its sum of exponentials."""
-    kept = labels != IGNORED
+    counted = labels != IGNORED
     if labels.device.type == "cpu":  # on a GPU the check would synchronise; the gather asserts it there
-        _refuse_unknown(labels[kept & ((labels < 0) | (labels >= logits.shape[-1]))], logits.shape[-1])
+        _refuse_unknown(labels[counted & ((labels < 0) | (labels >= logits.shape[-1]))], logits.shape[-1])
     lse = torch.logsumexp(logits.float(), dim=-1)
-    picked = logits.gather(-1, torch.where(kept, labels, 0)[:, None]).squeeze(-1)
-    return torch.where(kept, lse - picked.float(), 0.0), lse
+    picked = logits.gather(-1, torch.where(counted, labels, 0)[:, None]).squeeze(-1)
+    return torch.where(counted, lse - picked.float(), 0.0), lse
 
 
 def cross_entropy_backward(logits: Tensor, labels: Tensor, lse: Tensor, factor: Tensor | float = 1.0) -> Tensor:
     """Return the gradient of `factor × Σ loss`."""
-    kept = labels != IGNORED
+    counted = labels != IGNORED
     gradient = torch.exp(logits.float() - lse[:, None])
-    gradient[torch.arange(len(labels), device=labels.device), torch.where(kept, labels, 0)] -= 1.0
-    return torch.where(kept[:, None], gradient * factor, 0.0).to(logits.dtype)
+    gradient[torch.arange(len(labels), device=labels.device), torch.where(counted, labels, 0)] -= 1.0
+    return torch.where(counted[:, None], gradient * factor, 0.0).to(logits.dtype)
 
 
 def cross_entropy_quantize(

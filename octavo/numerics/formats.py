@@ -68,10 +68,10 @@ def get_format(format: Format | str | torch.dtype) -> Format:
         return format
     if isinstance(format, torch.dtype):
         return format_of(format)
-    found = FORMATS.get(str(format).upper())
-    if found is None:
+    known = FORMATS.get(str(format).upper())
+    if known is None:
         raise ValueError(f"format={format!r}: choose one of {', '.join(FORMATS)}")
-    return found
+    return known
 
 
 def to_float32(data: Tensor) -> Tensor:

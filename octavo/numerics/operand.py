@@ -59,19 +59,20 @@ def quantize_operand(
     else:
         scale = scale_from_amax(amax, recipe.format, recipe.margin)
     if recipe.granularity == "tensor":
-        found = _in_layout(_quantize(x, recipe, scale), layout)
+        quantized = _in_layout(_quantize(x, recipe, scale), layout)
     else:
-        turned = replace(recipe, granularity=recipe.columns or recipe.granularity)
-        wanted = {"rows": [(x, recipe)], "columns": [(x.mT, turned)], "both": [(x, recipe), (x.mT, turned)]}[layout]
-        found = [_quantize(view, how, _current_scale(view, how)) for view, how in wanted]
+        transposed = replace(recipe, granularity=recipe.columns or recipe.granularity)
+        rows, columns = (x, recipe), (x.mT, transposed)
+        wanted = {"rows": [rows], "columns": [columns], "both": [rows, columns]}[layout]
+        quantized = [_quantize(view, how, _current_scale(view, how)) for view, how in wanted]
     if record:
         record_use(state, amax, ~finite)
-        _record_losses(state, x if layout != "columns" else x.mT, found[0], recipe.format, top)
+        _record_losses(state, x if layout != "columns" else x.mT, quantized[0], recipe.format, top)
         if recipe.granularity == "tensor":
             state[SCALE] = torch.where(amax > 0, scale, in_force)
             if recipe.delayed:
                 state[RESCALED] += (in_force > 0) & (scale != in_force)
-    return found
+    return quantized
 
 
 def quantize_group(

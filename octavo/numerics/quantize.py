@@ -75,11 +75,11 @@ def granularity_of(name: str, block: tuple[int, int] = (1, BLOCK)) -> Granularit
 
 def scale_shape(shape: Sequence[int], granularity: str, block: tuple[int, int] = (1, BLOCK)) -> tuple[int, ...]:
     """The shape of the scale of a tensor `[..., R, C]`."""
-    found = granularity_of(granularity, block)
-    if found.rows is None:
+    group = granularity_of(granularity, block)
+    if group.rows is None:
         return ()
     *batch, r, c = shape
-    return (*batch, -(-r // found.rows), 1 if found.columns is None else -(-c // found.columns))
+    return (*batch, -(-r // group.rows), 1 if group.columns is None else -(-c // group.columns))
 
 
 def packed_scale_dtype(granularity: str) -> torch.dtype:
@@ -128,12 +128,12 @@ def quantize_by(
     x: Tensor, scale: Tensor, format: Format, rounding: str = "nearest", generator: torch.Generator | None = None
 ) -> Quantized:
     """Compute `round(x / scale)` for a given scale."""
-    wide = x.detach().float()
-    scaled = wide * expand_scale(reciprocal(scale), x.shape)
+    x_fp32 = x.detach().float()
+    scaled = x_fp32 * expand_scale(reciprocal(scale), x.shape)
     if rounding == "stochastic":
-        data = round_stochastic(scaled, format, generator, source=wide)
+        data = round_stochastic(scaled, format, generator, source=x_fp32)
     else:
-        data = round_nearest(scaled, format, source=wide)
+        data = round_nearest(scaled, format, source=x_fp32)
     return Quantized(data.contiguous(), scale)
 
 

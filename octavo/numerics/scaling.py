@@ -229,30 +229,30 @@ class FP8ScalingManager:
     def _roll(self, only: int | None = None) -> None:
         """Roll every history, or that of one state. Nothing here waits for the device."""
         self._arrange()
-        part = slice(None) if only is None else slice(only, only + 1)
-        mine = self.states[part]
+        selected = slice(None) if only is None else slice(only, only + 1)
+        mine = self.states[selected]
         states = torch.stack(mine)
         rolls = (states[:, SEEN] > 0) & (states[:, NON_FINITE].sum() == 0)
         amax = states[:, AMAX]
 
-        history = self._history[part]
+        history = self._history[selected]
         rolled = torch.cat([amax[:, None], history[:, :-1]], dim=1)
         history = torch.where(rolls[:, None], rolled, history)
-        unset = self._ema[part] == 0  # zeros before the first non-zero amax do not count
-        ema = torch.where(unset, amax, EMA_DECAY * self._ema[part] + (1 - EMA_DECAY) * amax)
-        ema = torch.where(rolls, ema, self._ema[part])
-        steps = self._steps[part] + rolls
+        unset = self._ema[selected] == 0  # zeros before the first non-zero amax do not count
+        ema = torch.where(unset, amax, EMA_DECAY * self._ema[selected] + (1 - EMA_DECAY) * amax)
+        ema = torch.where(rolls, ema, self._ema[selected])
+        steps = self._steps[selected] + rolls
 
         read = {"max": history.amax(dim=1), "most_recent": history[:, 0], "ema": ema}[self.algorithm]
-        maximum, margin = self._limits[part].unbind(dim=1)
+        maximum, margin = self._limits[selected].unbind(dim=1)
         scale = torch.where(read > 0, (read / maximum * margin).clamp(min=SMALLEST_SCALE), 0.0)
-        due = rolls & ((steps % self.interval == 0) | (self._amax[part] == 0))
+        due = rolls & ((steps % self.interval == 0) | (self._amax[selected] == 0))
         states[:, SCALE] = torch.where(due, scale, states[:, SCALE])
-        self._amax[part] = torch.where(due, read, self._amax[part])
+        self._amax[selected] = torch.where(due, read, self._amax[selected])
         states[:, LAST_AMAX] = torch.where(rolls, amax, states[:, LAST_AMAX])
         states[:, AMAX : NON_FINITE + 1] = 0.0
 
-        self._history[part], self._ema[part], self._steps[part] = history, ema, steps
+        self._history[selected], self._ema[selected], self._steps[selected] = history, ema, steps
         torch._foreach_copy_(mine, list(states.unbind()))
 
     def _arrange(self) -> None:
@@ -283,17 +283,17 @@ class FP8ScalingManager:
             for state in self.states:
                 state[SATURATED : CALLS + 1] = 0.0
                 state[RESCALED] = 0.0
-        found = {}
+        statistics = {}
         for name, state in zip(self._index, states.tolist(), strict=True):
             if state[CALLS]:
-                found[name] = {
+                statistics[name] = {
                     "scale": state[SCALE],
                     "amax": state[AMAX] if state[SEEN] else state[LAST_AMAX],
                     "saturated": state[SATURATED] / state[CALLS],
                     "underflow": state[UNDERFLOW] / state[CALLS],
                     "rescaled": state[RESCALED] / state[CALLS],
                 }
-        return found
+        return statistics
 
     def state_dict(self) -> dict[str, Any]:
         self._arrange()

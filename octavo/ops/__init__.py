@@ -4,8 +4,8 @@ Every operator runs the specification in `octavo/numerics` on every device; on a
 in `octavo/kernels` take its place where they can.
 """
 
-from octavo.ops.gemm import Product, gemm_nt, multiply
+from octavo.ops.gemm import ProductSpec, gemm_nt, multiply
 from octavo.ops.quantize import pack_scale, quantize, quantize_group
 from octavo.ops.register import check_values
 
-__all__ = ["Product", "check_values", "gemm_nt", "multiply", "pack_scale", "quantize", "quantize_group"]
+__all__ = ["ProductSpec", "check_values", "gemm_nt", "multiply", "pack_scale", "quantize", "quantize_group"]

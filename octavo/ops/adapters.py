@@ -28,36 +28,36 @@ class Adapter:
 
 
 @cache
-def _places(text: str) -> tuple[Adapter, ...]:
-    fields = [part.split(":") for part in text.split(",")] if text else []
+def _positions(text: str) -> tuple[Adapter, ...]:
+    fields = [item.split(":") for item in text.split(",")] if text else []
     return tuple(Adapter(int(first), int(last), float(scaling)) for first, last, scaling in fields)
 
 
 @cache
-def _spans(places: tuple[Adapter, ...]) -> tuple[tuple[int, int, float], ...]:
-    return tuple((place.first, place.last - place.first, place.scaling) for place in places)
+def _spans(positions: tuple[Adapter, ...]) -> tuple[tuple[int, int, float], ...]:
+    return tuple((position.first, position.last - position.first, position.scaling) for position in positions)
 
 
 @dataclass(frozen=True)
 class Adapters:
     """Adapters of one product: where they are, and A `[R, K]` and B `[N, R]` of each."""
 
-    places: tuple[Adapter, ...]
+    positions: tuple[Adapter, ...]
     downs: tuple[Tensor, ...]
     ups: tuple[Tensor, ...]
 
     def encode(self) -> str:
-        """The places as one string: custom operators take no dataclasses."""
-        return ",".join(f"{place.first}:{place.last}:{place.scaling!r}" for place in self.places)
+        """The positions as one string: custom operators take no dataclasses."""
+        return ",".join(f"{position.first}:{position.last}:{position.scaling!r}" for position in self.positions)
 
     @classmethod
     def decode(cls, text: str, matrices: Sequence[Tensor]) -> "Adapters":
         """Return the adapters of what `encode` wrote, from all A, then all B. Further matrices are not theirs."""
         if not text:
             return NO_ADAPTERS
-        places = _places(text)
-        count = len(places)
-        return cls(places, tuple(matrices[:count]), tuple(matrices[count : 2 * count]))
+        positions = _positions(text)
+        count = len(positions)
+        return cls(positions, tuple(matrices[:count]), tuple(matrices[count : 2 * count]))
 
     @property
     def matrices(self) -> list[Tensor]:
@@ -70,14 +70,14 @@ class Adapters:
 
     @property
     def spans(self) -> tuple[tuple[int, int, float], ...]:
-        """The places as kernels take them: the first output, how many, the factor."""
-        return _spans(self.places)
+        """The positions as kernels take them: the first output, how many, the factor."""
+        return _spans(self.positions)
 
     def down(self, dtype: torch.dtype) -> Tensor:
         """Return all A, one below the other."""
         return as_dtype(torch.cat(self.downs) if len(self.downs) > 1 else self.downs[0], dtype)
 
-    def parts(self, t: Tensor) -> Sequence[Tensor]:
+    def columns(self, t: Tensor) -> Sequence[Tensor]:
         """Return each adapter's columns of `x · [A₁; A₂; …]ᵀ`."""
         return t.split(self.ranks, dim=1) if self.downs else ()
 
@@ -104,17 +104,22 @@ def project_down(x: Tensor, adapters: Adapters, dtype: torch.dtype) -> Tensor:
     return as_dtype(x, dtype) @ adapters.down(dtype).t() if adapters.downs else x.new_empty(0, dtype=dtype)
 
 
+def new_projected(x: Tensor, adapters: Adapters, rows: int | torch.SymInt, dtype: torch.dtype) -> Tensor:
+    """Return a buffer for the result of `project_down`."""
+    return x.new_empty([rows, sum(adapters.ranks)] if adapters.downs else [0], dtype=dtype)
+
+
 def add_to(y: Tensor, t: Tensor, adapters: Adapters, residual: Tensor | None = None) -> None:
     """Add the adapters' outputs to y, and `residual`, if there is one."""
     # y += s · t · Bᵀ
     if has_fp8_tensor_cores(y.device):
         from octavo.kernels.adapters import outputs as kernel
 
-        if kernel.can_add(y, adapters.ups, adapters.spans, residual, turned=True):
-            kernel.add_outputs(y, t, adapters.ups, adapters.spans, residual, turned=True)
+        if kernel.can_add(y, adapters.ups, adapters.spans, residual, transposed=True):
+            kernel.add_outputs(y, t, adapters.ups, adapters.spans, residual, transposed=True)
             return
-    for place, up, part in zip(adapters.places, adapters.ups, adapters.parts(t), strict=True):
-        y[:, place.first : place.last].addmm_(part, up.to(y.dtype).t(), alpha=place.scaling)
+    for position, up, t_columns in zip(adapters.positions, adapters.ups, adapters.columns(t), strict=True):
+        y[:, position.first : position.last].addmm_(t_columns, up.to(y.dtype).t(), alpha=position.scaling)
     if residual is not None:
         y.add_(residual)
 
@@ -126,14 +131,14 @@ def add_to_input(dx: Tensor, u: Tensor, a: Tensor) -> None:
         from octavo.kernels.adapters import outputs as kernel
 
         span = ((0, dx.shape[1], 1.0),)
-        if kernel.can_add(dx, [a], span, None, turned=False):
-            kernel.add_outputs(dx, u, [a], span, None, turned=False)
+        if kernel.can_add(dx, [a], span, None, transposed=False):
+            kernel.add_outputs(dx, u, [a], span, None, transposed=False)
             return
     dx.addmm_(as_dtype(u, dx.dtype), a)
 
 
 class AdapterGradients:
-    """Gradients of all A, one below the other, and of all B, one after the other, added up over parts of a batch.
+    """Gradients of all A, one below the other, and of all B, one after the other, added up over chunks of a batch.
 
     `g[M, N]`: the gradient of the outputs, of all tokens. `factor[N]`: it comes multiplied by this.
     Where there are kernels they add up in FP32, else it is done in the dtype of g.
@@ -146,11 +151,11 @@ class AdapterGradients:
         self._like = g
         self._da: Tensor | None = None
         self._db: Tensor | None = None
-        self._u: Tensor | None = None  # room for it, where a kernel finds it
+        self._u: Tensor | None = None  # a buffer for it, where a kernel computes it
         self._rows = 0  # of u so far
         if self._in_one_pass(g):
-            room = torch.zeros(g.shape[0] * self.ranks + self._numel_b, dtype=torch.float32, device=g.device)
-            u, self._db = room.split([g.shape[0] * self.ranks, self._numel_b])
+            buffer = torch.zeros(g.shape[0] * self.ranks + self._numel_b, dtype=torch.float32, device=g.device)
+            u, self._db = buffer.split([g.shape[0] * self.ranks, self._numel_b])
             self._u = u.view(-1, self.ranks)
 
     @property
@@ -188,16 +193,18 @@ class AdapterGradients:
         u = g.new_empty(g.shape[0], self.ranks)
         beta = 0 if self._db is None else 1
         self._db = g.new_empty(self._numel_b) if self._db is None else self._db
-        parts = zip(adapters.places, adapters.ups, adapters.parts(u), adapters.parts(t), self._each_db(), strict=True)
-        for place, up, mine, part, d in parts:
-            g_part, b = g[:, place.first : place.last], up
+        columns = adapters.columns(u), adapters.columns(t)
+        for position, up, mine, t_columns, d in zip(
+            adapters.positions, adapters.ups, *columns, self._each_db(), strict=True
+        ):
+            g_columns, b = g[:, position.first : position.last], up
             if self.factor is not None:
-                b = torch.div(up, self.factor[place.first : place.last, None])
+                b = torch.div(up, self.factor[position.first : position.last, None])
             # u = s · g · B
-            torch.addmm(mine, g_part, b.to(g.dtype), beta=0, alpha=place.scaling, out=mine)
+            torch.addmm(mine, g_columns, b.to(g.dtype), beta=0, alpha=position.scaling, out=mine)
             if self.needs_b:
                 # dB += s · gᵀ · t
-                torch.addmm(d, g_part.t(), part, beta=beta, alpha=place.scaling, out=d)
+                torch.addmm(d, g_columns.t(), t_columns, beta=beta, alpha=position.scaling, out=d)
         return u
 
     def _each_db(self) -> list[Tensor]:
@@ -228,7 +235,7 @@ class AdapterGradients:
             return False
         from octavo.kernels.adapters import gradients as kernel
 
-        if not kernel.can_multiply_kept(x, u, self._like.dtype):
+        if not kernel.can_multiply_saved(x, u, self._like.dtype):
             return False
         if self._da is None:
             self._da = torch.zeros(u.shape[1], x.data.shape[1], dtype=torch.float32, device=u.device)
@@ -238,16 +245,12 @@ class AdapterGradients:
     def result(self) -> tuple[Tensor, Tensor]:
         """Return both gradients, in the dtype of the first A and B; empty where not needed."""
         if self.needs_b and self.factor is not None and self._u is None:
-            for place, d in zip(self.adapters.places, self._each_db(), strict=True):
-                d.div_(self.factor[place.first : place.last, None])
+            for position, d in zip(self.adapters.positions, self._each_db(), strict=True):
+                d.div_(self.factor[position.first : position.last, None])
         a, b = self.adapters.downs, self.adapters.ups
         da = as_dtype(self._da, a[0].dtype) if self.needs_a and self._da is not None else self._like.new_empty(0)
         db = as_dtype(self._db, b[0].dtype) if self.needs_b and self._db is not None else self._like.new_empty(0)
         return da, db
-
-
-def fake_projected(x: Tensor, adapters: Adapters, rows: int | torch.SymInt, dtype: torch.dtype) -> Tensor:
-    return x.new_empty([rows, sum(adapters.ranks)] if adapters.downs else [0], dtype=dtype)
 
 
 def fake_gradients(like: Tensor, adapters: Adapters, needs_a: bool, needs_b: bool) -> list[Tensor]:

@@ -1,7 +1,7 @@
 """The activation of a gated MLP, with what is computed around it: by kernels where there are some, else by the spec.
 
 gate and up lie side by side, `gate_up[M, 2F]`. h is `act(gate) · up`. For backward they may be saved in FP8, by
-`numerics.activation.keep` (E4M3, 1×128): `saved` is then room for them, a `Quantized` whose scales are bytes.
+`numerics.activation.save_gate_up` (E4M3, 1×128): `saved` is their buffers, a `Quantized` whose scales are bytes.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from octavo.support import has_fp8_tensor_cores
 
 
 def new_saved(like: Tensor, rows: Any, features: Any) -> list[Tensor]:
-    """Return room for gate and up together, in FP8."""
+    """Return buffers for gate and up together, in FP8."""
     shape = [rows, -(-features // BLOCK)]
     return [like.new_empty([rows, features], dtype=E4M3.dtype), like.new_empty(shape, dtype=torch.uint8)]
 
@@ -34,12 +34,12 @@ def gated_quantize(
     record: bool,
     saved: Quantized | None = None,
 ) -> Quantized:
-    """Compute h, quantised as rows; save gate and up, if there is room for them."""
+    """Compute h, quantised as rows; save gate and up, if there are buffers for them."""
     if has_fp8_tensor_cores(gate_up.device):
         from octavo.kernels import gated
         from octavo.kernels.gated import blocks
 
-        if gated.can_quantize(gate_up, recipe) and (saved is None or gated.can_keep(gate_up)):
+        if gated.can_quantize(gate_up, recipe) and (saved is None or gated.can_save(gate_up)):
             return gated.gated_quantize(gate_up, state, recipe, activation, record=record, into=saved)
         if saved is None and blocks.can_quantize(gate_up, recipe):
             return blocks.gated_quantize(gate_up, state, recipe, activation, record=record)
@@ -47,7 +47,7 @@ def gated_quantize(
 
 
 def _gated(gate_up: Tensor, activation: str, saved: Quantized | None) -> Tensor:
-    """Compute h in high precision; save gate and up, if there is room for them."""
+    """Compute h in high precision; save gate and up, if there are buffers for them."""
     if has_fp8_tensor_cores(gate_up.device):
         from octavo.kernels import gated
         from octavo.kernels.gated import low_rank
@@ -62,8 +62,8 @@ def _gated(gate_up: Tensor, activation: str, saved: Quantized | None) -> Tensor:
 
 
 def _save(gate_up: Tensor, saved: Quantized) -> None:
-    for room, part in zip(saved, spec.keep(gate_up), strict=True):
-        room.copy_(part)
+    for buffer, values in zip(saved, spec.save_gate_up(gate_up), strict=True):
+        buffer.copy_(values)
 
 
 def gated_quantize_backward(
@@ -85,21 +85,21 @@ def gated_quantize_backward(
         from octavo.kernels import gated
         from octavo.kernels.gated import blocks
 
-        if saved_scale is not None and gated.can_quantize(dh, recipe, recipe_h) and gated.can_keep(gate_up):
+        if saved_scale is not None and gated.can_quantize(dh, recipe, recipe_h) and gated.can_save(gate_up):
             how = (h_scale, state, recipe, recipe_h, activation)
-            return gated.gated_quantize_backward(dh, gate_up, *how, kept_scale=saved_scale)
+            return gated.gated_quantize_backward(dh, gate_up, *how, saved_scale=saved_scale)
         if saved_scale is not None:
-            gate_up, saved_scale = spec.from_kept(Quantized(gate_up, saved_scale)).to(dh.dtype), None
+            gate_up, saved_scale = spec.dequantize_gate_up(Quantized(gate_up, saved_scale)).to(dh.dtype), None
         if gated.can_quantize(gate_up, recipe, recipe_h):
             return gated.gated_quantize_backward(dh, gate_up, h_scale, state, recipe, recipe_h, activation)
         if blocks.can_quantize_backward(gate_up, recipe, recipe_h):
             return blocks.gated_quantize_backward(dh, gate_up, state, recipe, recipe_h, activation)
     if saved_scale is not None:
-        gate_up = spec.from_kept(Quantized(gate_up, saved_scale)).to(dh.dtype)
+        gate_up = spec.dequantize_gate_up(Quantized(gate_up, saved_scale)).to(dh.dtype)
     gradient, h = _gated_backward(dh, gate_up, activation)
-    found = quantize_group([gradient], state, recipe, True, "both")
+    gradients = quantize_group([gradient], state, recipe, True, "both")
     known = h_scale if recipe_h.granularity == "tensor" else None
-    return [*found, *quantize_group([h], state, recipe_h, False, "columns", scale=known)]
+    return [*gradients, *quantize_group([h], state, recipe_h, False, "columns", scale=known)]
 
 
 def _gated_backward(dh: Tensor, gate_up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
@@ -115,7 +115,7 @@ def _gated_backward(dh: Tensor, gate_up: Tensor, activation: str) -> tuple[Tenso
 def gated_adapted(
     gate_up: Tensor, t: Tensor, adapters: Adapters, activation: str, saved: Quantized | None, emulate: bool
 ) -> Tensor:
-    """Add the adapters' outputs to gate and up, compute h, and save gate and up, if there is room for them."""
+    """Add the adapters' outputs to gate and up, compute h, and save gate and up, if there are buffers for them."""
     in_hp = saved is not None and is_high_precision(saved)
     if not in_hp and not emulate and has_fp8_tensor_cores(gate_up.device):
         from octavo.kernels.gated import low_rank as kernel
@@ -133,13 +133,13 @@ def gated_adapted(
 
 def _halves(t: Tensor, adapters: Adapters, features: int, of: Any) -> list[Any] | None:
     """Return what is added to gate and to up; None if it is not at most one product each."""
-    found: list[Any] = [None, None]
-    for place, up, part in zip(adapters.places, adapters.ups, adapters.parts(t), strict=True):
-        half = place.first // features
-        if found[half] is not None or place.last - place.first != features:
+    halves: list[Any] = [None, None]
+    for position, up, columns in zip(adapters.positions, adapters.ups, adapters.columns(t), strict=True):
+        half = position.first // features
+        if halves[half] is not None or position.last - position.first != features:
             return None
-        found[half] = of(part, up, place.scaling)
-    return found
+        halves[half] = of(columns, up, position.scaling)
+    return halves
 
 
 def gated_adapted_backward(
@@ -165,7 +165,7 @@ def gated_adapted_backward(
             return kernel.gated_backward(dh, saved, added, activation, factor=factor, h=wants_h)
     if a is not None:
         dh.addmm_(as_dtype(u, dh.dtype), a.to(dh.dtype))
-    gate_up = saved.data if is_high_precision(saved) else spec.from_kept(saved)
+    gate_up = saved.data if is_high_precision(saved) else spec.dequantize_gate_up(saved)
     gradient = spec.gated_backward(dh, gate_up, activation)
     if factor is not None:
         gradient = gradient * factor

@@ -14,7 +14,7 @@ from octavo.support import has_fp8_tensor_cores
 
 
 @dataclass(frozen=True)
-class Product:
+class ProductSpec:
     """How a product is computed: everything about it but its tensors."""
 
     a: OperandRecipe
@@ -28,23 +28,6 @@ class Product:
     emulate: bool = False  # by the specification even where there are kernels
     fast_forward: bool = True  # tensor cores may keep about 14 bits of a running sum
     fast_backward: bool = False
-
-
-def gemm_nt(
-    a: Quantized,
-    b: Quantized,
-    *,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype,
-    batch: Sequence[int],
-    fast: bool = False,
-    emulate: bool = False,
-) -> Tensor:
-    """Compute `a[..., M, K] · b[..., N, K]ᵀ + bias`, any size, summed down to the batch shape; see `numerics.gemm`.
-
-    `fast` allows tensor cores their fast accumulation; `emulate` keeps to the specification on any device.
-    """
-    return _gemm_nt(a.data, a.scale, b.data, b.scale, bias, out_dtype, list(batch), fast, emulate)
 
 
 def multiply(
@@ -88,7 +71,7 @@ def _gemm_nt_fake(a: Tensor, b: Tensor, out_dtype: torch.dtype, batch: list[int]
 
 
 @operator(fake=_gemm_nt_fake)
-def _gemm_nt(
+def gemm_nt(
     a: Tensor,
     a_scale: Tensor,
     b: Tensor,
@@ -99,4 +82,8 @@ def _gemm_nt(
     fast: bool,
     emulate: bool,
 ) -> Tensor:
+    """Compute `a[..., M, K] · b[..., N, K]ᵀ + bias`, any size, summed down to the batch shape; see `numerics.gemm`.
+
+    `fast` allows tensor cores their fast accumulation; `emulate` keeps to the specification on any device.
+    """
     return multiply(Quantized(a, a_scale), Quantized(b, b_scale), bias, out_dtype, batch, fast, emulate)

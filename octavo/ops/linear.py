@@ -21,7 +21,7 @@ from octavo.ops.adapters import (
     add_to,
     add_to_input,
     fake_gradients,
-    fake_projected,
+    new_projected,
     project_down,
 )
 from octavo.ops.gemm import multiply
@@ -30,8 +30,8 @@ from octavo.ops.quantize import (
     fake_quantize,
     is_high_precision,
     pack_scale,
+    quantize_folded,
     quantize_group,
-    quantize_scaled,
     transpose_bytes,
 )
 from octavo.ops.register import operator
@@ -53,12 +53,12 @@ class LinearSpec:
     emulate: bool = False  # by the specification even where there are kernels
     fast_forward: bool = True  # tensor cores may keep about 14 bits of a running sum
     fast_backward: bool = False
-    text: str = field(init=False, repr=False, compare=False)  # all but `out_dtype`, as operators take it
+    text: str = field(init=False, repr=False, compare=False)  # all of it, as operators take it
 
     def __post_init__(self) -> None:
         recipes = "|".join("" if recipe is None else recipe.encode() for recipe in (self.x, self.w, self.g))
         flags = "".join(str(int(flag)) for flag in (self.record, self.emulate, self.fast_forward, self.fast_backward))
-        object.__setattr__(self, "text", f"{recipes}|{flags}")
+        object.__setattr__(self, "text", f"{recipes}|{flags}|{self.out_dtype}")
 
     @property
     def pads(self) -> bool:
@@ -79,26 +79,27 @@ class Call(NamedTuple):
 
     spec: LinearSpec
     save_x: str  # "rows", "columns" (as dw wants it) or "" for nothing
-    places: tuple[str, ...]  # of the adapters of each product
+    x_dtype: torch.dtype  # dtype of the gradient of x
+    positions: tuple[str, ...]  # of the adapters of each product
 
     @staticmethod
-    def encode(spec: LinearSpec, save_x: str, *adapters: Adapters) -> str:
-        return "|".join([spec.text, save_x, *(each.encode() for each in adapters)])
+    def encode(spec: LinearSpec, save_x: str, x_dtype: torch.dtype, *adapters: Adapters) -> str:
+        return "|".join([spec.text, save_x, str(x_dtype), *(each.encode() for each in adapters)])
 
     @staticmethod
     @cache
     def decode(text: str) -> "Call":
-        x, w, g, flags, save_x, *places = text.split("|")
+        x, w, g, flags, dtype, save_x, x_dtype, *positions = text.split("|")
         recipes = [OperandRecipe.decode(recipe) if recipe else None for recipe in (x, w, g)]
-        # The dtype of results comes beside the string.
-        spec = linear_spec(recipes[0], recipes[1], recipes[2], torch.float32, *(flag == "1" for flag in flags))
-        return Call(spec, save_x, tuple(places))
+        dtypes = [getattr(torch, name.removeprefix("torch.")) for name in (dtype, x_dtype)]
+        spec = LinearSpec(recipes[0], recipes[1], recipes[2], dtypes[0], *(flag == "1" for flag in flags))
+        return Call(spec, save_x, dtypes[1], tuple(positions))
 
 
-def _linear_fake(x: Tensor, weights: list[Tensor], matrices: list[Tensor], call: str, dtype: torch.dtype) -> Any:
-    spec, save_x, (places,) = Call.decode(call)
-    y = x.new_empty([x.shape[0], sum(w.shape[0] for w in weights)], dtype=dtype)
-    t = fake_projected(x, Adapters.decode(places, matrices), x.shape[0], dtype)
+def _linear_fake(x: Tensor, weights: list[Tensor], matrices: list[Tensor], call: str) -> Any:
+    spec, save_x, _, (positions,) = Call.decode(call)
+    y = x.new_empty([x.shape[0], sum(w.shape[0] for w in weights)], dtype=spec.out_dtype)
+    t = new_projected(x, Adapters.decode(positions, matrices), x.shape[0], spec.out_dtype)
     return y, *fake_saved_input(x, spec, save_x), t, fake_used_scale(x, weights, spec)
 
 
@@ -113,16 +114,15 @@ def linear(
     residual: Tensor | None,
     matrices: list[Tensor],
     call: str,
-    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """y in `dtype`; x as saved, and its scale; `x · Aᵀ`; the weight's scale. Empty where there is no such thing.
+    """y; x as saved, and its scale; `x · Aᵀ`; the weight's scale. Empty where there is no such thing.
 
     `matrices`: of the adapters, all A, then all B. The weight's scale is for `linear_backward`; see
     `Weight.used_scale`.
     """
-    spec, save_x, (places,) = Call.decode(call)
-    adapters, weight = Adapters.decode(places, matrices), Weight(weights, scales, state_w)
-    x_q, x_saved = quantize_input(padded(x, spec), state_x, spec, save_x, dtype)
+    spec, save_x, _, (positions,) = Call.decode(call)
+    dtype, adapters, weight = spec.out_dtype, Adapters.decode(positions, matrices), Weight(weights, scales, state_w)
+    x_q, x_saved = quantize_input(padded(x, spec), state_x, spec, save_x)
     w = weight.forward_operand(spec.w, spec.record, None if spec.x else dtype)
     # y_MN = x_MK · w_NKᵀ
     y = multiply(x_q, w, bias, dtype, [], spec.fast_forward, spec.emulate)
@@ -135,38 +135,33 @@ def linear(
     return y, x_saved.data, separate_scale(x_saved, x_q), t, w_scale
 
 
-def _linear_backward_fake(
-    g: Tensor, weights: list[Tensor], matrices: list[Tensor], call: str, needs: list[bool], dtype: torch.dtype
-) -> Any:
-    needs_x, needs_w, needs_a, needs_b = needs
-    k, w_dtype = weights[0].shape[1], Weight(weights).gradient_dtype(g)
-    dx = g.new_empty([g.shape[0], k], dtype=dtype) if needs_x else g.new_empty(0)
-    dw = g.new_empty([g.shape[1], k], dtype=w_dtype) if needs_w else g.new_empty(0)
-    return dx, dw, *fake_gradients(g, Adapters.decode(Call.decode(call).places[0], matrices), needs_a, needs_b)
+def _backward_fake(g: Tensor, weights: list[Tensor], matrices: list[Tensor], call: str, needs: list[bool]) -> Any:
+    _, _, x_dtype, (positions,) = Call.decode(call)
+    dx = g.new_empty([g.shape[0], weights[0].shape[1]], dtype=x_dtype) if needs[0] else g.new_empty(0)
+    adapters = Adapters.decode(positions, matrices)
+    return dx, fake_grad_weight(g, weights, needs[1]), *fake_gradients(g, adapters, *needs[2:])
 
 
-@operator(mutates=("state_g",), fake=_linear_backward_fake)
+@operator(mutates=("state_g",), fake=_backward_fake)
 def linear_backward(
     g: Tensor,
     state_g: Tensor,
-    x: Tensor | None,
-    x_scale: Tensor | None,
-    t: Tensor | None,
+    saved: list[Tensor | None],
     weights: list[Tensor],
     scales: list[Tensor],
     state_w: Tensor | None,
     matrices: list[Tensor],
     call: str,
     needs: list[bool],
-    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dx in `dtype`; dw of all weights; dA and dB (see `Adapters.split`). Empty where not needed.
+    """dx in the dtype of x; dw of all weights; dA and dB (see `Adapters.split`). Empty where not needed.
 
-    x, `x_scale`: as saved, or x in high precision with an empty scale; None where nothing was. `needs`: of x, w, any
-    A, any B.
+    `saved`: x, its scale and `x · Aᵀ` as `linear` gave them, or x in high precision with an empty scale; None where
+    nothing was saved. `needs`: of x, w, any A, any B.
     """
-    spec, save_x, (places,) = Call.decode(call)
-    adapters, weight = Adapters.decode(places, matrices), Weight(weights, scales, state_w)
+    spec, save_x, x_dtype, (positions,) = Call.decode(call)
+    adapters, weight = Adapters.decode(positions, matrices), Weight(weights, scales, state_w)
+    x, x_scale, t = saved
     needs_x, needs_w, needs_a, needs_b = needs
     dx = dw = da = db = None
     if matrices:
@@ -184,10 +179,10 @@ def linear_backward(
     if needs_x:
         # dx_MK = g_MN · w_NK
         w = weight.dgrad_operand(spec.w, None if spec.g else g.dtype)
-        dx = first_rows(multiply(g_q[0], w, None, dtype, **how), g.shape[0])
+        dx = first_rows(multiply(g_q[0], w, None, x_dtype, **how), g.shape[0])
         del w
         if matrices:
-            add_to_input(dx, u, adapters.down(dtype))
+            add_to_input(dx, u, adapters.down(x_dtype))
     if needs_w:
         # dw_NK = g_MNᵀ · x_MK
         x_km = input_columns(as_saved(x, x_scale), state_g, spec, save_x)
@@ -200,14 +195,12 @@ def as_saved(data: Tensor | None, scale: Tensor | None) -> Quantized:
     return Quantized(data, scale)
 
 
-def quantize_input(
-    x: Tensor, state: Tensor, spec: LinearSpec, save_x: str, dtype: torch.dtype
-) -> tuple[Quantized, Quantized]:
-    """Return x as products take it, rows in FP8 or itself in `dtype`, and as it is to be saved, or empty."""
+def quantize_input(x: Tensor, state: Tensor, spec: LinearSpec, save_x: str) -> tuple[Quantized, Quantized]:
+    """Return x as products take it, rows in FP8 or itself in the result's dtype, and as it is to be saved, or empty."""
     if spec.x is None:
-        return Quantized(as_dtype(x, dtype), x.new_empty(0)), Quantized(*empty(x, 2))
-    found = quantize_group([x], state, spec.x, spec.record, "both" if save_x == "columns" else "rows")
-    return found[0], found[-1] if save_x else Quantized(*empty(x, 2))
+        return Quantized(as_dtype(x, spec.out_dtype), x.new_empty(0)), Quantized(*empty(x, 2))
+    quantized = quantize_group([x], state, spec.x, spec.record, "both" if save_x == "columns" else "rows")
+    return quantized[0], quantized[-1] if save_x else Quantized(*empty(x, 2))
 
 
 def quantize_gradient(
@@ -218,7 +211,7 @@ def quantize_gradient(
         return [Quantized(g, g.new_empty(0))]
     if factor is not None:
         assert layout == "rows"
-        return [quantize_scaled(g, factor, state, spec.g)]
+        return [quantize_folded(g, factor, state, spec.g)]
     return quantize_group([g], state, spec.g, True, layout)
 
 
@@ -277,3 +270,8 @@ def fake_saved_input(x: Tensor, spec: LinearSpec, save_x: str) -> tuple[Tensor, 
 def fake_used_scale(x: Tensor, weights: list[Tensor], spec: LinearSpec) -> Tensor:
     is_used = spec.w is not None and spec.w.delayed and not Weight(weights).is_stored
     return x.new_empty(() if is_used else 0, dtype=torch.float32)
+
+
+def fake_grad_weight(g: Tensor, weights: list[Tensor], needed: bool) -> Tensor:
+    shape = [sum(w.shape[0] for w in weights), weights[0].shape[1]]
+    return g.new_empty(shape, dtype=Weight(weights).gradient_dtype(g)) if needed else g.new_empty(0)

@@ -4,8 +4,8 @@ There are two ways to compute one, for good reasons, and the weights decide whic
 
     whole       where weights have gradients: dw sums over all tokens in one product, so the activation's kernels also
                 quantise, in both layouts (`_whole`)
-    in parts    beside frozen weights: gate and up, or their gradient, the largest tensors of all, are there for a part
-                of the tokens at a time, and the activation's kernels add the adapters' outputs (`_in_parts`)
+    in chunks   beside frozen weights: gate and up, or their gradient, the largest tensors of all, are there for a chunk
+                of the tokens at a time, and the activation's kernels add the adapters' outputs (`_in_chunks`)
 
 Shapes: M tokens, K width, F hidden.
 """
@@ -25,7 +25,7 @@ from octavo.ops.adapters import (
     add_to,
     add_to_input,
     fake_gradients,
-    fake_projected,
+    new_projected,
     project_down,
 )
 from octavo.ops.gated import (
@@ -40,6 +40,7 @@ from octavo.ops.linear import (
     Call,
     LinearSpec,
     empty,
+    fake_grad_weight,
     fake_padded,
     fake_saved_input,
     fake_used_scale,
@@ -54,7 +55,7 @@ from octavo.ops.linear import (
 from octavo.ops.register import operator
 from octavo.ops.weight import Weight
 
-PART = 2**27  # elements of gate and up, or of their gradient, that are there at a time: 4,096 tokens of an 8B
+CHUNK = 2**27  # elements of gate and up, or of their gradient, that are there at a time: 4,096 tokens of an 8B
 TILE = 256  # tokens
 
 
@@ -72,37 +73,41 @@ class MLPCall(NamedTuple):
 
     spec: LinearSpec
     activation: str
-    saves_fp8: bool
-    in_parts: bool
-    save_x: str
+    saves_fp8: bool  # save gate and up in FP8
+    in_chunks: bool
     saves_gate_up: bool
-    places: tuple[str, ...]  # of the adapters of gate and up, and of down
+    save_x: str
+    x_dtype: torch.dtype  # dtype of the gradient of x
+    positions: tuple[str, ...]  # of the adapters of gate and up, and of down
 
     @staticmethod
-    def encode(
-        mlp: MLPSpec, in_parts: bool, save_x: str, saves_gate_up: bool, adapters: Adapters, adapters_down: Adapters
-    ) -> str:
-        call = Call.encode(mlp.linear, save_x, adapters, adapters_down)
-        return f"{mlp.activation}|{int(mlp.saves_fp8)}{int(in_parts)}{int(saves_gate_up)}|{call}"
+    def encode(mlp: MLPSpec, in_chunks: bool, save_x: str, saves_gate_up: bool, x: Tensor, *adapters: Adapters) -> str:
+        spec = mlp.linear
+        # Beside frozen weights always in FP8, unless products are in high precision and results in FP32.
+        saves_fp8 = (spec.x is not None or spec.out_dtype != torch.float32) if in_chunks else mlp.saves_fp8
+        flags = f"{int(saves_fp8)}{int(in_chunks)}{int(saves_gate_up or not in_chunks)}"
+        return f"{mlp.activation}|{flags}|{Call.encode(spec, save_x, x.dtype, *adapters)}"
 
     @staticmethod
     @cache
     def decode(text: str) -> "MLPCall":
         activation, flags, call = text.split("|", 2)
-        spec, save_x, places = Call.decode(call)
-        saves_fp8, in_parts, saves_gate_up = (flag == "1" for flag in flags)
-        return MLPCall(spec, activation, saves_fp8, in_parts, save_x, saves_gate_up, places)
+        spec, save_x, x_dtype, positions = Call.decode(call)
+        saves_fp8, in_chunks, saves_gate_up = (flag == "1" for flag in flags)
+        return MLPCall(spec, activation, saves_fp8, in_chunks, saves_gate_up, save_x, x_dtype, positions)
 
     def adapters(self, matrices: Sequence[Tensor]) -> tuple[Adapters, Adapters]:
         """Return the adapters of gate and up, and those of down: all A, then all B of each."""
-        first = Adapters.decode(self.places[0], matrices)
-        return first, Adapters.decode(self.places[1], matrices[2 * len(first.places) :])
+        gate_up = Adapters.decode(self.positions[0], matrices)
+        return gate_up, Adapters.decode(self.positions[1], matrices[2 * len(gate_up.positions) :])
 
-    def new_saved(self, like: Tensor, rows: Any, features: Any, dtype: torch.dtype) -> list[Tensor]:
-        """Return room for gate and up: in FP8, unless products are in high precision and results in FP32."""
-        if self.spec.x is not None or dtype != torch.float32:
+    def new_saved(self, like: Tensor, rows: Any, features: Any) -> list[Tensor]:
+        """Return buffers for gate and up; empty if they are not saved."""
+        if not self.saves_gate_up:
+            return empty(like, 2)
+        if self.saves_fp8:
             return new_saved(like, rows, features)
-        return [like.new_empty([rows, features], dtype=dtype), like.new_empty(0)]
+        return [like.new_empty([rows, features], dtype=self.spec.out_dtype), like.new_empty(0)]
 
 
 class Side(NamedTuple):
@@ -113,27 +118,19 @@ class Side(NamedTuple):
     adapters: Adapters
 
 
-def _gated_mlp_fake(
-    x: Tensor, weights: list[Tensor], down: list[Tensor], matrices: list[Tensor], call: str, dtype: torch.dtype
-) -> Any:
+def _mlp_fake(x: Tensor, weights: list[Tensor], down: list[Tensor], matrices: list[Tensor], call: str) -> Any:
     how = MLPCall.decode(call)
-    spec, both = how.spec, sum(w.shape[0] for w in weights)
-    y = x.new_empty([x.shape[0], down[0].shape[0]], dtype=dtype)
-    rows = fake_padded(x, spec).shape[0]
-    if how.in_parts:
-        saved = how.new_saved(x, rows, both, dtype) if how.saves_gate_up else empty(x, 2)
-    elif how.saves_fp8:
-        saved = new_saved(x, rows, both)
-    else:
-        saved = [x.new_empty([rows, both], dtype=dtype), x.new_empty(0)]
-    one_scale = not how.in_parts and spec.x is not None and spec.x.granularity == "tensor"
+    spec, rows = how.spec, fake_padded(x, how.spec).shape[0]
+    y = x.new_empty([x.shape[0], down[0].shape[0]], dtype=spec.out_dtype)
+    saved = how.new_saved(x, rows, sum(w.shape[0] for w in weights))
+    one_scale = not how.in_chunks and spec.x is not None and spec.x.granularity == "tensor"
     h_scale = x.new_empty(() if one_scale else 0, dtype=torch.float32)
-    projected = [fake_projected(x, adapters, rows, dtype) for adapters in how.adapters(matrices)]
+    projected = [new_projected(x, adapters, rows, spec.out_dtype) for adapters in how.adapters(matrices)]
     w_scales = [fake_used_scale(x, w, spec) for w in (weights, down)]
     return y, *fake_saved_input(x, spec, how.save_x), *saved, *projected, h_scale, *w_scales
 
 
-@operator(mutates=("state_x", "state_h", "state_w", "state_w_down"), fake=_gated_mlp_fake)
+@operator(mutates=("state_x", "state_h", "state_w", "state_w_down"), fake=_mlp_fake)
 def gated_mlp(
     x: Tensor,
     state_x: Tensor,
@@ -147,7 +144,6 @@ def gated_mlp(
     residual: Tensor | None,
     matrices: list[Tensor],
     call: str,
-    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """y plus `residual`; x, and gate and up, as saved, with their scales; `x · Aᵀ` and `h · Aᵀ`; scales for backward.
 
@@ -156,23 +152,23 @@ def gated_mlp(
     """
     how = MLPCall.decode(call)
     adapters, adapters_down = how.adapters(matrices)
-    first = Side(Weight(weights, scales, state_w), state_x, adapters)
-    last = Side(Weight(down, scales_down, state_w_down), state_h, adapters_down)
-    return (_in_parts if how.in_parts else _whole)(x, first, last, residual, how, dtype)
+    gate_up_side = Side(Weight(weights, scales, state_w), state_x, adapters)
+    down_side = Side(Weight(down, scales_down, state_w_down), state_h, adapters_down)
+    return (_in_chunks if how.in_chunks else _whole)(x, gate_up_side, down_side, residual, how)
 
 
-def _whole(x: Tensor, first: Side, last: Side, residual: Tensor | None, how: MLPCall, dtype: torch.dtype) -> Any:
-    spec, weight, weight_down = how.spec, first.weight, last.weight
+def _whole(x: Tensor, gate_up_side: Side, down_side: Side, residual: Tensor | None, how: MLPCall) -> Any:
+    spec, dtype, weight, weight_down = how.spec, how.spec.out_dtype, gate_up_side.weight, down_side.weight
     assert spec.x is not None
     fast: dict[str, Any] = {"batch": [], "fast": spec.fast_forward, "emulate": spec.emulate}
-    x_mk, x_saved = quantize_input(padded(x, spec), first.state, spec, how.save_x, dtype)
+    x_mk, x_saved = quantize_input(padded(x, spec), gate_up_side.state, spec, how.save_x)
     # gu_M2F = x_MK · [w_gate; w_up]ᵀ
     w = weight.forward_operand(spec.w, spec.record, None)
     gate_up = multiply(x_mk, w, None, dtype, **fast)
     w_scale = weight.used_scale(w, spec.w)
     del w
     saved = Quantized(*new_saved(x, *gate_up.shape)) if how.saves_fp8 else None
-    h = gated_quantize(gate_up, last.state, spec.x, how.activation, record=spec.record, saved=saved)
+    h = gated_quantize(gate_up, down_side.state, spec.x, how.activation, record=spec.record, saved=saved)
     saved = saved or Quantized(gate_up, *empty(x, 1))
     del gate_up
     # y_MK = h_MF · w_down_KFᵀ
@@ -181,47 +177,42 @@ def _whole(x: Tensor, first: Side, last: Side, residual: Tensor | None, how: MLP
     w_down_scale = weight_down.used_scale(w, spec.w)
     if residual is not None:
         y.add_(residual)
-    h_scale = h.scale if spec.x.granularity == "tensor" else last.state.new_empty(0)
+    h_scale = h.scale if spec.x.granularity == "tensor" else down_side.state.new_empty(0)
     t, t_down = (x.new_empty(0, dtype=dtype) for _ in range(2))
     scales = (h_scale, w_scale, w_down_scale)
     return y, x_saved.data, separate_scale(x_saved, x_mk), *saved, t, t_down, *scales
 
 
-def _in_parts(x: Tensor, first: Side, last: Side, residual: Tensor | None, how: MLPCall, dtype: torch.dtype) -> Any:
-    spec, weight, weight_down, adapters, adapters_down = (
-        how.spec,
-        first.weight,
-        last.weight,
-        first.adapters,
-        last.adapters,
-    )
+def _in_chunks(x: Tensor, gate_up_side: Side, down_side: Side, residual: Tensor | None, how: MLPCall) -> Any:
+    spec, dtype = how.spec, how.spec.out_dtype
+    (weight, _, adapters), (weight_down, _, adapters_down) = gate_up_side, down_side
     fast: dict[str, Any] = {"batch": [], "fast": spec.fast_forward, "emulate": spec.emulate}
     tokens, x = x.shape[0], padded(x, spec)
     residual = None if residual is None else padded(residual, spec)
     rows, both = x.shape[0], weight.out_features
-    x_q, x_saved = quantize_input(x, first.state, spec, how.save_x, dtype)
+    x_q, x_saved = quantize_input(x, gate_up_side.state, spec, how.save_x)
     t = project_down(x, adapters, dtype)
-    t_down = x.new_empty([rows, sum(adapters_down.ranks)] if adapters_down.downs else [0], dtype=dtype)
+    t_down = new_projected(x, adapters_down, rows, dtype)
     y = x.new_empty([rows, weight_down.out_features], dtype=dtype)
-    saved = Quantized(*how.new_saved(x, rows, both, dtype)) if how.saves_gate_up else None
+    saved = Quantized(*how.new_saved(x, rows, both)) if how.saves_gate_up else None
     dequantized = None if spec.x else dtype
     w = weight.forward_operand(spec.w, spec.record, dequantized)
     w_down = weight_down.forward_operand(spec.w, spec.record, dequantized)
     a_down = adapters_down.down(dtype) if adapters_down.downs else None
-    for part in _parts(rows, both):
+    for chunk in _chunks(rows, both):
         # gu_M2F = x_MK · [w_gate; w_up]ᵀ
-        gate_up = multiply(Quantized(x_q.data[part], _rows_of(x_q.scale, part)), w, None, dtype, **fast)
-        room = None if saved is None else Quantized(saved.data[part], _rows_of(saved.scale, part))
-        h = gated_adapted(gate_up, t[part], adapters, how.activation, room, spec.emulate)
+        gate_up = multiply(Quantized(x_q.data[chunk], _rows_of(x_q.scale, chunk)), w, None, dtype, **fast)
+        saved_chunk = None if saved is None else Quantized(saved.data[chunk], _rows_of(saved.scale, chunk))
+        h = gated_adapted(gate_up, t[chunk], adapters, how.activation, saved_chunk, spec.emulate)
         del gate_up
         if a_down is not None:
             # t = h · Aᵀ
-            torch.mm(h, a_down.t(), out=t_down[part])
-        h_q, _ = quantize_input(h, last.state, spec, "", dtype)
+            torch.mm(h, a_down.t(), out=t_down[chunk])
+        h_q, _ = quantize_input(h, down_side.state, spec, "")
         del h
         # y_MK = h_MF · w_down_KFᵀ
-        multiply(h_q, w_down, None, dtype, out=y[part], **fast)
-        add_to(y[part], t_down[part], adapters_down, None if residual is None else residual[part])
+        multiply(h_q, w_down, None, dtype, out=y[chunk], **fast)
+        add_to(y[chunk], t_down[chunk], adapters_down, None if residual is None else residual[chunk])
         del h_q
     scale = separate_scale(x_saved, x_q)
     return first_rows(y, tokens), x_saved.data, scale, *(saved or empty(x, 2)), t, t_down, *_no_scales(x)
@@ -231,40 +222,32 @@ def _no_scales(like: Tensor) -> list[Tensor]:
     return [like.new_empty(0, dtype=torch.float32) for _ in range(3)]
 
 
-def part_rows(rows: int, width: int) -> int:
-    """Return how many tokens to take at a time: equal parts, as few as there can be, of whole tiles."""
-    parts = max(1, -(-rows * width // PART))
-    return max(1, -(-rows // (parts * TILE))) * TILE
+def chunk_rows(rows: int, width: int) -> int:
+    """Return how many tokens to take at a time: equal chunks, as few as there can be, of whole tiles."""
+    chunks = max(1, -(-rows * width // CHUNK))
+    return max(1, -(-rows // (chunks * TILE))) * TILE
 
 
-def _parts(rows: int, width: int) -> list[slice]:
-    size = part_rows(rows, width)
+def _chunks(rows: int, width: int) -> list[slice]:
+    size = chunk_rows(rows, width)
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
-def _rows_of(scale: Tensor, part: slice) -> Tensor:
-    return scale[part] if scale.dim() and scale.numel() else scale
+def _rows_of(scale: Tensor, chunk: slice) -> Tensor:
+    return scale[chunk] if scale.dim() and scale.numel() else scale
 
 
-def _gated_mlp_backward_fake(
-    g: Tensor,
-    weights: list[Tensor],
-    down: list[Tensor],
-    matrices: list[Tensor],
-    call: str,
-    needs: list[bool],
-    dtype: torch.dtype,
+def _backward_fake(
+    g: Tensor, weights: list[Tensor], down: list[Tensor], matrices: list[Tensor], call: str, needs: list[bool]
 ) -> Any:
-    needs_x, needs_w, needs_w_down = needs[:3]
-    k, both = weights[0].shape[1], sum(w.shape[0] for w in weights)
-    dx = g.new_empty([g.shape[0], k], dtype=dtype) if needs_x else g.new_empty(0)
-    dw = g.new_empty([both, k], dtype=Weight(weights).gradient_dtype(g)) if needs_w else g.new_empty(0)
-    ddown = g.new_empty(down[0].shape, dtype=Weight(down).gradient_dtype(g)) if needs_w_down else g.new_empty(0)
-    first, last = MLPCall.decode(call).adapters(matrices)
-    return dx, dw, ddown, *fake_gradients(g, first, *needs[3:5]), *fake_gradients(g, last, *needs[5:])
+    how = MLPCall.decode(call)
+    dx = g.new_empty([g.shape[0], weights[0].shape[1]], dtype=how.x_dtype) if needs[0] else g.new_empty(0)
+    dws = [fake_grad_weight(g, w, needed) for w, needed in zip((weights, down), needs[1:3], strict=True)]
+    adapters, adapters_down = how.adapters(matrices)
+    return dx, *dws, *fake_gradients(g, adapters, *needs[3:5]), *fake_gradients(g, adapters_down, *needs[5:])
 
 
-@operator(mutates=("state_g", "state_dgate_up"), fake=_gated_mlp_backward_fake)
+@operator(mutates=("state_g", "state_dgate_up"), fake=_backward_fake)
 def gated_mlp_backward(
     g: Tensor,
     state_g: Tensor,
@@ -279,37 +262,36 @@ def gated_mlp_backward(
     matrices: list[Tensor],
     call: str,
     needs: list[bool],
-    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dx in `dtype`; dw of gate and up, of down; dA and dB of gate and up, and of down. Empty where not needed.
+    """dx in the dtype of x; dw of gate and up, of down; dA and dB of gate and up, and of down. Empty where not needed.
 
     `saved`: x, gate and up, each with its scale, `x · Aᵀ`, `h · Aᵀ`, and the scale of h, as `gated_mlp` gave them; x
     may be in high precision, with an empty scale. `needs`: of x, of gate or up, of down, then of any A and B.
     """
     how = MLPCall.decode(call)
     adapters, adapters_down = how.adapters(matrices)
-    first = Side(Weight(weights, scales, state_w), state_dgate_up, adapters)
-    last = Side(Weight(down, scales_down, state_w_down), state_g, adapters_down)
-    return (_in_parts_backward if how.in_parts else _whole_backward)(g, first, last, saved, how, needs, dtype)
+    gate_up_side = Side(Weight(weights, scales, state_w), state_dgate_up, adapters)
+    down_side = Side(Weight(down, scales_down, state_w_down), state_g, adapters_down)
+    return (_in_chunks_backward if how.in_chunks else _whole_backward)(g, gate_up_side, down_side, saved, how, needs)
 
 
 def _whole_backward(
-    g: Tensor, first: Side, last: Side, saved: Sequence[Tensor], how: MLPCall, needs: Sequence[bool], dtype: torch.dtype
+    g: Tensor, gate_up_side: Side, down_side: Side, saved: Sequence[Tensor], how: MLPCall, needs: Sequence[bool]
 ) -> Any:
-    spec, weight, weight_down = how.spec, first.weight, last.weight
+    spec, weight, weight_down = how.spec, gate_up_side.weight, down_side.weight
     x, x_scale, gate_up, gate_up_scale, _, _, h_scale = saved
     needs_x, needs_w, needs_w_down = needs[:3]
     assert spec.x is not None and spec.g is not None
     fast: dict[str, Any] = {"batch": [], "fast": spec.fast_backward, "emulate": spec.emulate}
     dx = dw = ddown = None
-    g_q = quantize_gradient(padded(g, spec), last.state, spec, "both" if needs_w_down else "rows")
+    g_q = quantize_gradient(padded(g, spec), down_side.state, spec, "both" if needs_w_down else "rows")
     # dh_MF = g_MK · w_down_KF
-    in_fp8 = gate_up_scale.numel() > 0
+    is_fp8 = gate_up_scale.numel() > 0
     w = weight_down.dgrad_operand(spec.w, None)
-    dh = multiply(g_q[0], w, None, g.dtype if in_fp8 else gate_up.dtype, **fast)
+    dh = multiply(g_q[0], w, None, g.dtype if is_fp8 else gate_up.dtype, **fast)
     del w
     d_rows, d_columns, h = gated_quantize_backward(
-        dh, gate_up, h_scale, first.state, spec.g, spec.x, how.activation, gate_up_scale if in_fp8 else None
+        dh, gate_up, h_scale, gate_up_side.state, spec.g, spec.x, how.activation, gate_up_scale if is_fp8 else None
     )
     del dh
     if needs_w_down:
@@ -319,26 +301,21 @@ def _whole_backward(
     if needs_x:
         # dx_MK = dgu_M2F · [w_gate; w_up]
         w = weight.dgrad_operand(spec.w, None)
-        dx = first_rows(multiply(d_rows, w, None, dtype, **fast), g.shape[0])
+        dx = first_rows(multiply(d_rows, w, None, how.x_dtype, **fast), g.shape[0])
         del w
     del d_rows
     if needs_w:
         # dw_2FK = dgu_M2Fᵀ · x_MK
-        x_km = input_columns(Quantized(x, x_scale), last.state, spec, how.save_x)
+        x_km = input_columns(Quantized(x, x_scale), down_side.state, spec, how.save_x)
         dw = multiply(d_columns, x_km, None, weight.gradient_dtype(g), **fast)
     return or_empty(dx, g), or_empty(dw, g), or_empty(ddown, g), *empty(g, 4)
 
 
-def _in_parts_backward(
-    g: Tensor, first: Side, last: Side, saved: Sequence[Tensor], how: MLPCall, needs: Sequence[bool], dtype: torch.dtype
+def _in_chunks_backward(
+    g: Tensor, gate_up_side: Side, down_side: Side, saved: Sequence[Tensor], how: MLPCall, needs: Sequence[bool]
 ) -> Any:
-    spec, weight, weight_down, adapters, adapters_down = (
-        how.spec,
-        first.weight,
-        last.weight,
-        first.adapters,
-        last.adapters,
-    )
+    spec, dtype = how.spec, how.x_dtype
+    (weight, _, adapters), (weight_down, _, adapters_down) = gate_up_side, down_side
     x, x_scale, gate_up, gate_up_scale, t, t_down, _ = saved
     needs_x, _, _, needs_a, needs_b, needs_a_down, needs_b_down = needs
     fast: dict[str, Any] = {"batch": [], "fast": spec.fast_backward, "emulate": spec.emulate}
@@ -350,28 +327,28 @@ def _in_parts_backward(
     gradients_down = AdapterGradients(adapters_down, g, needs_a=needs_a_down, needs_b=needs_b_down)
     gradients = AdapterGradients(adapters, g, needs_a=needs_a, needs_b=needs_b, factor=factor)
     a, a_down = (each.down(dtype) if each.downs else None for each in (adapters, adapters_down))
-    for part in _parts(g.shape[0], weight.out_features):
-        u_down = gradients_down.grad_projected(g[part], t_down[part])
+    for chunk in _chunks(g.shape[0], weight.out_features):
+        u_down = gradients_down.grad_projected(g[chunk], t_down[chunk])
         # dh_MF = g_MK · w_down_KF + u · A
-        g_q = quantize_gradient(g[part], last.state, spec, "rows", factor_down)[0]
+        g_q = quantize_gradient(g[chunk], down_side.state, spec, "rows", factor_down)[0]
         dh = multiply(g_q, w_down, None, g.dtype, **fast)
         del g_q
-        saved_part = Quantized(gate_up[part], _rows_of(gate_up_scale, part))
+        saved_chunk = Quantized(gate_up[chunk], _rows_of(gate_up_scale, chunk))
         how_gated: dict[str, Any] = {"factor": factor, "wants_h": needs_a_down, "emulate": spec.emulate}
-        gradient = gated_adapted_backward(dh, saved_part, u_down, a_down, how.activation, **how_gated)
+        gradient = gated_adapted_backward(dh, saved_chunk, u_down, a_down, how.activation, **how_gated)
         if needs_a_down:
             gradients_down.add_a(u_down, Quantized(dh, dh.new_empty(0)))  # where h is now
         del dh
-        u = gradients.grad_projected(gradient, t[part])
+        u = gradients.grad_projected(gradient, t[chunk])
         if needs_a:
-            gradients.add_a(u, Quantized(x[part], _rows_of(x_scale, part)))
+            gradients.add_a(u, Quantized(x[chunk], _rows_of(x_scale, chunk)))
         if needs_x:
             # dx_MK = dgu_M2F · [w_gate; w_up] + u · A
-            d_q = quantize_gradient(gradient, first.state, spec, "rows")[0]
-            multiply(d_q, w, None, dtype, out=dx[part], **fast)
+            d_q = quantize_gradient(gradient, gate_up_side.state, spec, "rows")[0]
+            multiply(d_q, w, None, dtype, out=dx[chunk], **fast)
             del d_q
             if a is not None:
-                add_to_input(dx[part], u, a)
+                add_to_input(dx[chunk], u, a)
         del gradient
     dx = first_rows(dx, tokens) if needs_x else dx
     return dx, *empty(g, 2), *gradients.result(), *gradients_down.result()

@@ -29,7 +29,7 @@ def quantize_group(
 ) -> list[Quantized]:
     """Quantise matrices side by side as one operand; for the implementations of operators.
 
-    `scale`: one for all of them, found before.
+    `scale`: one for all of them, known before.
     """
     if has_fp8_tensor_cores(xs[0].device):
         from octavo.kernels import quantize as kernel  # brings Triton
@@ -41,7 +41,7 @@ def quantize_group(
     return spec.quantize_group(xs, state, recipe, record=record, layout=layout, scale=scale)
 
 
-def quantize_scaled(g: Tensor, factor: Tensor, state: Tensor, recipe: OperandRecipe) -> Quantized:
+def quantize_folded(g: Tensor, factor: Tensor, state: Tensor, recipe: OperandRecipe) -> Quantized:
     """Quantise `g[M, N] · factor[N]` as rows."""
     if has_fp8_tensor_cores(g.device):
         from octavo.kernels import quantize as kernel

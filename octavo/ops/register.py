@@ -73,11 +73,11 @@ def _in_range(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 def check_values(what: str, operands: dict[str, Any]) -> None:
     """Refuse a tensor on the meta device beside real ones: only shapes would be computed, and any numbers returned."""
     groups = ((name, value if isinstance(value, list | tuple) else (value,)) for name, value in operands.items())
-    places = [(name, x.device.type) for name, values in groups for x in values if isinstance(x, Tensor)]
-    empty = dict.fromkeys(name for name, device in places if device == "meta")
+    devices = [(name, x.device.type) for name, values in groups for x in values if isinstance(x, Tensor)]
+    empty = dict.fromkeys(name for name, device in devices if device == "meta")
     real = {
         name: device
-        for name, device in places
+        for name, device in devices
         if device != "meta" and not any(word in name for word in _BESIDE_OPERANDS)
     }
     if empty and real:

@@ -25,12 +25,12 @@ class HostStates:
 
     def __init__(self, optimizer: torch.optim.Optimizer, masters: Mapping[Tensor, Tensor] | None = None) -> None:
         self.optimizer = optimizer
-        self._rooms: dict[Tensor, State] = {p: {_MASTER: master} for p, master in (masters or {}).items()}
+        self._host_copies: dict[Tensor, State] = {p: {_MASTER: master} for p, master in (masters or {}).items()}
         self._written: dict[Tensor, Any] = {}  # event after which the host copy is complete
         self._coming: dict[Tensor, Trip] = {}
         self._here: dict[Tensor, Trip] = {}
         self._after: dict[Tensor, Tensor] = {}  # the parameter that followed in the previous step
-        self._last: Tensor | None = None
+        self._last_stepped: Tensor | None = None
         self._transfers: dict[torch.device, Transfers] = {}
         self._order: list[Any] = []  # parameters of a checkpoint that is being loaded, and below their states
         self._loaded: dict[Any, State] = {}
@@ -57,7 +57,7 @@ class HostStates:
         return master
 
     def _start(self, parameter: Tensor) -> Trip:
-        return self._of(parameter).bring(self._rooms.get(parameter, {}), self._written.get(parameter))
+        return self._of(parameter).bring(self._host_copies.get(parameter, {}), self._written.get(parameter))
 
     def _following(self, parameter: Tensor) -> Iterator[Tensor]:
         following = self._after.get(parameter)
@@ -70,18 +70,18 @@ class HostStates:
     def send(self, parameter: Tensor, master: Tensor | None = None) -> None:
         """Copy the states of `parameter`, and its master, back to the host, where the optimiser finds them."""
         state = self.optimizer.state.get(parameter, {}) | ({} if master is None else {_MASTER: master})
-        room = self._rooms.setdefault(parameter, {})
+        host_copy = self._host_copies.setdefault(parameter, {})
         trip = self._here.pop(parameter, None)
-        self._written[parameter] = self._of(parameter).send(state, room, trip)
+        self._written[parameter] = self._of(parameter).send(state, host_copy, trip)
         self._show(parameter)
-        if self._last is not None:
-            self._after[self._last] = parameter
-        self._last = parameter
+        if self._last_stepped is not None:
+            self._after[self._last_stepped] = parameter
+        self._last_stepped = parameter
 
     def master(self, parameter: Tensor) -> Tensor:
         """Return the up-to-date master in host memory."""
         self.wait()
-        return self._rooms[parameter][_MASTER]
+        return self._host_copies[parameter][_MASTER]
 
     def wait(self) -> None:
         """Wait for all transfers, after which the host may read and change its copies."""
@@ -91,18 +91,18 @@ class HostStates:
     def set_master(self, parameter: Tensor, values: Tensor) -> None:
         self.wait()
         self._cancel(parameter)
-        self._rooms[parameter][_MASTER].copy_(values)
+        self._host_copies[parameter][_MASTER].copy_(values)
 
     def restore(self) -> None:
         """Move all states to the devices of their parameters, and stop offloading."""
         self.wait()
         self._coming.clear()
-        for parameter, room in self._rooms.items():
-            dtype = parameter.dtype if _MASTER in room else None
-            states = {name: _in_dtype(value, dtype) for name, value in room.items() if name != _MASTER}
+        for parameter, host_copy in self._host_copies.items():
+            dtype = parameter.dtype if _MASTER in host_copy else None
+            states = {name: _in_dtype(value, dtype) for name, value in host_copy.items() if name != _MASTER}
             if states:
                 self.optimizer.state[parameter] = mapped(states, partial(_copied_to, parameter.device))
-        self._rooms.clear()
+        self._host_copies.clear()
         for hook in self._hooks:
             hook.remove()
 
@@ -119,22 +119,22 @@ class HostStates:
 
     def _show(self, parameter: Tensor) -> None:
         """Give the optimiser the states in host memory."""
-        state = {name: value for name, value in self._rooms[parameter].items() if name != _MASTER}
+        state = {name: value for name, value in self._host_copies[parameter].items() if name != _MASTER}
         if state:
             self.optimizer.state[parameter] = state
 
     def _store(self, parameter: Tensor, state: State, dtype: torch.dtype | None) -> None:
         """Copy states that lie elsewhere into host memory."""
-        room = self._rooms.setdefault(parameter, {})
+        host_copy = self._host_copies.setdefault(parameter, {})
         to_host = partial(_to_host, parameter.device)
         if has_master(self.optimizer, parameter):
             state = joined(state)
         in_dtype = {name: value if name == LOW else _in_dtype(value, dtype) for name, value in state.items()}
-        room |= mapped(in_dtype, to_host)
+        host_copy |= mapped(in_dtype, to_host)
         self._show(parameter)
 
     def _is_stepped_in_fp32(self, parameter: Tensor) -> bool:
-        return parameter in self._rooms or has_master(self.optimizer, parameter)
+        return parameter in self._host_copies or has_master(self.optimizer, parameter)
 
     def _take_loaded(self, _optimizer: Any, loaded: dict[str, Any]) -> dict[str, Any]:
         """Take the states out of a loaded checkpoint; torch would put them all on the GPU, in the parameters' dtype."""
@@ -147,14 +147,14 @@ class HostStates:
 
     def _store_loaded(self, optimizer: torch.optim.Optimizer) -> None:
         self.wait()
-        self._last = None
+        self._last_stepped = None
         parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         for i, parameter in zip(self._order, parameters, strict=True):
             self._cancel(parameter)
-            room = self._rooms.pop(parameter, {})
-            if _MASTER in room:
-                self._rooms[parameter] = {_MASTER: room[_MASTER]}
-            del room  # frees its memory for the loaded state
+            host_copy = self._host_copies.pop(parameter, {})
+            if _MASTER in host_copy:
+                self._host_copies[parameter] = {_MASTER: host_copy[_MASTER]}
+            del host_copy  # frees its memory for the loaded state
             state = optimizer.state.get(parameter, {}) | self._loaded.pop(i, {})
             if state:
                 # The dtype of the tensor that is stepped, as in torch.

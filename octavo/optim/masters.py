@@ -102,8 +102,8 @@ class OffloadedMasters(InBackward):
 
 
 def _master_of(parameter: Tensor) -> Tensor:
-    room = torch.empty(parameter.shape, dtype=torch.float32, device="cpu", pin_memory=parameter.is_cuda)
-    return room.copy_(parameter.detach())
+    host_copy = torch.empty(parameter.shape, dtype=torch.float32, device="cpu", pin_memory=parameter.is_cuda)
+    return host_copy.copy_(parameter.detach())
 
 
 def offload_master(model: nn.Module, optimizer: torch.optim.Optimizer) -> OffloadedMasters:
@@ -158,11 +158,11 @@ def _products(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[F
     return products
 
 
-def _require_own_weights(model: nn.Module, held: set[int]) -> None:
+def _require_own_weights(model: nn.Module, offloaded: set[int]) -> None:
     users: dict[int, list[str]] = {}
     for name, module in model.named_modules():
         for key, parameter in module.named_parameters(name, recurse=False):
-            if id(parameter) in held:
+            if id(parameter) in offloaded:
                 users.setdefault(id(parameter), []).append(key)
     for names in users.values():
         if len(names) > 1:

@@ -30,27 +30,30 @@ Ways = Mapping[str, str]
 
 
 @contextmanager
-def explained(model: nn.Module, optimizer: Any, ways: Callable[[], Ways], kept: Callable[[], str]) -> Iterator[None]:
+def explained(
+    model: nn.Module, optimizer: Any, ways: Callable[[], Ways], last_checkpoint: Callable[[], str]
+) -> Iterator[None]:
     """Add an explanation to an out-of-memory error, which callers that retry a smaller batch still recognise."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        error.add_note(explain(error, model, optimizer, ways(), kept()))
+        error.add_note(explain(error, model, optimizer, ways(), last_checkpoint()))
         raise
 
 
-def explain(error: BaseException, model: nn.Module, optimizer: Any, ways: Ways, kept: str = "") -> str:
-    """Return a few lines about the memory and what would take less. `kept`: a sentence about the last checkpoint."""
+def explain(error: BaseException, model: nn.Module, optimizer: Any, ways: Ways, last_checkpoint: str = "") -> str:
+    """Return a few lines about the memory and what would take less. `last_checkpoint`: a sentence about it."""
     memory = measure_now(model, optimizer)
     there = device_memory(next(model.parameters()).device)
     asked = _asked_for(error)
     missing = 0 if there is None or asked is None else max(asked - there.free, 0)
-    first = "out of GPU memory"
+    headline = "out of GPU memory"
     if asked is not None:
-        first += f": {in_words(asked)} more were asked for"
+        headline += f": {in_words(asked)} more were asked for"
     if there is not None:
-        first += f", {in_words(there.free)} of {in_words(there.total)} were free"
-    lines = [first, f"  what took it: {', '.join(f'{name} {in_words(size)}' for name, size in memory.parts.items())}"]
+        headline += f", {in_words(there.free)} of {in_words(there.total)} were free"
+    users = ", ".join(f"{name} {in_words(size)}" for name, size in memory.parts.items())
+    lines = [headline, f"  what took it: {users}"]
     taken = memory.peak if memory.peak is not None else memory.weights + memory.gradients + memory.states
     saved = savings(model, optimizer, memory)
     offered = {name: size for name, size in saved.items() if name in ways and (size is None or size > SMALLEST * taken)}
@@ -59,8 +62,8 @@ def explain(error: BaseException, model: nn.Module, optimizer: Any, ways: Ways, 
         less = "less" if size is None else f"about {in_words(size)} less"
         enough = " (alone not enough)" if size is not None and size < missing else ""
         lines.append(f"    {less}: {ways[name]}{enough}")
-    if kept:
-        lines.append(f"  {kept}")
+    if last_checkpoint:
+        lines.append(f"  {last_checkpoint}")
     return "\n".join(lines)
 
 
@@ -77,8 +80,8 @@ def savings(model: nn.Module, optimizer: Any, memory: StepMemory) -> dict[str, i
     to_come = 2 * gradients + (2 + 4) * halves if isinstance(optimizer, torch.optim.Adam) else 0
     states = max(memory.states, to_come)
 
-    def share(part: float) -> int | None:
-        return None if memory.rest is None else round(part * memory.rest)
+    def share(fraction: float) -> int | None:
+        return None if memory.rest is None else round(fraction * memory.rest)
 
     bytes_saved = {"batch": share(0.5)}
     if _can_keep_fp8(model):

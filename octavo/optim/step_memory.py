@@ -136,15 +136,15 @@ def _states(optimizer: Any, of_model: Mapping[int, Tensor]) -> Iterator[Tensor]:
         yield from (value for value in state.values() if isinstance(value, Tensor) and value.dim())
     for group in optimizer.param_groups:
         yield from (parameter for parameter in group["params"] if id(parameter) not in of_model)
-    for held in map(offloaded_of, of_model.values()):
-        if held is not None:
-            yield held.read()
+    for offloaded in map(offloaded_of, of_model.values()):
+        if offloaded is not None:
+            yield offloaded.read()
 
 
 def _weight_bytes(x: Tensor) -> int:
     """Return the bytes of a weight; a Parameter in FP8 only has shape and dtype but no memory of its own."""
-    held = offloaded_of(x)
-    return tensor_bytes(x if held is None else held.data)
+    offloaded = offloaded_of(x)
+    return tensor_bytes(x if offloaded is None else offloaded.data)
 
 
 def tensor_bytes(x: Tensor) -> int:

@@ -5,9 +5,9 @@ waits. States are copied into buffers that are reused: memory from the allocator
 done, while the host, far ahead of the GPU, would get new memory for the next states, until all states of a model were
 there. A copy into a buffer waits, on the device, for the copy out of it.
 
-    inwards    wait until the room is written and the buffer is free     room → buffer
-    compute    wait for that copy                                        the optimiser's step
-    outwards   wait for the step                                         buffer → room
+    inwards    wait until the host copy is written and the buffer is free     host copy → buffer
+    compute    wait for that copy                                             the optimiser's step
+    outwards   wait for the step                                              buffer → host copy
 """
 
 from collections import deque
@@ -39,16 +39,16 @@ class Transfers:
         self._in, self._out = streams
         self._free: dict[int, deque[tuple[Tensor, Any]]] = {}  # by size: buffers, and when they will be free
 
-    def bring(self, room: State, written: Any) -> Trip:
+    def bring(self, host_copy: State, written: Any) -> Trip:
         """Start copying host memory to the device. `written`: the event that `send` returned for it, if any."""
         trip = Trip({})
         if self._in is None:
-            trip.state = mapped(room, lambda x: x.clone())
+            trip.state = mapped(host_copy, lambda x: x.clone())
             return trip
         with torch.cuda.stream(self._in):
             if written is not None:
                 self._in.wait_event(written)
-            trip.state = mapped(room, lambda x: self._land(x, trip))
+            trip.state = mapped(host_copy, lambda x: self._land(x, trip))
             trip.arrived = self._in.record_event()
         return trip
 
@@ -69,17 +69,17 @@ class Transfers:
         if trip.arrived is not None:
             torch.cuda.current_stream(self.device).wait_event(trip.arrived)
 
-    def send(self, state: State, room: State, trip: Trip | None) -> Any:
+    def send(self, state: State, host_copy: State, trip: Trip | None) -> Any:
         """Copy a state to host memory after the work queued so far; allocates memory for new entries."""
-        new = [name for name, value in state.items() if is_moved(value) and name not in room]
+        new = [name for name, value in state.items() if is_moved(value) and name not in host_copy]
         for name in new:
-            room[name] = map_tensor(state[name], pinned_like)
+            host_copy[name] = map_tensor(state[name], pinned_like)
         if self._out is None:
-            copy(room, state)
+            copy(host_copy, state)
             return None
         self._out.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._out):
-            copy(room, state)
+            copy(host_copy, state)
             event = self._out.record_event()
         buffers = trip.buffers if trip is not None else []
         if new:
@@ -137,15 +137,15 @@ def each(state: State, function: Callable[[Tensor], Any]) -> None:
     mapped(state, look)
 
 
-def copy(room: State, state: State) -> None:
+def copy(host_copy: State, state: State) -> None:
     for name, value in state.items():
         if not is_moved(value):
-            room[name] = value
+            host_copy[name] = value
         elif hasattr(value, "__tensor_flatten__"):
-            for part in value.__tensor_flatten__()[0]:
-                getattr(room[name], part).copy_(getattr(value, part), non_blocking=True)
+            for inner in value.__tensor_flatten__()[0]:
+                getattr(host_copy[name], inner).copy_(getattr(value, inner), non_blocking=True)
         else:
-            room[name].copy_(value, non_blocking=True)
+            host_copy[name].copy_(value, non_blocking=True)
 
 
 def pinned_like(x: Tensor) -> Tensor:

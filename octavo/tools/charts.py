@@ -131,17 +131,17 @@ def smooth(values: Floats, window: int) -> Floats:
     known = np.isfinite(values)
     totals = np.concatenate([[0], np.cumsum(np.where(known, values, 0))])
     counts = np.concatenate([[0], np.cumsum(known)])
-    first, past = indices - reach, indices + reach + 1
-    return np.where(known, (totals[past] - totals[first]) / np.maximum(1, counts[past] - counts[first]), np.nan)
+    start, past = indices - reach, indices + reach + 1
+    return np.where(known, (totals[past] - totals[start]) / np.maximum(1, counts[past] - counts[start]), np.nan)
 
 
 def line(steps: Ints, values: Floats) -> dict[str, list[Any]]:
     """Return a line's points, {"x": ..., "y": ...}: at most LINE_POINTS, with the extremes of each stretch of steps."""
-    keep = np.arange(len(steps))
+    chosen = np.arange(len(steps))
     if len(steps) > LINE_POINTS:
-        stretches = np.array_split(keep, LINE_POINTS // 2)
-        keep = np.unique(np.concatenate([_extremes(values, stretch) for stretch in stretches]))
-    return {"x": steps[keep].tolist(), "y": [rounded(value) for value in values[keep].tolist()]}
+        stretches = np.array_split(chosen, LINE_POINTS // 2)
+        chosen = np.unique(np.concatenate([_extremes(values, stretch) for stretch in stretches]))
+    return {"x": steps[chosen].tolist(), "y": [rounded(value) for value in values[chosen].tolist()]}
 
 
 def _extremes(values: Floats, indices: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:

@@ -111,10 +111,10 @@ class Family:
         from octavo.tools.bench.random_model import build_causal_lm
 
         model = build_causal_lm(case.config, layers=case.layers, positions=case.seq, device=case.device)
-        found = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
-        if found != case.matmul_parameters:
+        weights = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
+        if weights != case.matmul_parameters:
             raise ValueError(
-                f"{case.name}: its linears hold {found:,} weights, the bench's formula for a dense decoder says "
+                f"{case.name}: its linears hold {weights:,} weights, the bench's formula for a dense decoder says "
                 f"{case.matmul_parameters:,}: TFLOP/s would be wrong; use a Llama-like configuration"
             )
         return model
@@ -185,11 +185,11 @@ class Family:
 
     def notes(self, case: "Case") -> list[str]:
         """Return remarks on this model that the figures alone do not make."""
-        from octavo.tools.plan.options import why_wide
+        from octavo.tools.plan.options import why_bf16_products
 
-        if not case.frozen or not why_wide(case):
+        if not case.frozen or not why_bf16_products(case):
             return []
-        return [f"FP8 weights: products in BF16, since {why_wide(case)}; fp8_products=True insists on FP8."]
+        return [f"FP8 weights: products in BF16, since {why_bf16_products(case)}; fp8_products=True insists on FP8."]
 
     def background(self, case: "Case", memories: Sequence["Memory"]) -> list[str]:
         """Return how to read the table of all options."""

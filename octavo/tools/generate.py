@@ -24,7 +24,7 @@ def generate_text(
         raise ValueError(f"temperature={temperature}: must be 0 (the likeliest byte) or more")
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("device='cuda': torch sees no CUDA device here; use --device cpu")
-    place = torch.device("cuda" if device == "auto" and torch.cuda.is_available() else device.replace("auto", "cpu"))
+    target = torch.device("cuda" if device == "auto" and torch.cuda.is_available() else device.replace("auto", "cpu"))
     settings = read_settings(check_run(folder, "give the folder of a run of octavo train"))
     parameters, source = _parameters(folder)
     model = BDH(settings.shape)
@@ -32,11 +32,11 @@ def generate_text(
         model.load_state_dict(parameters)
     except RuntimeError as error:
         raise RunError(f"{source} does not hold the model of {folder}/config.json; restore one of them") from error
-    model.to(place).eval()
-    tokens = torch.tensor([list(prompt.encode())], device=place)
-    generator = torch.Generator(place).manual_seed(seed)
+    model.to(target).eval()
+    tokens = torch.tensor([list(prompt.encode())], device=target)
+    generator = torch.Generator(target).manual_seed(seed)
     try:
-        with torch.autocast(place.type, torch.bfloat16, enabled=place.type == "cuda"):
+        with torch.autocast(target.type, torch.bfloat16, enabled=target.type == "cuda"):
             written = model.generate(
                 tokens, length, temperature=temperature, generator=generator, context=settings.seq
             )[0, tokens.shape[1] :]

@@ -63,7 +63,7 @@ def _page(folder: Path) -> str:
     summary = read_summary(folder) if (folder / "summary.json").exists() else {}
     memories = run_memories(config, summary)
     cards = _cards(run, baseline, label, config, products, summary) + [_memory_card(each) for each in memories]
-    parts = {
+    fields = {
         "title": html.escape(str(config.get("name") or folder.resolve().name)),
         "subtitle": html.escape(_subtitle(config, label, compared=baseline is not None)),
         "status": f'<span class="pill {tone}">{html.escape(status)}</span>',
@@ -91,7 +91,7 @@ def _page(folder: Path) -> str:
         "script": _asset("charts.js") + _asset("report.js"),
     }
     # One pass, so that a "{{config}}" in a sample is not replaced.
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _asset("report_template.html"))
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: fields[match[1]], _asset("report_template.html"))
 
 
 def _asset(name: str) -> str:
@@ -100,16 +100,16 @@ def _asset(name: str) -> str:
 
 def _read_object(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except FileNotFoundError as error:
         raise ValueError(f"{path}: no such file; a training run writes it into its folder") from error
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}:{error.lineno}: {error.msg}") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path}: expected a JSON object, found {type(found).__name__}")
-    return found
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: expected a JSON object, found {type(content).__name__}")
+    return content
 
 
 def _read_products(path: Path) -> list[dict[str, str]]:
@@ -132,12 +132,12 @@ def _subtitle(config: dict[str, Any], label: str, compared: bool) -> str:
 
 
 def _status(run: Run, config: dict[str, Any]) -> tuple[str, str]:
-    last, planned = int(run.steps[-1]), config.get("steps")
+    last_step, planned = int(run.steps[-1]), config.get("steps")
     if math.isnan(run.columns["loss"][-1]):
-        return f"ended at step {last:,} without a finite loss", "bad"
-    if isinstance(planned, int) and last < planned:
-        return f"step {last:,} of {planned:,}", "warn"
-    return f"complete, {last:,} of {planned:,} steps" if planned == last else f"step {last:,}", "good"
+        return f"ended at step {last_step:,} without a finite loss", "bad"
+    if isinstance(planned, int) and last_step < planned:
+        return f"step {last_step:,} of {planned:,}", "warn"
+    return f"complete, {last_step:,} of {planned:,} steps" if planned == last_step else f"step {last_step:,}", "good"
 
 
 def final_loss(losses: Floats) -> float:
@@ -215,9 +215,9 @@ def _cards(
         note = f"{lost.sum():,} without a finite loss, {run.skipped.sum():,} updates skipped"
         cards.append(_card("Broken steps", f"{broken:,}", note, "bad"))
     if products:
-        in_fp8 = sum(product["precision"] == "fp8" for product in products)
-        note = "why not the rest: in the table" if in_fp8 < len(products) else "every matrix product"
-        cards.append(_card("Products in FP8", f"{in_fp8:,} of {len(products):,}", note))
+        fp8_count = sum(product["precision"] == "fp8" for product in products)
+        note = "why not the rest: in the table" if fp8_count < len(products) else "every matrix product"
+        cards.append(_card("Products in FP8", f"{fp8_count:,} of {len(products):,}", note))
     if run.names:
         cards.append(_saturation_card(run))
     device = str(config.get("device", ""))

@@ -67,8 +67,8 @@ def save_checkpoint(folder: Path, step: int, model: Mapping[str, Tensor], state:
     contents[MANIFEST] = json.dumps(manifest, indent=2).encode()
 
     earlier = list_checkpoints(folder)
-    kept = f"{earlier[-1].name} is intact" if earlier else "there is no earlier one"
-    with disk_errors(target, hint=f"{kept}; free some space, then continue with --resume"):
+    earlier_one = f"{earlier[-1].name} is intact" if earlier else "there is no earlier one"
+    with disk_errors(target, hint=f"{earlier_one}; free some space, then continue with --resume"):
         _clear_unfinished(folder)
         unfinished = _unfinished(target)
         try:

@@ -102,22 +102,22 @@ def find_files(source: str | None) -> tuple[str, list[Path]]:
 
 
 def get_batch(
-    part: Tensor, *, seed: int, step: int, micro_batch: int, batch: int, sequence: int
+    tokens: Tensor, *, seed: int, step: int, micro_batch: int, batch: int, sequence: int
 ) -> tuple[Tensor, Tensor]:
     """Return inputs and targets, [batch, sequence] each, int64; targets are the inputs shifted by one byte."""
     # A hash, because neighbouring seeds must not give overlapping streams (seed 0 step 1 against seed 1 step 0).
     key = hashlib.sha256(f"{seed} {step} {micro_batch}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "little", signed=True))
-    starts = torch.randint(len(part) - sequence, (batch, 1), generator=generator)
-    window = part[starts + torch.arange(sequence + 1)].long()
+    starts = torch.randint(len(tokens) - sequence, (batch, 1), generator=generator)
+    window = tokens[starts + torch.arange(sequence + 1)].long()
     return window[:, :-1], window[:, 1:]
 
 
-def get_evaluation_batch(part: Tensor, *, index: int, count: int, batch: int, sequence: int) -> tuple[Tensor, Tensor]:
-    """Return batch `index` of `count`: sequences spread evenly over the part, the same ones in every run."""
+def get_evaluation_batch(tokens: Tensor, *, index: int, count: int, batch: int, sequence: int) -> tuple[Tensor, Tensor]:
+    """Return batch `index` of `count`: sequences spread evenly over the tokens, the same ones in every run."""
     order = torch.arange(index * batch, (index + 1) * batch)[:, None]
-    starts = order * (len(part) - sequence - 1) // max(count * batch - 1, 1)
-    window = part[starts + torch.arange(sequence + 1)].long()
+    starts = order * (len(tokens) - sequence - 1) // max(count * batch - 1, 1)
+    window = tokens[starts + torch.arange(sequence + 1)].long()
     return window[:, :-1], window[:, 1:]
 
 
@@ -130,8 +130,8 @@ def _read(path: Path) -> bytes:
 
 def _glob(pattern: Path) -> list[Path]:
     """Return the paths that match a pattern, absolute or not; `Path.glob` needs the fixed part separately."""
-    first = next(i for i, part in enumerate(pattern.parts) if GLOB_CHARACTERS & set(part))
-    return list(Path(*pattern.parts[:first]).glob("/".join(pattern.parts[first:])))
+    first_glob = next(i for i, part in enumerate(pattern.parts) if GLOB_CHARACTERS & set(part))
+    return list(Path(*pattern.parts[:first_glob]).glob("/".join(pattern.parts[first_glob:])))
 
 
 def _hidden(path: Path) -> bool:

@@ -38,15 +38,15 @@ class GradientSums:
         self._number = {name: i for i, name in enumerate(self._names.values())}
         self._sums: dict[str, _Sum] = {}
         self._micro_step = 0
-        self._active = self._last = False
+        self._active = self._is_last = False
         if not isinstance(model, nn.parallel.DistributedDataParallel):  # which averages gradients after such hooks
             for parameter in self._names:
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(self._take)
 
     @contextmanager
-    def adding(self, micro_step: int, *, last: bool) -> Iterator[None]:
-        self._micro_step, self._last, self._active = micro_step, last, True
+    def adding(self, micro_step: int, *, is_last: bool) -> Iterator[None]:
+        self._micro_step, self._is_last, self._active = micro_step, is_last, True
         try:
             yield
             for parameter in self._names:
@@ -60,7 +60,7 @@ class GradientSums:
         name = self._names[parameter]
         if not self._active:
             return
-        if self._last:
+        if self._is_last:
             if name in self._sums:
                 total = _total(self._sums.pop(name), parameter.grad, parameter.dtype)
                 # In the parameter's memory layout, which some optimisers assume.
@@ -86,7 +86,7 @@ class GradientSums:
 
     def state_dict(self) -> dict[str, Any]:
         """Return a tensor for each parameter with a sum; in FP8 two, values and scales."""
-        copies = {name: [part.clone() for part in tensors] for name, tensors in self._sums.items()}
+        copies = {name: [tensor.clone() for tensor in tensors] for name, tensors in self._sums.items()}
         return {name: tensors[0] if len(tensors) == 1 else tensors for name, tensors in copies.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -99,7 +99,7 @@ class GradientSums:
                     f"gradients={self.kind!r}: the saved state is in the middle of an accumulation with "
                     f"gradients={saved!r}; go on with that"
                 )
-            self._sums[name] = [part.to(devices[name], copy=True) for part in tensors]
+            self._sums[name] = [tensor.to(devices[name], copy=True) for tensor in tensors]
         for name in self._sums.keys() - loaded.keys():
             del self._sums[name]
 

@@ -18,8 +18,8 @@ def memory_errors(learner: Learner, checkpoints: Path, folder: Path) -> Iterator
     try:
         yield
     except torch.OutOfMemoryError as error:
-        kept = _kept(checkpoints, folder)
-        raise RunError(explain(error, learner.model, learner.optimizer, _ways(learner), kept)) from error
+        last_checkpoint = _last_checkpoint(checkpoints, folder)
+        raise RunError(explain(error, learner.model, learner.optimizer, _ways(learner), last_checkpoint)) from error
 
 
 def _ways(learner: Learner) -> dict[str, str]:
@@ -31,7 +31,7 @@ def _ways(learner: Learner) -> dict[str, str]:
     return {"batch": half, **{name: f"--optimizer {name}" for name in ("adamw8bit", "adamw4bit")}}
 
 
-def _kept(checkpoints: Path, folder: Path) -> str:
+def _last_checkpoint(checkpoints: Path, folder: Path) -> str:
     saved = list_checkpoints(checkpoints)
     if not saved:
         return f"there is no checkpoint yet; with other settings start anew: --out {folder} --overwrite"

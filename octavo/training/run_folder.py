@@ -241,7 +241,7 @@ def _written(folder: Path) -> list[Path]:
 
 
 def _checkpoints(folder: Path) -> list[Path]:
-    return [path for place in (folder, folder / BF16) for path in written_checkpoints(place)]
+    return [path for run in (folder, folder / BF16) for path in written_checkpoints(run)]
 
 
 def _clear(folder: Path) -> None:

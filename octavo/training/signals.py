@@ -54,7 +54,7 @@ class StopSignals:
             raise Interrupted(self.requested)
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
-        first = self.requested is None
+        is_first = self.requested is None
         self.requested = number
-        if not (self._deferred and first):
+        if not (self._deferred and is_first):
             raise Interrupted(number)

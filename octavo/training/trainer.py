@@ -197,7 +197,7 @@ class FP8Trainer:
         is_last = (self.micro_step + 1) % self.gradient_accumulation_steps == 0
         share = loss / self.gradient_accumulation_steps
         try:
-            with nullcontext() if self._sums is None else self._sums.adding(self.micro_step, last=is_last):
+            with nullcontext() if self._sums is None else self._sums.adding(self.micro_step, is_last=is_last):
                 share.backward()
         except BaseException:
             self._drop_gradients()

@@ -58,8 +58,8 @@ def test_a_checkpoint_in_shards_is_read_as_one(tmp_path):
     about = load.write_checkpoint(tmp_path, "tiny", "cpu", limit=60_000)
     files = sorted(tmp_path.glob("*.safetensors"))
     assert len(files) == about["shards"] > 2 and all(file.stat().st_size < 70_000 for file in files)
-    model, found = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-    assert not found["missing_keys"] and not found["unexpected_keys"]
+    model, actual = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not actual["missing_keys"] and not actual["unexpected_keys"]
     assert sum(p.numel() for p in model.parameters()) == about["parameters"]
     assert model.model.norm.weight.eq(1).all() and 0.019 < model.lm_head.weight.float().std() < 0.021
 

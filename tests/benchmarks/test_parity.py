@@ -129,8 +129,8 @@ def test_a_run_that_is_not_finite_stops_and_fails(monkeypatch):
     from corpus import byte_corpus
 
     task, data = parity.put_data(parity.TINY["bdh"], byte_corpus([BENCHMARKS / "parity.py"]), torch.device("cpu"))
-    plain = parity_runs.Subject.loss
-    monkeypatch.setattr(parity_runs.Subject, "loss", lambda self, window: plain(self, window) * float("nan"))
+    plain = parity_runs.PreparedModel.loss
+    monkeypatch.setattr(parity_runs.PreparedModel, "loss", lambda self, window: plain(self, window) * float("nan"))
     run = parity_runs.train(task, "bf16", data, device=torch.device("cpu"), compile_backend=None, deadline=np.inf)
     assert (run["status"], run["steps"], run["curve"]["loss"]) == ("nan", parity_runs.WARM, [None])
     assert "FAIL" in parity_summary.verdict(run, None, None)

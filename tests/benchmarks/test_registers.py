@@ -18,10 +18,10 @@ def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
 
 
 def test_kernels_that_did_not_fit(tmp_path: Path) -> None:
-    found = run("block g columns", "mx swiglu backward", "--sass", str(tmp_path))
-    assert found.returncode == 0, found.stdout + found.stderr
+    actual = run("block g columns", "mx swiglu backward", "--sass", str(tmp_path))
+    assert actual.returncode == 0, actual.stdout + actual.stderr
     for kernel in ("columns_kernel", "_backward_rows_kernel", "whole_columns_kernel"):
-        assert kernel in found.stdout
+        assert kernel in actual.stdout
     assert len(list(tmp_path.glob("*.sass"))) == 3
 
 

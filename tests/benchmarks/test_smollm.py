@@ -83,10 +83,10 @@ def test_agreement_counts_equal_predictions():
     lead = torch.tensor([1.0, 0.1, 0.5, 0.1])
     ours = Evaluation(torch.tensor([1.02, 3.02]), 0.5, torch.tensor([1, 2, 3, 4]), lead.flip(0))
     theirs = Evaluation(torch.tensor([1.0, 3.0]), 0.5, torch.tensor([1, 2, 3, 5]), lead)
-    found = ours.against(theirs)
-    assert (found["agreement"], found["agreement_where_clear"], found["clear"]) == (0.75, 1.0, 0.5)
-    assert found["loss_difference"] == pytest.approx(0.01)
-    assert found["standard_error"] == pytest.approx(0, abs=1e-6)
+    actual = ours.against(theirs)
+    assert (actual["agreement"], actual["agreement_where_clear"], actual["clear"]) == (0.75, 1.0, 0.5)
+    assert actual["loss_difference"] == pytest.approx(0.01)
+    assert actual["standard_error"] == pytest.approx(0, abs=1e-6)
 
 
 def test_without_the_model_it_says_what_to_install(monkeypatch, tmp_path):

@@ -80,29 +80,29 @@ def digest(tensor: Tensor) -> tuple[str, float]:
 
 def machine(device: str) -> str:
     """A hash of plain products and sums: equal where torch and the processor compute the same bits."""
-    found = []
+    outputs = []
     generator = torch.Generator().manual_seed(7)
     for dtype in (FP32, BF16, torch.float64):
         for m, k, n in ((42, 128, 256), (42, 160, 128), (128, 42, 160), (40, 33, 17)):
             a, b = (torch.randn(*s, generator=generator).to(device, dtype) for s in ((m, k), (k, n)))
             y = a @ b
-            found += [y, y.softmax(-1), y.sum(0), nn.functional.silu(y), y.square().mean(-1).rsqrt(), y.exp()]
-    return hashlib.sha256("".join(digest(y)[0] for y in found).encode()).hexdigest()[:16]
+            outputs += [y, y.softmax(-1), y.sum(0), nn.functional.silu(y), y.square().mean(-1).rsqrt(), y.exp()]
+    return hashlib.sha256("".join(digest(y)[0] for y in outputs).encode()).hexdigest()[:16]
 
 
 def _train(model: nn.Module, run: Step, optimizer: Any = None) -> dict[str, Tensor]:
     """Loss, output, gradients and scaling state of two steps."""
     optimizer = optimizer or torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for step in range(2):
         torch.manual_seed(step)
         loss, output = run()
-        found |= {f"{step} loss": loss.detach(), f"{step} output": output.detach()}
+        tensors |= {f"{step} loss": loss.detach(), f"{step} output": output.detach()}
         gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-        found |= {f"{step} d {name}": gradient.clone() for name, gradient in gradients.items()}
+        tensors |= {f"{step} d {name}": gradient.clone() for name, gradient in gradients.items()}
         optimizer.step()
         optimizer.zero_grad()
-    return found | _scaling_state(model)
+    return tensors | _scaling_state(model)
 
 
 def _scaling_state(model: nn.Module) -> dict[str, Tensor]:
@@ -215,9 +215,9 @@ def _fp8_only(config: FP8TrainingConfig, device: str) -> dict[str, Tensor]:
     octavo.convert_to_fp8(model, config)
     optimizer = build_optimizer("adamw", model.parameters(), lr=1e-2)
     offload_master(model, optimizer)
-    found = _train(model, _step_of(model, device), optimizer)
+    tensors = _train(model, _step_of(model, device), optimizer)
     # Gradients are applied as they come, so the weights tell.
-    return found | {f"after{name}": value for name, value in _tensors(model.state_dict())}
+    return tensors | {f"after{name}": value for name, value in _tensors(model.state_dict())}
 
 
 def _lora(granularity: str, fp8_products: bool, adapters: str, device: str, family: str = "Llama") -> dict[str, Tensor]:

@@ -87,33 +87,33 @@ def _compile(job: Job) -> list[tuple[str, str]]:
     """Of every kernel that a launch starts, its name and its PTX."""
     from octavo.kernels import quantize
 
-    found: list[tuple[str, str]] = []
+    compiled: list[tuple[str, str]] = []
 
     def compile_instead(kernel, *args, grid, warmup, **constants):  # noqa: ARG001
-        found.append((kernel.fn.__name__, normalised(compile_for_hopper(kernel, args, constants).asm["ptx"])))
+        compiled.append((kernel.fn.__name__, normalised(compile_for_hopper(kernel, args, constants).asm["ptx"])))
 
     skip_ptxas()
     triton.runtime.jit.JITFunction.run = compile_instead
     quantize.may_overlap = lambda _device: True
     _launches(job[0])[job[1]]()
-    assert found, f"{name_of(job)}: nothing was launched"
-    return found
+    assert compiled, f"{name_of(job)}: nothing was launched"
+    return compiled
 
 
 def hashes(parts: list[str], folder: Path | None = None, jobs: int = 1) -> dict[str, str]:
     """Of all launches with one of these parts in their names: the name of a kernel's variant, and its hash."""
-    wanted, found, kernels = names(parts), {}, set()
+    wanted, hash_of, kernels = names(parts), {}, set()
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
         for job, compiled in zip(wanted, pool.map(_compile, wanted, chunksize=4), strict=True):
             for i, (kernel, ptx) in enumerate(compiled):
                 kernels.add(kernel)
-                found[f"{name_of(job)} #{i}"] = hashlib.sha256(ptx.encode()).hexdigest()[:16]
+                hash_of[f"{name_of(job)} #{i}"] = hashlib.sha256(ptx.encode()).hexdigest()[:16]
                 if folder is not None:
                     (folder / f"{re.sub('[^a-z0-9]+', '-', name_of(job).lower())}-{i}.ptx").write_text(ptx)
     if not parts:
         missing = kernels_of_library() - kernels
         assert not missing, f"tests/kernels/launches.py launches no {', '.join(sorted(missing))}"
-    return found
+    return hash_of
 
 
 def kernels_of_library() -> set[str]:
@@ -127,9 +127,9 @@ def kernels_of_library() -> set[str]:
 def compare(parts: list[str], folder: Path | None = None, jobs: int = 1) -> list[str]:
     """What differs from the file, by name."""
     recorded = json.loads(FILE.read_text())["kernels"]
-    found = hashes(parts, folder, jobs)
+    actual = hashes(parts, folder, jobs)
     expected = {name for name in recorded if not parts or any(part in name for part in parts)}
-    return sorted({name for name, value in found.items() if recorded.get(name) != value} | (expected - set(found)))
+    return sorted({name for name, value in actual.items() if recorded.get(name) != value} | (expected - set(actual)))
 
 
 def main() -> int:

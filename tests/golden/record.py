@@ -34,25 +34,25 @@ def record(device: str, only: str = "") -> dict[str, Any]:
     return {"torch": torch.__version__, "device": device, "machine": machine(device), "cases": cases}
 
 
-def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+def differences(actual: dict[str, Any], expected: dict[str, Any]) -> list[str]:
     """Tensors of a case that are on one side only, or have other bits and are stable on both."""
-    lines = [f"{key}: on one side only" for key in sorted(found.keys() ^ expected.keys())]
-    for key in (key for key in found if key in expected):
-        mine, wanted = found[key], expected[key]
+    lines = [f"{key}: on one side only" for key in sorted(actual.keys() ^ expected.keys())]
+    for key in (key for key in actual if key in expected):
+        mine, wanted = actual[key], expected[key]
         if mine[0] != wanted[0] and UNSTABLE not in (*mine, *wanted):
             lines.append(f"{key}: bits {mine[0]} (norm {mine[1]}) instead of {wanted[0]} (norm {wanted[1]})")
     return lines
 
 
-def write(found: dict[str, Any], file: Path) -> None:
+def write(recorded: dict[str, Any], file: Path) -> None:
     """JSON with one tensor a line."""
     cases = ",\n".join(
         f" {json.dumps(name)}: {{\n"
         + ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in tensors.items())
         + "}"
-        for name, tensors in found["cases"].items()
+        for name, tensors in recorded["cases"].items()
     )
-    about = json.dumps({key: value for key, value in found.items() if key != "cases"})
+    about = json.dumps({key: value for key, value in recorded.items() if key != "cases"})
     file.write_text(f'{about[:-1]}, "cases": {{\n{cases}}}}}\n')
 
 
@@ -64,14 +64,14 @@ def main() -> int:
     parser.add_argument("--only", default="")
     options = parser.parse_args()
     logging.disable_progress_bar()
-    found = record(options.device, options.only)
-    write(found, options.file)
+    recorded = record(options.device, options.only)
+    write(recorded, options.file)
     if options.against is None:
         return 0
     expected = json.loads(options.against.read_text())["cases"]
     lines = [
         f"{name}: {line}"
-        for name, tensors in found["cases"].items()
+        for name, tensors in recorded["cases"].items()
         for line in differences(tensors, expected.get(name, {}))
     ]
     print(*lines, sep="\n")

@@ -28,13 +28,13 @@ def test_every_case_is_on_record():
 
 @pytest.mark.parametrize("name", CASES)
 def test_bits(name):
-    found = {key: digest(value) for key, value in CASES[name]().items()}
+    actual = {key: digest(value) for key, value in CASES[name]().items()}
     expected = RECORDED["cases"][name]
     if SAME_MACHINE:
-        assert not differences(found, expected)
+        assert not differences(actual, expected)
         return
-    assert found.keys() == expected.keys()
-    for key, (_, norm) in found.items():
+    assert actual.keys() == expected.keys()
+    for key, (_, norm) in actual.items():
         assert norm == pytest.approx(expected[key][1], rel=0.05, abs=1e-3), key
 
 

@@ -40,9 +40,9 @@ def codes(data):
     return torch.where(bits >= 128, 128 - bits, bits)
 
 
-def assert_nearly_same(found, expected, share=1e-3):
+def assert_nearly_same(actual, expected, share=1e-3):
     """At most 0.1 % of the values differ, by one step; the scales are the same."""
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a.scale, b.scale, rtol=1e-6, atol=0)
         assert a.data.shape == b.data.shape and a.data.dtype == b.data.dtype
         off = (codes(a.data) - codes(b.data)).abs()
@@ -50,19 +50,19 @@ def assert_nearly_same(found, expected, share=1e-3):
         assert (off > 0).float().mean() <= share
 
 
-def assert_same_statistics(mine, theirs, kept=()):
+def assert_same_statistics(mine, theirs, saved=()):
     for i, (a, b) in enumerate(zip(mine, theirs, strict=True)):
         torch.testing.assert_close(a[[SCALE, AMAX]], b[[SCALE, AMAX]], rtol=1e-2, atol=0)
         torch.testing.assert_close(a[[SEEN, NON_FINITE]], b[[SEEN, NON_FINITE]], rtol=0, atol=0)
-        losses = [SATURATED] if i in kept else [SATURATED, UNDERFLOW]
+        losses = [SATURATED] if i in saved else [SATURATED, UNDERFLOW]
         torch.testing.assert_close(a[losses], b[losses], rtol=1e-2, atol=1e-3)
 
 
-def rows(count):
+def states(count):
     return [new_states(device="cuda") for _ in range(count)]
 
 
-def kept(*shape, scale):
+def saved(*shape, scale):
     x = torch.randn(shape, device="cuda").add(0.4).relu() * 100
     return Quantized(x.to(torch.float8_e4m3fn), torch.tensor(scale, device="cuda"))
 
@@ -73,15 +73,15 @@ def test_forward_kernels(monkeypatch, size, dtype):
     B, H, T, N = size
     cos, sin = rope_angles(T, N, torch.device("cuda"))
     s_pre, t_pre = (torch.randn(shape, device="cuda").to(dtype) for shape in ((B, T, H, N), (H, B, T, N)))
-    mine, theirs = rows(4), rows(4)
+    mine, theirs = states(4), states(4)
     for use in range(2):  # the second finds a scale that is too small
         x = s_pre * (1 + use)
-        found = pairs(ops.bdh_relu_rope(x, cos, sin, *mine[:2], X))
-        found += pairs(ops.bdh_gate(x, t_pre, *mine[2:], X))
+        actual = pairs(ops.bdh_relu_rope(x, cos, sin, *mine[:2], X))
+        actual += pairs(ops.bdh_gate(x, t_pre, *mine[2:], X))
         expected = pairs(by_the_spec(monkeypatch, ops.bdh_relu_rope, x, cos, sin, *theirs[:2], X))
         expected += pairs(by_the_spec(monkeypatch, ops.bdh_gate, x, t_pre, *theirs[2:], X))
-        assert_nearly_same(found, expected)
-    assert_same_statistics(mine, theirs, kept=(1, 3))
+        assert_nearly_same(actual, expected)
+    assert_same_statistics(mine, theirs, saved=(1, 3))
     q, s, _, _ = expected
     again = (*s, cos, sin, q.scale, X, dtype)
     columns = Quantized(ops.bdh_rope_columns(*again), q.scale)
@@ -94,31 +94,31 @@ def test_backward_kernels(monkeypatch, size):
     cos, sin = rope_angles(T, N, torch.device("cuda"))
     dq = torch.randn(B, H, T, N, device="cuda").bfloat16() * 1e-3
     dz = torch.randn(B, T, H, N, device="cuda").bfloat16() * 1e-3
-    s, t = kept(B, T, H, N, scale=0.01), kept(B, T, H, N, scale=0.02)
+    s, t = saved(B, T, H, N, scale=0.01), saved(B, T, H, N, scale=0.02)
     z_scale = torch.tensor(0.03, device="cuda")
-    mine, theirs = rows(2), rows(2)
+    mine, theirs = states(2), states(2)
     for use in range(2):
-        gate = (dz * (1 + use), *s, *t, z_scale)
-        rope = (dq * (1 + use), dz, s.data, *t, cos, sin)
-        found = with_scale(ops.bdh_gate_backward(*gate, mine[0], G, X), z_scale)
-        found += with_scale(ops.bdh_relu_rope_backward(*rope, mine[1], G))
+        gate = (dz * (1 + use), [*s, *t], z_scale)
+        rope = (dq * (1 + use), dz, [*s, *t], cos, sin)
+        actual = with_scale(ops.bdh_gate_backward(*gate, mine[0], G, X), z_scale)
+        actual += with_scale(ops.bdh_relu_rope_backward(*rope, mine[1], G))
         expected = with_scale(by_the_spec(monkeypatch, ops.bdh_gate_backward, *gate, theirs[0], G, X), z_scale)
         expected += with_scale(by_the_spec(monkeypatch, ops.bdh_relu_rope_backward, *rope, theirs[1], G))
-        assert_nearly_same(found, expected)
+        assert_nearly_same(actual, expected)
     assert_same_statistics(mine, theirs)
 
 
 @pytest.mark.parametrize("T", [1, 64, 130, 512])
 def test_causal_kernels(monkeypatch, T):
     scores = torch.randn(2, 3, T, T, device="cuda").bfloat16()
-    mine, theirs = rows(2), rows(2)
+    mine, theirs = states(2), states(2)
     for use in range(2):
         x = scores * (1 + use)
-        found = with_scale(ops.bdh_mask(x, mine[0], X, False)) + with_scale(ops.bdh_mask(x, mine[1], G, True))
+        actual = with_scale(ops.bdh_mask(x, mine[0], X, False)) + with_scale(ops.bdh_mask(x, mine[1], G, True))
         expected = with_scale(by_the_spec(monkeypatch, ops.bdh_mask, x, theirs[0], X, False))
         expected += with_scale(by_the_spec(monkeypatch, ops.bdh_mask, x, theirs[1], G, True))
-        assert len(found) == 3
-        assert_nearly_same(found, expected, share=0)
+        assert len(actual) == 3
+        assert_nearly_same(actual, expected, share=0)
     assert_same_statistics(mine, theirs)
 
 
@@ -126,7 +126,7 @@ def test_what_is_not_finite_becomes_nan_and_is_recorded():
     s_pre = torch.randn(1, 5, 2, 8, device="cuda").bfloat16()
     s_pre[0, 1, 0, 3], s_pre[0, 2, 1, 0] = float("nan"), float("inf")
     cos, sin = rope_angles(5, 8, torch.device("cuda"))
-    mine = rows(2)
+    mine = states(2)
     q, s = pairs(ops.bdh_relu_rope(s_pre, cos, sin, *mine, X))
     assert q.data.float().isnan().sum() == 4 and s.data.float().isnan().sum() == 2
     assert mine[0][NON_FINITE] == mine[1][NON_FINITE] == 1 and mine[0][AMAX] > 0

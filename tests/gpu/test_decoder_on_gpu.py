@@ -20,6 +20,12 @@ RECIPES = {
 BATCHES = [(2, 256), (3, 37), (1, 1025)]
 
 
+@pytest.fixture(autouse=True)
+def one_attention(monkeypatch):
+    """cuDNN from the first call on, so that results which are compared do not come from different kernels."""
+    monkeypatch.setattr("octavo.decoders.attention.CALLS_BEFORE_PLAN", 0)
+
+
 def build(**changes):
     torch.manual_seed(0)
     sizes = {
@@ -52,8 +58,8 @@ def run(model, inputs):
     return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
-def assert_close_to(found, expected, least=0.98):
-    (loss, gradients), (expected_loss, expected_gradients) = found, expected
+def assert_close_to(actual, expected, least=0.98):
+    (loss, gradients), (expected_loss, expected_gradients) = actual, expected
     assert abs(loss / expected_loss - 1) < 0.01
     flat, expected_flat = (torch.cat([g[n].flatten() for n in gradients]) for g in (gradients, expected_gradients))
     assert cosine(flat, expected_flat) > least
@@ -76,7 +82,7 @@ def test_eager(name, references):
         report = convert_to_fp8(model, RECIPES[name])
         for _ in range(2):
             assert_close_to(run(model, batch(*size)), references[size], least=0.96 if name == "E5M2" else 0.98)
-        assert len(report.fused) == 4
+        assert len(report.fused) == 5
         assert all(s["saturated"] < 0.01 for s in report.scaling.statistics().values())
 
 
@@ -191,11 +197,11 @@ def test_two_threads_at_once():
 
     def logits(ids):
         with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
-            found = [model(input_ids=ids).logits for _ in range(10)]
+            actual = [model(input_ids=ids).logits for _ in range(10)]
             torch.cuda.current_stream().synchronize()
-            return found
+            return actual
 
     expected = [logits(ids)[0] for ids in inputs]
     with ThreadPoolExecutor(4) as pool:
-        for found, alone in zip(pool.map(logits, inputs), expected, strict=True):
-            assert all(torch.equal(each, alone) for each in found)
+        for actual, alone in zip(pool.map(logits, inputs), expected, strict=True):
+            assert all(torch.equal(each, alone) for each in actual)

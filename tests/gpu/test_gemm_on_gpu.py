@@ -68,12 +68,12 @@ def assert_sums_up(y, a, b, batch=(), bias=None, fast=False):
 def test_every_scale_and_batch(kinds, i):
     """Formats, dtypes, bias and accumulation go round; one kernel compiled for many cases keeps this short."""
     a_shape, b_shape, batch = SHAPES[i]
-    turn = PAIRS.index(kinds)
-    formats = FORMATS[0] if i < 2 else FORMATS[turn % 4]
+    number = PAIRS.index(kinds)
+    formats = FORMATS[0] if i < 2 else FORMATS[number % 4]
     a, b = (make(*operand) for operand in zip((a_shape, b_shape), kinds, formats, strict=True))
     assert gemm.can_multiply(a, b)
-    out_dtype, fast = DTYPES[turn % 3], turn % 2 == 0
-    bias = torch.randn(b_shape[-2], device="cuda", dtype=torch.bfloat16) if turn % 2 else None
+    out_dtype, fast = DTYPES[number % 3], number % 2 == 0
+    bias = torch.randn(b_shape[-2], device="cuda", dtype=torch.bfloat16) if number % 2 else None
     y = gemm.gemm_nt(a, b, bias=bias, out_dtype=out_dtype, batch=batch, fast=fast)
     assert y.dtype == out_dtype
     assert_sums_up(y, a, b, batch, bias, fast)

@@ -17,6 +17,12 @@ from octavo.tools.shapes import LLAMAS, Case
 SHAPE = {**LLAMAS["tiny"], "hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "vocab_size": 512}
 
 
+@pytest.fixture(autouse=True)
+def one_attention(monkeypatch):
+    """cuDNN from the first call on, so that results which are compared do not come from different kernels."""
+    monkeypatch.setattr("octavo.decoders.attention.CALLS_BEFORE_PLAN", 0)
+
+
 def make(recipe="channel", *, compile=False):
     case = Case("small", SHAPE, 3, 256, 128, 0, "cuda", frozen=True, rank=8)
     return PreparedModel(case, Contender(f"octavo {recipe}", "octavo", compile, recipe)).model.train()
@@ -37,16 +43,16 @@ def batches(count, *, rows=2, length=128):
 def train(model, data, *, accumulate=1, lr=1e-3):
     """Losses, gradients' norms, and the weights that come out."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr)
-    found = []
+    actual = []
     for i, tokens in enumerate(data):
         loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
         loss.backward()
         if (i + 1) % accumulate == 0:
             norms = torch._foreach_norm([p.grad.float() for p in model.parameters() if p.grad is not None])
-            found.append(torch.stack([loss.detach(), *norms]))
+            actual.append(torch.stack([loss.detach(), *norms]))
             optimizer.step()
             optimizer.zero_grad()
-    return torch.stack(found)
+    return torch.stack(actual)
 
 
 @pytest.mark.parametrize("compile", [False, True])
@@ -56,9 +62,9 @@ def test_as_without(recipe, compile):
     data = batches(8)
     plain, graphed = make(recipe, compile=compile), make(recipe, compile=compile)
     octavo.use_cuda_graphs(graphed)
-    expected, found = train(plain, data), train(graphed, data)
+    expected, actual = train(plain, data), train(graphed, data)
     assert graphs.recordings(graphed) == 1
-    torch.testing.assert_close(found, expected, rtol=2e-2, atol=1e-4)  # atomics add in any order
+    torch.testing.assert_close(actual, expected, rtol=2e-2, atol=1e-4)  # atomics add in any order
     assert graphs.reserved_bytes(graphed) > 0
 
 
@@ -81,12 +87,12 @@ def test_products_in_high_precision(granularity, tmp_path):
         str(tmp_path), max_seq_length=128, load_in_fp8=granularity, fp8_products=False, tokenizer=False
     )
     frozen = {name: module for name, module in base.named_modules() if isinstance(module, FP8FrozenLinear)}
-    assert len(frozen) == 14 and not any(module.in_fp8 for module in frozen.values())
+    assert len(frozen) == 14 and not any(module.fp8_products for module in frozen.values())
     for name, module in frozen.items():
         reference.get_submodule(name).weight.data.copy_(module.dequantize())
     tokens, *data = batches(6)
-    found, expected = base.eval()(tokens).logits.float(), reference.eval()(tokens).logits.float()
-    assert torch.nn.functional.cosine_similarity(found, expected, dim=-1).min() > 0.999
+    actual, expected = base.eval()(tokens).logits.float(), reference.eval()(tokens).logits.float()
+    assert torch.nn.functional.cosine_similarity(actual, expected, dim=-1).min() > 0.999
     model = octavo.FastLanguageModel.get_peft_model(base, r=8, use_gradient_checkpointing=False).train()
     octavo.use_cuda_graphs(model)
     losses = train(model, data)[:, 0]
@@ -102,7 +108,8 @@ def test_products_in_fp8_where_they_pay(tmp_path):
         base, _ = octavo.FastLanguageModel.from_pretrained(
             str(tmp_path), max_seq_length=128, load_in_fp8="block", fp8_products=asked, tokenizer=False
         )
-        assert all(module.in_fp8 is bool(asked) for module in base.modules() if isinstance(module, FP8FrozenLinear))
+        frozen = [module for module in base.modules() if isinstance(module, FP8FrozenLinear)]
+        assert all(module.fp8_products is bool(asked) for module in frozen)
         assert any("does not pay" in line for line in base.octavo_fused) is not bool(asked)
         model = octavo.FastLanguageModel.get_peft_model(base, r=8, use_gradient_checkpointing=False).train()
         octavo.use_cuda_graphs(model)
@@ -113,8 +120,8 @@ def test_accumulation():
     data = batches(8)
     plain, graphed = make(), make()
     octavo.use_cuda_graphs(graphed, after=1)
-    expected, found = train(plain, data, accumulate=2), train(graphed, data, accumulate=2)
-    torch.testing.assert_close(found, expected, rtol=2e-2, atol=1e-4)
+    expected, actual = train(plain, data, accumulate=2), train(graphed, data, accumulate=2)
+    torch.testing.assert_close(actual, expected, rtol=2e-2, atol=1e-4)
 
 
 def test_two_forwards_before_one_backward():
@@ -285,7 +292,7 @@ def test_weights_written_between_forward_and_backward():
         if weight is None:
             next(p for p in model.parameters() if p.requires_grad).detach().mul_(0.5)
         else:
-            frozen.fill(frozen.quantized)
+            frozen.set_weight(frozen.quantized)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
         del loss

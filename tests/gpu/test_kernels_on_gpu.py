@@ -11,10 +11,11 @@ import pytest
 import torch
 from kernel_cases import (
     CONFIGS,
+    assert_nan_alike,
     assert_nearly_same,
     assert_on_neighbours,
     assert_same_bits,
-    assert_same_row,
+    assert_same_state,
     codes,
     gated_backward_spec,
     gated_spec,
@@ -23,13 +24,14 @@ from kernel_cases import (
     sample,
     scale_bits,
     unusual,
+    with_nan,
 )
 
 from octavo import FP8TrainingConfig
 from octavo.numerics import E4M3, E5M2, OperandRecipe, Quantized
 from octavo.numerics import cross_entropy as loss_spec
 from octavo.numerics import operand as spec
-from octavo.numerics.activation import ACTIVATIONS, from_kept, gated, gated_backward, keep
+from octavo.numerics.activation import ACTIVATIONS, dequantize_gate_up, gated, gated_backward, save_gate_up
 from octavo.numerics.quantize import expand_scale
 from octavo.numerics.scaling import RESCALED, SATURATED, SCALE, UNDERFLOW, USED
 
@@ -57,17 +59,17 @@ def bytes_of(data):
     return data.view(torch.uint8)
 
 
-def compare(x, recipe, layout, *, record=True, row=None, sampled=False):
+def compare(x, recipe, layout, *, record=True, state=None, sampled=False):
     """Kernel and specification from the same row. `sampled`: underflow is counted on some tiles of a large tensor."""
-    mine, theirs = (new_state(device="cuda") if row is None else row.clone() for _ in range(2))
+    mine, theirs = (new_state(device="cuda") if state is None else state.clone() for _ in range(2))
     poison()
-    found = kernel.quantize_operand(x, mine, recipe, record=record, layout=layout)
-    assert_same_bits(found, spec.quantize_operand(x, theirs, recipe, record=record, layout=layout))
+    actual = kernel.quantize_operand(x, mine, recipe, record=record, layout=layout)
+    assert_same_bits(actual, spec.quantize_operand(x, theirs, recipe, record=record, layout=layout))
     if sampled:
         assert abs(mine[UNDERFLOW] - theirs[UNDERFLOW]) < 0.2 * theirs[UNDERFLOW] + 1e-3
         mine[UNDERFLOW] = theirs[UNDERFLOW]
-    assert_same_row(mine, theirs)
-    return found
+    assert_same_state(mine, theirs)
+    return actual
 
 
 @pytest.mark.parametrize("name", OPERANDS)
@@ -98,9 +100,9 @@ def test_quantize_unusual_values(name):
 @pytest.mark.parametrize("name", ["delayed x", "channel x", "block x", "block w", "mx x"])
 def test_quantize_large(name):
     for shape in ((1024, 768), (8192, 4096)):
-        found = compare(sample(*shape, dtype=BF16, device="cuda"), OPERANDS[name], "both", sampled=True)
+        actual = compare(sample(*shape, dtype=BF16, device="cuda"), OPERANDS[name], "both", sampled=True)
         if name in TRANSPOSES:
-            assert torch.equal(bytes_of(found[1].data), bytes_of(found[0].data).mT)
+            assert torch.equal(bytes_of(actual[1].data), bytes_of(actual[0].data).mT)
 
 
 @pytest.mark.parametrize("name", TRANSPOSES)
@@ -119,9 +121,9 @@ def test_group(name, layout):
     xs = [sample(rows, 512, dtype=BF16, device="cuda") * factor for rows, factor in ((512, 1), (256, 9), (128, 0.1))]
     mine, theirs = new_state(device="cuda"), new_state(device="cuda")
     poison()
-    found = kernel.quantize_group(xs, mine, OPERANDS[name], layout=layout)
-    assert_same_bits(found, spec.quantize_operand(torch.cat(xs), theirs, OPERANDS[name], layout=layout))
-    assert_same_row(mine, theirs)
+    actual = kernel.quantize_group(xs, mine, OPERANDS[name], layout=layout)
+    assert_same_bits(actual, spec.quantize_operand(torch.cat(xs), theirs, OPERANDS[name], layout=layout))
+    assert_same_state(mine, theirs)
 
 
 def test_uses_of_a_delayed_scale():
@@ -130,12 +132,12 @@ def test_uses_of_a_delayed_scale():
     first = x.float().abs().max().item() / 448
     for scale in (0.0, first, first / 9, first * 0.97, first * 100, first * 1e5):
         for record in (False, True):
-            compare(x, recipe, "both", record=record, row=new_state(scale, "cuda"))
+            compare(x, recipe, "both", record=record, state=new_state(scale, "cuda"))
     mine, theirs = new_state(device="cuda"), new_state(device="cuda")
     for factor in (0.0, 1.0, 3.0, 0.1):
         kernel.quantize_operand(x * factor, mine, recipe)
         spec.quantize_operand(x * factor, theirs, recipe)
-        assert_same_row(mine, theirs)
+        assert_same_state(mine, theirs)
     assert mine[RESCALED] == 1 and mine[SCALE] > 2.9 * first
 
 
@@ -174,18 +176,17 @@ def test_both_layouts_where_something_saturates(shape, dtype):
         x, recipe = torch.randn(shape, device="cuda").to(dtype), replace(operand, margin=margin)
         for factor in (0.7, 1.0, 1.5):
             scale = float(x.abs().max()) / recipe.format.max * margin * factor
-            row = new_state(scale, "cuda")
-            compare(x, recipe, "both", row=row)
-            kernel.quantize_operand(x, row, recipe, layout="both")
-            assert (row[SATURATED] > 0) == (margin < 1) and (row[RESCALED] > 0) == (factor < 1)
+            state = new_state(scale, "cuda")
+            compare(x, recipe, "both", state=state)
+            kernel.quantize_operand(x, state, recipe, layout="both")
+            assert (state[SATURATED] > 0) == (margin < 1) and (state[RESCALED] > 0) == (factor < 1)
         compare(x, recipe, "both")
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize(
-    ("name", "activation", "dtype"),
-    [("delayed", "silu", BF16), ("E5M2", "gelu_tanh", BF16), ("delayed", "gelu_tanh", torch.float32),
-     ("current", "silu", torch.float32)],
-)  # fmt: skip
+    ("name", "dtype"), [("delayed", BF16), ("E5M2", BF16), ("delayed", torch.float32), ("current", torch.float32)]
+)
 def test_gated(name, activation, dtype):
     """In BF16 with known scales: an amax off by a step of BF16 would move the scale, and so every value."""
     recipe = CONFIGS[name].recipe
@@ -197,43 +198,46 @@ def test_gated(name, activation, dtype):
         known = 0.0 if dtype == torch.float32 else 2.0
         mine, theirs = new_state(known, "cuda"), new_state(known, "cuda")
         poison()
-        found = gated_kernel.gated_quantize(gate_up, mine, recipe.x, activation, record=True)
-        assert_nearly_same(found, gated_spec(gate_up, theirs, recipe.x, activation, record=True))
+        actual = gated_kernel.gated_quantize(gate_up, mine, recipe.x, activation, record=True)
+        assert_nearly_same(actual, gated_spec(gate_up, theirs, recipe.x, activation, record=True))
         assert_rows_alike(mine, theirs)
 
         mine, theirs = new_state(known / 50, "cuda"), new_state(known / 50, "cuda")
         how = (recipe.g, recipe.x, activation)
         poison()
-        found = gated_kernel.gated_quantize_backward(dh, gate_up, found.scale, mine, *how)
-        expected = gated_backward_spec(dh, gate_up, found[2].scale, theirs, *how)
-        for one, other in zip(found, expected, strict=True):
+        actual = gated_kernel.gated_quantize_backward(dh, gate_up, actual.scale, mine, *how)
+        expected = gated_backward_spec(dh, gate_up, actual[2].scale, theirs, *how)
+        for one, other in zip(actual, expected, strict=True):
             assert_nearly_same(one, other)
-        assert torch.equal(bytes_of(found[1].data), bytes_of(found[0].data).mT)
+        assert torch.equal(bytes_of(actual[1].data), bytes_of(actual[0].data).mT)
         assert_rows_alike(mine, theirs)
 
 
-@pytest.mark.parametrize(("name", "activation"), [("delayed", "silu"), ("E5M2", "gelu_tanh")])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("name", ["delayed", "E5M2"])
 def test_gated_with_gate_and_up_kept_in_fp8(name, activation):
     recipe = CONFIGS[name].recipe
     for m, f in ((1024, 768), (8192, 1024), (257, 256)):
         gate_up, dh = (sample(m, n, device="cuda").clamp(-30, 30).to(BF16) for n in (2 * f, f))
-        room = Quantized(
+        saved = Quantized(
             torch.empty(m, 2 * f, dtype=torch.float8_e4m3fn, device="cuda"),
             torch.empty(m, 2 * f // 128, dtype=torch.uint8, device="cuda"),
         )
         mine, theirs = new_state(2.0, "cuda"), new_state(2.0, "cuda")
         poison()
-        found = gated_kernel.gated_quantize(gate_up, mine, recipe.x, activation, record=True, into=room)
-        assert_nearly_same(found, gated_spec(gate_up, theirs, recipe.x, activation, record=True))
-        expected = keep(gate_up)
-        assert torch.equal(room.scale, expected.scale)
-        assert torch.equal(bytes_of(room.data), bytes_of(expected.data))
-        wide = from_kept(room).to(BF16)  # which is exact
+        actual = gated_kernel.gated_quantize(gate_up, mine, recipe.x, activation, record=True, into=saved)
+        assert_nearly_same(actual, gated_spec(gate_up, theirs, recipe.x, activation, record=True))
+        expected = save_gate_up(gate_up)
+        assert torch.equal(saved.scale, expected.scale)
+        assert torch.equal(bytes_of(saved.data), bytes_of(expected.data))
+        gate_up_hp = dequantize_gate_up(saved).to(BF16)  # which is exact
         mine, theirs = new_state(0.04, "cuda"), new_state(0.04, "cuda")
         how = (recipe.g, recipe.x, activation)
         poison()
-        backward = gated_kernel.gated_quantize_backward(dh, room.data, found.scale, mine, *how, kept_scale=room.scale)
-        for one, other in zip(backward, gated_backward_spec(dh, wide, found.scale, theirs, *how), strict=True):
+        backward = gated_kernel.gated_quantize_backward(
+            dh, saved.data, actual.scale, mine, *how, saved_scale=saved.scale
+        )
+        for one, other in zip(backward, gated_backward_spec(dh, gate_up_hp, actual.scale, theirs, *how), strict=True):
             assert_nearly_same(one, other)
         assert torch.equal(bytes_of(backward[1].data), bytes_of(backward[0].data).mT)
 
@@ -250,25 +254,25 @@ def test_gated_with_scales_for_blocks(name, dtype):
         gradient, h = gated_kernel.gated_backward(dh, gate_up, "silu")
         mine, theirs = new_state(device="cuda"), new_state(device="cuda")
         poison()
-        found = gated_scaled_kernel.gated_quantize(gate_up, mine, recipe.x, "silu", record=True)
+        actual = gated_scaled_kernel.gated_quantize(gate_up, mine, recipe.x, "silu", record=True)
         expected = kernel.quantize_operand(gated_kernel.gated(gate_up, "silu"), theirs, recipe.x)
-        assert_mostly_same([found], expected)
+        assert_mostly_same([actual], expected)
         assert_rows_alike(mine, theirs)
         mine, theirs = new_state(device="cuda"), new_state(device="cuda")
         poison()
-        found = gated_scaled_kernel.gated_quantize_backward(dh, gate_up, mine, recipe.g, recipe.x, "silu")
+        actual = gated_scaled_kernel.gated_quantize_backward(dh, gate_up, mine, recipe.g, recipe.x, "silu")
         expected = kernel.quantize_operand(gradient, theirs, recipe.g, layout="both")
         expected += kernel.quantize_operand(h, new_state(device="cuda"), recipe.x, record=False, layout="columns")
-        assert_mostly_same(found, expected)
+        assert_mostly_same(actual, expected)
         assert_rows_alike(mine, theirs)
 
 
-def assert_mostly_same(found, expected):
+def assert_mostly_same(actual, expected):
     """Blocks whose amax came out a step of BF16 apart have other scales; nearly all are the same to the bit.
 
     A step of E4M3 is up to 12.5 % of a value.
     """
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(actual, expected, strict=True):
         assert one.data.shape == other.data.shape and one.scale.shape == other.scale.shape
         assert (scale_bits(one.scale) == scale_bits(other.scale)).float().mean() > 0.99
         assert (codes(one.data) == codes(other.data)).float().mean() > 0.98
@@ -295,9 +299,36 @@ def test_gated_without_quantising(activation):
         step = max(torch.finfo(dtype).eps, 1e-4)
         poison()
         gradient, h = gated_kernel.gated_backward(dh, gate_up, activation)
-        for found in (h, gated_kernel.gated(gate_up, activation)):
-            torch.testing.assert_close(found, gated(gate_up, activation), rtol=step, atol=1e-5)
+        for actual in (h, gated_kernel.gated(gate_up, activation)):
+            torch.testing.assert_close(actual, gated(gate_up, activation), rtol=step, atol=1e-5)
         torch.testing.assert_close(gradient, gated_backward(dh, gate_up, activation), rtol=step, atol=1e-3)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gated_keeps_nan_without_quantising(activation):
+    gate_up, dh = with_nan(257, 300, device="cuda")
+    gradient, h = gated_kernel.gated_backward(dh, gate_up, activation)
+    for actual in (h, gated_kernel.gated(gate_up, activation)):
+        assert_nan_alike(actual, gated(gate_up, activation))
+    assert_nan_alike(gradient, gated_backward(dh, gate_up, activation))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("name", ["delayed", "current", "E5M2", "block", "block, channel wgrad", "mx"])
+def test_gated_keeps_nan(name, activation):
+    recipe = CONFIGS[name].recipe
+    gate_up, dh = with_nan(257, 384, device="cuda")
+    module = gated_kernel if recipe.x.granularity == "tensor" else gated_scaled_kernel
+    rows = module.gated_quantize(gate_up, new_state(device="cuda"), recipe.x, activation, record=True)
+    h = gated(gate_up, activation)
+    assert_nan_alike(rows.data, h)
+    scale = [rows.scale] if module is gated_kernel else []
+    how = (*scale, new_state(device="cuda"), recipe.g, recipe.x, activation)
+    d_rows, d_columns, h_columns = module.gated_quantize_backward(dh, gate_up, *how)
+    gradient = gated_backward(dh, gate_up, activation)
+    assert_nan_alike(d_rows.data, gradient)
+    assert_nan_alike(d_columns.data, gradient.mT)
+    assert_nan_alike(h_columns.data, h.mT)
 
 
 @pytest.mark.parametrize(
@@ -325,11 +356,11 @@ def test_cross_entropy(shape, dtype):
         rows = loss_kernel.cross_entropy_quantize(logits, labels, lse, factor, format, columns)
         alone = loss_kernel.cross_entropy_quantize(logits, labels, lse, factor, format, None)
         assert torch.equal(bytes_of(alone.data), bytes_of(rows.data))
-        found = rows, rows._replace(data=columns)
+        actual = rows, rows._replace(data=columns)
         expected = loss_spec.cross_entropy_quantize(logits, labels, lse, factor, format)
-        for one, other in zip(found, expected, strict=True):
+        for one, other in zip(actual, expected, strict=True):
             assert_nearly_same(one, other)
-        assert torch.equal(bytes_of(found[1].data), bytes_of(found[0].data).mT)
+        assert torch.equal(bytes_of(actual[1].data), bytes_of(actual[0].data).mT)
         wider = torch.full((shape[1], shape[0] + 64), 7.0, device="cuda").to(format.dtype)
         part = wider[:, 16 : 16 + shape[0]]
         rows = loss_kernel.cross_entropy_quantize(logits, labels, lse, factor, format, part)
@@ -363,8 +394,8 @@ def test_transposed_bytes(shape):
 
     data = torch.randint(256, shape, dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
     for _ in range(3):  # the transposed store is checked on every run, and more than once
-        found = transpose_kernel.transpose(data)
-        assert torch.equal(found.view(torch.uint8), data.view(torch.uint8).t())
+        actual = transpose_kernel.transpose(data)
+        assert torch.equal(actual.view(torch.uint8), data.view(torch.uint8).t())
 
 
 def test_what_an_untested_triton_would_be_asked():

@@ -58,8 +58,8 @@ def test_fp8_linear_and_fp8_matmul_run_on_tensor_cores_and_train(sizes, how):
     dx, dw = x.grad, w.grad
     x.grad = w.grad = None
     octavo.fp8_matmul(x, w.mT, *scales).backward(g)
-    for found, expected in ((y, x @ w.mT), (dx, g @ w), (dw, g.mT @ x), (x.grad, g @ w), (w.grad, g.mT @ x)):
-        assert cosine(found, expected) > 0.995
+    for actual, expected in ((y, x @ w.mT), (dx, g @ w), (dw, g.mT @ x), (x.grad, g @ w), (w.grad, g.mT @ x)):
+        assert cosine(actual, expected) > 0.995
 
 
 def test_a_multiplier_that_has_lost_its_type_gives_nan_without_waiting_for_the_device():
@@ -171,9 +171,9 @@ def test_bdh_under_the_autocast(compiled):
 def test_moving_a_converted_model():
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     convert_to_fp8(model)
-    row = model[0].state_x
+    state = model[0].state_x
     model.cuda()
-    assert model[0].state_x is row and row.is_cuda
+    assert model[0].state_x is state and state.is_cuda
     model(torch.randn(4, 32, device="cuda")).sum().backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     assert model[0].scaling.state_dict()["_steps"].tolist() == [1] * 6
@@ -188,5 +188,5 @@ def test_attention_in_fp8_is_refused():
     with fp8_autocast(FP8TrainingConfig(fp8_dpa=True)), pytest.raises(ValueError, match="Measured on an H200"):
         F.scaled_dot_product_attention(q, k, v)
     with fp8_autocast(FP8TrainingConfig(fp8_dpa=True, emulate=True)):
-        found = F.scaled_dot_product_attention(query=q, key=k, value=v)
-    assert cosine(found, F.scaled_dot_product_attention(q, k, v)) > 0.99
+        actual = F.scaled_dot_product_attention(query=q, key=k, value=v)
+    assert cosine(actual, F.scaled_dot_product_attention(q, k, v)) > 0.99

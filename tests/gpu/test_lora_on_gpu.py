@@ -5,6 +5,7 @@ import torch
 from kernel_cases import (
     CONFIGS,
     adapter_gradients,
+    assert_nan_alike,
     assert_nearly_same,
     assert_same_bits,
     low_rank,
@@ -12,6 +13,7 @@ from kernel_cases import (
     sample,
     unusual,
     with_low_rank,
+    with_nan,
 )
 from torch import nn
 
@@ -24,7 +26,7 @@ from octavo.nn.frozen import FP8FrozenLinear
 from octavo.nn.groups import put_together
 from octavo.nn.linear_function import linear as fp8_linear
 from octavo.nn.mlp_function import gated_mlp
-from octavo.numerics.activation import ACTIVATIONS, from_kept, gated, gated_backward, keep
+from octavo.numerics.activation import ACTIVATIONS, dequantize_gate_up, gated, gated_backward, save_gate_up
 from octavo.numerics.formats import E4M3
 from octavo.numerics.norm import Norm
 from octavo.numerics.operand import quantize_operand
@@ -54,8 +56,8 @@ def test_whole_rows(width, name, dtype):
             assert_same_bits(kernel.quantize_operand(x, mine, recipe), quantize_operand(x, theirs, recipe))
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-7)
             factor = torch.rand(width, device="cuda") + 0.01
-            found = kernel.quantize_folded(x, factor, mine, recipe)
-            assert_same_bits([found], quantize_operand((x.float() * factor).to(dtype), theirs, recipe))
+            actual = kernel.quantize_folded(x, factor, mine, recipe)
+            assert_same_bits([actual], quantize_operand((x.float() * factor).to(dtype), theirs, recipe))
 
 
 def test_many_rows_of_a_wide_matrix():
@@ -92,37 +94,51 @@ def test_gated_with_adapters(m, f, rank, activation):
     gate, up = (low(m, f, rank, s) if rank else None for s in (0.5, 2.0))
     halves = torch.cat([with_low_rank(gate_up[:, :f], gate), with_low_rank(gate_up[:, f:], up)], dim=1)
     expected = gated(halves, activation)
-    kept = Quantized(
+    saved = Quantized(
         torch.empty(m, 2 * f, dtype=E4M3.dtype, device="cuda"),
         torch.empty(m, 2 * f // 128, dtype=torch.uint8, device="cuda"),
     )
     for _ in range(3):
-        h = gated_low_rank.gated(gate_up, gate, up, activation, kept)
+        h = gated_low_rank.gated(gate_up, gate, up, activation, saved)
         assert cosine(h, expected) > 0.99999 and (h != expected).float().mean() < 0.03
-        wanted = keep(halves)
-        assert (kept.scale != wanted.scale).float().mean() < 1e-3  # an amax at a power of two may fall either way
-        same = kept._replace(
+        wanted = save_gate_up(halves)
+        assert (saved.scale != wanted.scale).float().mean() < 1e-3  # an amax at a power of two may fall either way
+        same = saved._replace(
             data=torch.where(
-                (kept.scale == wanted.scale).repeat_interleave(128, 1), kept.data.float(), wanted.data.float()
+                (saved.scale == wanted.scale).repeat_interleave(128, 1), saved.data.float(), wanted.data.float()
             ).to(E4M3.dtype),
-            scale=kept.scale.float(),
+            scale=saved.scale.float(),
         )
         assert_nearly_same(same, wanted._replace(scale=same.scale), share=0.02)
     assert torch.equal(gated_low_rank.gated(gate_up, gate, up, activation, None), h)
 
     dh = torch.randn(m, f, device="cuda").to(BF16)
-    product = low(m, f, rank, 1.0, turned=False) if rank else None
+    product = low(m, f, rank, 1.0, transposed=False) if rank else None
     factor = torch.rand(2 * f, device="cuda") + 0.1
     again = dh.clone()
-    d = gated_low_rank.gated_backward(again, kept, product, activation, factor=factor, h=True)
-    wide = from_kept(kept)
-    expected = gated_backward(with_low_rank(dh, product, turned=False), wide, activation) * factor
-    assert cosine(d, expected) > 0.99999 and cosine(again, gated(wide, activation)) > 0.99999
+    d = gated_low_rank.gated_backward(again, saved, product, activation, factor=factor, h=True)
+    gate_up_hp = dequantize_gate_up(saved)
+    expected = gated_backward(with_low_rank(dh, product, transposed=False), gate_up_hp, activation) * factor
+    assert cosine(d, expected) > 0.99999 and cosine(again, gated(gate_up_hp, activation)) > 0.99999
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gated_with_adapters_keeps_nan(activation):
+    gate_up, dh = with_nan(64, 256, device="cuda")
+    expected = gated(gate_up, activation), gated_backward(dh, gate_up, activation)
+    in_fp8 = Quantized(
+        torch.empty(64, 512, dtype=E4M3.dtype, device="cuda"), torch.empty(64, 4, dtype=torch.uint8, device="cuda")
+    )
+    assert_nan_alike(gated_low_rank.gated(gate_up, None, None, activation, in_fp8), expected[0])
+    factor = torch.ones(512, device="cuda")
+    gradient = gated_low_rank.gated_backward(dh, in_fp8, None, activation, factor=factor, h=True)
+    assert_nan_alike(gradient, expected[1])
+    assert_nan_alike(dh, expected[0])  # h takes its place
 
 
 @pytest.mark.parametrize("fold", [False, True])
 @pytest.mark.parametrize(
-    ("m", "places", "rank"),
+    ("m", "spans", "rank"),
     [
         (8192, [(0, 4096), (4096, 1024), (5120, 1024)], 32),
         (4096, [(0, 14336), (14336, 14336)], 16),
@@ -131,30 +147,30 @@ def test_gated_with_adapters(m, f, rank, activation):
         (37, [(0, 64), (64, 200)], 20),
     ],
 )
-def test_gradients_of_adapters(m, places, rank, fold):
-    places = [(first, size, 0.5 + i) for i, (first, size) in enumerate(places)]
-    width = sum(places[-1][:2])
-    g, t = (torch.randn(m, n, device="cuda").to(BF16) for n in (width, rank * len(places)))
-    ups = [torch.randn(size, rank, device="cuda").to(BF16) for _, size, _ in places]
+def test_gradients_of_adapters(m, spans, rank, fold):
+    spans = [(first, size, 0.5 + i) for i, (first, size) in enumerate(spans)]
+    width = sum(spans[-1][:2])
+    g, t = (torch.randn(m, n, device="cuda").to(BF16) for n in (width, rank * len(spans)))
+    ups = [torch.randn(size, rank, device="cuda").to(BF16) for _, size, _ in spans]
     factor = torch.rand(width, device="cuda") + 0.5 if fold else None
     assert adapting.can_multiply(g, ups)
-    expected = adapter_gradients(g, t, ups, places, factor)
+    expected = adapter_gradients(g, t, ups, spans, factor)
     for times in range(3):
         u, d = (torch.zeros_like(each) for each in expected)
         for _ in range(times + 1):
-            adapting.add_gradients(g, t, ups, places, factor, u, d)
-        for found, exact in zip((u, d), expected, strict=True):
-            assert (found / (times + 1) - exact).norm() < 4e-3 * exact.norm()
-    adapting.add_gradients(g, t, ups, places, factor, torch.zeros_like(u), None)
+            adapting.add_gradients(g, t, ups, spans, factor, u, d)
+        for actual, exact in zip((u, d), expected, strict=True):
+            assert (actual / (times + 1) - exact).norm() < 4e-3 * exact.norm()
+    adapting.add_gradients(g, t, ups, spans, factor, torch.zeros_like(u), None)
 
-    residual = torch.randn_like(g) if len(places) == 1 else None
+    residual = torch.randn_like(g) if len(spans) == 1 else None
     expected = g.float() if residual is None else g.float() + residual
-    for i, ((first, size, scaling), up) in enumerate(zip(places, ups, strict=True)):
+    for i, ((first, size, scaling), up) in enumerate(zip(spans, ups, strict=True)):
         expected[:, first : first + size] += scaling * t[:, i * rank : (i + 1) * rank].float() @ up.float().T
-    assert adding.can_add(g, ups, places, residual, turned=True)
+    assert adding.can_add(g, ups, spans, residual, transposed=True)
     for left in (t, t.float()):
         y = g.clone()
-        adding.add_outputs(y, left, ups, places, residual, turned=True)
+        adding.add_outputs(y, left, ups, spans, residual, transposed=True)
         assert (y - expected).norm() < 4e-3 * expected.norm()
 
 
@@ -162,26 +178,26 @@ def test_gradients_of_adapters(m, places, rank, fold):
 def test_down_projections_of_gradients(m, k, ranks):
     dx, u, a = (torch.randn(*shape, device="cuda").to(BF16) for shape in ((m, k), (m, ranks), (ranks, k)))
     expected = dx.float() + u.float() @ a.float()
-    adding.add_outputs(dx, u, [a], [(0, k, 1.0)], None, turned=False)
+    adding.add_outputs(dx, u, [a], [(0, k, 1.0)], None, transposed=False)
     assert (dx - expected).norm() < 4e-3 * expected.norm()
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
 @pytest.mark.parametrize(("m", "k", "ranks"), [(8192, 4096, 96), (4096, 14336, 32), (130, 300, 256), (37, 200, 8)])
-def test_down_from_what_was_kept(m, k, ranks, granularity):
+def test_down_from_saved_x(m, k, ranks, granularity):
     x = quantize(torch.randn(m, k, device="cuda"), format=E4M3, granularity=granularity, block=(1, 128))
     u, d = torch.randn(m, ranks, device="cuda").to(BF16), torch.zeros(ranks, k, device="cuda")
-    assert adapting.can_multiply_kept(x, u, BF16)
+    assert adapting.can_multiply_saved(x, u, BF16)
     expected = u.float().T @ x.dequantize(torch.float32)
     for times, left in enumerate((u, u.float(), u)):
         adapting.add_down(left, x, d, BF16)
         assert (d / (times + 1) - expected).norm() < 4e-3 * expected.norm()
 
 
-def adapters_of(places, inputs, rank=32):
-    downs = [nn.Parameter(torch.randn(rank, inputs, device="cuda", dtype=BF16) / inputs**0.5) for _ in places]
-    ups = [nn.Parameter(torch.randn(p.last - p.first, rank, device="cuda", dtype=BF16) / rank**0.5) for p in places]
-    return Adapters(tuple(places), tuple(downs), tuple(ups))
+def adapters_of(positions, inputs, rank=32):
+    downs = [nn.Parameter(torch.randn(rank, inputs, device="cuda", dtype=BF16) / inputs**0.5) for _ in positions]
+    ups = [nn.Parameter(torch.randn(p.last - p.first, rank, device="cuda", dtype=BF16) / rank**0.5) for p in positions]
+    return Adapters(tuple(positions), tuple(downs), tuple(ups))
 
 
 def matrices(*adapters):
@@ -190,9 +206,9 @@ def matrices(*adapters):
 
 def product(x, weight, mine):
     y = x @ weight.T
-    for place, a, b in zip(mine.places, mine.downs, mine.ups, strict=True):
-        part = place.scaling * (x @ a.float().T) @ b.float().T
-        y = y + nn.functional.pad(part, (place.first, y.shape[-1] - place.last))
+    for position, a, b in zip(mine.positions, mine.downs, mine.ups, strict=True):
+        part = position.scaling * (x @ a.float().T) @ b.float().T
+        y = y + nn.functional.pad(part, (position.first, y.shape[-1] - position.last))
     return y
 
 
@@ -207,8 +223,8 @@ def compare(run, reference, x, tensors, bound=0.9975):
     expected = reference(x_ref)
     expected.backward(g.float())
     assert cosine(y, expected) > 0.998
-    for found, exact in zip(mine, [x_ref.grad, *(m.grad for m in tensors)], strict=True):
-        assert cosine(found, exact) > bound
+    for actual, exact in zip(mine, [x_ref.grad, *(m.grad for m in tensors)], strict=True):
+        assert cosine(actual, exact) > bound
     for m in (x, *tensors):
         m.grad = None
 
@@ -227,7 +243,7 @@ def test_linears_and_mlp(granularity, tokens, compiled):
     put_together([gate, up])
     both = adapters_of((Adapter(0, f, 2.0), Adapter(f, 2 * f, 0.5)), k)
     last = adapters_of((Adapter(0, k, 1.0),), f)
-    wide = [linear.dequantize(torch.float32) for linear in linears]
+    weights_hp = [linear.dequantize(torch.float32) for linear in linears]
 
     def group(x, **options):
         return fp8_linear(x, gate.as_weight(up), gate.spec(x), gate.states, adapters=both, **options)
@@ -238,11 +254,11 @@ def test_linears_and_mlp(granularity, tokens, compiled):
         return gated_mlp(x, *weights, how, gate.states, down.states, **adapters, **options)
 
     def linear(x):
-        return product(x, torch.cat(wide[:2]), both)
+        return product(x, torch.cat(weights_hp[:2]), both)
 
     def reference(x):
         first, second = linear(x).chunk(2, dim=-1)
-        return product(nn.functional.silu(first) * second, wide[2], last)
+        return product(nn.functional.silu(first) * second, weights_hp[2], last)
 
     wrap = torch.compile(fullgraph=True) if compiled else lambda function: function
     x = torch.randn(tokens, k, device="cuda", dtype=BF16, requires_grad=True)

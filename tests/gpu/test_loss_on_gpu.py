@@ -51,9 +51,9 @@ def test_the_loss_does_not_wait_for_the_gpu():
 
 
 def exact_gradients(hidden, weight, labels, factor):
-    wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
-    loss = torch.nn.functional.cross_entropy(wide[0] @ wide[1].t(), labels, reduction="sum") * factor
-    return torch.autograd.grad(loss, wide)
+    doubles = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    loss = torch.nn.functional.cross_entropy(doubles[0] @ doubles[1].t(), labels, reduction="sum") * factor
+    return torch.autograd.grad(loss, doubles)
 
 
 def inputs(tokens, width, vocabulary, hidden_dtype, weight_dtype):
@@ -62,8 +62,8 @@ def inputs(tokens, width, vocabulary, hidden_dtype, weight_dtype):
     return hidden, weight, torch.randint(0, vocabulary, (tokens,), device="cuda")
 
 
-def error(found, expected):
-    return ((found.double() - expected).norm() / expected.norm()).item()
+def error(actual, expected):
+    return ((actual.double() - expected).norm() / expected.norm()).item()
 
 
 @pytest.mark.parametrize("chunk_bytes", [2**30, 1])
@@ -101,10 +101,10 @@ def test_the_head_takes_what_is_planned(weight_dtype):
     torch.cuda.reset_peak_memory_stats()
     with torch.autocast("cuda", dtype=torch.bfloat16):
         linear_cross_entropy(hidden, weight, labels).backward()
-    found = torch.cuda.max_memory_allocated() - before
+    actual = torch.cuda.max_memory_allocated() - before
     (start, stop), *more = module.chunk_bounds(0, tokens, vocabulary * 2, module.CHUNK_BYTES)
     assert more
     expected = vocabulary * width * 4 + (stop - start) * vocabulary * 2 + hidden.nbytes
     if weight_dtype == torch.float32:
         expected += (vocabulary + stop - start) * width * 2
-    assert expected <= found < 1.05 * expected
+    assert expected <= actual < 1.05 * expected

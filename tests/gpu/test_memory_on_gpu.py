@@ -35,14 +35,14 @@ def stepped(**how):
 
 
 def test_kinds_add_up_to_the_peak():
-    found = stepped()
-    assert (found.weights, found.gradients, found.states, found.host) == (16 * MIB, 16 * MIB, 32 * MIB, 0)
-    assert found.peak == sum(found.parts.values()) and found.rest > 0
+    actual = stepped()
+    assert (actual.weights, actual.gradients, actual.states, actual.host) == (16 * MIB, 16 * MIB, 32 * MIB, 0)
+    assert actual.peak == sum(actual.parts.values()) and actual.rest > 0
 
 
 def test_states_in_host_memory_are_told_apart():
-    found = stepped(offload=True)
-    assert (found.gradients, found.states, found.host) == (2 * MIB, 0, 32 * MIB)
+    actual = stepped(offload=True)
+    assert (actual.gradients, actual.states, actual.host) == (2 * MIB, 0, 32 * MIB)
 
 
 def test_out_of_memory_is_explained():

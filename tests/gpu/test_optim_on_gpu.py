@@ -44,21 +44,21 @@ def run(name, how, steps=4):
     x = torch.randn(64, 1024, device="cuda", dtype=torch.bfloat16, generator=torch.Generator("cuda").manual_seed(1))
     for _ in range(steps):
         model(x).float().square().mean().backward()
-        held = sum(p.grad is not None for p in model.parameters())
+        gradients_left = sum(p.grad is not None for p in model.parameters())
         optimizer.step()
         optimizer.zero_grad()
     torch.cuda.synchronize()
-    return model, optimizer, held
+    return model, optimizer, gradients_left
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_same_weights(name):
     expected = [p.detach().clone() for p in run(name, "plain")[0].parameters()]
     for how in HOW:
-        model, optimizer, held = run(name, how)
-        for found, wanted in zip(model.parameters(), expected, strict=True):
-            torch.testing.assert_close(found, wanted, rtol=2**-7, atol=1e-5)
-        assert held == (0 if "released" in how else 6)
+        model, optimizer, gradients_left = run(name, how)
+        for actual, wanted in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(actual, wanted, rtol=2**-7, atol=1e-5)
+        assert gradients_left == (0 if "released" in how else 6)
         for state in optimizer.state.values():
             moments = state["exp_avg"]
             parts = [getattr(moments, n) for n in moments.__tensor_flatten__()[0]] if name != "adamw" else [moments]
@@ -116,9 +116,9 @@ def test_less_memory():
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        kept = run("adamw", how)
+        unchanged = run("adamw", how)
         peaks[how] = torch.cuda.max_memory_allocated() - before
-        del kept
+        del unchanged
     one = 2 * 1024 * 1024  # bytes of a weight, of its gradient and of each of its two moments
     assert peaks["plain"] - peaks["released"] > 4 * one
     assert peaks["plain"] - peaks["offloaded"] > 5 * one
@@ -175,9 +175,9 @@ def test_masters_on_the_host_are_what_fp32_weights_would_be(name, recipe):
     config = FP8TrainingConfig.from_recipe(recipe)
     expected = train(False, config=config, name=name)[0].state_dict()
     model, optimizer = train(True, config=config, name=name)
-    for key, found in model.state_dict().items():
-        assert found.is_pinned() and found.dtype == torch.float32
-        torch.testing.assert_close(found.cuda(), expected[key], rtol=1e-5, atol=2e-5)
+    for key, actual in model.state_dict().items():
+        assert actual.is_pinned() and actual.dtype == torch.float32
+        torch.testing.assert_close(actual.cuda(), expected[key], rtol=1e-5, atol=2e-5)
     for linear in (module for module in model if isinstance(module, nn.Linear)):
         assert linear.weight.untyped_storage().nbytes() == 4
         torch.testing.assert_close(
@@ -213,9 +213,9 @@ def test_fp8_weights_are_what_masters_round_to():
     groups = list(dict.fromkeys(handle._product.values()))
     assert len(groups) == 4 * 4  # q, k and v; o; gate and up; down
     for group in groups:
-        held = group.data.clone()
+        fp8_before = group.data.clone()
         group.write([full_precision(p).cuda() for p in group.parameters])
-        assert torch.equal(held.view(torch.uint8), group.data.view(torch.uint8))
+        assert torch.equal(fp8_before.view(torch.uint8), group.data.view(torch.uint8))
     before = model(input_ids=ids, labels=ids).loss.detach()
     weights, states = model.state_dict(), optimizer.state_dict()
     model.load_state_dict({key: value.clone() for key, value in weights.items()})
@@ -233,8 +233,8 @@ def test_weights_take_a_byte_each():
     convert_to_fp8(model)
     full = torch.cuda.memory_allocated() - before
     handle = offload_master(model, build_optimizer("adamw", model.parameters(), 1e-3))
-    held = torch.cuda.memory_allocated() - before
-    assert full >= 24 * 2 * 1024 * 1024 and held < 0.52 * full
+    allocated = torch.cuda.memory_allocated() - before
+    assert full >= 24 * 2 * 1024 * 1024 and allocated < 0.52 * full
     handle.remove()
 
 
@@ -245,12 +245,12 @@ def test_halves_of_fp32_are_those_of_the_spec(shape):
 
     x = torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32, device="cuda").view(torch.float32)
     x.view(-1)[:2] = torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32, device="cuda").view(torch.float32)
-    wanted, found = ([torch.empty(shape, dtype=torch.bfloat16, device="cuda") for _ in range(2)] for _ in range(2))
+    wanted, actual = ([torch.empty(shape, dtype=torch.bfloat16, device="cuda") for _ in range(2)] for _ in range(2))
     spec.split(x, *wanted)
-    kernel.split(x, *found)
-    for one, other in zip(found, wanted, strict=True):
+    kernel.split(x, *actual)
+    for one, other in zip(actual, wanted, strict=True):
         assert torch.equal(one.view(torch.int16), other.view(torch.int16))
-    assert torch.equal(kernel.join(*found).view(torch.int32), spec.join(*wanted).view(torch.int32))
+    assert torch.equal(kernel.join(*actual).view(torch.int32), spec.join(*wanted).view(torch.int32))
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -277,9 +277,9 @@ def test_bf16_weights_with_masters_move_as_fp32_ones(name, how):
         results.append(
             [w.detach() if low is None else join(w.detach(), low.cuda()) for w, low in zip(weights, lows, strict=True)]
         )
-    for exact, found in zip(*results, strict=True):
-        torch.testing.assert_close(found, exact, rtol=1e-6, atol=1e-8)
-        assert not torch.equal(found, found.bfloat16().float())
+    for exact, actual in zip(*results, strict=True):
+        torch.testing.assert_close(actual, exact, rtol=1e-6, atol=1e-8)
+        assert not torch.equal(actual, actual.bfloat16().float())
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -324,5 +324,5 @@ def test_memory_of_a_step_with_masters():
         gc.collect()
         torch.cuda.reset_peak_memory_stats()
         optimizer.step()
-    held, peak = torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
-    assert held < 14.5 * count and peak - held < 9 * 2**26
+    allocated, peak = torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
+    assert allocated < 14.5 * count and peak - allocated < 9 * 2**26

@@ -6,10 +6,10 @@ import torch
 from octavo.numerics import FP8ScalingManager, compute_scale, quantize
 from octavo.numerics.amax import percentile_amax
 from octavo.numerics.operand import quantize_operand
+from octavo.numerics.quantize import GRANULARITIES
 from octavo.numerics.scaling import SLOTS
 
 FORMATS = ("E4M3", "E5M2", "E4M3_FNUZ", "E5M2_FNUZ")
-GRANULARITIES = ("tensor", "channel", "block", "mx")
 
 
 def awkward(dtype=torch.float32):
@@ -46,11 +46,12 @@ def test_operand(recipe, layout):
 
     operand = FP8TrainingConfig.from_recipe(recipe).recipe.w
     x = awkward(torch.bfloat16)
-    rows = torch.zeros(SLOTS), torch.zeros(SLOTS, device="cuda")
-    found = [quantize_operand(t, row, operand, layout=layout) for t, row in zip((x, x.cuda()), rows, strict=True)]
-    for cpu, gpu in zip(*found, strict=True):
+    states = torch.zeros(SLOTS), torch.zeros(SLOTS, device="cuda")
+    pairs = zip((x, x.cuda()), states, strict=True)
+    actual = [quantize_operand(t, state, operand, layout=layout) for t, state in pairs]
+    for cpu, gpu in zip(*actual, strict=True):
         assert_same_bits(cpu.data, gpu.data)
-    torch.testing.assert_close(rows[1].cpu(), rows[0], rtol=1e-6, atol=0)
+    torch.testing.assert_close(states[1].cpu(), states[0], rtol=1e-6, atol=0)
 
 
 def test_percentile_of_a_large_tensor():

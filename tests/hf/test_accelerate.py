@@ -99,8 +99,8 @@ def test_a_model_that_is_refused_leaves_all_as_they_were(second):
     with pytest.raises((ValueError, RuntimeError)):
         accelerator.prepare(first, other)
     assert [type(module) for module in first.modules()] == before and not linears_in_fp8(other)
-    found = [type(module) for module in other.modules()], [set(vars(module)) for module in other.modules()]
-    assert found == as_they_were and not accelerator.fp8_reports
+    actual = [type(module) for module in other.modules()], [set(vars(module)) for module in other.modules()]
+    assert actual == as_they_were and not accelerator.fp8_reports
     if second != "no linear":
         assert other.config._attn_implementation == attention
     octavo.setup_fp8_mixed_precision_training().disable()
@@ -110,11 +110,11 @@ def test_a_model_that_is_refused_leaves_all_as_they_were(second):
 def test_weights_alone_in_fp8_are_not_what_was_asked_for():
     octavo.setup_fp8_mixed_precision_training()
     frozen = FP8FrozenLinear(32, 32)
-    frozen.fill(quantize_weight(torch.randn(32, 32), "block"))
+    frozen.set_weight(quantize_weight(torch.randn(32, 32), "block"))
     model = nn.Sequential(frozen, nn.Linear(32, 32))
     accelerator = Accelerator(cpu=True)
     assert accelerator.prepare_model(copy.deepcopy(model)) is not None
-    frozen.in_fp8 = False
+    frozen.fp8_products = False
     with pytest.raises(ValueError, match=r"loaded with fp8_products=False, and FP8 is on: .* turn FP8 off"):
         accelerator.prepare_model(model)
 
@@ -123,21 +123,21 @@ def test_weights_alone_in_fp8_and_an_accelerator_that_was_built_before():
     accelerator = Accelerator(cpu=True)
     octavo.setup_fp8_mixed_precision_training()
     frozen = FP8FrozenLinear(32, 32)
-    frozen.fill(quantize_weight(torch.randn(32, 32), "block"))
+    frozen.set_weight(quantize_weight(torch.randn(32, 32), "block"))
     assert accelerator.prepare(nn.Sequential(frozen)) is not None
-    frozen.in_fp8 = False
+    frozen.fp8_products = False
     with pytest.raises(ValueError, match="would train without FP8"):
         accelerator.prepare(nn.Sequential(frozen))
-    frozen.is_planned = True
-    assert accelerator.prepare(nn.Sequential(frozen)) is not None and frozen.in_fp8
+    frozen.chosen_by_cost_model = True
+    assert accelerator.prepare(nn.Sequential(frozen)) is not None and frozen.fp8_products
 
 
 def test_what_was_planned_gives_way_to_what_is_asked_for():
     octavo.setup_fp8_mixed_precision_training()
     frozen = FP8FrozenLinear(32, 32)
-    frozen.fill(quantize_weight(torch.randn(32, 32), "block"))
-    frozen.in_fp8, frozen.is_planned = False, True
-    assert Accelerator(cpu=True).prepare_model(nn.Sequential(frozen)) is not None and frozen.in_fp8
+    frozen.set_weight(quantize_weight(torch.randn(32, 32), "block"))
+    frozen.fp8_products, frozen.chosen_by_cost_model = False, True
+    assert Accelerator(cpu=True).prepare_model(nn.Sequential(frozen)) is not None and frozen.fp8_products
 
 
 @pytest.mark.parametrize("order", ["optimiser before", "optimiser after", "one by one"])

@@ -1,4 +1,4 @@
-"""Which calls of attention go to cuDNN, with a stand-in that runs on a CPU: those that it computes, no others."""
+"""Which calls of attention go to cuDNN or flash attention, with stand-ins that run on a CPU."""
 
 from types import SimpleNamespace
 
@@ -10,14 +10,43 @@ from test_decoder_masks import differ, packed, prefix_of
 
 from octavo import convert_to_fp8
 from octavo.decoders import attention
+from octavo.numerics.attention import varlen_attention
+
+
+class Elsewhere:
+    """A tensor as if it were on a GPU, in BF16."""
+
+    device, dtype = torch.device("cuda"), torch.bfloat16
+
+    def __init__(self, x):
+        self.shape = x.shape
+
+
+class OnGPU:
+    """torch, with stand-ins for the kernels of a GPU that run on a CPU: they take what those take."""
+
+    version = SimpleNamespace(hip=None)
+
+    def __init__(self, cudnn, flash):
+        aten = SimpleNamespace(_scaled_dot_product_cudnn_attention=cudnn, _flash_attention_forward=flash)
+        self.ops = SimpleNamespace(aten=aten)
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
 
 
 @pytest.fixture
-def calls(monkeypatch):
+def flash_calls():
+    """Offsets of the sequences in each call of flash attention."""
+    return []
+
+
+@pytest.fixture
+def calls(monkeypatch, flash_calls):
     """How often cuDNN would have run. As it does: causal from the upper left, groups of heads, no mask, no dropout."""
     seen = []
 
-    def causal(query, key, value, bias, log_sum_exp, dropout, is_causal, *, scale):
+    def cudnn(query, key, value, bias, log_sum_exp, dropout, is_causal, *, scale):
         assert bias is None and log_sum_exp == torch.is_grad_enabled() and dropout == 0.0 and is_causal
         seen.append(query.shape)
         out = torch.nn.functional.scaled_dot_product_attention(
@@ -25,21 +54,18 @@ def calls(monkeypatch):
         )
         return (out,)
 
-    honest = attention._cudnn_takes
+    def flash(q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug, *, scale, window_size_left, window_size_right):
+        assert cu_q is cu_k and cu_q.dtype == torch.int32 and max_q == max_k == cu_q.diff().max() and not debug
+        assert causal == (window_size_left is None) and window_size_right == (None if causal else 0)
+        flash_calls.append(cu_q.tolist())
+        window = None if causal else window_size_left + 1
+        return (varlen_attention(q, k, v, cu_q, scale=scale, window=window, dropout=dropout),)
 
-    class Elsewhere:
-        """A tensor as if it were on a GPU, in BF16."""
-
-        device, dtype = torch.device("cuda"), torch.bfloat16
-
-        def __init__(self, x):
-            self.shape = x.shape
-
-    monkeypatch.setattr(attention, "_cudnn_takes", lambda q, k: honest(Elsewhere(q), Elsewhere(k)))
-    aten = SimpleNamespace(_scaled_dot_product_cudnn_attention=causal)
-    names = {"ops": SimpleNamespace(aten=aten), "version": SimpleNamespace(hip=None)}
-    kept = {name: getattr(torch, name) for name in ("is_grad_enabled", "bfloat16", "float16")}
-    monkeypatch.setattr(attention, "torch", SimpleNamespace(**names, **kept))  # for this module alone
+    for name in ("_cudnn_takes", "_flash_takes"):
+        honest = getattr(attention, name)
+        monkeypatch.setattr(attention, name, lambda q, k, honest=honest: honest(Elsewhere(q), Elsewhere(k)))
+    monkeypatch.setattr(attention, "torch", OnGPU(cudnn, flash))  # for this module alone
+    monkeypatch.setattr(attention, "CALLS_BEFORE_PLAN", 0)
     return seen
 
 
@@ -61,9 +87,9 @@ def both(family="Llama", **changes):
 )
 def test_plain_training_runs_on_cudnn(family, changes, calls):
     reference, model = both(family, **changes)
-    found = run(model, **batch())
+    actual = run(model, **batch())
     assert len(calls) == 2  # one a layer
-    assert_same(found, run(reference, **batch()))
+    assert_same(actual, run(reference, **batch()))
 
 
 @pytest.mark.parametrize("changes", [{"attention_dropout": 0.5}, {"head_dim": 136}, {"head_dim": 20}], ids=str)
@@ -77,25 +103,55 @@ def test_what_cudnn_cannot_do_runs_elsewhere(changes, calls):
     assert_same(results[1], results[0])
 
 
-def test_masks_run_elsewhere(calls):
+def test_masks_and_packed_rows_run_on_flash_attention(calls, flash_calls):
     reference, model = both()
     mask = torch.ones(3, 21, dtype=torch.int64)
     mask[1, 15:] = 0
-    for inputs in ({**batch(), "attention_mask": mask}, packed()):
-        assert_same(run(model, **inputs), run(reference, **inputs))
+    inputs = {**batch(), "attention_mask": mask}
+    inputs["labels"] = inputs["labels"].masked_fill(mask == 0, -100)
+    for each in (inputs, packed()):
+        assert_same(run(model, **each), run(reference, **each | {"use_cache": False}))
+    assert not calls and flash_calls[:2] == 2 * [[0, 21, 36, 57, 64]] and len(flash_calls) == 4
+
+
+def test_a_given_mask_runs_elsewhere(calls, flash_calls):
+    """Logits are asked for, so padding is computed, with a mask of transformers' making."""
+    reference, model = both()
+    ids = batch()["input_ids"]
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    actual, expected = (each(ids, attention_mask=mask).logits for each in (model, reference))
+    torch.testing.assert_close(actual[mask == 1], expected[mask == 1], rtol=1e-4, atol=1e-4)
+    assert not calls and not flash_calls
+
+
+def test_windows_run_on_flash_attention(calls, flash_calls):
     windows = both("Mistral", sliding_window=4)
     assert_same(run(windows[1], **batch()), run(windows[0], **batch()))
-    assert not calls
+    assert not calls and flash_calls == 2 * [[0, 21, 42, 63]]
 
 
-def test_a_window_of_some_layers(calls):
-    """The others have a mask of transformers' making, which says no more than causal."""
+def test_a_window_of_some_layers(calls, flash_calls):
     kinds = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
     reference, model = both("Gemma3", **kinds)
     expected = run(reference, **batch())
     differ(expected, run(build("Gemma3", **kinds | {"sliding_window": 64}), **batch()))
     assert_same(run(model, **batch()), expected)
-    assert len(calls) <= 1
+    assert len(calls) == len(flash_calls) == 1
+
+
+def test_cudnn_plans_for_shapes_that_come_often(calls, flash_calls, monkeypatch):
+    monkeypatch.setattr(attention, "CALLS_BEFORE_PLAN", 3)
+    monkeypatch.setattr(attention, "_calls", {})
+    reference, model = both()
+    for _ in range(3):  # two layers
+        assert_same(run(model, **batch()), run(reference, **batch()))
+    assert len(flash_calls) == len(calls) == 3
+    run(model, **batch(2))
+    assert len(flash_calls) == 5
+    with attention.plan_at_once():
+        run(model, **batch(2))
+    assert len(flash_calls) == len(calls) == 5
 
 
 def test_a_filled_cache_runs_elsewhere(calls):
@@ -114,8 +170,8 @@ def test_a_filled_cache_runs_elsewhere(calls):
 def test_one_token_at_a_time(calls):
     reference, model = both()
     prompt = batch()["input_ids"][:, :7]
-    found = [each.eval().generate(prompt, max_new_tokens=5, do_sample=False) for each in (reference, model)]
-    assert torch.equal(*found)
+    actual = [each.eval().generate(prompt, max_new_tokens=5, do_sample=False) for each in (reference, model)]
+    assert torch.equal(*actual)
     assert {shape[2] for shape in calls} <= {7}
 
 

@@ -58,8 +58,8 @@ def test_two_threads_at_once(kind, tmp_path):
             return model(input_ids=ids).logits
 
     with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(logits, inputs))
-    for mine, alone in zip(found, expected, strict=True):
+        actual = list(pool.map(logits, inputs))
+    for mine, alone in zip(actual, expected, strict=True):
         assert torch.equal(mine, alone)
 
 

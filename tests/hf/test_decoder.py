@@ -34,13 +34,13 @@ def test_loss_and_gradients(family, precision):
     expected = run(build(family), **batch())
     model = build(family)
     convert_to_fp8(model, precision=precision)
-    found = run(model, **batch())
+    actual = run(model, **batch())
     if precision == "bf16":  # the same arithmetic in another order
-        torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=1e-5)
-        for name, gradient in found[1].items():
+        torch.testing.assert_close(actual[0], expected[0], rtol=1e-5, atol=1e-5)
+        for name, gradient in actual[1].items():
             torch.testing.assert_close(gradient, expected[1][name], rtol=1e-3, atol=1e-5)
     else:
-        assert_close_to(found, expected)
+        assert_close_to(actual, expected)
 
 
 def with_biases(where):
@@ -181,8 +181,8 @@ def test_layers_compile_to_one_graph_for_all(family, name):
     for layer in model.model.layers:
         layer.compile(backend=counter, fullgraph=True)
     for _ in range(2):
-        expected, found = run(eager, **batch()), run(model, **batch())
+        expected, actual = run(eager, **batch()), run(model, **batch())
     assert counter.frame_count == 1
-    torch.testing.assert_close(found[0], expected[0])
+    torch.testing.assert_close(actual[0], expected[0])
     for key, gradient in expected[1].items():
-        torch.testing.assert_close(found[1][key], gradient, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(actual[1][key], gradient, rtol=1e-3, atol=1e-4)

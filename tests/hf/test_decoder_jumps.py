@@ -39,8 +39,8 @@ def test_weights_that_jump(how, factor, train):
     delayed, report = errors("delayed", factor, train, **how)
     current, _ = errors("current", factor, train, **how)
     assert all(mine <= 1.5 * theirs for mine, theirs in zip(delayed, current, strict=True)), (delayed, current)
-    found = report.scaling.statistics()
-    assert all(one["saturated"] == 0 for one in found.values())
+    actual = report.scaling.statistics()
+    assert all(one["saturated"] == 0 for one in actual.values())
     assert not train or all(
-        found[f"model.layers.0.{name}"]["rescaled"] for name in ("self_attn.qkv.w", "mlp.gate_up.w")
+        actual[f"model.layers.0.{name}"]["rescaled"] for name in ("self_attn.qkv.w", "mlp.gate_up.w")
     )

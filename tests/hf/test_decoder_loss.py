@@ -20,10 +20,10 @@ def fused(**changes):
     return model
 
 
-def assert_same(found, expected):
-    torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=1e-5)
-    assert found[1].keys() == expected[1].keys()
-    for name, gradient in found[1].items():
+def assert_same(actual, expected):
+    torch.testing.assert_close(actual[0], expected[0], rtol=1e-5, atol=1e-5)
+    assert actual[1].keys() == expected[1].keys()
+    for name, gradient in actual[1].items():
         torch.testing.assert_close(gradient, expected[1][name], rtol=1e-3, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
@@ -147,9 +147,9 @@ def test_fp16_with_a_loss_scale():
         (scale * model(**batch(), num_items_in_batch=count).loss).backward()
     (scale * reference(**batch(), num_items_in_batch=count).loss).backward()
     for name, weight in (("lm_head", reference.lm_head.weight), ("embed", reference.model.embed_tokens.weight)):
-        found = (model.lm_head if name == "lm_head" else model.model.embed_tokens).weight.grad
-        assert ((found == 0) & (weight.grad != 0)).double().mean() < 0.001
-        assert cosine(found, weight.grad) > (0.9999 if name == "lm_head" else 0.99)
+        actual = (model.lm_head if name == "lm_head" else model.model.embed_tokens).weight.grad
+        assert ((actual == 0) & (weight.grad != 0)).double().mean() < 0.001
+        assert cosine(actual, weight.grad) > (0.9999 if name == "lm_head" else 0.99)
 
 
 @pytest.mark.parametrize("tokens", [127, 128, 129, 257])

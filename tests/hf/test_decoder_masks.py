@@ -91,12 +91,12 @@ def test_attention_dropout(family):
     """The same numbers are dropped, and only while training."""
     reference, model = both(family, attention_dropout=0.5)
     plain = run(build(family), **batch())
-    found = []
+    actual = []
     for each in (reference, model):
         torch.manual_seed(5)
-        found.append(run(each, **batch()))
-    differ(found[0], plain)
-    assert_same(found[1], found[0])
+        actual.append(run(each, **batch()))
+    differ(actual[0], plain)
+    assert_same(actual[1], actual[0])
     with torch.no_grad():
         logits = [each.eval()(**batch()).logits for each in (reference, model, build(family).eval())]
     torch.testing.assert_close(logits[0], logits[2], rtol=1e-4, atol=1e-5)

@@ -163,17 +163,17 @@ def test_adapters_beside_products_in_high_precision(checkpoint):
     reference = small_llama(**WHOLE_BLOCKS)
     for name, module in model.named_modules():
         if isinstance(module, FP8FrozenLinear):
-            assert not module.in_fp8
+            assert not module.fp8_products
             reference.get_submodule(name).weight.data.copy_(module.dequantize())
-    found = []
+    actual = []
     for base in (model, reference):
         with_adapters = FastLanguageModel.get_peft_model(base, r=4, use_gradient_checkpointing=False)
         first = with_adapters(input_ids=tokens(), labels=tokens()).loss
         first.backward()
-        found.append({name: p.grad for name, p in with_adapters.named_parameters() if p.requires_grad})
+        actual.append({name: p.grad for name, p in with_adapters.named_parameters() if p.requires_grad})
         assert step(with_adapters) < first.item()
-    assert found[0].keys() == found[1].keys()
-    assert all(cosine(grad, found[1][name]) > 0.999 for name, grad in found[0].items() if grad.abs().max() > 0)
+    assert actual[0].keys() == actual[1].keys()
+    assert all(cosine(grad, actual[1][name]) > 0.999 for name, grad in actual[0].items() if grad.abs().max() > 0)
 
 
 def test_adapters_are_checked(checkpoint):
@@ -229,8 +229,8 @@ def test_export_of_a_full_fine_tune(checkpoint, tmp_path):
     assert {n: p.dtype for n, p in plain.named_parameters()}.keys() == dict(model.named_parameters()).keys()
     assert all(torch.equal(p, model.get_parameter(n)) for n, p in plain.named_parameters())
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "fp8", dtype=torch.bfloat16)
-    for found in (plain, stock):
-        assert cosine(found(tokens()).logits, expected) > 0.98
+    for actual in (plain, stock):
+        assert cosine(actual(tokens()).logits, expected) > 0.98
     state = load_file(tmp_path / "fp8" / "model.safetensors")
     assert state["model.layers.0.mlp.up_proj.weight"].dtype == torch.float8_e4m3fn
     config = json.loads((tmp_path / "fp8" / "config.json").read_text())["quantization_config"]
@@ -270,7 +270,7 @@ def test_nothing_half_written(checkpoint, tmp_path, monkeypatch):
 def test_groups_compute_what_their_members_do(granularity, targets, tmp_path):
     sizes = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2}
     small_llama(**sizes, head_dim=64).save_pretrained(tmp_path)
-    found = []
+    actual = []
     for fused in (True, False):
         model = load(str(tmp_path), load_in_fp8=granularity)
         said = " ".join(model.octavo_fused)
@@ -283,8 +283,8 @@ def test_groups_compute_what_their_members_do(granularity, targets, tmp_path):
                 nn.init.constant_(parameter, 0.01)
         loss = model.train()(input_ids=tokens(), labels=tokens()).loss
         loss.backward()
-        found.append((loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.requires_grad}))
-    (loss, gradients), (alone, expected) = found
+        actual.append((loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.requires_grad}))
+    (loss, gradients), (alone, expected) = actual
     assert loss.item() == pytest.approx(alone.item(), rel=1e-3)
     # A row of g has one scale for the group, or one for each member: other roundings, two layers deep.
     assert min(cosine(gradients[name], expected[name]) for name in expected) > 0.97

@@ -90,18 +90,22 @@ def test_words_of_other_versions_of_trl_are_answered(folder, tmp_path):
 
 
 @pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("in_fp8", [False, True, "transformers"])
-def test_a_loss_that_nothing_is_trained_for_says_so(folder, in_fp8, training):
+@pytest.mark.parametrize("load_in_fp8", [False, True, "transformers"])
+def test_a_loss_that_nothing_is_trained_for_says_so(folder, load_in_fp8, training):
     """Also as the model comes, in evaluation mode, and of a family that nothing is fused of."""
-    if in_fp8 == "transformers":
+    if load_in_fp8 == "transformers":
         from octavo import OctavoConfig
 
         model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=OctavoConfig())
     else:
-        model, _ = load(folder, load_in_fp8=in_fp8)
+        model, _ = load(folder, load_in_fp8=load_in_fp8)
     assert not model.training
     with pytest.raises(ValueError, match=r"none of its weights is trained: .*get_peft_model"):
         model.train(training)(input_ids=tokens(), labels=tokens()).loss.backward()
+    loss = model.eval()(input_ids=tokens(), labels=tokens()).loss
+    loss /= 2  # as for gradients of several batches
+    with pytest.raises(ValueError, match="none of its weights is trained"):
+        loss.backward()
     with torch.no_grad():
         assert not model(input_ids=tokens(), labels=tokens()).loss.requires_grad
     again = copy.deepcopy(model).eval()
@@ -135,9 +139,9 @@ def test_a_model_that_is_not_there(tmp_path, tokenizer, monkeypatch):
         ("some/where/else", "there is no such folder"),
         (str(tmp_path), "a folder without config.json"),
     ):
-        with pytest.raises(ValueError, match=f"model_name='{name}': {words}") as found:
+        with pytest.raises(ValueError, match=f"model_name='{name}': {words}") as error:
             load(name, tokenizer=tokenizer)
-        assert "tokenizer" not in str(found.value)
+        assert "tokenizer" not in str(error.value)
 
 
 def test_saving_by_a_method_of_the_model(folder, tmp_path):

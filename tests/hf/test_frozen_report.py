@@ -173,7 +173,7 @@ def test_what_a_checkpoint_was_saved_with_is_what_it_is_loaded_with(folder, tmp_
     assert "head in BF16" in " ".join(model.octavo_fused)
     load(folder, load_in_fp8="channel", fp8_products=False).save_pretrained(tmp_path / "weights")
     model = load(tmp_path / "weights", fp8_config=other)
-    assert all(m.in_fp8 for m in model.modules() if isinstance(m, FP8FrozenLinear))
+    assert all(m.fp8_products for m in model.modules() if isinstance(m, FP8FrozenLinear))
     stored = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     assert FP8TrainingConfig.from_dict(stored["fp8"]) == mine
 

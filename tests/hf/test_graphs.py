@@ -277,12 +277,12 @@ def test_recording_is_no_step_for_histories(monkeypatch):
     assert "use_cuda_graphs(model, False) trains without" in caught.value.__notes__[0]
     model = tiny()
     scaling = octavo.convert_to_fp8(model).scaling
-    before = [row.clone() for row in scaling.states]
+    before = [state.clone() for state in scaling.states]
     tokens = torch.zeros(1, 64, dtype=torch.int64)
     graph = graphs._Graphs(model, [m for m in model.modules() if isinstance(m, graphs.LinearInFP8)], 0, 4)
     with pytest.raises(RuntimeError, match="no"):
         graph._record("key", tokens)
-    assert all(torch.equal(*rows) for rows in zip(scaling.states, before, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(scaling.states, before, strict=True))
 
 
 def test_casts_are_not_kept_while_recording():

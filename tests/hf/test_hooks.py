@@ -1,6 +1,6 @@
 """Hooks on the parts of a converted decoder: called once a step, with their effect, and the report says what they cost.
 
-Each hook turns a sign, so that a hook which is not called shows in the loss or in the direction of a gradient.
+Each hook flips a sign, so that a hook which is not called shows in the loss or in the direction of a gradient.
 """
 
 import copy
@@ -25,13 +25,13 @@ TARGETS = {
 }
 
 
-def turned(tensors):
+def negated(tensors):
     return tuple(-tensor if isinstance(tensor, torch.Tensor) else tensor for tensor in tensors)
 
 
-def alike(found, expected):
+def alike(actual, expected):
     """Losses, and the directions of all gradients, as far as FP8 leaves them."""
-    (loss, gradients), (expected_loss, expected_gradients) = found, expected
+    (loss, gradients), (expected_loss, expected_gradients) = actual, expected
     cosines = [cosine(gradient, expected_gradients[name]) for name, gradient in gradients.items()]
     return abs(loss / expected_loss - 1) < 0.03 and min(cosines) > 0.9
 
@@ -39,7 +39,7 @@ def alike(found, expected):
 def pre_hook(module, seen):
     def call(_module, inputs, kwargs):
         seen.append(1)
-        return turned(inputs), {name: -v if name == "hidden_states" else v for name, v in kwargs.items()}
+        return negated(inputs), {name: -v if name == "hidden_states" else v for name, v in kwargs.items()}
 
     return module.register_forward_pre_hook(call, with_kwargs=True)
 
@@ -47,7 +47,7 @@ def pre_hook(module, seen):
 def forward_hook(module, seen):
     def call(_module, _inputs, output):
         seen.append(1)
-        return turned(output) if isinstance(output, tuple) else -output
+        return negated(output) if isinstance(output, tuple) else -output
 
     return module.register_forward_hook(call)
 
@@ -63,7 +63,7 @@ def backward_hook(module, seen):
 def backward_pre_hook(module, seen):
     def call(_module, gradients):
         seen.append(1)
-        return turned(gradients)
+        return negated(gradients)
 
     return module.register_full_backward_pre_hook(call)
 
@@ -74,7 +74,7 @@ def another_forward(module, seen):
     def call(*args, **kwargs):
         seen.append(1)
         output = own(*args, **kwargs)
-        return turned(output) if isinstance(output, tuple) else -output
+        return negated(output) if isinstance(output, tuple) else -output
 
     module.forward = call
 
@@ -90,12 +90,12 @@ def test_a_hook_has_its_effect(target, activations, hook):
     reference, model = build(), build()
     report = convert_to_fp8(model, FP8TrainingConfig.from_recipe("current", activations=activations))
     without = run(model, **batch())
-    expected, found = [], []
+    expected, actual = [], []
     hook(reference.get_submodule(TARGETS[target]), expected)
-    hook(model.get_submodule(TARGETS[target]), found)
+    hook(model.get_submodule(TARGETS[target]), actual)
     exact = run(reference, **batch())
     assert alike(run(model, **batch()), exact) and not alike(without, exact)
-    assert found == expected == [1]
+    assert actual == expected == [1]
     alone = target != "last norm" and (activations == "fp8" or target not in ("norm", "attention"))
     assert report.hooked == ([TARGETS[target]] if alone else [])
     assert (f"but 1 with hooks called one by one, not fused: {TARGETS[target]}" in str(report)) == alone
@@ -129,11 +129,11 @@ def test_hooks_on_all_modules():
 
     handle = nn.modules.module.register_module_forward_hook(call)
     try:
-        found, expected = run(model, **batch()), run(reference, **batch())
+        actual, expected = run(model, **batch()), run(reference, **batch())
         assert len(report.hooked) > 14
     finally:
         handle.remove()
-    assert_close_to(found, expected)
+    assert_close_to(actual, expected)
     for mine, theirs in zip(model.modules(), reference.modules(), strict=True):
         assert len(seen.get(id(mine), [])) == len(seen.get(id(theirs), [])), type(mine)
     assert not report.hooked

@@ -25,9 +25,10 @@ def checkpoint(folder, family="llama"):
             nn.init.uniform_(parameter, 0.5, 1.5)
     if family != "llama":
         config, cls = FAMILIES[family]
-        kept = {k: getattr(llama.config, k) for k in (*SIZES, "vocab_size", "num_hidden_layers", "num_attention_heads")}
-        kept |= {"num_key_value_heads": 2, "tie_word_embeddings": False, "pad_token_id": 0}
-        model = cls(config(**kept)).to(torch.bfloat16)
+        names = (*SIZES, "vocab_size", "num_hidden_layers", "num_attention_heads")
+        options = {name: getattr(llama.config, name) for name in names}
+        options |= {"num_key_value_heads": 2, "tie_word_embeddings": False, "pad_token_id": 0}
+        model = cls(config(**options)).to(torch.bfloat16)
         model.load_state_dict(llama.state_dict(), strict=False)
         llama = model
     llama.save_pretrained(folder)
@@ -91,27 +92,27 @@ def test_as_transformers_computes_it(tmp_path, granularity, family, targets):
     errors = []
     for gradients in (mine, theirs):
         parts = zip(gradients[1:], exact[1:], strict=True)
-        errors.append(torch.tensor([1 - cosine(found, expected) for found, expected in parts]).mean())
+        errors.append(torch.tensor([1 - cosine(actual, expected) for actual, expected in parts]).mean())
     assert errors[0] < 1.1 * errors[1]
 
 
-def kept_bytes(model):
-    kept = {}
+def saved_bytes(model):
+    saved = {}
 
-    def keep(tensor):
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    def save(tensor):
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
         model(input_ids=tokens(8, 64), labels=tokens(8, 64))
-    return sum(kept.values())
+    return sum(saved.values())
 
 
-def test_what_goes_into_a_norm_is_not_kept(tmp_path):
+def test_the_input_of_a_norm_is_not_saved(tmp_path):
     model = load(checkpoint(tmp_path), "channel")
-    together = kept_bytes(model)
+    together = saved_bytes(model)
     residuals = 2 * 2 * 8 * 64 * SIZES["hidden_size"] * 2  # layers, norms, tokens, width, bytes
-    assert kept_bytes(apart(model)) - together > 0.9 * residuals
+    assert saved_bytes(apart(model)) - together > 0.9 * residuals
 
 
 def test_one_who_watches_sees_what_transformers_would_show(tmp_path):
@@ -128,8 +129,8 @@ def test_one_who_watches_sees_what_transformers_would_show(tmp_path):
     assert torch.equal(seen[1][1], seen[2][1])
     for handle in (*handles, pre):
         handle.remove()
-    for found, expected in zip(step(model), watched, strict=True):
-        assert cosine(found, expected) > 0.9995
+    for actual, expected in zip(step(model), watched, strict=True):
+        assert cosine(actual, expected) > 0.9995
 
 
 def test_a_trained_norm_gets_its_gradient(tmp_path):
@@ -144,8 +145,8 @@ def test_a_trained_norm_gets_its_gradient(tmp_path):
 @pytest.mark.parametrize("checkpointing", [True, "unsloth"])
 def test_with_gradient_checkpointing(tmp_path, checkpointing):
     plain = step(load(checkpoint(tmp_path), "channel"))
-    for found, expected in zip(step(load(tmp_path, "channel", checkpointing=checkpointing)), plain, strict=True):
-        assert cosine(found, expected) > 0.9999
+    for actual, expected in zip(step(load(tmp_path, "channel", checkpointing=checkpointing)), plain, strict=True):
+        assert cosine(actual, expected) > 0.9999
 
 
 def test_compiled_without_a_break(tmp_path):
@@ -154,8 +155,8 @@ def test_compiled_without_a_break(tmp_path):
     eager = step(model)
     for layer in layers_of(model):
         layer.compile(backend="aot_eager", fullgraph=True)
-    for found, expected in zip(step(model), eager, strict=True):
-        assert cosine(found, expected) > 0.9999
+    for actual, expected in zip(step(model), eager, strict=True):
+        assert cosine(actual, expected) > 0.9999
 
 
 def test_generating_with_a_cache(tmp_path):
@@ -177,22 +178,22 @@ def trained(activations, recipe="delayed", **changes):
 
 
 def test_full_fine_tuning_with_fp8_activations():
-    errors, losses, kept = [], [], []
+    errors, losses, saved = [], [], []
     for activations in ("bf16", "fp8"):
         model, report, exact = trained(activations)
         assert ("norms with the products that follow them (2)" in report.fused) == (activations == "fp8")
-        found = step(model)
-        parts = zip(found[1:], exact[1:], strict=True)
+        actual = step(model)
+        parts = zip(actual[1:], exact[1:], strict=True)
         errors.append(torch.tensor([1 - cosine(a, b) for a, b in parts]))
-        losses.append(found[0])
-        kept.append(kept_bytes(model))
+        losses.append(actual[0])
+        saved.append(saved_bytes(model))
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=0)
     # What rounding gate and up adds is small beside what FP8 has put off already; norms' weights are among these.
     assert errors[1].mean() < 1.1 * errors[0].mean() and (errors[1] < 1.3 * errors[0]).all()
-    tokens_, wide = 8 * 64, 4  # bytes: this one is in FP32
-    residuals = 2 * 2 * tokens_ * SIZES["hidden_size"] * wide
-    gate_up = 2 * tokens_ * 2 * SIZES["intermediate_size"] * (wide - 1)
-    assert kept[0] - kept[1] > 0.9 * (residuals + gate_up)
+    tokens_, itemsize = 8 * 64, 4  # bytes: this one is in FP32
+    residuals = 2 * 2 * tokens_ * SIZES["hidden_size"] * itemsize
+    gate_up = 2 * tokens_ * 2 * SIZES["intermediate_size"] * (itemsize - 1)
+    assert saved[0] - saved[1] > 0.9 * (residuals + gate_up)
 
 
 @pytest.mark.parametrize("recipe", ["block", "channel"])
@@ -209,14 +210,14 @@ def test_full_fine_tuning_compiled_and_restored():
     eager = step(model)
     for layer in model.model.layers:
         layer.compile(backend="aot_eager", fullgraph=True)
-    for found, expected in zip(step(model), eager, strict=True):
-        assert cosine(found, expected) > 0.999
+    for actual, expected in zip(step(model), eager, strict=True):
+        assert cosine(actual, expected) > 0.999
     for layer in model.model.layers:
         layer._compiled_call_impl = None
     restore(model)
     assert not any(is_fused(layer) for layer in model.model.layers)
-    for found, expected in zip(step(model), exact, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    for actual, expected in zip(step(model), exact, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_a_wider_residual_stream_stays_wide_under_autocast(tmp_path):
@@ -240,8 +241,8 @@ def test_two_adapters_at_once(tmp_path):
             nn.init.normal_(parameter, std=0.02)
     model.base_model.set_adapter(["default", "second"])
     mine = step(model)
-    for found, expected in zip(mine, step(apart(model)), strict=True):
-        assert cosine(found, expected) > 0.995
+    for actual, expected in zip(mine, step(apart(model)), strict=True):
+        assert cosine(actual, expected) > 0.995
 
 
 TRAINED_PARTS = {
@@ -259,7 +260,7 @@ TRAINED_PARTS = {
 
 @pytest.mark.parametrize("activations", ["bf16", "fp8"])
 def test_part_of_a_model_gets_the_gradients_it_would_have_anyway(activations):
-    """Such as a trained norm behind a frozen embedding, whose input needs no gradient, but is kept for its weight."""
+    """Such as a trained norm behind a frozen embedding, whose input needs no gradient, but is saved for its weight."""
     model, _, _ = trained(activations)
     step(model)  # scales are made
     step(model)

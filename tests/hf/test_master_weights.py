@@ -63,32 +63,32 @@ def share(moves):
 def test_an_unmodified_script_trains_as_with_fp32_weights(checkpoint, tmp_path, settings):
     with torch.compiler.set_stance("force_eager"):  # torchao compiles its optimisers: a minute on a CPU
         exact = move(trainer(tmp_path, load(checkpoint, dtype=torch.float32), callbacks=[], **LR | settings))
-        found = move(trainer(tmp_path, load(checkpoint), callbacks=[], **LR | settings))
-    assert cosine(found, exact) > 0.99
-    assert share(found[exact != 0]) > 0.99  # rows of the embedding that no token reaches stay
+        actual = move(trainer(tmp_path, load(checkpoint), callbacks=[], **LR | settings))
+    assert cosine(actual, exact) > 0.99
+    assert share(actual[exact != 0]) > 0.99  # rows of the embedding that no token reaches stay
 
 
 def test_without_masters_most_of_it_is_lost_and_said(checkpoint, tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(transformers.utils.logging.get_logger(), "propagate", True)
     shares = {}
-    for kept in (True, False):
-        run = trainer(tmp_path, load(checkpoint, load_in_fp8=True, master_weights=kept), **LR)
+    for master_weights in (True, False):
+        run = trainer(tmp_path, load(checkpoint, load_in_fp8=True, master_weights=master_weights), **LR)
         moves = move(run)
-        shares[kept] = share(moves)
-        assert all(has_master(run.optimizer, p) == kept for p in run.model.parameters())
+        shares[master_weights] = share(moves)
+        assert all(has_master(run.optimizer, p) == master_weights for p in run.model.parameters())
         logged = [entry["weights_moved"] for entry in logs(run)]
-        assert min(logged) > 0.9 if kept else max(logged) < 0.5
-        assert ("elements with a gradient moved in their first step" in caplog.text) != kept
+        assert min(logged) > 0.9 if master_weights else max(logged) < 0.5
+        assert ("elements with a gradient moved in their first step" in caplog.text) != master_weights
     assert shares[True] > 0.9 and shares[False] < 0.5
 
 
 def test_the_callback_keeps_masters_of_a_converted_model(tmp_path, capsys):
-    found = {}
+    actual = {}
     for given in ({}, {"master_weights": False}):
         model = build().bfloat16()
         convert_to_fp8(model)
-        found[bool(given)] = share(move(trainer(tmp_path, model, [OctavoCallback(**given)], **LR)))
-    assert found[False] > 0.9 and found[True] < 0.5
+        actual[bool(given)] = share(move(trainer(tmp_path, model, [OctavoCallback(**given)], **LR)))
+    assert actual[False] > 0.9 and actual[True] < 0.5
     out = capsys.readouterr().out
     assert "82,240 weights are trained, 82,240 in BF16 with FP32 masters" in out
     assert "82,240 weights are trained, 82,240 in BF16 without" in out

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 import octavo
 from octavo import FastLanguageModel, OctavoConfig
 from octavo.hf.lora import FP8LoraLinear
-from octavo.nn.frozen import GRANULARITIES, SCALE_NAME, FP8FrozenLinear, quantize_weight
+from octavo.nn.frozen import FROZEN_GRANULARITIES, SCALE_NAME, FP8FrozenLinear, quantize_weight
 
 WHOLE_BLOCKS = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64}  # so that groups are fused
 ADAPTERS = {
@@ -66,8 +66,8 @@ def twin(model):
 
 def weights(model):
     """Of every FP8 linear, as bytes and scales."""
-    found = {name: m.quantized for name, m in model.named_modules() if isinstance(m, FP8FrozenLinear)}
-    return {name: (q.data.view(torch.uint8).clone(), q.scale.clone()) for name, q in found.items()}
+    actual = {name: m.quantized for name, m in model.named_modules() if isinstance(m, FP8FrozenLinear)}
+    return {name: (q.data.view(torch.uint8).clone(), q.scale.clone()) for name, q in actual.items()}
 
 
 def same(mine, theirs):
@@ -113,7 +113,7 @@ def test_active_adapters_each_with_its_own_factor(folder, granularity):
     assert cosine(logits(model), logits(plain)) > 0.9995
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("granularity", FROZEN_GRANULARITIES)
 def test_several_merged_and_the_very_bytes_back(folder, granularity):
     model = adapted(folder, granularity)
     plain, before, first = twin(model), weights(model), logits(model)
@@ -180,14 +180,14 @@ def test_what_is_exported_is_what_was_active_once(folder, tmp_path, method, name
         state = load_file(tmp_path / "out" / "model.safetensors")
         assert not [name for name in state if "lora" in name]
         for name, exact in expected.items():
-            found = state[name].float()
+            actual = state[name].float()
             if method == "merged_fp8":
                 scale = state[name.replace("weight", SCALE_NAME)]
-                found = (
-                    found
+                actual = (
+                    actual
                     * scale.repeat_interleave(128, 0)[: exact.shape[0]].repeat_interleave(128, 1)[:, : exact.shape[1]]
                 )
-            error = (found - exact).norm() / exact.norm()
+            error = (actual - exact).norm() / exact.norm()
             assert error < 0.04, (name, merged)  # one rounding to FP8; an adapter more, or less, is 10 % and more
     model.unmerge_adapter()
 
@@ -254,18 +254,18 @@ def test_a_base_in_e5m2(granularity, tmp_path):
     linear = model.model.layers[0].mlp.up_proj
     assert linear.quantized.data.dtype == torch.float8_e5m2
     assert cosine(logits(model), logits(original)) > 0.95
-    found = model.state_dict()
-    assert found["model.layers.0.mlp.up_proj.weight"].dtype == torch.float8_e5m2
+    actual = model.state_dict()
+    assert actual["model.layers.0.mlp.up_proj.weight"].dtype == torch.float8_e5m2
     # Into a copy whose weights are others, and again by bytes alone, as sharded checkpoints hold them.
     for as_bytes in (False, True):
         again = copy.deepcopy(model)
         for module in again.modules():
             if isinstance(module, FP8FrozenLinear):
-                module.fill(quantize_weight(torch.randn(module.weight.shape), module.granularity, "E5M2"))
+                module.set_weight(quantize_weight(torch.randn(module.weight.shape), module.granularity, "E5M2"))
         assert not same(weights(again), weights(model))
         given = {
             name: value.view(torch.uint8) if as_bytes and value.dtype == torch.float8_e5m2 else value
-            for name, value in found.items()
+            for name, value in actual.items()
         }
         assert not again.load_state_dict(given).missing_keys
         assert same(weights(again), weights(model)) and torch.equal(logits(again), logits(model))
@@ -273,8 +273,8 @@ def test_a_base_in_e5m2(granularity, tmp_path):
     other = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, quantization_config=OctavoConfig())
     for module in other.modules():
         if isinstance(module, FP8FrozenLinear):
-            module.fill(quantize_weight(torch.randn(module.weight.shape), module.granularity))
-    other.load_state_dict(found)
+            module.set_weight(quantize_weight(torch.randn(module.weight.shape), module.granularity))
+    other.load_state_dict(actual)
     assert same(weights(other), weights(model)) and torch.equal(logits(other), logits(model))
     model.save_pretrained(tmp_path / "again")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype=torch.bfloat16)

@@ -25,18 +25,18 @@ def to_disk(model, folder):
 
 def by_a_map(model, folder):
     """As `device_map` does it: the second layer is on disk."""
-    places = dict.fromkeys(("model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb"), "cpu")
+    devices = dict.fromkeys(("model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb"), "cpu")
     accelerate.dispatch_model(
-        model, {**places, "lm_head": "cpu", "model.layers.1": "disk"}, main_device="cpu", offload_dir=folder,
+        model, {**devices, "lm_head": "cpu", "model.layers.1": "disk"}, main_device="cpu", offload_dir=folder,
         force_hooks=True,
     )  # fmt: skip
 
 
 def losses(model):
-    found = [model.train()(**batch()).loss]
+    actual = [model.train()(**batch()).loss]
     with torch.no_grad():
-        found += [model.eval()(**batch()).loss, model(**batch()).logits]
-    return found
+        actual += [model.eval()(**batch()).loss, model(**batch()).logits]
+    return actual
 
 
 def converted(activations):
@@ -51,13 +51,13 @@ def test_offloaded_after_conversion(offload, activations, tmp_path):
     fused = losses(model)
     offload(model, tmp_path)
     assert model.model.layers[1].self_attn.q_proj.weight.is_meta
-    found = losses(model)
-    torch.testing.assert_close(found[:2], fused[:2], rtol=2e-3, atol=0)  # q, k and v have scales of their own now
+    actual = losses(model)
+    torch.testing.assert_close(actual[:2], fused[:2], rtol=2e-3, atol=0)  # q, k and v have scales of their own now
     assert "model.layers.1.self_attn.q_proj" in report.hooked and "with hooks called one by one" in str(report)
     other, _ = converted(activations)
     for module in other.modules():
         module.register_forward_hook(lambda *_: None)
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, losses(other), strict=True))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(actual, losses(other), strict=True))
 
 
 @pytest.mark.parametrize("offload", [to_host, to_disk, by_a_map])

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from octavo.decoders import fuse
 from octavo.hf.lora import FP8LoraLinear
 from octavo.hf.quantizer import OctavoConfig
-from octavo.nn.frozen import GRANULARITIES, FP8FrozenLinear
+from octavo.nn.frozen import FROZEN_GRANULARITIES, FP8FrozenLinear
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def train(model, steps=8):
     return losses
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("granularity", FROZEN_GRANULARITIES)
 def test_it_trains_and_every_adapter_moves(checkpoint, granularity):
     model = with_adapters(checkpoint, granularity)
     wrapped = [m for m in model.modules() if isinstance(m, FP8LoraLinear)]
@@ -71,7 +71,7 @@ def test_it_trains_and_every_adapter_moves(checkpoint, granularity):
     )
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("granularity", FROZEN_GRANULARITIES)
 def test_adapter_gradients_layer_by_layer(checkpoint, granularity):
     """Against PEFT's own LoRA on a BF16 base that holds the dequantised weights, with the same upstream gradient."""
     model = with_adapters(checkpoint, granularity)
@@ -88,11 +88,11 @@ def test_adapter_gradients_layer_by_layer(checkpoint, granularity):
         a_ref, b_ref = (m.detach().bfloat16().requires_grad_() for m in (a, b))
         y_ref = plain(x_ref) + module.scaling["default"] * (x_ref @ a_ref.T) @ b_ref.T
         y_ref.backward(g)
-        for found, exact in ((y, y_ref), (x.grad, x_ref.grad), (a.grad, a_ref.grad), (b.grad, b_ref.grad)):
-            assert cosine(found, exact) > 0.9975
+        for actual, exact in ((y, y_ref), (x.grad, x_ref.grad), (a.grad, a_ref.grad), (b.grad, b_ref.grad)):
+            assert cosine(actual, exact) > 0.9975
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("granularity", FROZEN_GRANULARITIES)
 def test_merging_and_the_very_bytes_back(checkpoint, granularity):
     model = with_adapters(checkpoint, granularity)
     train(model, 3)
@@ -106,8 +106,8 @@ def test_merging_and_the_very_bytes_back(checkpoint, granularity):
     model.unmerge_adapter()
     assert torch.equal(model(tokens()).logits, before)
     for name, (data, scale) in state.items():
-        found = model.get_submodule(name).quantized
-        assert torch.equal(found.data.view(torch.uint8), data) and torch.equal(found.scale, scale)
+        actual = model.get_submodule(name).quantized
+        assert torch.equal(actual.data.view(torch.uint8), data) and torch.equal(actual.scale, scale)
     plain = model.merge_and_unload()
     assert not any(isinstance(m, FP8LoraLinear) for m in plain.modules())
     assert cosine(plain(tokens()).logits, merged) > 0.999  # its MLP is one function again, and rounds once less
@@ -163,10 +163,10 @@ def test_gradient_checkpointing(checkpoint):
     checkpointed.enable_input_require_grads()
     for model in (plain.train(), checkpointed.train()):
         model(input_ids=tokens(), labels=tokens()).loss.backward()
-    found = dict(checkpointed.named_parameters())
+    actual = dict(checkpointed.named_parameters())
     for name, parameter in plain.named_parameters():
         if parameter.requires_grad:
-            assert torch.equal(parameter.grad, found[name].grad), name
+            assert torch.equal(parameter.grad, actual[name].grad), name
 
 
 def test_what_has_no_fp8_form_is_refused(checkpoint):

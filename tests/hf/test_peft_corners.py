@@ -185,13 +185,13 @@ def test_another_granularity_than_the_checkpoint_has_is_an_error(folder, tmp_pat
 def test_adapters_have_the_dtype_they_would_have_beside_a_base_in_high_precision(folder, dtype):
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
     for autocast in (True, False):
-        found = []
-        for in_fp8 in (True, False):
-            base, _ = FastLanguageModel.from_pretrained(folder, load_in_fp8=in_fp8, dtype=dtype, tokenizer=False)
+        actual = []
+        for load_in_fp8 in (True, False):
+            base, _ = FastLanguageModel.from_pretrained(folder, load_in_fp8=load_in_fp8, dtype=dtype, tokenizer=False)
             model = peft.get_peft_model(base, config, autocast_adapter_dtype=autocast)
             model.add_adapter("other", config, autocast_adapter_dtype=autocast)
-            found.append({name: p.dtype for name, p in model.named_parameters() if "lora_" in name})
-        assert found[0] == found[1] and set(found[0].values()) == {torch.float32 if autocast else dtype}
+            actual.append({name: p.dtype for name, p in model.named_parameters() if "lora_" in name})
+        assert actual[0] == actual[1] and set(actual[0].values()) == {torch.float32 if autocast else dtype}
     model(input_ids=tokens(), labels=tokens())
     base = load(folder).to(torch.float16)
     model = FastLanguageModel.get_peft_model(base, autocast_adapter_dtype=False, use_gradient_checkpointing=False)

@@ -59,9 +59,9 @@ def test_what_is_trained_gets_the_gradients_it_would_have_anyway(folder, granula
         for name, parameter in model.named_parameters():
             if "lora_" in name:
                 parameter.requires_grad_(not is_frozen(name))
-        found = gradients(model)
-        assert found.keys() == {name for name in everything if not is_frozen(name)}, what
-        different = [name for name in found if not torch.equal(found[name], everything[name])]
+        actual = gradients(model)
+        assert actual.keys() == {name for name in everything if not is_frozen(name)}, what
+        different = [name for name in actual if not torch.equal(actual[name], everything[name])]
         assert not different, (what, different)
 
 
@@ -88,10 +88,10 @@ def test_some_adapters_disabled_or_of_another_rank(folder):
     model.add_adapter("more", peft.LoraConfig(r=3, target_modules=list(LINEARS), init_lora_weights=False))
     for active in (["default"], ["more"], ["default", "more"]):
         model.base_model.set_adapter(active)
-        found = gradients(model)
+        actual = gradients(model)
         names = {name for name, _ in model.named_parameters() if any(f".{key}." in name for key in active)}
-        assert found.keys() == names and all(gradient.isfinite().all() for gradient in found.values()), active
-        assert all(gradient.abs().max() > 0 for name, gradient in found.items() if "lora_B" in name)
+        assert actual.keys() == names and all(gradient.isfinite().all() for gradient in actual.values()), active
+        assert all(gradient.abs().max() > 0 for name, gradient in actual.items() if "lora_B" in name)
 
 
 def test_a_bias_beside_adapters(tmp_path):
@@ -102,6 +102,6 @@ def test_a_bias_beside_adapters(tmp_path):
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             parameter.requires_grad_(False)
-    found = gradients(model)
-    assert found.keys() == {name for name in everything if name.endswith(".bias")}
-    assert all(torch.equal(found[name], everything[name]) for name in found)
+    actual = gradients(model)
+    assert actual.keys() == {name for name in everything if name.endswith(".bias")}
+    assert all(torch.equal(actual[name], everything[name]) for name in actual)

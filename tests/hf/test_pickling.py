@@ -89,8 +89,8 @@ def test_a_copy_is_what_it_was_and_trains_alike(folder, kind, way):
         assert torch.equal(again.eval()(tokens()).logits, model.eval()(tokens()).logits)
     assert train(again) == train(model)
     mine = [p for p in model.parameters() if p.requires_grad]
-    for found, expected in zip((p for p in again.parameters() if p.requires_grad), mine, strict=True):
-        assert torch.equal(found, expected) and found.data_ptr() != expected.data_ptr()
+    for actual, expected in zip((p for p in again.parameters() if p.requires_grad), mine, strict=True):
+        assert torch.equal(actual, expected) and actual.data_ptr() != expected.data_ptr()
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -20,7 +20,7 @@ from octavo.decoders.fuse import insist_on_fp8
 from octavo.hf.fp8_files import read_layout
 from octavo.hf.quantizer import OctavoConfig
 from octavo.nn.frozen import (
-    GRANULARITIES,
+    FROZEN_GRANULARITIES,
     SCALE_NAME,
     FP8FrozenLinear,
     activation_config,
@@ -44,7 +44,7 @@ def frozen(model):
     return {name: module for name, module in model.named_modules() if isinstance(module, FP8FrozenLinear)}
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("granularity", FROZEN_GRANULARITIES)
 def test_weights_are_quantised_as_they_are_read(checkpoint, granularity):
     original = small_llama()
     model = load(checkpoint, OctavoConfig(granularity))
@@ -62,17 +62,17 @@ def test_nothing_is_left_on_the_meta_device_or_in_two_copies(checkpoint):
     model = load(checkpoint, OctavoConfig("block"))
     assert not any(p.is_meta for p in [*model.parameters(), *model.buffers()])
     linears = sum(module.in_features * module.out_features for module in frozen(model).values())
-    held = sum(p.nbytes for name, p in model.named_parameters() if any(part in name for part in LINEARS))
-    assert held < 1.01 * linears
+    stored = sum(p.nbytes for name, p in model.named_parameters() if any(part in name for part in LINEARS))
+    assert stored < 1.01 * linears
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("granularity", FROZEN_GRANULARITIES)
 def test_saved_and_loaded_again(checkpoint, granularity, tmp_path):
     model = load(checkpoint, OctavoConfig(granularity))
     model.save_pretrained(tmp_path)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
-        found = file.get_slice("model.layers.0.mlp.up_proj.weight")
-        assert found.get_dtype() == "F8_E4M3"
+        actual = file.get_slice("model.layers.0.mlp.up_proj.weight")
+        assert actual.get_dtype() == "F8_E4M3"
     again = load(tmp_path)
     assert len(frozen(again)) == 14
     assert torch.equal(again(tokens()).logits, model(tokens()).logits)
@@ -164,7 +164,7 @@ def test_compressed_tensors(strategy, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("found", "message"),
+    ("layout", "message"),
     [
         ({"quant_method": "gptq"}, "quant_method='gptq'"),
         ({"quant_method": "fp8", "weight_block_size": [64, 64]}, r"weight_block_size=\[64, 64\]"),
@@ -178,9 +178,9 @@ def test_compressed_tensors(strategy, tmp_path):
         ),
     ],
 )
-def test_what_octavo_does_not_read(found, message):
+def test_what_octavo_does_not_read(layout, message):
     with pytest.raises(ValueError, match=message):
-        read_layout(found)
+        read_layout(layout)
 
 
 def test_bad_configurations():
@@ -216,29 +216,29 @@ def test_its_groups_are_fused_and_still_give_what_the_modules_give(checkpoint, t
 
 def test_products_in_fp8_where_they_pay(checkpoint, monkeypatch):
     """On a GPU; nobody asks about a width of 400 or less, such as this one's, anywhere else."""
-    assert all(module.in_fp8 for module in frozen(load(checkpoint, OctavoConfig("channel"))).values())
+    assert all(module.fp8_products for module in frozen(load(checkpoint, OctavoConfig("channel"))).values())
     monkeypatch.setattr("octavo.hf.quantizer.has_fp8_tensor_cores", lambda _device: True)
     planned = load(checkpoint, OctavoConfig("channel"))
-    assert not any(module.in_fp8 for module in frozen(planned).values())
+    assert not any(module.fp8_products for module in frozen(planned).values())
     assert "FP8 does not pay at a width of" in planned.octavo_fused[-1]
     head = OctavoConfig("channel", fp8=activation_config("channel").replace(fp8_head=True))  # says nothing of the rest
-    assert not any(module.in_fp8 for module in frozen(load(checkpoint, head)).values())
+    assert not any(module.fp8_products for module in frozen(load(checkpoint, head)).values())
     asked = {"fp8_products": True}, {"fp8": FP8TrainingConfig.from_recipe("channel")}
     for how in asked:
-        assert all(module.in_fp8 for module in frozen(load(checkpoint, OctavoConfig("channel", **how))).values())
+        assert all(module.fp8_products for module in frozen(load(checkpoint, OctavoConfig("channel", **how))).values())
     insist_on_fp8(planned)
     insist_on_fp8(planned)
-    assert all(module.in_fp8 for module in frozen(planned).values())
+    assert all(module.fp8_products for module in frozen(planned).values())
     assert "since then, products in FP8" in planned.octavo_fused[-1] and "since" not in planned.octavo_fused[-2]
     refused = load(checkpoint, OctavoConfig("channel", fp8_products=False))
     insist_on_fp8(refused)
-    assert not any(module.in_fp8 for module in frozen(refused).values())
+    assert not any(module.fp8_products for module in frozen(refused).values())
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("granularity", FROZEN_GRANULARITIES)
 def test_products_in_high_precision(checkpoint, granularity, tmp_path):
     model = load(checkpoint, OctavoConfig(granularity, fp8_products=False))
-    assert len(frozen(model)) == 14 and not any(module.in_fp8 for module in frozen(model).values())
+    assert len(frozen(model)) == 14 and not any(module.fp8_products for module in frozen(model).values())
     said = " ".join(model.octavo_fused)
     assert "by FP8 weights (14)" in said and "q, k and v in one product (2)" in said
     reference = small_llama()
@@ -248,11 +248,11 @@ def test_products_in_high_precision(checkpoint, granularity, tmp_path):
     assert cosine(model(tokens()).logits, expected) > 0.9999
     model.save_pretrained(tmp_path)
     again = load(tmp_path)  # by what config.json says
-    assert not any(module.in_fp8 for module in frozen(again).values())
+    assert not any(module.fp8_products for module in frozen(again).values())
     assert torch.equal(again(tokens()).logits, model(tokens()).logits)
     for asked in (None, True):  # not said, it is as the checkpoint says
         again = load(tmp_path, OctavoConfig(granularity, fp8_products=asked))
-        assert all(module.in_fp8 is (asked is True) for module in frozen(again).values())
+        assert all(module.fp8_products is (asked is True) for module in frozen(again).values())
     with pytest.raises(ValueError, match="fp8_products='no': True or False"):
         OctavoConfig("block", fp8_products="no")
     with pytest.raises(ValueError, match="fp8 with fp8_products=False"):

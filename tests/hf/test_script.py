@@ -57,8 +57,8 @@ def test_lora_with_the_variable_set_after_loading(checkpoint, tmp_path, monkeypa
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
     trainer = sft(tmp_path, model, tokenizer, fp16=False, bf16=False, **options)
     trainer.train()
-    found = losses(trainer)
-    assert all(torch.isfinite(torch.tensor(found))) and found[-1] < found[0]
+    actual = losses(trainer)
+    assert all(torch.isfinite(torch.tensor(actual))) and actual[-1] < actual[0]
     assert sum(isinstance(m, FP8LoraLinear) for m in trainer.model.modules()) == 14
     assert "fp8/underflow_mean" in trainer.state.log_history[0]
 

@@ -54,8 +54,8 @@ def test_ways_to_the_same_numbers(plain, settings, tmp_path):
 )
 def test_ways_to_nearly_the_same_numbers(plain, settings, tmp_path):
     with torch.compiler.set_stance("force_eager"):  # torchao compiles its optimisers: a minute on a CPU
-        found = losses(trainer(tmp_path, **settings))
-    assert found == pytest.approx(plain, rel=0.01) and found != plain
+        actual = losses(trainer(tmp_path, **settings))
+    assert actual == pytest.approx(plain, rel=0.01) and actual != plain
 
 
 def test_histories_roll_once_per_optimiser_step(tmp_path):
@@ -92,8 +92,8 @@ def test_resume_without_scaling_state(tmp_path, monkeypatch):
     (tmp_path / "checkpoint-2" / "octavo_scaling_0.pt").unlink()
     run = trainer(tmp_path, **saving)
     run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    found = [entry["loss"] for entry in logs(run)]
-    assert found == pytest.approx(whole, rel=0.01) and found != whole
+    actual = [entry["loss"] for entry in logs(run)]
+    assert actual == pytest.approx(whole, rel=0.01) and actual != whole
     assert len(warnings) == 1 and "octavo_scaling_0.pt" in warnings[0]
 
 
@@ -120,8 +120,8 @@ def test_sft(name, tmp_path):
     """TRL's trainer, as it comes (so with bf16=True), with and without FP8."""
     expected = losses(sft_trainer(tmp_path, build(vocab_size=BYTES), callbacks=[], **SFT[name]))
     run = sft_trainer(tmp_path, **SFT[name])
-    found = losses(run)
-    assert found == pytest.approx(expected, rel=0.01) and found != expected and found[-1] < found[0]
+    actual = losses(run)
+    assert actual == pytest.approx(expected, rel=0.01) and actual != expected and actual[-1] < actual[0]
     assert "fp8/underflow_mean" in logs(run)[-1]
 
 
@@ -161,8 +161,8 @@ def test_an_fp8_head_that_is_not_used_is_an_error(make, settings, tmp_path):
 @pytest.mark.parametrize(("make", "sizes"), [(trainer, {}), (sft_trainer, {"vocab_size": BYTES})])
 def test_an_fp8_head(make, sizes, tmp_path):
     run = make(tmp_path, converted(FP8TrainingConfig(fp8_head=True), **sizes))
-    found = losses(run)
-    assert found[-1] < found[0]
+    actual = losses(run)
+    assert actual[-1] < actual[0]
 
 
 def test_lora(tmp_path):
@@ -172,6 +172,6 @@ def test_lora(tmp_path):
     model = peft.get_peft_model(converted(), config)
     before = copy.deepcopy({n: p for n, p in model.named_parameters() if p.requires_grad})
     run = trainer(tmp_path, model, callbacks=[OctavoCallback()])
-    found = losses(run)
-    assert found[-1] != found[0] and "fp8/scale_min" in logs(run)[-1]
+    actual = losses(run)
+    assert actual[-1] != actual[0] and "fp8/scale_min" in logs(run)[-1]
     assert all(not torch.equal(p, before[n]) for n, p in model.named_parameters() if n in before)

@@ -25,10 +25,11 @@ WITHOUT_RESULT = ("st.", "red.", "bar.", "bra", "ret", "fence.")
 CHECKED = (
     *("quantize delayed g", "quantize channel g", "quantize block g", "quantize block w both", "quantize mx g"),
     *("quantize block, channel wgrad g both (256", "quantize rows", "quantize folded"),
-    *("gated quantize backward delayed silu", "gated quantize and keep silu", "gated quantize backward from kept silu"),
+    *("gated quantize backward delayed silu", "gated quantize backward from saved silu"),
+    "gated quantize and save silu",
     *("gated blocks block silu 256", "gated blocks block, channel wgrad silu 256", "gated blocks mx silu 256"),
     *("gated blocks backward block silu 256", "gated blocks backward block, channel wgrad silu 256"),
-    *("gated blocks backward mx silu 256", "cross entropy quantize both", "gated low rank silu 256 kept"),
+    *("gated blocks backward mx silu 256", "cross entropy quantize both", "gated low rank silu 256 saved"),
     *("gated low rank backward silu 256 with h", "adapters", "transpose", "adamw 4 bits", "bdh causal delayed (128"),
     # To FP32 its bytes do change hands, before a single store, which comes out right (tests/gpu/test_lora_on_gpu.py).
     *(f"dequantize (256, 256) by (256, 1) to torch.{dtype}" for dtype in ("bfloat16", "float16")),
@@ -39,10 +40,10 @@ def unwritten(ptx):
     """Registers that are read and never written: what ptxas may do with the others in the same word is anything."""
     read, written = set(), set()
     for statement in re.sub("//.*", "", ptx).replace("\n", ";\n").split(";"):
-        found = re.match(r"\s*(?:@!?(%\w+)\s+)?([a-z][\w.:]*)\s+(.*)", statement)
-        if found is None:
+        actual = re.match(r"\s*(?:@!?(%\w+)\s+)?([a-z][\w.:]*)\s+(.*)", statement)
+        if actual is None:
             continue
-        predicate, operation, operands = found.groups()
+        predicate, operation, operands = actual.groups()
         result = "" if operation.startswith(WITHOUT_RESULT) else re.match(r"\{[^}]*\}|[^,;]*", operands)[0]
         written.update(REGISTER.findall(result))
         read.update(REGISTER.findall(f"{predicate} {operands[len(result) :]}"))
@@ -59,7 +60,7 @@ def compile_instead(kernel, *args, grid, warmup, **constants):  # noqa: ARG001
     """In place of `JITFunction.run`."""
     compiled = compile_for_hopper(kernel, args, constants)
     conversions = [line for line in compiled.asm["ttgir"].splitlines() if "ttg.convert_layout" in line]
-    found = {
+    actual = {
         "kernel": kernel.fn.__name__,
         "bytes_turned": sum("xf8E" in line for line in conversions),
         "conversions": len(conversions),
@@ -69,9 +70,9 @@ def compile_instead(kernel, *args, grid, warmup, **constants):  # noqa: ARG001
         "needs_nothing": kernel.fn.__name__ == "columns_kernel" and constants["MODE"] != CHANNEL.value,
     }
     if len(sys.argv) > 3:
-        path = Path(sys.argv[3]) / f"{found['kernel']}-{len(list(Path(sys.argv[3]).iterdir()))}"
+        path = Path(sys.argv[3]) / f"{actual['kernel']}-{len(list(Path(sys.argv[3]).iterdir()))}"
         path.with_suffix(".ptx").write_text(compiled.asm["ptx"])
-    print(json.dumps(found), flush=True)
+    print(json.dumps(actual), flush=True)
 
 
 def main(dtype: torch.dtype, rounding: str) -> None:

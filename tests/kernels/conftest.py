@@ -103,6 +103,30 @@ def shapes_and_types_made_once():
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def maxima_without_nan():
+    """`tl.maximum`, `tl.minimum` and `tl.clamp` drop NaN unless told to propagate it, as on a GPU.
+
+    The interpreter of Triton 3.6 always keeps it (triton-lang/triton#10333), and would hide a kernel that loses NaN.
+    """
+    from triton.language import PropagateNan
+    from triton.runtime import interpreter
+
+    builder = interpreter.InterpreterBuilder
+    honest_clamp = builder.create_clampf
+
+    def clamp(self, x, low, high, propagate_nan):
+        if propagate_nan == PropagateNan.ALL:
+            return honest_clamp(self, x, low, high, propagate_nan)
+        return self.create_minnumf(self.create_maxnumf(x, low), high)
+
+    with pytest.MonkeyPatch.context() as patching:
+        patching.setattr(builder, "create_maxnumf", lambda self, a, b: self.binary_op(a, b, np.fmax))
+        patching.setattr(builder, "create_minnumf", lambda self, a, b: self.binary_op(a, b, np.fmin))
+        patching.setattr(builder, "create_clampf", clamp)
+        yield
+
+
 def _extent(tensor):
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
@@ -118,11 +142,11 @@ def nothing_beside_the_tensors():
 
     launch, builder = interpreter.GridExecutor.__call__, interpreter.InterpreterBuilder
     load, store = builder.create_masked_load, builder.create_masked_store
-    places = []
+    extents = []
 
     def is_inside(addresses):
         first, last = int(addresses.min()), int(addresses.max())
-        return any(start <= first and last < stop for start, stop in places)
+        return any(start <= first and last < stop for start, stop in extents)
 
     def check(pointers, mask):
         if pointers.data.size and not is_inside(pointers.data):
@@ -131,7 +155,7 @@ def nothing_beside_the_tensors():
 
     def checked_launch(self, *args, **kwargs):
         given = [getattr(x, "base", x) for x in (*args, *kwargs.values())]
-        places[:] = [_extent(x) for x in given if isinstance(x, torch.Tensor) and x.numel()]
+        extents[:] = [_extent(x) for x in given if isinstance(x, torch.Tensor) and x.numel()]
         return launch(self, *args, **kwargs)
 
     def checked_load(self, pointers, mask, *args, **kwargs):

@@ -20,6 +20,7 @@ from octavo.models.bdh.kernels import backward as bdh_backward
 from octavo.models.bdh.kernels import forward as bdh
 from octavo.models.bdh.kernels import scores as bdh_scores
 from octavo.numerics import E4M3, E5M2, Quantized
+from octavo.numerics.activation import ACTIVATIONS
 from octavo.numerics.adamw import Step, with_levels
 from octavo.numerics.scaling import new_states
 
@@ -94,7 +95,7 @@ def _quantized(x: Tensor, recipe, **how) -> object:
 
 
 def _gated(dtype: torch.dtype, rounding: str) -> Iterator[Launch]:
-    for activation in ("silu", "gelu_tanh") if _is_usual(dtype, rounding) else ("silu",):
+    for activation in ACTIVATIONS if _is_usual(dtype, rounding) else ("silu",):
         for m, f in ((256, 256), (257, 300)) if rounding == "nearest" and activation == "silu" else ((256, 256),):
             gate_up, dh = torch.zeros(m, 2 * f, dtype=dtype), torch.zeros(m, f, dtype=dtype)
             name = f"{activation} {(m, f)}"
@@ -119,17 +120,17 @@ def _gated(dtype: torch.dtype, rounding: str) -> Iterator[Launch]:
                     ),
                 )
         recipe = RECIPES["delayed"].replace(rounding=rounding).recipe
-        gate_up, dh, kept = torch.zeros(256, 512, dtype=dtype), torch.zeros(256, 256, dtype=dtype), _kept()
+        gate_up, dh, saved = torch.zeros(256, 512, dtype=dtype), torch.zeros(256, 256, dtype=dtype), _saved()
         yield (
-            f"gated quantize and keep {activation}",
-            lambda gate_up=gate_up, a=activation, r=recipe, kept=kept: gated.gated_quantize(
-                gate_up, _state(), r.x, a, record=True, into=kept
+            f"gated quantize and save {activation}",
+            lambda gate_up=gate_up, a=activation, r=recipe, saved=saved: gated.gated_quantize(
+                gate_up, _state(), r.x, a, record=True, into=saved
             ),
         )
         yield (
-            f"gated quantize backward from kept {activation}",
-            lambda dh=dh, a=activation, r=recipe, kept=kept: gated.gated_quantize_backward(
-                dh, kept.data, torch.ones(()), _state(), r.g, r.x, a, kept_scale=kept.scale
+            f"gated quantize backward from saved {activation}",
+            lambda dh=dh, a=activation, r=recipe, saved=saved: gated.gated_quantize_backward(
+                dh, saved.data, torch.ones(()), _state(), r.g, r.x, a, saved_scale=saved.scale
             ),
         )
 
@@ -137,7 +138,7 @@ def _gated(dtype: torch.dtype, rounding: str) -> Iterator[Launch]:
 def _gated_blocks(dtype: torch.dtype, rounding: str) -> Iterator[Launch]:
     for recipe_name in ("block", "block, channel wgrad", "mx", "mx floor"):
         recipe = RECIPES[recipe_name].replace(rounding=rounding).recipe
-        for activation in ("silu", "gelu_tanh") if _is_usual(dtype, rounding) else ("silu",):
+        for activation in ACTIVATIONS if _is_usual(dtype, rounding) else ("silu",):
             for m in (256, 250) if _is_usual(dtype, rounding) and activation == "silu" else (256,):
                 gate_up, dh = torch.zeros(m, 512, dtype=dtype), torch.zeros(m, 256, dtype=dtype)
                 name = f"{recipe_name} {activation} {m}"
@@ -155,7 +156,7 @@ def _gated_blocks(dtype: torch.dtype, rounding: str) -> Iterator[Launch]:
                 )
 
 
-def _kept() -> Quantized:
+def _saved() -> Quantized:
     return Quantized(torch.zeros(256, 512, dtype=E4M3.dtype), torch.ones(256, 4, dtype=torch.uint8))
 
 
@@ -165,7 +166,7 @@ def _bdh(dtype: torch.dtype, rounding: str) -> Iterator[Launch]:
         for t, n in ((128, 256), (17, 34)) if _is_usual(dtype, rounding) and scaling == "delayed" else ((128, 256),):
             s_pre, t_pre = torch.zeros(1, t, 2, n, dtype=dtype), torch.zeros(2, 1, t, n, dtype=dtype)
             angles = torch.zeros(t, n // 2)
-            kept = Quantized(torch.zeros(1, t, 2, n, dtype=E4M3.dtype), torch.ones(()))
+            saved = Quantized(torch.zeros(1, t, 2, n, dtype=E4M3.dtype), torch.ones(()))
             scores = torch.zeros(1, 2, t, t, dtype=dtype)
             name = f"{scaling} {(t, n)}"
             yield (
@@ -174,7 +175,7 @@ def _bdh(dtype: torch.dtype, rounding: str) -> Iterator[Launch]:
             )
             yield (
                 f"bdh rope_columns {name}",
-                lambda s=kept, y=angles, r=recipe: bdh.rope_columns(s, y, y, torch.ones(()), r.x, dtype),
+                lambda s=saved, y=angles, r=recipe: bdh.rope_columns(s, y, y, torch.ones(()), r.x, dtype),
             )
             yield (
                 f"bdh gate {name}",
@@ -182,13 +183,13 @@ def _bdh(dtype: torch.dtype, rounding: str) -> Iterator[Launch]:
             )
             yield (
                 f"bdh gate_backward {name}",
-                lambda x=s_pre, s=kept, r=recipe: bdh_backward.gate_backward(
+                lambda x=s_pre, s=saved, r=recipe: bdh_backward.gate_backward(
                     x, s, s, torch.ones(()), _state(), r.g, r.x
                 ),
             )
             yield (
                 f"bdh relu_rope_backward {name}",
-                lambda x=s_pre, s=kept, y=angles, r=recipe: bdh_backward.relu_rope_backward(
+                lambda x=s_pre, s=saved, y=angles, r=recipe: bdh_backward.relu_rope_backward(
                     x.transpose(1, 2), x, s.data, s, y, y, _state(), r.g
                 ),
             )
@@ -247,27 +248,27 @@ def _low_rank(dtype: torch.dtype) -> Iterator[Launch]:
     """What is for 16 bits only: adapters, and the gated activation with theirs."""
     if dtype == torch.float32:
         return
-    for activation in ("silu", "gelu_tanh"):
+    for activation in ACTIVATIONS:
         for m in (256, 250) if activation == "silu" else (256,):
             gate_up, dh = torch.zeros(m, 512, dtype=dtype), torch.zeros(m, 256, dtype=dtype)
-            kept = Quantized(torch.zeros(m, 512, dtype=E4M3.dtype), torch.ones(m, 4, dtype=torch.uint8))
+            saved = Quantized(torch.zeros(m, 512, dtype=E4M3.dtype), torch.ones(m, 4, dtype=torch.uint8))
             low = low_rank.Low(torch.zeros(m, 32, dtype=dtype), torch.zeros(256, 32, dtype=dtype))
-            turned = low._replace(right=low.right.t())
+            by_row = low._replace(right=low.right.t())
             name = f"{activation} {m}"
-            for into in (kept, None):
+            for into in (saved, None):
                 yield (
-                    f"gated low rank {name}{' kept' if into else ''}",
+                    f"gated low rank {name}{' saved' if into else ''}",
                     lambda x=gate_up, low=low, a=activation, into=into: low_rank.gated(x, low, low, a, into),
                 )
                 yield (
                     f"gated low rank backward {name}{' with h' if into else ''}",
-                    lambda dh=dh, kept=kept, low=turned, a=activation, h=into is not None: low_rank.gated_backward(
-                        dh, kept, low, a, factor=torch.ones(512), h=h
+                    lambda dh=dh, saved=saved, low=by_row, a=activation, h=into is not None: low_rank.gated_backward(
+                        dh, saved, low, a, factor=torch.ones(512), h=h
                     ),
                 )
             yield (
                 f"gated low rank {name} without adapters",
-                lambda x=gate_up, kept=kept, a=activation: low_rank.gated(x, None, None, a, kept),
+                lambda x=gate_up, saved=saved, a=activation: low_rank.gated(x, None, None, a, saved),
             )
     rows = Quantized(torch.zeros(256, 512, dtype=E4M3.dtype), torch.ones(256, 1))
     for rank in (32, 96):
@@ -275,22 +276,22 @@ def _low_rank(dtype: torch.dtype) -> Iterator[Launch]:
             f"adapters down {rank}",
             lambda rank=rank: gradients.add_down(torch.zeros(256, rank), rows, torch.zeros(rank, 512), dtype),
         )
-    ups, places = [torch.zeros(256, 32, dtype=dtype)] * 2, [(0, 256, 1.0), (256, 256, 2.0)]
+    ups, spans = [torch.zeros(256, 32, dtype=dtype)] * 2, [(0, 256, 1.0), (256, 256, 2.0)]
     y, t = torch.zeros(256, 512, dtype=dtype), torch.zeros(256, 64, dtype=dtype)
     for factor in (torch.ones(512), None):
         for d in (torch.zeros(512 * 32), None):
             yield (
                 f"adapters gradients {'folded' if factor is not None else ''} {'dB' if d is not None else ''}",
-                lambda factor=factor, d=d: gradients.add_gradients(y, t, ups, places, factor, t.float(), d),
+                lambda factor=factor, d=d: gradients.add_gradients(y, t, ups, spans, factor, t.float(), d),
             )
-    yield "adapters add up", lambda: outputs.add_outputs(y, t, ups, places, None, turned=True)
+    yield "adapters add up", lambda: outputs.add_outputs(y, t, ups, spans, None, transposed=True)
     down, up = [torch.zeros(64, 512, dtype=dtype)], [torch.zeros(512, 64, dtype=dtype)]
     one = [(0, 512, 1.0)]
-    yield "adapters add down", lambda: outputs.add_outputs(y, t, down, one, None, turned=False)
-    yield "adapters add residual", lambda: outputs.add_outputs(y, t, up, one, y, turned=True)
+    yield "adapters add down", lambda: outputs.add_outputs(y, t, down, one, None, transposed=False)
+    yield "adapters add residual", lambda: outputs.add_outputs(y, t, up, one, y, transposed=True)
     yield (
         "adapters add edges",
-        lambda: outputs.add_outputs(y[:250], t[:250], up, one, None, turned=True),
+        lambda: outputs.add_outputs(y[:250], t[:250], up, one, None, transposed=True),
     )
 
 

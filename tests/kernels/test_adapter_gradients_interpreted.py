@@ -15,7 +15,7 @@ BF16 = torch.bfloat16
 @pytest.mark.parametrize("fold", [False, True])
 @pytest.mark.parametrize("of_b", [False, True])
 @pytest.mark.parametrize(
-    ("m", "places", "rank"),
+    ("m", "spans", "rank"),
     [
         (64, [(0, 128)], 32),
         (130, [(0, 300), (300, 100), (400, 64)], 16),
@@ -23,17 +23,17 @@ BF16 = torch.bfloat16
         (5, [(0, 64)], 20),
     ],
 )
-def test_gradients(m, places, rank, fold, of_b):
-    places = [(first, size, 0.5 + i) for i, (first, size) in enumerate(places)]
-    width = sum(places[-1][:2])
-    g, t = torch.randn(m, width).to(BF16), torch.randn(m, rank * len(places)).to(BF16)
-    ups = [torch.randn(size, rank).to(BF16) for _, size, _ in places]
+def test_gradients(m, spans, rank, fold, of_b):
+    spans = [(first, size, 0.5 + i) for i, (first, size) in enumerate(spans)]
+    width = sum(spans[-1][:2])
+    g, t = torch.randn(m, width).to(BF16), torch.randn(m, rank * len(spans)).to(BF16)
+    ups = [torch.randn(size, rank).to(BF16) for _, size, _ in spans]
     factor = torch.rand(width) + 0.5 if fold else None
     assert kernel.can_multiply(g, ups)
-    u, d = torch.zeros(m, rank * len(places)), torch.zeros(sum(up.numel() for up in ups))
+    u, d = torch.zeros(m, rank * len(spans)), torch.zeros(sum(up.numel() for up in ups))
     for _ in range(2):
-        kernel.add_gradients(g, t, ups, places, factor, u, d if of_b else None)
-    expected = adapter_gradients(g, t, ups, places, factor)
+        kernel.add_gradients(g, t, ups, spans, factor, u, d if of_b else None)
+    expected = adapter_gradients(g, t, ups, spans, factor)
     torch.testing.assert_close(u / 2, expected[0], rtol=0, atol=4e-3 * expected[0].abs().max().item())
     if of_b:
         torch.testing.assert_close(d / 2, expected[1], rtol=1e-4, atol=1e-4)
@@ -42,9 +42,9 @@ def test_gradients(m, places, rank, fold, of_b):
 
 
 @pytest.mark.parametrize("residual", [False, True])
-@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("in_fp32", [False, True])
 @pytest.mark.parametrize(
-    ("m", "places", "rank"),
+    ("m", "spans", "rank"),
     [
         (64, [(0, 128)], 32),
         (130, [(0, 300), (300, 100), (400, 64)], 8),
@@ -53,26 +53,26 @@ def test_gradients(m, places, rank, fold, of_b):
         (33, [(0, 128)], 8),
     ],
 )
-def test_outputs(m, places, rank, residual, wide):
-    places = [(first, size, 0.5 + i) for i, (first, size) in enumerate(places)]
-    residual = torch.randn(m, sum(places[-1][:2])).to(BF16) if residual else None
-    y, t = torch.randn(m, sum(places[-1][:2])).to(BF16), torch.randn(m, rank * len(places)).to(BF16)
-    ups = [torch.randn(size, rank).to(BF16) for _, size, _ in places]
-    assert adding.can_add(y, ups, places, residual, turned=True) == (residual is None or len(places) == 1)
+def test_outputs(m, spans, rank, residual, in_fp32):
+    spans = [(first, size, 0.5 + i) for i, (first, size) in enumerate(spans)]
+    residual = torch.randn(m, sum(spans[-1][:2])).to(BF16) if residual else None
+    y, t = torch.randn(m, sum(spans[-1][:2])).to(BF16), torch.randn(m, rank * len(spans)).to(BF16)
+    ups = [torch.randn(size, rank).to(BF16) for _, size, _ in spans]
+    assert adding.can_add(y, ups, spans, residual, transposed=True) == (residual is None or len(spans) == 1)
     expected = y.float() + (0 if residual is None else residual)
-    for i, ((first, size, scaling), up) in enumerate(zip(places, ups, strict=True)):
+    for i, ((first, size, scaling), up) in enumerate(zip(spans, ups, strict=True)):
         expected[:, first : first + size] += scaling * t[:, i * rank : (i + 1) * rank].float() @ up.float().T
-    if adding.can_add(y, ups, places, residual, turned=True):
-        adding.add_outputs(y, t.float() if wide else t, ups, places, residual, turned=True)
+    if adding.can_add(y, ups, spans, residual, transposed=True):
+        adding.add_outputs(y, t.float() if in_fp32 else t, ups, spans, residual, transposed=True)
         torch.testing.assert_close(y.float(), expected, rtol=1e-2, atol=1e-2)
 
 
 def test_inputs():
     dx, u, a = (torch.randn(*shape).to(BF16) for shape in ((37, 200), (37, 96), (96, 200)))
     span = [(0, 200, 1.0)]
-    assert adding.can_add(dx, [a], span, None, turned=False)
+    assert adding.can_add(dx, [a], span, None, transposed=False)
     expected = dx.float() + u.float() @ a.float()
-    adding.add_outputs(dx, u, [a], span, None, turned=False)
+    adding.add_outputs(dx, u, [a], span, None, transposed=False)
     torch.testing.assert_close(dx.float(), expected, rtol=1e-2, atol=2e-2)
 
 
@@ -83,7 +83,7 @@ def test_inputs():
 def test_down(m, k, ranks, granularity):
     x = quantize(sample(m, k).clamp(-100, 100), format=E4M3, granularity=granularity, block=(1, 128))
     u, d = torch.randn(m, ranks).to(BF16), torch.zeros(ranks, k)
-    assert kernel.can_multiply_kept(x, u, BF16)
+    assert kernel.can_multiply_saved(x, u, BF16)
     for left in (u, u.float()):
         kernel.add_down(left, x, d, BF16)
     expected = u.float().T @ x.dequantize(torch.float32)
@@ -95,9 +95,9 @@ def test_what_they_leave_to_others():
     assert not kernel.can_multiply(g.float(), [up]) and not kernel.can_multiply(g, [])
     assert not kernel.can_multiply(g, [up] * 4) and not kernel.can_multiply(g, [up, up[:, :4]])
     assert not kernel.can_multiply(g, [torch.zeros(64, 65, dtype=BF16)]) and not kernel.can_multiply(g.t(), [up])
-    assert not adding.can_add(g.float(), [up], [(0, 64, 1.0)], None, turned=True)
-    assert not adding.can_add(g, [up, up[:, :4]], [(0, 32, 1.0), (32, 32, 1.0)], None, turned=True)
-    assert not adding.can_add(g, [up, up], [(0, 64, 1.0), (0, 64, 1.0)], None, turned=True)  # both at once
-    wide = Quantized(torch.zeros(4, 64, dtype=E4M3.dtype), torch.ones(()))
-    assert not kernel.can_multiply_kept(wide, torch.zeros(4, 257), BF16)
-    assert not kernel.can_multiply_kept(wide, torch.zeros(4, 8), torch.float32)
+    assert not adding.can_add(g.float(), [up], [(0, 64, 1.0)], None, transposed=True)
+    assert not adding.can_add(g, [up, up[:, :4]], [(0, 32, 1.0), (32, 32, 1.0)], None, transposed=True)
+    assert not adding.can_add(g, [up, up], [(0, 64, 1.0), (0, 64, 1.0)], None, transposed=True)  # both at once
+    x = Quantized(torch.zeros(4, 64, dtype=E4M3.dtype), torch.ones(()))
+    assert not kernel.can_multiply_saved(x, torch.zeros(4, 257), BF16)
+    assert not kernel.can_multiply_saved(x, torch.zeros(4, 8), torch.float32)

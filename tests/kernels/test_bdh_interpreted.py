@@ -12,7 +12,7 @@ DELAYED, CURRENT = FP8TrainingConfig().recipe, FP8TrainingConfig(scaling="curren
 SIZES = [(2, 3, 17, 34), (1, 2, 64, 256), (2, 1, 1, 2), (1, 1, 64, 34), (1, 1, 17, 256)]  # B, H, T, N
 
 
-def rows(count):
+def states(count):
     return [new_states(device="cpu") for _ in range(count)]
 
 
@@ -21,9 +21,9 @@ def pairs(parts):
     return [Quantized(*pair) for pair in zip(parts[::2], parts[1::2], strict=True)]
 
 
-def assert_same_bits(found, expected):
+def assert_same_bits(actual, expected):
     """Data and scales alike; −0 is 0."""
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(actual, expected, strict=True):
         if isinstance(a, Quantized):
             assert_same_bits(a, b)
         else:
@@ -31,8 +31,8 @@ def assert_same_bits(found, expected):
             torch.testing.assert_close(a.float(), b.float(), rtol=0, atol=0, equal_nan=True)
 
 
-def assert_same_statistics(found, expected):
-    for a, b in zip(found, expected, strict=True):
+def assert_same_statistics(actual, expected):
+    for a, b in zip(actual, expected, strict=True):
         exact = [SCALE, AMAX, SEEN, NON_FINITE]
         torch.testing.assert_close(a[exact], b[exact], rtol=0, atol=0)
         torch.testing.assert_close(
@@ -54,12 +54,12 @@ def test_relu_rope(size, dtype, recipe):
     B, H, T, N = size
     cos, sin = rope_angles(T, N, torch.device("cpu"))
     s_pre = torch.randn(B, T, H, N).to(dtype)
-    mine, theirs = rows(2), rows(2)
+    mine, theirs = states(2), states(2)
     for use in range(2):  # the second finds a scale, too small for what comes
         s_pre = s_pre * (1 + use)
-        found = forward.relu_rope(s_pre, cos, sin, *mine, recipe.x)
+        actual = forward.relu_rope(s_pre, cos, sin, *mine, recipe.x)
         expected = pairs(ops.bdh_relu_rope(s_pre, cos, sin, *theirs, recipe.x.encode()))
-        assert_same_bits(found, expected)
+        assert_same_bits(actual, expected)
     theirs[1][UNDERFLOW] = mine[1][UNDERFLOW]  # not counted for tensors that are only saved
     assert_same_statistics(mine, theirs)
     if recipe.x.delayed and T > 1:
@@ -73,10 +73,10 @@ def test_relu_rope(size, dtype, recipe):
 def test_gate(size):
     B, H, T, N = size
     s_pre, t_pre = torch.randn(B, T, H, N).bfloat16(), torch.randn(H, B, T, N).bfloat16()
-    mine, theirs = rows(2), rows(2)
+    mine, theirs = states(2), states(2)
     for use in range(2):
-        found = forward.gate(s_pre, t_pre * (1 + use), *mine, DELAYED.x)
-        assert_same_bits(found, pairs(ops.bdh_gate(s_pre, t_pre * (1 + use), *theirs, DELAYED.x.encode())))
+        actual = forward.gate(s_pre, t_pre * (1 + use), *mine, DELAYED.x)
+        assert_same_bits(actual, pairs(ops.bdh_gate(s_pre, t_pre * (1 + use), *theirs, DELAYED.x.encode())))
     theirs[1][UNDERFLOW] = mine[1][UNDERFLOW]
     assert_same_statistics(mine, theirs)
 
@@ -88,11 +88,11 @@ def test_gate_backward(size, recipe):
     B, H, T, N = size
     dz = torch.randn(B, T, H, N).bfloat16() * 1e-3
     s, t, z_scale = saved((B, T, H, N)), saved((B, T, H, N), 0.02), torch.tensor(0.03)
-    (mine,), (theirs,) = rows(1), rows(1)
+    (mine,), (theirs,) = states(1), states(1)
     for use in range(2):
-        found = backward.gate_backward(dz * (1 + use), s, t, z_scale, mine, recipe.g, recipe.x)
+        actual = backward.gate_backward(dz * (1 + use), s, t, z_scale, mine, recipe.g, recipe.x)
         recipes = recipe.g.encode(), recipe.x.encode()
-        assert_same_bits(found, ops.bdh_gate_backward(dz * (1 + use), *s, *t, z_scale, theirs, *recipes))
+        assert_same_bits(actual, ops.bdh_gate_backward(dz * (1 + use), [*s, *t], z_scale, theirs, *recipes))
     assert_same_statistics([mine], [theirs])
 
 
@@ -104,35 +104,36 @@ def test_relu_rope_backward(size, recipe):
     cos, sin = rope_angles(T, N, torch.device("cpu"))
     dq, dz = torch.randn(B, H, T, N).bfloat16() * 1e-3, torch.randn(B, T, H, N).bfloat16() * 1e-3
     s, t = saved((B, T, H, N)), saved((B, T, H, N), 0.02)
-    (mine,), (theirs,) = rows(1), rows(1)
+    (mine,), (theirs,) = states(1), states(1)
     for use in range(2):
-        found = backward.relu_rope_backward(dq * (1 + use), dz, s.data, t, cos, sin, mine, recipe.g)
-        given = dq * (1 + use), dz, s.data, *t, cos, sin
-        assert_same_bits(found, ops.bdh_relu_rope_backward(*given, theirs, recipe.g.encode()))
+        actual = backward.relu_rope_backward(dq * (1 + use), dz, s.data, t, cos, sin, mine, recipe.g)
+        given = dq * (1 + use), dz, [*s, *t], cos, sin
+        assert_same_bits(actual, ops.bdh_relu_rope_backward(*given, theirs, recipe.g.encode()))
     assert_same_statistics([mine], [theirs])
 
 
 @pytest.mark.parametrize("T", [1, 64, 70])  # tiles are 64×64
 def test_causal(T):
     square = torch.randn(2, 3, T, T).bfloat16()
-    mine, theirs = rows(2), rows(2)
+    mine, theirs = states(2), states(2)
     for use in range(2):
         x = square * (1 + use)
         for i, (symmetric, recipe) in enumerate(((False, DELAYED.x), (True, DELAYED.g))):
-            found = scores.mask(x, mine[i], recipe, symmetric=symmetric)
-            assert_same_bits(found, ops.bdh_mask(x, theirs[i], recipe.encode(), symmetric))
+            actual = scores.mask(x, mine[i], recipe, symmetric=symmetric)
+            assert_same_bits(actual, ops.bdh_mask(x, theirs[i], recipe.encode(), symmetric))
     assert_same_statistics(mine, theirs)
 
 
-def test_what_is_not_finite_is_recorded():
+@pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)
+def test_what_is_not_finite_is_recorded(value):
     s_pre = torch.randn(1, 5, 2, 8)
-    s_pre[0, 1, 0, 3], s_pre[0, 2, 1, 0] = float("nan"), float("inf")
+    s_pre[0, 1, 0, 3] = value
     cos, sin = rope_angles(5, 8, torch.device("cpu"))
-    mine, theirs = rows(2), rows(2)
-    found = forward.relu_rope(s_pre, cos, sin, *mine, DELAYED.x)
+    mine, theirs = states(2), states(2)
+    actual = forward.relu_rope(s_pre, cos, sin, *mine, DELAYED.x)
     expected = pairs(ops.bdh_relu_rope(s_pre, cos, sin, *theirs, DELAYED.x.encode()))
     # The interpreter's cast to E4M3 knows no NaN: only the others are compared here, NaN in tests/gpu.
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(actual, expected, strict=True):
         finite = b.data.float().isfinite()
         assert not finite.all()
         torch.testing.assert_close(a.data.float()[finite], b.data.float()[finite], rtol=0, atol=0)

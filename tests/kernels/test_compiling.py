@@ -11,7 +11,7 @@ import pytest
 # 45 s of CPU when Triton's cache is empty; 4 s after that
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_tiles_are_transposed_in_16_bits(dtype):
-    """FP8 bytes turned next to another store come out wrong on Hopper (triton-lang/triton#11111): NaN in training."""
+    """FP8 bytes transposed next to another store are wrong on Hopper (triton-lang/triton#11111): NaN in training."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.kernels.compiling", dtype, "nearest"]
     run = subprocess.run(command, env=environment, capture_output=True, text=True)

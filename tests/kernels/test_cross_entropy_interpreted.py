@@ -47,11 +47,11 @@ def test_gradient_in_fp8(shape, format, dtype):
     rows = kernel.cross_entropy_quantize(logits, labels, lse, FACTOR, format, columns)
     alone = kernel.cross_entropy_quantize(logits, labels, lse, FACTOR, format, None)
     assert torch.equal(alone.data.view(torch.uint8), rows.data.view(torch.uint8)) and alone.scale == rows.scale
-    found = rows, rows._replace(data=columns)
+    actual = rows, rows._replace(data=columns)
     expected = spec.cross_entropy_quantize(logits, labels, lse, FACTOR, format)
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(actual, expected, strict=True):
         assert_nearly_same(one, other, share=1e-3 if dtype == torch.float32 else 5e-3)
-    assert torch.equal(found[1].data.view(torch.uint8), found[0].data.view(torch.uint8).mT)
+    assert torch.equal(actual[1].data.view(torch.uint8), actual[0].data.view(torch.uint8).mT)
     assert torch.equal(logits, before)
 
 
@@ -137,9 +137,9 @@ def test_a_label_that_is_no_token_is_not_looked_up(wrong, loads):
     """Its loss and gradient are NaN; torch's own kernels assert, and so does `linear_cross_entropy` before them."""
     logits, labels = torch.randn(4, 40), torch.tensor([3, wrong, -100, wrong])
     loss, lse = kernel.cross_entropy(logits, labels)
-    places = [(x.data_ptr(), x.data_ptr() + x.nbytes) for x in (logits, labels)]
+    extents = [(x.data_ptr(), x.data_ptr() + x.nbytes) for x in (logits, labels)]
     assert len(loads) > logits.numel()
-    assert all(any(start <= address < stop for start, stop in places) for address in loads)
+    assert all(any(start <= address < stop for start, stop in extents) for address in loads)
     assert loss.isnan().tolist() == [False, True, False, True]
     kernel.cross_entropy_backward_(logits, labels, lse, FACTOR)
     assert logits.isnan().all(1).tolist() == [False, True, False, True] and not logits[::2].isnan().any()
@@ -151,8 +151,8 @@ def test_nothing_is_read_beside_the_logits(shape, loads):
     labels[-1] = shape[1] - 1
     _, lse = kernel.cross_entropy(logits, labels)
     kernel.cross_entropy_backward_(logits, labels, lse, FACTOR)
-    places = [(x.data_ptr(), x.data_ptr() + x.nbytes) for x in (logits, labels, lse, FACTOR)]
-    assert all(any(start <= address < stop for start, stop in places) for address in set(loads))
+    extents = [(x.data_ptr(), x.data_ptr() + x.nbytes) for x in (logits, labels, lse, FACTOR)]
+    assert all(any(start <= address < stop for start, stop in extents) for address in set(loads))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -14,5 +14,5 @@ def test_every_mantissa_is_divided_as_ieee_asks(divisor, exponent):
     quotient = (amax * np.float32(inverse)).astype(np.float64)
     rest = amax - quotient * divisor  # exact: so is a fused multiply-add
     assert np.array_equal(rest, rest.astype(np.float32))
-    found = (quotient + rest * inverse).astype(np.float32)
-    assert np.array_equal(found, amax / np.float32(divisor))
+    actual = (quotient + rest * inverse).astype(np.float32)
+    assert np.array_equal(actual, amax / np.float32(divisor))

@@ -12,7 +12,7 @@ from kernel_cases import (
     CONFIGS,
     assert_nearly_same,
     assert_on_neighbours,
-    assert_same_row,
+    assert_same_state,
     gated_backward_spec,
     gated_spec,
     new_state,
@@ -21,7 +21,7 @@ from kernel_cases import (
 
 from octavo.kernels import gated as kernel
 from octavo.numerics import E4M3, OperandRecipe, Quantized
-from octavo.numerics.activation import ACTIVATIONS, from_kept, gated, gated_backward, keep
+from octavo.numerics.activation import ACTIVATIONS, dequantize_gate_up, gated, gated_backward, save_gate_up
 from octavo.numerics.scaling import SCALE
 
 SHAPES = [(33, 70), (1, 1), (65, 20)]
@@ -30,9 +30,9 @@ DELAYED, CURRENT, E5M2 = CONFIGS["delayed"].recipe, CONFIGS["current"].recipe, C
 RECIPES = {"delayed": DELAYED, "current": CURRENT, "E5M2": E5M2}
 
 
-def assert_row(found, expected, elements):
+def assert_state(actual, expected, elements):
     """Counts may differ by the elements at a rounding boundary."""
-    assert_same_row(found, expected, atol=2 / elements)
+    assert_same_state(actual, expected, atol=2 / elements)
 
 
 def inputs(m, f, dtype=torch.float32):
@@ -47,9 +47,9 @@ def test_forward(name, shape, activation):
     # A first use that is forgotten, one that is not, a later one, and one that its scale does not hold.
     for record, jump in ((False, 1), (True, 1), (True, 1), (True, 3)):
         gate_up = gate_up * jump
-        found = kernel.gated_quantize(gate_up, mine, RECIPES[name].x, activation, record=record)
-        assert_nearly_same(found, gated_spec(gate_up, theirs, RECIPES[name].x, activation, record=record))
-        assert_row(mine, theirs, gate_up.numel() / 2)
+        actual = kernel.gated_quantize(gate_up, mine, RECIPES[name].x, activation, record=record)
+        assert_nearly_same(actual, gated_spec(gate_up, theirs, RECIPES[name].x, activation, record=record))
+        assert_state(mine, theirs, gate_up.numel() / 2)
         assert record or not mine.any()
 
 
@@ -64,12 +64,12 @@ def test_backward(name, shape, activation):
     how = (recipe.g, recipe.x, activation)
     for jump in (1, 1, 5):
         dh = dh * jump
-        found = kernel.gated_quantize_backward(dh, gate_up, h_scale, mine, *how)
+        actual = kernel.gated_quantize_backward(dh, gate_up, h_scale, mine, *how)
         expected = gated_backward_spec(dh, gate_up, h_scale, theirs, *how)
-        for one, other in zip(found, expected, strict=True):
+        for one, other in zip(actual, expected, strict=True):
             assert_nearly_same(one, other)
-        assert torch.equal(found[1].data.view(torch.uint8), found[0].data.view(torch.uint8).mT)
-        assert_row(mine, theirs, gate_up.numel())
+        assert torch.equal(actual[1].data.view(torch.uint8), actual[0].data.view(torch.uint8).mT)
+        assert_state(mine, theirs, gate_up.numel())
 
 
 @pytest.mark.matrix
@@ -79,19 +79,19 @@ def test_backward(name, shape, activation):
 def test_gate_and_up_kept_in_fp8(name, m, f, dtype, activation):
     gate_up, dh = inputs(m, f, dtype)
     recipe, mine, theirs = RECIPES[name], new_state(), new_state()
-    room = Quantized(torch.empty(m, 2 * f, dtype=E4M3.dtype), torch.empty(m, 2 * f // 128, dtype=torch.uint8))
-    assert kernel.can_keep(gate_up)
-    found = kernel.gated_quantize(gate_up, mine, recipe.x, activation, record=True, into=room)
-    assert_nearly_same(found, gated_spec(gate_up, theirs, recipe.x, activation, record=True), share=5e-3)
-    expected = keep(gate_up)
-    assert torch.equal(room.scale, expected.scale)
-    assert torch.equal(room.data.view(torch.uint8), expected.data.view(torch.uint8))
+    saved = Quantized(torch.empty(m, 2 * f, dtype=E4M3.dtype), torch.empty(m, 2 * f // 128, dtype=torch.uint8))
+    assert kernel.can_save(gate_up)
+    actual = kernel.gated_quantize(gate_up, mine, recipe.x, activation, record=True, into=saved)
+    assert_nearly_same(actual, gated_spec(gate_up, theirs, recipe.x, activation, record=True), share=5e-3)
+    expected = save_gate_up(gate_up)
+    assert torch.equal(saved.scale, expected.scale)
+    assert torch.equal(saved.data.view(torch.uint8), expected.data.view(torch.uint8))
 
-    wide = from_kept(room).to(dtype)  # which is exact
-    h_scale = (gated(wide, activation).abs().max() / recipe.x.format.max).float().clamp(min=1e-3)
+    gate_up_hp = dequantize_gate_up(saved).to(dtype)  # which is exact
+    h_scale = (gated(gate_up_hp, activation).abs().max() / recipe.x.format.max).float().clamp(min=1e-3)
     mine, theirs, how = new_state(), new_state(), (recipe.g, recipe.x, activation)
-    found = kernel.gated_quantize_backward(dh, room.data, h_scale, mine, *how, kept_scale=room.scale)
-    for one, other in zip(found, gated_backward_spec(dh, wide, h_scale, theirs, *how), strict=True):
+    actual = kernel.gated_quantize_backward(dh, saved.data, h_scale, mine, *how, saved_scale=saved.scale)
+    for one, other in zip(actual, gated_backward_spec(dh, gate_up_hp, h_scale, theirs, *how), strict=True):
         assert_nearly_same(one, other, share=5e-3)
 
 
@@ -115,8 +115,8 @@ def test_values_round_to_the_dtype_first(dtype, activation):
     gate_up, dh = (x.clamp(-3, 3) for x in inputs(40, 33, dtype))
     h_scale = torch.tensor(0.02)
     mine, theirs = new_state(0.05), new_state(0.05)
-    found = kernel.gated_quantize(gate_up, mine, DELAYED.x, activation, record=True)
-    assert_nearly_same(found, gated_spec(gate_up, theirs, DELAYED.x, activation, record=True), share=5e-3)
+    actual = kernel.gated_quantize(gate_up, mine, DELAYED.x, activation, record=True)
+    assert_nearly_same(actual, gated_spec(gate_up, theirs, DELAYED.x, activation, record=True), share=5e-3)
     mine, theirs = new_state(1e-4), new_state(1e-4)
     how = (DELAYED.g, DELAYED.x, activation)
     backward = kernel.gated_quantize_backward(dh, gate_up, h_scale, mine, *how)
@@ -132,15 +132,15 @@ def test_unusual_values(activation):
     dh = torch.ones(3, 8)
     recipe = replace(DELAYED.x, format=E5M2.x.format)  # the interpreter has no NaN in E4M3
     mine, theirs = new_state(1.0), new_state(1.0)
-    found = kernel.gated_quantize(gate_up, mine, recipe, activation, record=True)
-    assert_nearly_same(found, gated_spec(gate_up, theirs, recipe, activation, record=True))
-    assert_row(mine, theirs, 24)
+    actual = kernel.gated_quantize(gate_up, mine, recipe, activation, record=True)
+    assert_nearly_same(actual, gated_spec(gate_up, theirs, recipe, activation, record=True))
+    assert_state(mine, theirs, 24)
     mine, theirs = new_state(1.0), new_state(1.0)
     how = (recipe, recipe, activation)
     backward = kernel.gated_quantize_backward(dh, gate_up, torch.tensor(1.0), mine, *how)
     for one, other in zip(backward, gated_backward_spec(dh, gate_up, torch.tensor(1.0), theirs, *how), strict=True):
         assert_nearly_same(one, other)
-    assert_row(mine, theirs, 48)
+    assert_state(mine, theirs, 48)
 
 
 @pytest.mark.parametrize("record", [True, False])
@@ -150,9 +150,9 @@ def test_what_overflows_by_its_scale_saturates_and_infinities_do_not(rounding, r
     recipe = replace(DELAYED.x, format=E5M2.x.format, rounding=rounding)
     gate_up = torch.full((3, 16), 30.0)
     gate_up[:, 8], gate_up[:, 9], gate_up[1, 2] = 1e30, -1e30, float("inf")
-    found = kernel.gated_quantize(gate_up, new_state(1e-20), recipe, "silu", record=record).data.float()
-    assert found[1, 2].isnan() and found.isnan().sum() == 1
-    assert (found[:, 0] == E5M2.x.format.max).all() and (found[:, 1] == -E5M2.x.format.max).all()
+    actual = kernel.gated_quantize(gate_up, new_state(1e-20), recipe, "silu", record=record).data.float()
+    assert actual[1, 2].isnan() and actual.isnan().sum() == 1
+    assert (actual[:, 0] == E5M2.x.format.max).all() and (actual[:, 1] == -E5M2.x.format.max).all()
     dh = torch.ones(3, 8)
     dh[0, 0], dh[1, 1] = 1e30, float("inf")
     how = (recipe, recipe, "silu")
@@ -164,9 +164,9 @@ def test_what_overflows_by_its_scale_saturates_and_infinities_do_not(rounding, r
 
 
 def test_zeros_teach_nothing():
-    row = new_state()
-    q = kernel.gated_quantize(torch.zeros(5, 12), row, DELAYED.x, "silu", record=True)
-    assert row[SCALE] == 0 and q.scale == 1 and not q.data.float().any()
+    state = new_state()
+    q = kernel.gated_quantize(torch.zeros(5, 12), state, DELAYED.x, "silu", record=True)
+    assert state[SCALE] == 0 and q.scale == 1 and not q.data.float().any()
 
 
 def test_stochastic_rounding():

@@ -117,13 +117,13 @@ def test_batches_are_walked_over_by_strides():
 @pytest.fixture
 def calls(monkeypatch):
     """Who was asked: `torch._scaled_mm` takes tensor and row scales on the CPU, too; of blocks we only look."""
-    found = []
+    actual = []
     scaled_mm, by_triton = torch._scaled_mm, gemm_triton.gemm_nt
-    monkeypatch.setattr(torch, "_scaled_mm", lambda *a, **k: (found.append("cublas"), scaled_mm(*a, **k))[1])
-    monkeypatch.setattr(gemm_triton, "gemm_nt", lambda *a, **k: (found.append("triton"), by_triton(*a, **k))[1])
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *a, **k: (actual.append("cublas"), scaled_mm(*a, **k))[1])
+    monkeypatch.setattr(gemm_triton, "gemm_nt", lambda *a, **k: (actual.append("triton"), by_triton(*a, **k))[1])
     small = HOPPER._replace(gemm=HOPPER.gemm._replace(full_gpu=2))
     monkeypatch.setattr(gemm, "tuning_for", lambda _: small)
-    return found
+    return actual
 
 
 @pytest.mark.matrix

@@ -8,7 +8,7 @@ from kernel_cases import (
     CONFIGS,
     assert_on_neighbours,
     assert_same_bits,
-    assert_same_row,
+    assert_same_state,
     new_state,
     operands,
     sample,
@@ -30,12 +30,12 @@ DELAYED = OPERANDS["delayed x"]
 GROUPED = ["delayed x", "current x", "channel x", "block x", "block w", "block, channel wgrad x", "mx x"]
 
 
-def compare(x, recipe, layout, *, record=True, row=None):
+def compare(x, recipe, layout, *, record=True, state=None):
     """Both, from the same row; the rows afterwards are equal, too."""
-    mine, theirs = (new_state() if row is None else row.clone() for _ in range(2))
-    found = kernel.quantize_operand(x, mine, recipe, record=record, layout=layout)
-    assert_same_bits(found, spec.quantize_operand(x, theirs, recipe, record=record, layout=layout))
-    assert_same_row(mine, theirs)
+    mine, theirs = (new_state() if state is None else state.clone() for _ in range(2))
+    actual = kernel.quantize_operand(x, mine, recipe, record=record, layout=layout)
+    assert_same_bits(actual, spec.quantize_operand(x, theirs, recipe, record=record, layout=layout))
+    assert_same_state(mine, theirs)
     return mine
 
 
@@ -78,11 +78,11 @@ def test_delayed_scales(layout, format, margin):
     own = x.abs().max().item() / format.max * min(margin, 1)
     for factor, holds in ((1 / 9, False), (0.9, False), (0.97, True), (1, True), (100, True), (1e10, False)):
         before = new_state(own * factor)
-        after = compare(x, recipe, layout, row=before)
+        after = compare(x, recipe, layout, state=before)
         assert (after[SCALE] == before[SCALE]) == holds
         assert after[RESCALED] == (not holds)
         assert (after[SATURATED] > 0) == (margin < 1 and factor != 100)
-        compare(x, recipe, layout, row=before, record=False)
+        compare(x, recipe, layout, state=before, record=False)
 
 
 @pytest.mark.parametrize("format", [E4M3, E5M2])
@@ -93,27 +93,27 @@ def test_a_finite_value_saturates_however_small_the_scale(format, rounding):
     x = torch.zeros(9, 70)
     x[0, :6] = torch.tensor([1e38, -1e38, 3e38, float("inf"), float("-inf"), float("nan")])
     tiny = torch.tensor(2.0**-120)
-    found = kernel.quantize_group([x], new_state(), recipe, layout="both", scale=tiny)
-    assert_same_bits(found, spec.quantize_operand(x, new_state(), recipe, layout="both", scale=tiny))
+    actual = kernel.quantize_group([x], new_state(), recipe, layout="both", scale=tiny)
+    assert_same_bits(actual, spec.quantize_operand(x, new_state(), recipe, layout="both", scale=tiny))
     if rounding == "nearest":  # a delayed one gives way, and what overflowed in the first pass is done again
-        compare(x, recipe, "both", row=new_state(2.0**-120))
-    for q in (found[0].data, found[1].data.t()):
+        compare(x, recipe, "both", state=new_state(2.0**-120))
+    for q in (actual[0].data, actual[1].data.t()):
         assert q.float()[0, :3].isfinite().all() and q.float()[0, 3:6].isnan().all()
 
 
 @pytest.mark.parametrize("recipe", ["delayed x", "current x", "channel x", "block w"])
 def test_uses_add_up_in_the_row(recipe):
-    row = new_state()
+    state = new_state()
     for factor in (0.0, 1.0, 3.0, 0.1):  # zeros teach nothing; the first other use sets the scale
-        row = compare(sample(20, 40) * factor, OPERANDS[recipe], "both", row=row)
-    assert row[SEEN] == row[CALLS] == 4
+        state = compare(sample(20, 40) * factor, OPERANDS[recipe], "both", state=state)
+    assert state[SEEN] == state[CALLS] == 4
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.01])
 @pytest.mark.parametrize("recipe", ["delayed x", "current x", "channel x", "block x", "mx x"])
 def test_nothing_is_learned_without_record(recipe, scale):
-    row = new_state(scale)
-    assert torch.equal(compare(sample(20, 40), OPERANDS[recipe], "both", record=False, row=row), row)
+    state = new_state(scale)
+    assert torch.equal(compare(sample(20, 40), OPERANDS[recipe], "both", record=False, state=state), state)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -122,9 +122,9 @@ def test_a_group_is_its_matrices_side_by_side(name, layout):
     xs = [sample(rows, 40) * factor for rows, factor in ((128, 1), (256, 9), (128, 0.1))]
     assert kernel.can_quantize(xs, OPERANDS[name])
     mine, theirs = new_state(), new_state()
-    found = kernel.quantize_group(xs, mine, OPERANDS[name], layout=layout)
-    assert_same_bits(found, spec.quantize_operand(torch.cat(xs), theirs, OPERANDS[name], layout=layout))
-    assert_same_row(mine, theirs)
+    actual = kernel.quantize_group(xs, mine, OPERANDS[name], layout=layout)
+    assert_same_bits(actual, spec.quantize_operand(torch.cat(xs), theirs, OPERANDS[name], layout=layout))
+    assert_same_state(mine, theirs)
 
 
 @pytest.mark.parametrize("name", ["delayed x", "channel x", "block w"])
@@ -148,8 +148,8 @@ def test_columns_of_whole_tiles(name, dtype, monkeypatch):
     compare(x, OPERANDS[name], "columns", record=False)
     compare(x[:, :, 64:128], OPERANDS[name], "columns", record=False)
     xs = [sample(rows, 64, dtype=dtype) * factor for rows, factor in ((128, 1), (256, 9))]
-    found = kernel.quantize_group(xs, new_state(), OPERANDS[name], record=False, layout="columns")
-    assert_same_bits(found, spec.quantize_operand(torch.cat(xs), new_state(), OPERANDS[name], layout="columns"))
+    actual = kernel.quantize_group(xs, new_state(), OPERANDS[name], record=False, layout="columns")
+    assert_same_bits(actual, spec.quantize_operand(torch.cat(xs), new_state(), OPERANDS[name], layout="columns"))
 
 
 @pytest.mark.parametrize(
@@ -160,8 +160,8 @@ def test_columns_of_whole_tiles(name, dtype, monkeypatch):
 def test_maxima_of_columns_are_found_on_the_way(shape, dtype):
     x = sample(*shape, dtype=dtype)
     x[1, 3], x[1, 5], x[:, 7] = float("inf"), float("nan"), float("-inf")
-    found = kernel.quantize_operand(x, new_state(), OPERANDS["channel x"], layout="both")
-    assert_same_bits(found, spec.quantize_operand(x, new_state(), OPERANDS["channel x"], layout="both"))
+    actual = kernel.quantize_operand(x, new_state(), OPERANDS["channel x"], layout="both")
+    assert_same_bits(actual, spec.quantize_operand(x, new_state(), OPERANDS["channel x"], layout="both"))
 
 
 def test_what_is_refused():
@@ -208,10 +208,10 @@ def test_a_planted_bug_is_seen():
     data.view(torch.uint8)[7, 9] ^= 1
     with pytest.raises(AssertionError, match=r"1 of 2800, first at \[7, 9\]"):
         assert_same_bits([right[0]._replace(data=data)], right)
-    row = new_state()
-    row[AMAX] = 1e-3
+    state = new_state()
+    state[AMAX] = 1e-3
     with pytest.raises(AssertionError):
-        assert_same_row(row, new_state())
+        assert_same_state(state, new_state())
 
 
 @pytest.mark.parametrize("shape", [(5, 64), (17, 300), (16, 4096), (3, 6144), (2, 14336)], ids=str)
@@ -222,6 +222,6 @@ def test_whole_rows_with_a_factor_per_column(shape, dtype, name):
     x, factor = sample(*shape, dtype=dtype), torch.rand(shape[1]) + 0.01
     mine, theirs = new_state(), new_state()
     assert kernel.can_fold(x, recipe) and not kernel.can_fold(x, CONFIGS["block"].recipe.g)
-    found = kernel.quantize_folded(x, factor, mine, recipe)
-    assert_same_bits([found], spec.quantize_operand((x.float() * factor).to(dtype), theirs, recipe))
-    assert_same_row(mine, theirs)
+    actual = kernel.quantize_folded(x, factor, mine, recipe)
+    assert_same_bits([actual], spec.quantize_operand((x.float() * factor).to(dtype), theirs, recipe))
+    assert_same_state(mine, theirs)

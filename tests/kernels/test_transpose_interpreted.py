@@ -15,9 +15,9 @@ def test_every_byte(shape, dtype):
     """Also where one side alone is a whole number of tiles."""
     data = torch.randint(256, shape, dtype=torch.uint8).view(dtype)
     assert kernel.can_transpose(data)
-    found = kernel.transpose(data)
-    assert found.dtype == dtype and found.is_contiguous()
-    assert torch.equal(found.view(torch.uint8), data.view(torch.uint8).t())
+    actual = kernel.transpose(data)
+    assert actual.dtype == dtype and actual.is_contiguous()
+    assert torch.equal(actual.view(torch.uint8), data.view(torch.uint8).t())
 
 
 def test_what_it_leaves_to_others():

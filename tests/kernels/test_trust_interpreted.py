@@ -28,9 +28,9 @@ def test_wrong_kernels_are_refused(monkeypatch):
     plain = quantize.quantize_operand
 
     def wrong(*args, **kwargs):
-        found = plain(*args, **kwargs)
-        found[-1].data.view(torch.uint8)[-1, -1] ^= 1
-        return found
+        actual = plain(*args, **kwargs)
+        actual[-1].data.view(torch.uint8)[-1, -1] ^= 1
+        return actual
 
     monkeypatch.setattr(quantize, "quantize_operand", wrong)
     with pytest.raises(RuntimeError, match=r"compiles Octavo's kernels wrongly: quantize delayed.*emulate=True"):

@@ -16,8 +16,8 @@ def layer_norm(row: Tensor) -> Tensor:
     return centred / torch.sqrt((centred * centred).mean() + 1e-5)
 
 
-def turned(s: Tensor, position: int) -> Tensor:
-    """RoPE on one neuron vector: pairs (2i, 2i+1) turned by position · theta^(-2i/N)."""
+def rotated(s: Tensor, position: int) -> Tensor:
+    """RoPE on one neuron vector: pairs (2i, 2i+1) rotated by position · theta^(-2i/N)."""
     out = torch.empty_like(s)
     for i in range(0, len(s), 2):
         angle = position * (2.0**16) ** (-i / len(s))
@@ -38,7 +38,7 @@ def reference(model: BDH, tokens: Tensor) -> Tensor:
             for now in range(len(xs)):
                 a = torch.zeros(config.dim, dtype=torch.float64)
                 for before in range(now):
-                    a = a + (turned(ss[now], now) @ turned(ss[before], before)) * xs[before]
+                    a = a + (rotated(ss[now], now) @ rotated(ss[before], before)) * xs[before]
                 t = torch.relu(layer_norm(a) @ p["encoder_v"][h])
                 gated[now].append(ss[now] * t)
         xs = [layer_norm(x + layer_norm(torch.cat(heads) @ p["decoder"])) for x, heads in zip(xs, gated, strict=True)]

@@ -61,14 +61,14 @@ def gradient(model, tokens, context):
 
 def agreements(model, text, seeds, rows=8):
     """For each format, one cosine for each batch; all formats against the same gradient in FP32."""
-    found = {"HYBRID": [], "E5M2": []}
+    actual = {"HYBRID": [], "E5M2": []}
     for seed in seeds:
         tokens = batch(text, seed, rows)
         exact = gradient(model, tokens, nullcontext())
-        for fp8_format, cosines in found.items():
+        for fp8_format, cosines in actual.items():
             context = fp8_autocast(FP8TrainingConfig(fp8_format=fp8_format), model=model)
             cosines.append(cosine(gradient(model, tokens, context), exact))
-    return found
+    return actual
 
 
 def test_every_product_of_a_layer_is_in_fp8(text):
@@ -117,17 +117,17 @@ def test_gradient_of_one_model_at_initialisation(text):
 
 @pytest.mark.slow
 def test_gradient_at_initialisation(text):
-    found = {"HYBRID": [], "E5M2": []}
+    actual = {"HYBRID": [], "E5M2": []}
     for seed in range(3):
         torch.manual_seed(seed)
         for fp8_format, cosines in agreements(BDH(CONFIG), text, seeds=(1000, 1001)).items():
-            found[fp8_format] += cosines
+            actual[fp8_format] += cosines
     for fp8_format, bound in (("HYBRID", 0.98), ("E5M2", 0.96)):
-        assert statistics.median(found[fp8_format]) >= bound, found
+        assert statistics.median(actual[fp8_format]) >= bound, actual
 
 
 @pytest.mark.slow
 def test_gradient_after_100_steps(text):
-    found = agreements(train(text), text, seeds=range(1000, 1005), rows=4)
+    actual = agreements(train(text), text, seeds=range(1000, 1005), rows=4)
     for fp8_format, bound in (("HYBRID", 0.998), ("E5M2", 0.99)):
-        assert statistics.median(found[fp8_format]) >= bound, found
+        assert statistics.median(actual[fp8_format]) >= bound, actual

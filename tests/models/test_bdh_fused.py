@@ -198,7 +198,7 @@ def test_weights_that_jump_are_no_worse_off_than_with_current_scales(factor):
             for w in (model.encoder, model.encoder_v, model.decoder):
                 w.mul_(factor)
         loss, gradient = loss_and_gradient(model, batch())
-        saturated = max(found["saturated"] for found in fused.scaling.statistics().values())
+        saturated = max(actual["saturated"] for actual in fused.scaling.statistics().values())
         unfuse(model)
         exact_loss, exact = loss_and_gradient(model, batch())
         errors[scaling] = (abs(loss - exact_loss) / exact_loss, (gradient - exact).norm() / exact.norm(), saturated)

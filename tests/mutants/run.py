@@ -44,11 +44,11 @@ class Mutant:
 
 def load() -> list[Mutant]:
     """Read every mutant."""
-    found = []
+    actual = []
     for path in sorted(HERE.glob("*.toml")):
         for entry in tomllib.loads(path.read_text())["mutant"]:
-            found.append(Mutant(**{**entry, "tests": tuple(entry["tests"])}))
-    return found
+            actual.append(Mutant(**{**entry, "tests": tuple(entry["tests"])}))
+    return actual
 
 
 def verdict(mutant: Mutant) -> str:
@@ -81,9 +81,9 @@ def main() -> None:
         sys.exit(f"--only {options.only}: no mutant has that in its name")
     caught = 0
     with ThreadPoolExecutor(options.jobs) as pool:
-        for mutant, found in zip(mutants, pool.map(verdict, mutants), strict=True):
-            caught += found == "caught"
-            print(f"{found:10} {mutant.name}", flush=True)
+        for mutant, actual in zip(mutants, pool.map(verdict, mutants), strict=True):
+            caught += actual == "caught"
+            print(f"{actual:10} {mutant.name}", flush=True)
     print(f"{caught} of {len(mutants)} caught")
     sys.exit(caught != len(mutants))
 

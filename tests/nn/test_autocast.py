@@ -190,13 +190,13 @@ def test_attention_dropout_with_fp8_dpa():
     q, k = torch.randn(2, 2, 64, 16), torch.randn(2, 2, 32, 16)
     context = fp8_autocast(FP8TrainingConfig.from_recipe("current", fp8_dpa=True))
     with context:
-        kept = F.scaled_dot_product_attention(q, k, torch.eye(32).expand(2, 2, 32, 32))
+        weights = F.scaled_dot_product_attention(q, k, torch.eye(32).expand(2, 2, 32, 32))
         dropped = F.scaled_dot_product_attention(q, k, torch.eye(32).expand(2, 2, 32, 32), dropout_p=0.25)
-    assert len(context.report.in_fp8) == 4 and kept.gt(1e-3).float().mean() > 0.9
+    assert len(context.report.in_fp8) == 4 and weights.gt(1e-3).float().mean() > 0.9
     survived = dropped > 1e-3
-    assert 0.7 < survived.sum() / kept.gt(1e-3).sum() < 0.8
+    assert 0.7 < survived.sum() / weights.gt(1e-3).sum() < 0.8
     # FP8 rounds each weight by up to 1/16, before and after it is divided by 0.75.
-    torch.testing.assert_close(dropped[survived], kept[survived] / 0.75, rtol=0.14, atol=1e-3)
+    torch.testing.assert_close(dropped[survived], weights[survived] / 0.75, rtol=0.14, atol=1e-3)
 
 
 def test_nested_and_disabled_regions():

@@ -69,9 +69,9 @@ def test_what_torch_refuses_raises_what_torch_raises(call):
     with pytest.raises(Exception) as expected:  # whatever torch raises
         REFUSED[call]()
     context = fp8_autocast(FP8TrainingConfig(fp8_dpa=True))
-    with context, pytest.raises(type(expected.value)) as found:
+    with context, pytest.raises(type(expected.value)) as error:
         REFUSED[call]()
-    assert str(found.value) == str(expected.value)
+    assert str(error.value) == str(expected.value)
     assert not context.report.in_fp8
 
 
@@ -130,8 +130,8 @@ def test_a_later_product_alone_may_be_short():
         ("attention", "fp8"),
         ("attention", "float32"),
     ]
-    for found, exact in ((chain, a @ b @ c), (attended, F.scaled_dot_product_attention(q, k, v))):
-        assert 1e-4 < (found - exact).norm() / exact.norm() < 0.1
+    for actual, exact in ((chain, a @ b @ c), (attended, F.scaled_dot_product_attention(q, k, v))):
+        assert 1e-4 < (actual - exact).norm() / exact.norm() < 0.1
 
 
 @pytest.mark.parametrize("around", [None, "enabled", "disabled"])

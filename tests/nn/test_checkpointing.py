@@ -68,8 +68,8 @@ def test_same_as_without(use_reentrant, nested, backward_inside):
 
 def test_recomputation_really_recomputes_in_fp8():
     _, _, context = run(Model(False), torch.randn(2, 1, 8, 16))
-    row = context.scaling.register("matmul.1.a")
-    assert row[CALLS] == 2, "once in forward, once in backward"
+    state = context.scaling.register("matmul.1.a")
+    assert state[CALLS] == 2, "once in forward, once in backward"
 
 
 def test_evaluation_does_not_attach_to_anything():
@@ -171,12 +171,12 @@ def test_recomputation_finds_its_slots(inside, use_reentrant):
                 loss = model(x @ torch.eye(32))
             loss.backward()
             optimizer.step()
-        found = [context.scaling.statistics() for context in dict.fromkeys((outer, inner))]
-        return [{name: (v["scale"], v["amax"]) for name, v in statistics.items()} for statistics in found]
+        actual = [context.scaling.statistics() for context in dict.fromkeys((outer, inner))]
+        return [{name: (v["scale"], v["amax"]) for name, v in statistics.items()} for statistics in actual]
 
-    found, expected = train(use_reentrant), train(None)
-    assert [len(names) for names in found] == ([15] if inside == "the same" else [9, 6])
-    for mine, theirs in zip(found, expected, strict=True):
+    actual, expected = train(use_reentrant), train(None)
+    assert [len(names) for names in actual] == ([15] if inside == "the same" else [9, 6])
+    for mine, theirs in zip(actual, expected, strict=True):
         assert mine.keys() == theirs.keys()
         for name in mine:
             assert mine[name] == pytest.approx(theirs[name], rel=1e-5), name
@@ -207,8 +207,8 @@ def test_a_context_between_two_regions(use_reentrant):
     def plain(function, x):
         return function(x)
 
-    found = gradients(lambda function, x: checkpoint(function, x, use_reentrant=use_reentrant))
-    for mine, theirs in zip(found, gradients(plain), strict=True):
+    actual = gradients(lambda function, x: checkpoint(function, x, use_reentrant=use_reentrant))
+    for mine, theirs in zip(actual, gradients(plain), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
@@ -261,5 +261,5 @@ def test_compiled_inside_a_region(use_reentrant):
         return layer.weight.grad
 
     compiled_inside = torch.compile(inside, backend="aot_eager", fullgraph=True)
-    found = gradient_of(lambda x: checkpoint(compiled_inside, x, use_reentrant=use_reentrant))
-    torch.testing.assert_close(found, gradient_of(inside))
+    actual = gradient_of(lambda x: checkpoint(compiled_inside, x, use_reentrant=use_reentrant))
+    torch.testing.assert_close(actual, gradient_of(inside))

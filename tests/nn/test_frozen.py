@@ -9,7 +9,7 @@ from bounds import cosine
 from torch import nn
 
 from octavo import FP8TrainingConfig
-from octavo.nn.frozen import GRANULARITIES, SCALE_NAME, FP8FrozenLinear, FrozenTensor, quantize_weight
+from octavo.nn.frozen import FROZEN_GRANULARITIES, SCALE_NAME, FP8FrozenLinear, FrozenTensor, quantize_weight
 from octavo.numerics.quantize import Quantized
 from octavo.ops.weight import Weight
 
@@ -25,7 +25,7 @@ def build(granularity, k=300, n=200, bias=True, dtype=torch.bfloat16):
     return linear, FP8FrozenLinear.from_linear(linear, granularity)
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("granularity", FROZEN_GRANULARITIES)
 @pytest.mark.parametrize(("k", "n"), SIZES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_forward_and_backward_against_the_dequantised_weight(granularity, k, n, dtype):
@@ -42,21 +42,21 @@ def test_forward_and_backward_against_the_dequantised_weight(granularity, k, n, 
     torch.testing.assert_close(frozen.bias.grad, g.float().sum((0, 1)).to(dtype))
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("granularity", FROZEN_GRANULARITIES)
 @pytest.mark.parametrize(("k", "n"), SIZES)
 def test_products_in_high_precision(granularity, k, n):
     """By the dequantised weight, exactly, and by no copy of it that lives on."""
     _, frozen = build(granularity, k, n)
-    frozen.in_fp8 = False
+    frozen.fp8_products = False
     x = torch.randn(2, 9, k, dtype=torch.bfloat16, requires_grad=True)
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
         y = frozen(x)
     g = torch.randn_like(y)
     y.backward(g)
     w = frozen.dequantize(torch.bfloat16)
     assert torch.equal(y, nn.functional.linear(x, w, frozen.bias))
-    assert not kept
+    assert not saved
     assert torch.equal(x.grad, (g.reshape(-1, n) @ w).reshape(x.shape))
     torch.testing.assert_close(frozen.bias.grad, g.float().sum((0, 1)).bfloat16())
     assert "products in high precision" in repr(frozen)
@@ -64,32 +64,32 @@ def test_products_in_high_precision(granularity, k, n):
 
 def test_products_in_high_precision_take_autocast_and_graphs():
     _, frozen = build("block")
-    frozen.in_fp8 = False
+    frozen.fp8_products = False
     x = torch.randn(9, 300, requires_grad=True)
     w = frozen.dequantize(torch.bfloat16)
     expected = nn.functional.linear(x.bfloat16(), w, frozen.bias)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(frozen(x), expected)
     compiled = torch.compile(frozen, fullgraph=True, backend="aot_eager")
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
         y = compiled(x.bfloat16())
-    assert not any(tensor.is_floating_point() and tensor.numel() == w.numel() for tensor in kept)
+    assert not any(tensor.is_floating_point() and tensor.numel() == w.numel() for tensor in saved)
     y.sum().backward()
     assert torch.equal(y, expected) and x.grad.dtype == torch.float32
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("granularity", FROZEN_GRANULARITIES)
 def test_transposing_the_weight_changes_no_product(granularity):
     weight = quantize_weight(torch.randn(200, 300).mul_(torch.logspace(-2, 2, 200)[:, None]), granularity)
     g = torch.randn(5, 200)
     w = Weight([weight.data], [weight.scale])
     factor = w.row_factor(None, None)
-    found = (g if factor is None else g * factor) @ w.dgrad_operand(None, None).dequantize().T
-    torch.testing.assert_close(found, g @ weight.dequantize(), rtol=1e-5, atol=1e-4)
+    actual = (g if factor is None else g * factor) @ w.dgrad_operand(None, None).dequantize().T
+    torch.testing.assert_close(actual, g @ weight.dequantize(), rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("granularity", FROZEN_GRANULARITIES)
 def test_casts_and_copies_leave_the_bytes_alone(granularity):
     _, frozen = build(granularity)
     x = torch.randn(3, 300, dtype=torch.bfloat16)
@@ -111,7 +111,7 @@ def pickled(module):
     return other
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("granularity", FROZEN_GRANULARITIES)
 def test_state_dict(granularity):
     linear, frozen = build(granularity)
     state = frozen.state_dict()
@@ -151,27 +151,27 @@ def test_wrong_weights_are_refused():
         frozen(torch.randn(2, 300))
     data = torch.zeros(200, 300).to(torch.float8_e4m3fn)
     with pytest.raises(ValueError, match=r"weight has shape \(300, 200\)"):
-        frozen.fill(Quantized(data.t(), torch.ones(3, 2)))
+        frozen.set_weight(Quantized(data.t(), torch.ones(3, 2)))
     with pytest.raises(ValueError, match=r"weight_scale_inv has shape \(3, 3\).* takes \(2, 3\)"):
-        frozen.fill(Quantized(data, torch.ones(3, 3)))
+        frozen.set_weight(Quantized(data, torch.ones(3, 3)))
     with pytest.raises(ValueError, match="granularity='row'"):
         FP8FrozenLinear(300, 200, granularity="row")
     with pytest.raises(ValueError, match="7 features"):
         build("block")[1](torch.randn(2, 7))
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("granularity", FROZEN_GRANULARITIES)
 def test_compiled_as_one_graph(granularity):
     _, frozen = build(granularity)
     x = torch.randn(4, 300, dtype=torch.bfloat16, requires_grad=True)
     compiled = torch.compile(frozen, backend="aot_eager", fullgraph=True)
     y = compiled(x)
     y.sum().backward()
-    found = x.grad
+    actual = x.grad
     x.grad = None
     expected = frozen(x)
     expected.sum().backward()
-    assert torch.equal(y, expected) and torch.equal(found, x.grad)
+    assert torch.equal(y, expected) and torch.equal(actual, x.grad)
 
 
 def test_empty_input_and_no_bias():
@@ -191,7 +191,7 @@ def test_other_recipes_beside_the_weight():
     assert isinstance(frozen.weight, FrozenTensor)
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("granularity", FROZEN_GRANULARITIES)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("refill", ["fill", "load_state_dict"])
 def test_a_weight_filled_anew_before_backward_is_an_error(granularity, compiled, refill):
@@ -202,7 +202,7 @@ def test_a_weight_filled_anew_before_backward_is_an_error(granularity, compiled,
     x = torch.randn(4, 300, dtype=torch.bfloat16, requires_grad=True)
     y = call(x)
     if refill == "fill":
-        frozen.fill(quantize_weight(-linear.weight, granularity))
+        frozen.set_weight(quantize_weight(-linear.weight, granularity))
     else:
         frozen.load_state_dict({"weight": -linear.weight.detach(), "bias": linear.bias.detach()})
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

@@ -18,8 +18,8 @@ def leaves(*tensors):
     return [tensor.clone().requires_grad_() for tensor in tensors]
 
 
-def off(found, expected):
-    return ((found.float() - expected.float()).norm() / expected.float().norm()).item()
+def off(actual, expected):
+    return ((actual.float() - expected.float()).norm() / expected.float().norm()).item()
 
 
 def gradients_of_fp8_linear_layer(x, w, bias, g, format):
@@ -53,10 +53,10 @@ def test_fp8_linear_is_fp8linear_forward_and_backward(how, format, lead):
     scale_x, scale_w = scales_of(how, x, w) if format != "E5M2" or how == "none" else (None, None)
     y = fp8_linear(mine[0], mine[1], scale_x, scale_w, mine[2], format=format)
     y.backward(g)
-    for found, right in zip((y, *(leaf.grad for leaf in mine)), expected, strict=True):
-        assert found.shape == right.shape and found.dtype == right.dtype
+    for actual, right in zip((y, *(leaf.grad for leaf in mine)), expected, strict=True):
+        assert actual.shape == right.shape and actual.dtype == right.dtype
         # Scales from get_scale may be off by a bit of FP32, and a value on a tie then goes to the other side.
-        assert off(found, right) < (1e-6 if how == "none" else 2e-2)
+        assert off(actual, right) < (1e-6 if how == "none" else 2e-2)
 
 
 @pytest.mark.parametrize("how", ["none", "get_scale"])
@@ -70,8 +70,8 @@ def test_fp8_matmul_trains_in_any_batch(how):
         right = right_a @ right_b
         right.backward(g)
         # Each operand is within 2^-4 relative (E5M2: 2^-3): a tenth of the size at most; a missing term is far more.
-        for found, expected in ((y, right), (a.grad, right_a.grad), (b.grad, right_b.grad)):
-            assert found.shape == expected.shape and 1e-4 < off(found, expected) < 0.1
+        for actual, expected in ((y, right), (a.grad, right_a.grad), (b.grad, right_b.grad)):
+            assert actual.shape == expected.shape and 1e-4 < off(actual, expected) < 0.1
 
 
 def test_a_training_loop_by_hand_learns_as_well_as_in_high_precision():
@@ -142,9 +142,9 @@ def test_it_compiles():
     x, w = randn(4, 16), randn(8, 16).requires_grad_()
     compiled = torch.compile(lambda x, w: fp8_linear(x, w).square().sum(), backend="aot_eager", fullgraph=True)
     compiled(x, w).backward()
-    found, w.grad = w.grad, None
+    actual, w.grad = w.grad, None
     fp8_linear(x, w).square().sum().backward()
-    assert torch.equal(found, w.grad)
+    assert torch.equal(actual, w.grad)
 
 
 def test_a_multiplier_in_the_place_of_a_factor_gives_nan_where_looking_would_wait(monkeypatch):

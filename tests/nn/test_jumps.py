@@ -67,9 +67,9 @@ def test_values_that_shrink_underflow_for_as_long_as_the_history_remembers():
     for _ in range(steps + 1):
         model(x / 1000).sum().backward()
         report.scaling.step()
-        found = report.scaling.statistics()["0.x"]
-        underflow.append(found["underflow"])
-        assert found["rescaled"] == found["saturated"] == 0
+        actual = report.scaling.statistics()["0.x"]
+        underflow.append(actual["underflow"])
+        assert actual["rescaled"] == actual["saturated"] == 0
     assert all(share > 0.002 for share in underflow[:steps]) and underflow[steps] < 1e-4, underflow
 
 
@@ -122,5 +122,5 @@ def test_histories_follow_a_model_that_is_replaced(replace):
 def test_the_cases_can_tell(monkeypatch):
     """With a scale that always serves, as it was once, a jump costs nearly everything."""
     monkeypatch.setattr("octavo.numerics.operand.holds", lambda scale, *_: scale > 0)
-    found, _ = errors("linear", "delayed", "x", 10.0, False)
-    assert found[0] > 0.5
+    actual, _ = errors("linear", "delayed", "x", 10.0, False)
+    assert actual[0] > 0.5

@@ -46,9 +46,9 @@ def test_from_linear_shares_the_parameters():
 def test_scaling_state_survives_casts_and_moves_with_identity():
     layer = FP8Linear(16, 16)
     layer(torch.randn(4, 16)).sum().backward()
-    row, before = layer.state_x, layer.state_x.clone()
+    state, before = layer.state_x, layer.state_x.clone()
     layer.to(torch.bfloat16)
-    assert layer.state_x is row and row.dtype == torch.float32 and torch.equal(row, before)
+    assert layer.state_x is state and state.dtype == torch.float32 and torch.equal(state, before)
     assert layer(torch.randn(4, 16, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
@@ -59,8 +59,8 @@ def test_delayed_scale_stays_in_force_within_a_step_while_it_holds():
         layer(value * torch.ones(4, 16)).sum().backward()
         assert layer.state_x[SCALE] == torch.tensor(in_force) / 448
     assert layer.state_x[AMAX] == 3
-    found = layer.scaling.statistics(reset=False)["linear.x"]
-    assert found["saturated"] == 0 and found["rescaled"] == pytest.approx(1 / 5)
+    actual = layer.scaling.statistics(reset=False)["linear.x"]
+    assert actual["saturated"] == 0 and actual["rescaled"] == pytest.approx(1 / 5)
     optimizer.step()
     assert layer.state_x[SCALE] == torch.tensor(3.0) / 448
     optimizer.step()  # nothing new: nothing rolls

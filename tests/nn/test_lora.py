@@ -6,7 +6,7 @@ from bounds import cosine
 from torch import nn
 
 from octavo import FP8Linear
-from octavo.nn.frozen import GRANULARITIES, FP8FrozenLinear, quantize_weight
+from octavo.nn.frozen import FROZEN_GRANULARITIES, FP8FrozenLinear, quantize_weight
 from octavo.nn.groups import put_together
 from octavo.nn.linear_function import linear
 from octavo.numerics.norm import Norm
@@ -40,13 +40,13 @@ def reference(frozen, matrices, x):
     return torch.cat(pieces, dim=-1)
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("granularity", FROZEN_GRANULARITIES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("in_fp8", [True, False])
-def test_values_and_every_gradient(granularity, dtype, in_fp8):
+@pytest.mark.parametrize("fp8_products", [True, False])
+def test_values_and_every_gradient(granularity, dtype, fp8_products):
     frozen, matrices = build(granularity, dtype)
-    frozen.in_fp8 = in_fp8
-    at_least = 0.9975 if in_fp8 else 0.99997 if dtype == torch.bfloat16 else 0.999999
+    frozen.fp8_products = fp8_products
+    at_least = 0.9975 if fp8_products else 0.99997 if dtype == torch.bfloat16 else 0.999999
     x = torch.randn(3, 37, K, dtype=dtype, requires_grad=True)
     y = run(frozen, matrices, x)
     g = torch.randn_like(y)
@@ -61,31 +61,31 @@ def test_values_and_every_gradient(granularity, dtype, in_fp8):
     y_ref = reference(frozen, matrices, x_ref)
     y_ref.backward(g.float())
     assert cosine(y, y_ref) > max(0.999, at_least)
-    for found, exact in zip(mine, [x_ref.grad, *(m.grad for pair in matrices for m in pair)], strict=True):
-        assert cosine(found, exact) > at_least
+    for actual, exact in zip(mine, [x_ref.grad, *(m.grad for pair in matrices for m in pair)], strict=True):
+        assert cosine(actual, exact) > at_least
 
 
 def test_x_is_not_kept_in_high_precision():
     frozen, matrices = build("block")
     x = torch.randn(64, K, dtype=torch.bfloat16, requires_grad=True)
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         run(frozen, matrices, x)
-    assert not any(t.shape == x.shape and t.element_size() > 1 for t in kept)
-    assert any(t.shape == x.shape and t.element_size() == 1 for t in kept)
+    assert not any(t.shape == x.shape and t.element_size() > 1 for t in saved)
+    assert any(t.shape == x.shape and t.element_size() == 1 for t in saved)
 
 
 def check_side_by_side(parts):
     """In high precision they give, as one, what each gives by what it dequantises to."""
     for part in parts:
-        part.in_fp8 = False
+        part.fp8_products = False
     x = torch.randn(5, K)
     first, *others = parts
     y = linear(x, first.as_weight(*others), first.spec(x), first.states)
     torch.testing.assert_close(y, torch.cat([x @ part.dequantize(torch.float32).T for part in parts], dim=1))
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("granularity", FROZEN_GRANULARITIES)
 def test_weights_side_by_side_in_high_precision(granularity):
     """Of any size: they are dequantised one by one where their scales are not those of one weight."""
     torch.manual_seed(0)
@@ -100,21 +100,21 @@ def test_weights_of_two_kinds_in_high_precision(other):
     parts = [FP8FrozenLinear.from_linear(nn.Linear(K, 128, bias=False), "block") for _ in range(2)]
     put_together(parts)
     parts[1].granularity = other[0]
-    parts[1].fill(quantize_weight(torch.randn(128, K), *other))
+    parts[1].set_weight(quantize_weight(torch.randn(128, K), *other))
     check_side_by_side(parts)
 
 
 def test_a_norm_with_weights_that_are_zero():
-    """In high precision what went into it is kept, so nothing has to be divided by them."""
+    """In high precision what went into it is saved, so nothing has to be divided by them."""
     frozen, matrices = build("channel", torch.float32)
-    frozen.in_fp8 = False
+    frozen.fp8_products = False
     norm = Norm((torch.rand(K) + 0.5) * (torch.arange(K) % 5 > 0), 1e-6)
     h = torch.randn(7, K, requires_grad=True)
     g = torch.randn(7, N)
     run(frozen, matrices, h, norm=norm).backward(g)
-    found, h.grad = h.grad, None
+    actual, h.grad = h.grad, None
     reference(frozen, matrices, nn.functional.rms_norm(h, (K,), norm.weight, norm.eps)).backward(g)
-    torch.testing.assert_close(found, h.grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(actual, h.grad, rtol=1e-4, atol=1e-5)
 
 
 def test_frozen_adapters_keep_nothing_and_get_nothing():
@@ -128,11 +128,11 @@ def test_frozen_adapters_keep_nothing_and_get_nothing():
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-@pytest.mark.parametrize("in_fp8", [True, False])
-def test_compiled_as_one_graph(granularity, in_fp8):
+@pytest.mark.parametrize("granularity", FROZEN_GRANULARITIES)
+@pytest.mark.parametrize("fp8_products", [True, False])
+def test_compiled_as_one_graph(granularity, fp8_products):
     frozen, matrices = build(granularity)
-    frozen.in_fp8 = in_fp8
+    frozen.fp8_products = fp8_products
     x = torch.randn(6, K, dtype=torch.bfloat16, requires_grad=True)
 
     def step(function):
@@ -143,14 +143,14 @@ def test_compiled_as_one_graph(granularity, in_fp8):
         return [y, x.grad, *(m.grad for pair in matrices for m in pair)]
 
     compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
-    for found, expected in zip(step(compiled), step(run), strict=True):
-        assert torch.equal(found, expected)
+    for actual, expected in zip(step(compiled), step(run), strict=True):
+        assert torch.equal(actual, expected)
 
 
-@pytest.mark.parametrize("in_fp8", [True, False])
-def test_under_autocast_and_without_gradients(in_fp8):
+@pytest.mark.parametrize("fp8_products", [True, False])
+def test_under_autocast_and_without_gradients(fp8_products):
     frozen, matrices = build("block", torch.float32)
-    frozen.in_fp8 = in_fp8
+    frozen.fp8_products = fp8_products
     x = torch.randn(4, K, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
         y = run(frozen, matrices, x)
@@ -181,7 +181,7 @@ def test_adapters_over_a_trained_weight(recipe, normed):
     how = {"bias": layer.bias, "norm": norm, "adapters": adapters, "residual": residual}
     y = linear(x, layer.as_weight(), layer.spec(x), layer.states, **how)
     g = torch.randn_like(y)
-    found = torch.autograd.grad(y, leaves, g)
+    actual = torch.autograd.grad(y, leaves, g)
 
     h = x if norm is None else nn.functional.rms_norm(x, (K,), norm.weight, norm.eps)
     expected = nn.functional.linear(h, layer.weight, layer.bias) + residual
@@ -189,5 +189,5 @@ def test_adapters_over_a_trained_weight(recipe, normed):
         added = part.scaling * (h @ a.T) @ b.T
         expected = expected + nn.functional.pad(added, (part.first, N - part.last))
     assert cosine(y, expected) > 0.999
-    for one, other in zip(found, torch.autograd.grad(expected, leaves, g), strict=True):
+    for one, other in zip(actual, torch.autograd.grad(expected, leaves, g), strict=True):
         assert cosine(one, other) > 0.995

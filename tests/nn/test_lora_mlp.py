@@ -19,21 +19,21 @@ K, F, R = 192, 256, 8
 NONE = Adapters((), (), ())
 
 
-def build(granularity, dtype=torch.bfloat16, in_fp8=True):
+def build(granularity, dtype=torch.bfloat16, fp8_products=True):
     torch.manual_seed(0)
     shapes = ((K, F), (K, F), (F, K))
     linears = [FP8FrozenLinear.from_linear(nn.Linear(*s, bias=False, dtype=dtype), granularity) for s in shapes]
     if granularity != "tensor":
         put_together(linears[:2])
     for linear in linears:
-        linear.in_fp8 = in_fp8
+        linear.fp8_products = fp8_products
     return linears
 
 
-def adapters_of(places, inputs, dtype=torch.float32):
-    downs = [nn.Parameter(torch.randn(R, inputs, dtype=dtype) / inputs**0.5) for _ in places]
-    ups = [nn.Parameter(torch.randn(p.last - p.first, R, dtype=dtype) / R**0.5) for p in places]
-    return Adapters(tuple(places), tuple(downs), tuple(ups))
+def adapters_of(positions, inputs, dtype=torch.float32):
+    downs = [nn.Parameter(torch.randn(R, inputs, dtype=dtype) / inputs**0.5) for _ in positions]
+    ups = [nn.Parameter(torch.randn(p.last - p.first, R, dtype=dtype) / R**0.5) for p in positions]
+    return Adapters(tuple(positions), tuple(downs), tuple(ups))
 
 
 BOTH = (Adapter(0, F, 2.0), Adapter(F, 2 * F, 0.5))
@@ -58,9 +58,9 @@ def run(linears, adapters, last, x, activation="silu", **options):
 def reference(linears, adapters, last, x, activation="silu"):
     def product(x, weight, mine):
         y = x @ weight.T
-        for place, a, b in zip(mine.places, mine.downs, mine.ups, strict=True):
-            low = place.scaling * (x @ a.float().T) @ b.float().T
-            y = y + nn.functional.pad(low, (place.first, y.shape[-1] - place.last))
+        for position, a, b in zip(mine.positions, mine.downs, mine.ups, strict=True):
+            low = position.scaling * (x @ a.float().T) @ b.float().T
+            y = y + nn.functional.pad(low, (position.first, y.shape[-1] - position.last))
         return y
 
     gate, up, down = (linear.dequantize(torch.float32) for linear in linears)
@@ -75,11 +75,11 @@ def matrices(*adapters):
 @pytest.mark.parametrize("granularity", ["block", "channel"])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("in_fp8", [True, False])
-def test_values_and_every_gradient(granularity, case, activation, in_fp8):
-    linears = build(granularity, in_fp8=in_fp8)
-    places, places_last = CASES[case]
-    adapters, last = adapters_of(places, K), adapters_of(places_last, F)
+@pytest.mark.parametrize("fp8_products", [True, False])
+def test_values_and_every_gradient(granularity, case, activation, fp8_products):
+    linears = build(granularity, fp8_products=fp8_products)
+    positions, positions_down = CASES[case]
+    adapters, last = adapters_of(positions, K), adapters_of(positions_down, F)
     x = torch.randn(3, 37, K, dtype=torch.bfloat16, requires_grad=True)
     y = run(linears, adapters, last, x, activation)
     assert y.shape == x.shape and y.dtype == x.dtype
@@ -91,18 +91,19 @@ def test_values_and_every_gradient(granularity, case, activation, in_fp8):
         m.grad = None
     y_ref = reference(linears, adapters, last, x_ref, activation)
     y_ref.backward(g.float())
-    assert cosine(y, y_ref) > least_cosine(0.998 if in_fp8 else 0.9999, activation)
-    at_least = least_cosine(0.9975 if in_fp8 else 0.999, activation)  # gate and up are kept in FP8, each off by 2.6 %
-    for found, exact in zip(mine, [x_ref.grad, *(m.grad for m in matrices(adapters, last))], strict=True):
-        assert found.shape == exact.shape and cosine(found, exact) > at_least
+    assert cosine(y, y_ref) > least_cosine(0.998 if fp8_products else 0.9999, activation)
+    # Gate and up are saved in FP8, each off by 2.6 %.
+    at_least = least_cosine(0.9975 if fp8_products else 0.999, activation)
+    for actual, exact in zip(mine, [x_ref.grad, *(m.grad for m in matrices(adapters, last))], strict=True):
+        assert actual.shape == exact.shape and cosine(actual, exact) > at_least
 
 
 @pytest.mark.parametrize("granularity", ["block", "channel"])
 @pytest.mark.parametrize("case", ["all", "none"])
 @pytest.mark.parametrize("residual", [False, True])
-@pytest.mark.parametrize("in_fp8", [True, False])
-def test_with_a_norm_before_it(granularity, case, residual, in_fp8):
-    linears = build(granularity, in_fp8=in_fp8)
+@pytest.mark.parametrize("fp8_products", [True, False])
+def test_with_a_norm_before_it(granularity, case, residual, fp8_products):
+    linears = build(granularity, fp8_products=fp8_products)
     adapters, last = adapters_of(CASES[case][0], K), adapters_of(CASES[case][1], F)
     norm = Norm(torch.rand(K, dtype=torch.bfloat16) + 0.5, 1e-5)
     h = torch.randn(3, 37, K, dtype=torch.bfloat16, requires_grad=True)
@@ -116,13 +117,13 @@ def test_with_a_norm_before_it(granularity, case, residual, in_fp8):
         m.grad = None
     x = nn.functional.rms_norm(h_ref, (K,), norm.weight.float(), norm.eps)
     (reference(linears, adapters, last, x) + (h_ref if residual else 0)).backward(g.float())
-    for found, exact in zip(mine, [h_ref.grad, *(m.grad for m in tensors[1:])], strict=True):
-        assert cosine(found, exact) > (0.9975 if in_fp8 else 0.999)
+    for actual, exact in zip(mine, [h_ref.grad, *(m.grad for m in tensors[1:])], strict=True):
+        assert cosine(actual, exact) > (0.9975 if fp8_products else 0.999)
 
 
 @pytest.mark.parametrize("case", ["all", "none"])
 def test_in_fp32_nothing_but_the_weights_is_rounded(case):
-    linears = build("block", torch.float32, in_fp8=False)
+    linears = build("block", torch.float32, fp8_products=False)
     adapters, last = adapters_of(CASES[case][0], K), adapters_of(CASES[case][1], F)
     norm = Norm((torch.rand(K) + 0.5) * (torch.arange(K) % 5 > 0), 1e-5)  # some are zero
     h = torch.randn(37, K, requires_grad=True)
@@ -131,8 +132,8 @@ def test_in_fp32_nothing_but_the_weights_is_rounded(case):
     g = torch.randn_like(y)
     mine = torch.autograd.grad(y, tensors, g)
     exact = reference(linears, adapters, last, nn.functional.rms_norm(h, (K,), norm.weight, norm.eps)) + h
-    for found, expected in zip((y, *mine), (exact, *torch.autograd.grad(exact, tensors, g)), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4 * expected.abs().max().item())
+    for actual, expected in zip((y, *mine), (exact, *torch.autograd.grad(exact, tensors, g)), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4 * expected.abs().max().item())
 
 
 def test_only_what_is_trained_gets_a_gradient_and_keeps_anything():
@@ -151,19 +152,19 @@ def test_nothing_is_kept_in_high_precision_but_what_is_narrow():
     linears = build("channel")
     adapters, last = adapters_of(BOTH, K), adapters_of(DOWN, F)
     x = torch.randn(64, K, dtype=torch.bfloat16, requires_grad=True)
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         run(linears, adapters, last, x)
-    tall = [t for t in kept if t.dim() == 2 and t.shape[0] == 64]
+    tall = [t for t in saved if t.dim() == 2 and t.shape[0] == 64]
     assert {t.shape[1] for t in tall if t.element_size() == 1} == {K, 2 * F, 2 * F // 128}
     assert all(t.shape[1] <= 2 * R for t in tall if t.element_size() > 1)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("granularity", ["block", "channel"])
-@pytest.mark.parametrize("in_fp8", [True, False])
-def test_compiled_as_one_graph(granularity, in_fp8):
-    linears = build(granularity, in_fp8=in_fp8)
+@pytest.mark.parametrize("fp8_products", [True, False])
+def test_compiled_as_one_graph(granularity, fp8_products):
+    linears = build(granularity, fp8_products=fp8_products)
     adapters, last = adapters_of(BOTH, K, torch.bfloat16), adapters_of(DOWN, F, torch.bfloat16)
     x = torch.randn(6, K, dtype=torch.bfloat16, requires_grad=True)
     tensors = [x, *matrices(adapters, last)]
@@ -176,14 +177,14 @@ def test_compiled_as_one_graph(granularity, in_fp8):
         return [y, *(m.grad for m in tensors)]
 
     compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
-    for found, expected in zip(step(compiled), step(run), strict=True):
-        assert torch.equal(found, expected)
+    for actual, expected in zip(step(compiled), step(run), strict=True):
+        assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("granularity", ["block", "channel"])
-@pytest.mark.parametrize("in_fp8", [True, False])
-def test_backward_in_parts(granularity, in_fp8, monkeypatch):
-    linears = build(granularity, in_fp8=in_fp8)
+@pytest.mark.parametrize("fp8_products", [True, False])
+def test_backward_in_chunks(granularity, fp8_products, monkeypatch):
+    linears = build(granularity, fp8_products=fp8_products)
     adapters, last = adapters_of(BOTH, K), adapters_of(DOWN, F)
     x = torch.randn(100, K, dtype=torch.bfloat16, requires_grad=True)
     tensors = [x, *matrices(adapters, last)]
@@ -195,8 +196,8 @@ def test_backward_in_parts(granularity, in_fp8, monkeypatch):
         return [m.grad for m in tensors]
 
     whole = step()
-    monkeypatch.setattr(ops_mlp, "part_rows", lambda *_: 32)
+    monkeypatch.setattr(ops_mlp, "chunk_rows", lambda *_: 32)
     parts = step()
     assert torch.equal(parts[0], whole[0])  # dx is the same, token by token
-    for found, expected in zip(parts[1:], whole[1:], strict=True):
-        assert cosine(found, expected) > 0.99999
+    for actual, expected in zip(parts[1:], whole[1:], strict=True):
+        assert cosine(actual, expected) > 0.99999

@@ -1,4 +1,4 @@
-"""Head and cross entropy in chunks against `F.cross_entropy`, in high precision and in FP8; and the planner."""
+"""Head and cross entropy in chunks against `F.cross_entropy`, in high precision and in FP8; and the cost model."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def head_of(**options):
     return FP8Head(recipe.x, recipe.w)
 
 
-def head_rows():
+def head_states():
     return tuple(new_states(2, device="cpu").unbind())
 
 
@@ -51,11 +51,11 @@ def test_loss_and_gradients_are_those_of_torch():
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
     assert loss.dtype == torch.float32 and loss.dim() == 0
     for upstream in (1.0, -2.5):
-        found, wanted = (
+        actual, wanted = (
             torch.autograd.grad(function(hidden, weight, labels), (hidden, weight), torch.tensor(upstream))
             for function in (linear_cross_entropy, exact)
         )
-        for one, other in zip(found, wanted, strict=True):
+        for one, other in zip(actual, wanted, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
@@ -76,8 +76,8 @@ def test_another_count(count):
     loss = linear_cross_entropy(hidden, weight, labels, count=count)
     expected = exact(hidden, weight, labels, reduction="sum") / 77
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
-    found, wanted = (torch.autograd.grad(y, (hidden, weight)) for y in (loss, expected))
-    for one, other in zip(found, wanted, strict=True):
+    actual, wanted = (torch.autograd.grad(y, (hidden, weight)) for y in (loss, expected))
+    for one, other in zip(actual, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
@@ -87,12 +87,12 @@ def test_frozen(frozen, fp8):
     hidden, weight, labels = build()
     hidden.requires_grad_(frozen == "weight")
     weight.requires_grad_(frozen == "hidden")
-    rows = head_rows()
-    how = {"head": head_of(), "rows": rows} if fp8 else {}
+    states = head_states()
+    how = {"head": head_of(), "states": states} if fp8 else {}
     loss = linear_cross_entropy(hidden, weight, labels, **how)
     if frozen == "both":
         assert not loss.requires_grad
-        assert not any(row.any() for row in rows)  # nothing is learned in evaluation
+        assert not any(state.any() for state in states)  # nothing is learned in evaluation
         return
     loss.backward()
     assert (hidden.grad is not None, weight.grad is not None) == (frozen == "weight", frozen == "hidden")
@@ -107,7 +107,7 @@ def test_no_label_at_all(fp8):
     expected = exact(hidden, weight, labels)
     assert expected.isnan()
     assert all((g == 0).all() for g in torch.autograd.grad(expected, (hidden, weight)))
-    how = {"head": head_of(), "rows": head_rows()} if fp8 else {}
+    how = {"head": head_of(), "states": head_states()} if fp8 else {}
     loss = linear_cross_entropy(hidden, weight, labels, **how)
     assert loss.isnan()
     assert all((g == 0).all() for g in torch.autograd.grad(loss, (hidden, weight)))
@@ -122,7 +122,7 @@ def test_a_label_that_is_no_token_is_refused(fp8, wrong):
     labels[-1, -1] = wrong
     with pytest.raises(IndexError, match="out of bounds"):
         exact(hidden, weight, labels)
-    how = {"head": head_of(), "rows": head_rows()} if fp8 else {}
+    how = {"head": head_of(), "states": head_states()} if fp8 else {}
     for context in (torch.no_grad(), torch.enable_grad()):
         with context, pytest.raises(IndexError, match=f"labels: {wrong} .* vocabulary of {V}"):
             linear_cross_entropy(hidden, weight, labels, **how)
@@ -174,19 +174,19 @@ def test_autocast(dtype):
 @pytest.mark.parametrize("options", [{}, {"scaling": "current"}], ids=["delayed", "current"])
 def test_fp8_head(dtype, options):
     hidden, weight, labels = build(dtype)
-    rows = head_rows()
+    states = head_states()
     doubles = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     expected = exact(*doubles, labels)
     wanted = torch.autograd.grad(expected, doubles, torch.tensor(3.0).double().to(expected.dtype))
     for _ in range(2):
-        loss = linear_cross_entropy(hidden, weight, labels, head=head_of(**options), rows=rows)
-        found = torch.autograd.grad(loss, (hidden, weight), torch.tensor(3.0))
+        loss = linear_cross_entropy(hidden, weight, labels, head=head_of(**options), states=states)
+        actual = torch.autograd.grad(loss, (hidden, weight), torch.tensor(3.0))
         assert abs(loss.item() / expected.item() - 1) < 0.02
-        for one, other in zip(found, wanted, strict=True):
+        for one, other in zip(actual, wanted, strict=True):
             assert one.dtype == dtype and cosine(one, other) > 0.99
             assert abs(one.double().norm() / other.norm() - 1) < 0.03
-    for row, x in zip(rows, (hidden, weight), strict=True):
-        assert row[SEEN] == 2 and row[SCALE] == x.float().abs().max() / 448
+    for state, x in zip(states, (hidden, weight), strict=True):
+        assert state[SEEN] == 2 and state[SCALE] == x.float().abs().max() / 448
 
 
 def test_the_gradient_of_logits_needs_no_history():
@@ -204,11 +204,11 @@ def test_the_gradient_of_logits_needs_no_history():
 def test_compiled_in_one_graph(fp8):
     torch._dynamo.reset()
     hidden, weight, labels = build()
-    how = [{"head": head_of(), "rows": head_rows()} if fp8 else {} for _ in range(2)]
+    how = [{"head": head_of(), "states": head_states()} if fp8 else {} for _ in range(2)]
     compiled = torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True)
-    found = torch.autograd.grad(compiled(hidden, weight, labels, **how[0]), (hidden, weight))
+    actual = torch.autograd.grad(compiled(hidden, weight, labels, **how[0]), (hidden, weight))
     expected = torch.autograd.grad(linear_cross_entropy(hidden, weight, labels, **how[1]), (hidden, weight))
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one, other)
 
 
@@ -226,11 +226,11 @@ def test_the_planner_is_monotone():
     sizes = [2**n for n in range(6, 16)]
     for tokens in sizes:
         for inputs in sizes:
-            found = [cost_model.estimate(tokens, inputs, outputs) for outputs in sizes]
-            assert [e.pays for e in found] == sorted(e.pays for e in found)
-            assert [e.fp8 for e in found] == sorted(e.fp8 for e in found)
-            turned = [cost_model.estimate(tokens, outputs, inputs) for outputs in sizes]
-            assert turned == found
+            actual = [cost_model.estimate(tokens, inputs, outputs) for outputs in sizes]
+            assert [e.pays for e in actual] == sorted(e.pays for e in actual)
+            assert [e.fp8 for e in actual] == sorted(e.fp8 for e in actual)
+            transposed = [cost_model.estimate(tokens, outputs, inputs) for outputs in sizes]
+            assert transposed == actual
         more = [cost_model.estimate(t, tokens, tokens) for t in sizes]
         assert [e.pays for e in more] == sorted(e.pays for e in more)
 
@@ -239,15 +239,15 @@ def test_the_planner_is_monotone():
 def test_without_gradients(fp8, monkeypatch):
     """Only the loss, and nothing learnt from it."""
     hidden, weight, labels = build()
-    rows = head_rows()
-    how = {"head": head_of(), "rows": rows} if fp8 else {}
+    states = head_states()
+    how = {"head": head_of(), "states": states} if fp8 else {}
     expected = linear_cross_entropy(hidden, weight, labels, **how)
-    before = [row.clone() for row in rows]
+    before = [state.clone() for state in states]
     for name in ("cross_entropy_backward_", "cross_entropy_quantize"):
         monkeypatch.setattr(module.ops_loss, name, lambda *_: pytest.fail("a gradient that nobody asked for"))
     with torch.no_grad():
         torch.testing.assert_close(linear_cross_entropy(hidden, weight, labels, **how), expected.detach())
-    assert all(torch.equal(row, old) for row, old in zip(rows, before, strict=True))
+    assert all(torch.equal(state, old) for state, old in zip(states, before, strict=True))
 
 
 def test_labels_with_steps_between_them(monkeypatch):
@@ -257,6 +257,6 @@ def test_labels_with_steps_between_them(monkeypatch):
     seen = []
     real = module.ops_loss.cross_entropy
     monkeypatch.setattr(module.ops_loss, "cross_entropy", lambda *a: (seen.append(a[1].stride()), real(*a))[1])
-    found = linear_cross_entropy(hidden, weight, labels)
-    torch.testing.assert_close(found, exact(hidden, weight, labels), rtol=1e-5, atol=1e-5)
+    actual = linear_cross_entropy(hidden, weight, labels)
+    torch.testing.assert_close(actual, exact(hidden, weight, labels), rtol=1e-5, atol=1e-5)
     assert set(seen) == {(1,)}

@@ -14,9 +14,9 @@ from octavo.numerics.scaling import new_states
 COUNT, SCALE = 2.0**17, 2.0**16  # tokens of an accumulated batch; where torch's GradScaler begins
 
 
-def in_fp8():
+def fp8_head():
     recipe = FP8TrainingConfig().recipe
-    return {"head": FP8Head(recipe.x, recipe.w), "rows": tuple(new_states(2, device="cpu").unbind())}
+    return {"head": FP8Head(recipe.x, recipe.w), "states": tuple(new_states(2, device="cpu").unbind())}
 
 
 def inputs(tokens, width, vocabulary, hidden_dtype, weight_dtype):
@@ -31,8 +31,8 @@ def exact_gradients(hidden, weight, labels, factor):
     return torch.autograd.grad(loss, doubles)
 
 
-def error(found, expected):
-    return ((found.double() - expected).norm() / expected.norm()).item()
+def error(actual, expected):
+    return ((actual.double() - expected).norm() / expected.norm()).item()
 
 
 @pytest.fixture(params=["one chunk", "chunks"])
@@ -49,7 +49,7 @@ def test_fp16_with_a_loss_scale(weight_dtype, fp8):
     """A gradient of 1 / (count · vocabulary) is below anything that FP16 holds, until the loss scale comes in."""
     hidden, weight, labels = inputs(300, 24, 2000, torch.float16, weight_dtype)
     with torch.autocast("cpu", dtype=torch.float16):
-        loss = linear_cross_entropy(hidden, weight, labels, count=COUNT, **(in_fp8() if fp8 else {}))
+        loss = linear_cross_entropy(hidden, weight, labels, count=COUNT, **(fp8_head() if fp8 else {}))
     (SCALE * loss).backward()
     for x, expected in zip((hidden, weight), exact_gradients(hidden, weight, labels, SCALE / COUNT), strict=True):
         assert x.grad.dtype == x.dtype
@@ -78,12 +78,13 @@ def test_many_chunks_are_as_accurate_as_one(fp8, monkeypatch):
     errors = []
     for chunk_bytes in (2**30, 1):
         monkeypatch.setattr(module, "CHUNK_BYTES", chunk_bytes)
-        how = in_fp8() if fp8 else {}
-        found = torch.autograd.grad(linear_cross_entropy(hidden, weight, labels, **how), weight)[0]
+        how = fp8_head() if fp8 else {}
+        actual = torch.autograd.grad(linear_cross_entropy(hidden, weight, labels, **how), weight)[0]
         if not fp8:
             expected = exact_gradients(hidden, weight, labels, 1 / len(labels))[1]
         elif chunk_bytes > 1:  # FP8 costs more than the sum: against the same products in one
-            wide = nn.Parameter(weight.detach().float())
-            expected = torch.autograd.grad(linear_cross_entropy(hidden, wide, labels, **in_fp8()), wide)[0].double()
-        errors.append(error(found, expected))
+            weight_fp32 = nn.Parameter(weight.detach().float())
+            loss = linear_cross_entropy(hidden, weight_fp32, labels, **fp8_head())
+            expected = torch.autograd.grad(loss, weight_fp32)[0].double()
+        errors.append(error(actual, expected))
     assert errors[1] < 1.2 * errors[0], errors

@@ -32,13 +32,13 @@ def mlp_of(config, activation="silu", dtype=torch.float32, **options):
     return MLPSpec(LinearSpec(recipe.x, recipe.w, recipe.g, dtype), activation, **options)
 
 
-def run_mlp(x, gate, up, down, mlp, rows, rows_down):
-    """`rows`, `rows_down`: scaling state of input, weight and gradient of each product."""
-    weights = Weight([gate, up], state=rows[1]), Weight([down], state=rows_down[1])
-    return gated_mlp(x, *weights, mlp, rows[::2], rows_down[::2])
+def run_mlp(x, gate, up, down, mlp, states, states_down):
+    """`states`, `states_down`: scaling state of input, weight and gradient of each product."""
+    weights = Weight([gate, up], state=states[1]), Weight([down], state=states_down[1])
+    return gated_mlp(x, *weights, mlp, states[::2], states_down[::2])
 
 
-def rows():
+def fresh_states():
     return tuple(new_states(3, device="cpu").unbind())
 
 
@@ -56,29 +56,29 @@ def exact(leaves, activation):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("in_fp8", [False, True])
-def test_values_and_gradients(name, activation, dtype, in_fp8):
+@pytest.mark.parametrize("saves_fp8", [False, True])
+def test_values_and_gradients(name, activation, dtype, saves_fp8):
     leaves = build(dtype)
-    y = run_mlp(*leaves, mlp_of(CONFIGS[name], activation, dtype, saves_fp8=in_fp8), rows(), rows())
+    y = run_mlp(*leaves, mlp_of(CONFIGS[name], activation, dtype, saves_fp8=saves_fp8), fresh_states(), fresh_states())
     g = torch.randn_like(y)
-    found = torch.autograd.grad(y, leaves, g)
+    actual = torch.autograd.grad(y, leaves, g)
     doubles = [leaf.detach().double().requires_grad_() for leaf in leaves]
     expected = exact(doubles, activation)
     assert y.dtype == dtype and y.shape == expected.shape
     # E5M2 rounds by up to 12.5 %, 5 % as a rule; x's gradient has six such operands behind it: 1 − 6 · 0.05² = 0.985.
     least = 0.98 if name == "E5M2" else 0.99
     wanted = torch.autograd.grad(expected, doubles, g.double())
-    for one, other in zip((y, *found), (expected, *wanted), strict=True):
+    for one, other in zip((y, *actual), (expected, *wanted), strict=True):
         assert cosine(one, other) > least_cosine(least, activation)
         assert abs(one.double().norm() / other.norm() - 1) < 0.03 * REFERENCES[activation].amplifies
-    assert all(one.dtype == dtype for one in found)
+    assert all(one.dtype == dtype for one in actual)
 
 
 def test_gate_and_up_are_not_exchanged():
     """Only one of the halves has an activation."""
     x, gate, up, down = build()
     wrong = exact((x, up, gate, down), "silu")
-    y = run_mlp(x, gate, up, down, mlp_of(CONFIGS["current"]), rows(), rows())
+    y = run_mlp(x, gate, up, down, mlp_of(CONFIGS["current"]), fresh_states(), fresh_states())
     assert cosine(y, exact((x, gate, up, down), "silu")) > 0.99 > 0.9 > cosine(y, wrong)
 
 
@@ -90,7 +90,7 @@ def test_frozen_weights(trained, monkeypatch):
     layouts = []
     quantize = ops_linear.quantize_group
     monkeypatch.setattr(ops_linear, "quantize_group", lambda *a, **k: (layouts.append(a[4]), quantize(*a, **k))[1])
-    y = run_mlp(*leaves, mlp_of(CONFIGS["delayed"]), rows(), rows())
+    y = run_mlp(*leaves, mlp_of(CONFIGS["delayed"]), fresh_states(), fresh_states())
     y.square().sum().backward()
     assert layouts[0] == ("both" if {0, 1} & set(trained) else "rows")  # x: its columns are for gate and up
     assert layouts[1] == ("both" if 2 in trained else "rows")  # g: its columns are for down
@@ -98,9 +98,9 @@ def test_frozen_weights(trained, monkeypatch):
     assert leaves[0].grad is not None
 
 
-def test_h_is_not_kept():
+def test_h_is_not_saved():
     leaves = build()
-    y = run_mlp(*leaves, mlp_of(CONFIGS["delayed"]), rows(), rows())
+    y = run_mlp(*leaves, mlp_of(CONFIGS["delayed"]), fresh_states(), fresh_states())
     saved = [t for t in y.grad_fn.next_functions[0][0].saved_tensors if t is not None]
     shapes = [tuple(t.shape) for t in saved]
     assert (57, 2 * HIDDEN) in shapes and (K, 57) in shapes
@@ -108,24 +108,25 @@ def test_h_is_not_kept():
     assert next(t for t in saved if t.shape == (K, 57)).element_size() == 1
 
 
-def test_gate_and_up_are_kept_in_half_as_much():
+def test_gate_and_up_are_saved_in_half_as_much():
     leaves = build()
-    kept = []
-    for in_fp8 in (False, True):
-        y = run_mlp(*leaves, mlp_of(CONFIGS["delayed"], saves_fp8=in_fp8), rows(), rows())
+    outputs, sizes = [], []
+    for saves_fp8 in (False, True):
+        y = run_mlp(*leaves, mlp_of(CONFIGS["delayed"], saves_fp8=saves_fp8), fresh_states(), fresh_states())
         saved = [t for t in y.grad_fn.next_functions[0][0].saved_tensors if t is not None]
         saved = [t for t in saved if t.shape == (57, 2 * HIDDEN)]
-        kept.append((y, [t.element_size() for t in saved]))
-    assert [sizes for _, sizes in kept] == [[4], [1]] and torch.equal(kept[0][0], kept[1][0])
+        outputs.append(y)
+        sizes.append([t.element_size() for t in saved])
+    assert sizes == [[4], [1]] and torch.equal(*outputs)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("in_fp8", [False, True])
-def test_one_graph_under_compile(name, in_fp8):
+@pytest.mark.parametrize("saves_fp8", [False, True])
+def test_one_graph_under_compile(name, saves_fp8):
     torch._dynamo.reset()
     leaves = build()
-    mlp = mlp_of(CONFIGS[name], saves_fp8=in_fp8)
+    mlp = mlp_of(CONFIGS[name], saves_fp8=saves_fp8)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(run_mlp, backend=counter, fullgraph=True)
 
@@ -133,7 +134,7 @@ def test_one_graph_under_compile(name, in_fp8):
         y = function(*leaves, mlp, *state)
         return [y, *torch.autograd.grad(y.square().sum(), leaves)]
 
-    states = (rows(), rows()), (rows(), rows())
+    states = (fresh_states(), fresh_states()), (fresh_states(), fresh_states())
     for _ in range(2):
         for a, b in zip(run(run_mlp, states[0]), run(compiled, states[1]), strict=True):
             torch.testing.assert_close(a, b)
@@ -162,6 +163,13 @@ def test_activation_of_large_values_is_finite(activation):
     assert gated_backward(torch.ones(1, 5), gate_up, activation).isfinite().all()
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activation_of_nan_is_nan(activation):
+    gate_up = torch.tensor([[float("nan"), 1.0]])
+    assert gated(gate_up, activation).isnan().all()
+    assert gated_backward(torch.ones(1, 1), gate_up, activation).isnan().all()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_activation_is_rounded_once(dtype):
     gate_up = torch.randn(20, 60, dtype=dtype)
@@ -179,7 +187,7 @@ def test_zero_rows_change_nothing(name, compiled, monkeypatch):
     function = torch.compile(run_mlp, backend="aot_eager", fullgraph=True) if compiled else run_mlp
 
     def run():
-        y = function(*leaves, mlp_of(CONFIGS[name]), rows(), rows())
+        y = function(*leaves, mlp_of(CONFIGS[name]), fresh_states(), fresh_states())
         return y, *torch.autograd.grad(y, leaves, g)
 
     plain = run()

@@ -11,7 +11,7 @@ from octavo.nn import product as product_module
 from octavo.nn.product import fp8_product
 from octavo.numerics import FP8TrainingConfig
 from octavo.numerics.scaling import SLOTS
-from octavo.ops import Product
+from octavo.ops import ProductSpec
 
 RECIPES = ("delayed", "current", "channel", "block", "mx")
 CASES = {
@@ -28,21 +28,21 @@ CASES = {
 
 def fp8(a, b, config, bias=None, **options):
     recipe = config.recipe
-    product = Product(
+    product = ProductSpec(
         a=recipe.w if options.get("a_is_weight") else recipe.x,
         b=recipe.w if options.get("b_is_weight", True) else recipe.x,
         g=recipe.g,
         out_dtype=a.dtype,
         **options,
     )
-    rows = tuple(torch.zeros(SLOTS) for _ in range(3))
-    return fp8_product(a, b, bias, product, rows), rows
+    states = tuple(torch.zeros(SLOTS) for _ in range(3))
+    return fp8_product(a, b, bias, product, states), states
 
 
 def check(config, a, b, dtype=torch.float32, **options):
     """Value and gradients of one product within the bounds derived in `bounds.py`."""
     a, b = a.to(dtype).requires_grad_(), b.to(dtype).requires_grad_()
-    y, rows = fp8(a, b, config, **options)
+    y, states = fp8(a, b, config, **options)
     b_kn = b.mT if options.get("b_is_nk") else b
     forward, backward = config.recipe.x.format, config.recipe.g.format
     assert y.dtype == dtype and y.shape == (a @ b_kn).shape
@@ -54,7 +54,7 @@ def check(config, a, b, dtype=torch.float32, **options):
     db_kn = db.mT if options.get("b_is_nk") else db
     rows_a, rows_g = (a.flatten(0, -2), g.flatten(0, -2)) if b.dim() == 2 else (a, g)
     assert_product_close(db_kn, rows_a.mT, rows_g, forward, backward)
-    return rows
+    return states
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -108,16 +108,16 @@ def test_activations_are_kept_in_fp8():
         fp8(a, w, FP8TrainingConfig())
     large = [x for x in saved if x.numel() > 1]
     assert {x.dtype for x in large} == {torch.float8_e4m3fn, torch.float32}
-    assert all(x is w for x in large if x.dtype == torch.float32), "the only high-precision tensor kept is the weight"
+    assert all(x is w for x in large if x.dtype == torch.float32), "the only high-precision tensor saved is the weight"
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_non_finite_stays_visible_and_local(bad):
     a, b = torch.randn(8, 32), torch.randn(32, 16)
     a[3, 5] = bad
-    y, rows = fp8(a, b, FP8TrainingConfig())
+    y, states = fp8(a, b, FP8TrainingConfig())
     assert y[3].isnan().all() and y[[0, 1, 2, 4, 5, 6, 7]].isfinite().all()
-    assert rows[0][3] == 1 and rows[1][3] == 0
+    assert states[0][3] == 1 and states[1][3] == 0
 
 
 def test_stochastic_gradients_are_unbiased():

@@ -120,31 +120,31 @@ def test_squares_of_all_sizes_are_right_on_average_and_can_fall():
     values = torch.logspace(-4, 0, 128).expand(512, 128).contiguous()
     state = new_state(values.shape, signed=False)
     adamw.write_levels(state, values, noise_of_step(values, 1))
-    found = state.dequantize()
-    assert (found / values).log2().abs().max() < 1.001
-    torch.testing.assert_close(found.mean(0), values[0], rtol=0.08, atol=0)
+    actual = state.dequantize()
+    assert (actual / values).log2().abs().max() < 1.001
+    torch.testing.assert_close(actual.mean(0), values[0], rtol=0.08, atol=0)
     for count in range(2, 40):  # but for the largest, nothing comes any more
-        values = found * 0.95
+        values = actual * 0.95
         values[:, -1] = 1.0
         adamw.write_levels(state, values, noise_of_step(values, count))
-        found = state.dequantize()
+        actual = state.dequantize()
     # Halved as often as on average over chance; but without chance, no few that lag behind make up the average.
-    assert 0.4 < found[:, 64].mean() / (10**-2 * 0.95**38) < 1.2
+    assert 0.4 < actual[:, 64].mean() / (10**-2 * 0.95**38) < 1.2
 
 
 def test_means_are_right_on_average_and_can_fall():
     values = torch.linspace(-1, 1, 128).expand(4096, 128).contiguous()
     state = new_state(values.shape, signed=True)
     adamw.write_levels(state, values, noise_of_step(values, 1))
-    found = state.dequantize()
-    assert (found - values).abs().max() < 127 / 343 + 1e-6 and (found * values >= 0).all()
-    torch.testing.assert_close(found.mean(0), values[0], rtol=0, atol=0.01)
+    actual = state.dequantize()
+    assert (actual - values).abs().max() < 127 / 343 + 1e-6 and (actual * values >= 0).all()
+    torch.testing.assert_close(actual.mean(0), values[0], rtol=0, atol=0.01)
     for count in range(2, 12):  # but for the largest, nothing comes any more
-        values = found * 0.9
+        values = actual * 0.9
         values[:, -1] = 1.0
         adamw.write_levels(state, values, noise_of_step(values, count))
-        found = state.dequantize()
-    assert 0.6 < found[:, 96].mean() / ((2 * 96 / 127 - 1) * 0.9**10) < 1.2
+        actual = state.dequantize()
+    assert 0.6 < actual[:, 96].mean() / ((2 * 96 / 127 - 1) * 0.9**10) < 1.2
     adamw.write_levels(state, torch.zeros_like(values), noise_of_step(values, 1))
     assert not state.dequantize().any()
 

@@ -80,10 +80,10 @@ def test_block_amax_by_explicit_loops(dtype, block, shape):
         ]
         for m in values
     ]
-    found = block_amax(x, block)
-    assert found.dtype == torch.float32
-    assert found.shape == (*shape[:-2], -(-shape[-2] // rows), -(-shape[-1] // columns))
-    np.testing.assert_array_equal(found.numpy().reshape(np.shape(expected)), np.float32(expected))
+    actual = block_amax(x, block)
+    assert actual.dtype == torch.float32
+    assert actual.shape == (*shape[:-2], -(-shape[-2] // rows), -(-shape[-1] // columns))
+    np.testing.assert_array_equal(actual.numpy().reshape(np.shape(expected)), np.float32(expected))
 
 
 @pytest.mark.parametrize("percentile", [0.1, 12.5, 50, 90, 99, 99.5, 99.9, 99.99, 100])
@@ -98,9 +98,9 @@ def test_percentile_of_finer_types_lies_above_by_less_than_a_bf16_step(dtype):
     x = (randn(4097) * 3).to(dtype)
     for percentile in (1, 50, 99.9, 100):
         exact = float(exact_percentile(x.abs().double().numpy(), percentile))
-        found = percentile_amax(x, percentile).item()
+        actual = percentile_amax(x, percentile).item()
         # Rounded up to 8 significant bits: less than one step of 2^-7 relative.
-        assert exact <= found <= exact * (1 + 2.0**-7)
+        assert exact <= actual <= exact * (1 + 2.0**-7)
 
 
 def test_percentile_of_more_elements_than_torch_quantile_takes():

@@ -95,9 +95,9 @@ def test_every_finite_code_survives_a_round_trip(name):
 def test_every_e8m0_code_means_what_ml_dtypes_says():
     every = np.arange(256, dtype=np.uint8)
     scale = torch.from_numpy(every).view(E8M0_DTYPE)[:, None]
-    found = dequantize(torch.ones(256, 1).to(torch.float8_e4m3fn), scale)[:, 0].numpy()
-    np.testing.assert_array_equal(found, every.view(ml_dtypes.float8_e8m0fnu).astype(np.float32))
-    assert found[0] == 2.0**-127 and found[254] == 2.0**127 and np.isnan(found[255])
+    actual = dequantize(torch.ones(256, 1).to(torch.float8_e4m3fn), scale)[:, 0].numpy()
+    np.testing.assert_array_equal(actual, every.view(ml_dtypes.float8_e8m0fnu).astype(np.float32))
+    assert actual[0] == 2.0**-127 and actual[254] == 2.0**127 and np.isnan(actual[255])
 
 
 def test_formats_are_found_by_name_in_any_case():

@@ -145,8 +145,8 @@ def test_the_rules_of_the_gpu_on_sizes(m, n, k, message):
 
 def test_the_rules_of_the_gpu_on_layout_and_shape():
     a = quantize(randn(32, 32))
-    turned = Quantized(a.data.mT, a.scale)
-    for operands in ((turned, a), (a, turned)):
+    transposed = Quantized(a.data.mT, a.scale)
+    for operands in ((transposed, a), (a, transposed)):
         with pytest.raises(ValueError, match="contiguous along K"):
             gemm_nt(*operands)
     for bad in (quantize(randn(32, 48)), quantize(randn(32))):

@@ -42,8 +42,8 @@ def test_quantize_takes_what_get_scale_returns(amax):
 
 def test_dequantize_returns_the_dtype_asked_for():
     q = quantize(sample(3.0))
-    for found in (dequantize(q, torch.bfloat16), dequantize(q, dtype=torch.bfloat16), dequantize(*q, torch.bfloat16)):
-        assert found.dtype == torch.bfloat16 and torch.equal(found, q.dequantize(torch.bfloat16))
+    for actual in (dequantize(q, torch.bfloat16), dequantize(q, dtype=torch.bfloat16), dequantize(*q, torch.bfloat16)):
+        assert actual.dtype == torch.bfloat16 and torch.equal(actual, q.dequantize(torch.bfloat16))
     with pytest.raises(TypeError, match=r"scale beside a Quantized.*dequantize\(q\)"):
         dequantize(q, q.scale)
     with pytest.raises(TypeError, match=r"scale is not given.*dequantize\(q\)"):

@@ -30,10 +30,10 @@ def test_backward_against_autograd(granularity):
     x, inverse = rms_norm(h.detach().float(), Norm(weight, 1e-6))
     if granularity:
         x = quantize(x, granularity=granularity).dequantize()
-    found = rms_norm_backward(g, x, Norm(weight, 1e-6), inverse)
+    actual = rms_norm_backward(g, x, Norm(weight, 1e-6), inverse)
     if granularity is None:
-        torch.testing.assert_close(found.double(), h.grad, rtol=1e-4, atol=1e-5)
-    assert cosine(found, h.grad) > 0.9999
+        torch.testing.assert_close(actual.double(), h.grad, rtol=1e-4, atol=1e-5)
+    assert cosine(actual, h.grad) > 0.9999
 
 
 def test_rows_of_zeros_and_weights_of_zero():

@@ -26,9 +26,9 @@ by_kind = pytest.mark.parametrize("kind", CURRENT)
 
 
 def new_state(scale=0.0):
-    row = torch.zeros(SLOTS)
-    row[SCALE] = scale
-    return row
+    state = torch.zeros(SLOTS)
+    state[SCALE] = scale
+    return state
 
 
 def expected(x, recipe):
@@ -56,9 +56,9 @@ def test_layouts_match_numpy(kind, shape, dtype):
     recipe, x = CURRENT[kind], sample(*shape).to(dtype)
     both = [expected(x, recipe), expected(x.mT, recipe)]
     for layout, wanted in (("rows", both[:1]), ("columns", both[1:]), ("both", both)):
-        found = quantize_operand(x, new_state(), recipe, layout=layout)
-        assert len(found) == len(wanted)
-        for q, (data, scale) in zip(found, wanted, strict=True):
+        actual = quantize_operand(x, new_state(), recipe, layout=layout)
+        assert len(actual) == len(wanted)
+        for q, (data, scale) in zip(actual, wanted, strict=True):
             assert q.data.is_contiguous()
             assert same(q.data, data)
             assert q.scale.shape == scale.shape and np.array_equal(decode(q.scale), scale)
@@ -76,19 +76,19 @@ def test_columns_come_from_the_high_precision_values(kind):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_first_non_zero_use_takes_its_own_amax_and_keeps_it_for_the_step(layout):
-    row = new_state()
+    state = new_state()
     x = sample(33, 50)
-    quantize_operand(torch.zeros(33, 50), row, DELAYED, layout=layout)
-    assert row[SCALE] == 0 and row[SEEN] == 1
-    first = quantize_operand(x, row, DELAYED, layout=layout)
+    quantize_operand(torch.zeros(33, 50), state, DELAYED, layout=layout)
+    assert state[SCALE] == 0 and state[SEEN] == 1
+    first = quantize_operand(x, state, DELAYED, layout=layout)
     scale = decode(first[0].scale)
-    assert scale == expected(x, DELAYED)[1] and row[SCALE] == scale
-    later = quantize_operand(x * 1.03, row, DELAYED, layout=layout)  # no more than rounding takes off
-    assert decode(later[0].scale) == scale and row[SCALE] == scale
+    assert scale == expected(x, DELAYED)[1] and state[SCALE] == scale
+    later = quantize_operand(x * 1.03, state, DELAYED, layout=layout)  # no more than rounding takes off
+    assert decode(later[0].scale) == scale and state[SCALE] == scale
     view = x.mT if layout == "columns" else x
     scaled = decode(view * 1.03).astype(np.float32) * (np.float32(1) / np.float32(scale))
     assert same(later[0].data, round_nearest(scaled, "E4M3"))
-    assert row[AMAX] == (x * 1.03).abs().max() and row[SEEN] == 3 and row[CALLS] == 3 and row[RESCALED] == 0
+    assert state[AMAX] == (x * 1.03).abs().max() and state[SEEN] == 3 and state[CALLS] == 3 and state[RESCALED] == 0
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -96,35 +96,35 @@ def test_the_first_non_zero_use_takes_its_own_amax_and_keeps_it_for_the_step(lay
 @pytest.mark.parametrize("factor", [1.08, 2.0, 1e3, 1e20, 1e-10])
 def test_a_tensor_that_the_delayed_scale_does_not_hold_takes_its_own(name, layout, factor):
     recipe = OperandRecipe(get_format(name), delayed=True)
-    row, x = new_state(), sample(33, 50)
-    quantize_operand(x, row, recipe, layout=layout)
-    row[AMAX] = 0.0  # another step
+    state, x = new_state(), sample(33, 50)
+    quantize_operand(x, state, recipe, layout=layout)
+    state[AMAX] = 0.0  # another step
     jumped = x * factor
     current = quantize_operand(jumped, new_state(), replace(recipe, delayed=False), layout=layout)
-    before = row.clone()
+    before = state.clone()
     for record in (False, True, True):
-        found = quantize_operand(jumped, row, recipe, record=record, layout=layout)
-        for mine, theirs in zip(found, current, strict=True):
+        actual = quantize_operand(jumped, state, recipe, record=record, layout=layout)
+        for mine, theirs in zip(actual, current, strict=True):
             assert torch.equal(mine.scale, theirs.scale) and np.array_equal(codes(mine.data), codes(theirs.data))
-        assert record or torch.equal(row, before)  # without recording, for this use alone
-    assert row[RESCALED] == 1 and row[SATURATED] == 0 and row[SCALE] == current[0].scale
+        assert record or torch.equal(state, before)  # without recording, for this use alone
+    assert state[RESCALED] == 1 and state[SATURATED] == 0 and state[SCALE] == current[0].scale
 
 
 def test_a_margin_below_one_saturates_as_much_as_it_asks_for():
     recipe = OperandRecipe(E4M3, margin=0.5, delayed=True)
-    row, x = new_state(), torch.arange(1.0, 101.0)[None]
+    state, x = new_state(), torch.arange(1.0, 101.0)[None]
     for factor in (1.0, 1.0, 10.0):
-        q = quantize_operand(x * factor, row, recipe)[0]
+        q = quantize_operand(x * factor, state, recipe)[0]
         assert q.scale == torch.tensor(50 * factor) / 448
-    assert row[RESCALED] == 1 and row[SATURATED] == 3 * torch.tensor(49.0) / 100
+    assert state[RESCALED] == 1 and state[SATURATED] == 3 * torch.tensor(49.0) / 100
 
 
 def test_delayed_scales_follow_the_manager():
     m = FP8ScalingManager(history_len=2, margin=1.0)
-    row = m.register("x")
+    state = m.register("x")
     for amax, in_force in ((2.0, 2.0), (8.0, 8.0), (1.0, 8.0), (1.0, 8.0), (1.02, 1.0), (4.0, 4.0)):
         x = torch.tensor([[amax, -amax / 2]])
-        q = quantize_operand(x, row, DELAYED)[0]
+        q = quantize_operand(x, state, DELAYED)[0]
         assert q.scale == torch.tensor(in_force) / 448
         m.step()
     assert m.get_scale("x") == 448.0 / 4
@@ -132,35 +132,35 @@ def test_delayed_scales_follow_the_manager():
 
 def test_margin_and_percentile_shape_the_scale():
     x = torch.arange(1.0, 101.0)[None]
-    row = new_state()
-    q = quantize_operand(x, row, OperandRecipe(E4M3, margin=2.0, percentile=50.0))[0]
+    state = new_state()
+    q = quantize_operand(x, state, OperandRecipe(E4M3, margin=2.0, percentile=50.0))[0]
     assert q.scale == torch.tensor(50.0) / 448 * 2
-    assert row[AMAX] == 50
+    assert state[AMAX] == 50
     # Beyond 50 × 2 × 464/448 = 103.57 nothing lies; at half the percentile's headroom, 52 to 100 do.
-    assert row[SATURATED] == 0
-    row = new_state()
-    quantize_operand(x, row, OperandRecipe(E4M3, percentile=50.0))
-    assert row[SATURATED] == torch.tensor(49.0) / 100  # |x| > 50 × 464/448 = 51.8
+    assert state[SATURATED] == 0
+    state = new_state()
+    quantize_operand(x, state, OperandRecipe(E4M3, percentile=50.0))
+    assert state[SATURATED] == torch.tensor(49.0) / 100  # |x| > 50 × 464/448 = 51.8
 
 
 @by_kind
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_without_recording_the_row_is_left_alone(kind, layout):
-    row, x = torch.rand(SLOTS), sample(33, 50)
-    before = row.clone()
-    found = quantize_operand(x, row, CURRENT[kind], record=False, layout=layout)
-    assert torch.equal(row, before)
-    again = quantize_operand(x, row, CURRENT[kind], record=True, layout=layout)
-    assert all(np.array_equal(codes(a.data), codes(b.data)) for a, b in zip(found, again, strict=True))
-    assert not torch.equal(row, before)
+    state, x = torch.rand(SLOTS), sample(33, 50)
+    before = state.clone()
+    actual = quantize_operand(x, state, CURRENT[kind], record=False, layout=layout)
+    assert torch.equal(state, before)
+    again = quantize_operand(x, state, CURRENT[kind], record=True, layout=layout)
+    assert all(np.array_equal(codes(a.data), codes(b.data)) for a, b in zip(actual, again, strict=True))
+    assert not torch.equal(state, before)
 
 
 def test_recomputing_without_recording_meets_the_same_scale():
-    row, x = new_state(), sample(33, 50)
+    state, x = new_state(), sample(33, 50)
     for jump in (1.0, 100.0):  # a first use, and one that takes its own scale
-        first = quantize_operand(x * jump, row, DELAYED)[0]
-        quantize_operand(x * jump * 1.02, row, DELAYED)
-        again = quantize_operand(x * jump, row, DELAYED, record=False)[0]
+        first = quantize_operand(x * jump, state, DELAYED)[0]
+        quantize_operand(x * jump * 1.02, state, DELAYED)
+        again = quantize_operand(x * jump, state, DELAYED, record=False)[0]
         assert np.array_equal(codes(first.data), codes(again.data)) and torch.equal(first.scale, again.scale)
 
 
@@ -172,57 +172,57 @@ def test_saturated_and_underflown_shares_are_exact(dtype, name, layout):
     x = (torch.randn(64, 65, generator=torch.Generator().manual_seed(0)) ** 5).to(dtype)
     x[0] = 0
     for amax in (0.3, 1.003, 2.9, 1e4):
-        row = new_state(amax / recipe.format.max)
-        q = quantize_operand(x, row, recipe, layout=layout)[0]
+        state = new_state(amax / recipe.format.max)
+        q = quantize_operand(x, state, recipe, layout=layout)[0]
         view = x.mT if layout == "columns" else x
         saturated, underflow = losses(view, q.data, decode(q.scale), recipe)
-        assert (row[SATURATED].item(), row[UNDERFLOW].item()) == (np.float32(saturated), np.float32(underflow))
-        assert row[CALLS] == 1
+        assert (state[SATURATED].item(), state[UNDERFLOW].item()) == (np.float32(saturated), np.float32(underflow))
+        assert state[CALLS] == 1
 
 
 def test_the_saturation_limit_is_not_rounded_to_the_dtype_of_x():
     """466 / 1.003 = 464.6 is beyond 464, where the clamp changes values; in BF16 the limit itself rounds to 466."""
-    row = new_state(1.003)
+    state = new_state(1.003)
     x = torch.full((1, 64), 466.0, dtype=torch.bfloat16)
-    assert quantize_operand(x, row, DELAYED)[0].scale == torch.tensor(466.0) / 448
-    assert row[RESCALED] == 1
+    assert quantize_operand(x, state, DELAYED)[0].scale == torch.tensor(466.0) / 448
+    assert state[RESCALED] == 1
     with_margin = replace(DELAYED, margin=1.003 * 448 / 466)  # which asks for a scale of 1.003
-    row = new_state(1.003)
-    assert quantize_operand(x, row, with_margin)[0].scale == torch.tensor(1.003)
-    assert row[SATURATED] == 1
+    state = new_state(1.003)
+    assert quantize_operand(x, state, with_margin)[0].scale == torch.tensor(1.003)
+    assert state[SATURATED] == 1
 
 
 @by_kind
 def test_losses_of_current_scales(kind):
     recipe, x = CURRENT[kind], sample(130, 132) * torch.tensor([1e-9, 1.0])[torch.arange(132) % 2]
     for layout in ("rows", "columns"):
-        row = new_state()
-        q = quantize_operand(x, row, recipe, layout=layout)[0]
+        state = new_state()
+        q = quantize_operand(x, state, recipe, layout=layout)[0]
         saturated, underflow = losses(x.mT if layout == "columns" else x, q.data, decode(q.scale), recipe)
         assert bool(saturated > 0) is (kind == "mx floor")
-        assert (row[SATURATED].item(), row[UNDERFLOW].item()) == (np.float32(saturated), np.float32(underflow))
-        assert row[AMAX] == x.abs().max() and row[SEEN] == 1
+        assert (state[SATURATED].item(), state[UNDERFLOW].item()) == (np.float32(saturated), np.float32(underflow))
+        assert state[AMAX] == x.abs().max() and state[SEEN] == 1
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", NAMES)
 def test_non_finite_input_is_noted_and_counts_neither_as_saturated_nor_as_lost(bad, name):
     for big in (1.0, 1e9):  # alone, and beside a value that the scale does not hold
-        recipe, row = OperandRecipe(get_format(name), delayed=True), new_state(1.0)
-        q = quantize_operand(torch.tensor([[bad, big, 1.0, 1e-30]]), row, recipe)[0]
+        recipe, state = OperandRecipe(get_format(name), delayed=True), new_state(1.0)
+        q = quantize_operand(torch.tensor([[bad, big, 1.0, 1e-30]]), state, recipe)[0]
         assert np.isnan(decode(q.data)[0, 0]) and np.isfinite(decode(q.data)[0, 1:]).all()
-        assert (row[NON_FINITE], row[AMAX]) == (1, big)
+        assert (state[NON_FINITE], state[AMAX]) == (1, big)
         lost = 0.25 if big == 1 or "E5M2" in name else 0.5  # beside 1e9, E4M3 has nothing for 1
-        assert (row[SATURATED], row[UNDERFLOW], row[RESCALED]) == (0, lost, big > 1)
+        assert (state[SATURATED], state[UNDERFLOW], state[RESCALED]) == (0, lost, big > 1)
 
 
 def test_one_non_finite_use_stops_the_history():
     m = FP8ScalingManager(history_len=2, margin=1.0)
-    row = m.register("x")
-    quantize_operand(torch.ones(1, 4), row, DELAYED)
+    state = m.register("x")
+    quantize_operand(torch.ones(1, 4), state, DELAYED)
     m.step()
-    quantize_operand(torch.tensor([[8.0, math.inf]]), row, DELAYED)
-    quantize_operand(torch.tensor([[8.0, 1.0]]), row, DELAYED)
+    quantize_operand(torch.tensor([[8.0, math.inf]]), state, DELAYED)
+    quantize_operand(torch.tensor([[8.0, 1.0]]), state, DELAYED)
     m.step()
     assert m.get_scale("x") == 448 and m.state_dict()["_steps"].tolist() == [1]
 
@@ -236,18 +236,18 @@ def test_float64_beyond_float32_does_not_zero_the_rest():
 @pytest.mark.parametrize("shape", [(0, 40), (40, 0), (2, 0, 40)])
 def test_empty_operands(kind, shape):
     """An expert that no token went to."""
-    row = new_state()
-    rows, columns = quantize_operand(torch.zeros(shape), row, CURRENT[kind], layout="both")
+    state = new_state()
+    rows, columns = quantize_operand(torch.zeros(shape), state, CURRENT[kind], layout="both")
     assert rows.data.shape == shape and columns.data.shape == torch.zeros(shape).mT.shape
-    assert row.isfinite().all() and row[NON_FINITE] == 0
+    assert state.isfinite().all() and state[NON_FINITE] == 0
 
 
 @by_kind
 def test_the_row_stays_out_of_autograd(kind):
     for value in (1.0, math.inf):
-        row = new_state()
-        quantize_operand(torch.tensor([[value, 2.0]], requires_grad=True), row, CURRENT[kind], layout="both")
-        assert not row.requires_grad
+        state = new_state()
+        quantize_operand(torch.tensor([[value, 2.0]], requires_grad=True), state, CURRENT[kind], layout="both")
+        assert not state.requires_grad
 
 
 def test_stochastic_operands_use_the_global_generator_and_are_reproducible():

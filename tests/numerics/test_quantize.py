@@ -41,9 +41,9 @@ by_format = pytest.mark.parametrize("name", NAMES)
 
 
 def matches(x, name, kind):
-    found = quantize(x, format=name, **KINDS[kind])
+    actual = quantize(x, format=name, **KINDS[kind])
     data, scale = quantize_kind(x, name, kind)
-    return found.scale.shape == scale.shape and np.array_equal(decode(found.scale), scale) and same(found.data, data)
+    return actual.scale.shape == scale.shape and np.array_equal(decode(actual.scale), scale) and same(actual.data, data)
 
 
 @by_kind
@@ -62,11 +62,11 @@ def test_strides_do_not_matter(kind):
         sample(6, 5, 7).permute(2, 0, 1),
         sample(1, 9).expand(4, 9),
     ):
-        found = quantize(x, **KINDS[kind])
-        assert found.data.is_contiguous()
+        actual = quantize(x, **KINDS[kind])
+        assert actual.data.is_contiguous()
         assert matches(x, "E4M3", kind)
         same_values = quantize(x.contiguous(), **KINDS[kind])
-        assert np.array_equal(codes(found.data), codes(same_values.data))
+        assert np.array_equal(codes(actual.data), codes(same_values.data))
 
 
 def near_ties(name, amax):
@@ -156,9 +156,9 @@ def test_percentile_of_compute_scale():
 def test_a_given_scale_is_used_as_it_is():
     x = sample(33, 150)
     for scale in (0.5, torch.tensor(0.5), torch.tensor(0.5, dtype=torch.float64)):
-        found = quantize(x, scale=scale)
-        assert found.scale.dtype == torch.float32 and found.scale == 0.5
-        assert np.array_equal(codes(found.data), codes(quantize(x * 2, scale=1.0).data))
+        actual = quantize(x, scale=scale)
+        assert actual.scale.dtype == torch.float32 and actual.scale == 0.5
+        assert np.array_equal(codes(actual.data), codes(quantize(x * 2, scale=1.0).data))
     for kind, options in KINDS.items():
         own = quantize(x, **options)
         again = quantize(x, scale=own.scale, **options)
@@ -239,5 +239,5 @@ def test_mx_scales_over_the_whole_range_of_exponents(name):
         np.float32
     )
     for rule in ("up", "floor"):
-        found = decode(mx_scale(torch.from_numpy(amax), get_format(name), rule))
-        np.testing.assert_array_equal(found, [mx_scale_of(a, name, rule) for a in amax])
+        actual = decode(mx_scale(torch.from_numpy(amax), get_format(name), rule))
+        np.testing.assert_array_equal(actual, [mx_scale_of(a, name, rule) for a in amax])

@@ -17,16 +17,16 @@ by_format = pytest.mark.parametrize("name", NAMES)
 
 
 def matches(x, name, kind):
-    found = quantize(x, format=name, **KINDS[kind])
+    actual = quantize(x, format=name, **KINDS[kind])
     data, scale = quantize_kind(x, name, kind)
-    return np.array_equal(decode(found.scale), scale) and same(found.data, data)
+    return np.array_equal(decode(actual.scale), scale) and same(actual.data, data)
 
 
 @by_kind
 @by_format
 def test_all_zero_has_scale_one_and_data_zero(name, kind):
-    found = quantize(torch.zeros(3, 150), format=name, **KINDS[kind])
-    assert (decode(found.scale) == 1).all() and (codes(found.data) == 0).all()
+    actual = quantize(torch.zeros(3, 150), format=name, **KINDS[kind])
+    assert (decode(actual.scale) == 1).all() and (codes(actual.data) == 0).all()
     # One group of zeros among others changes nothing for them.
     x = sample(3, 300)
     x[1] = 0
@@ -38,17 +38,17 @@ def test_all_zero_has_scale_one_and_data_zero(name, kind):
 def test_tiny_tensors_have_a_scale_of_at_least_the_smallest_normal_number(name, kind):
     for amax in (2.0**-149, 2.0**-135, 2.0**-126, 2.0**-120):
         x = torch.tensor([[amax, -amax, 0.0, amax / 3]])
-        found = quantize(x, format=name, **KINDS[kind])
-        scale = decode(found.scale)
+        actual = quantize(x, format=name, **KINDS[kind])
+        scale = decode(actual.scale)
         assert (scale >= SMALLEST_SCALE).all()
-        assert np.isfinite(1 / scale).all() and np.isfinite(decode(found.data)).all()
+        assert np.isfinite(1 / scale).all() and np.isfinite(decode(actual.data)).all()
         # Half a subnormal step of the smallest scale is all that may be lost, beside the relative step.
         bound = np.maximum(
             2.0 ** -(get_format(name).mantissa_bits + 1) * np.abs(decode(x)),
             0.5 * get_format(name).smallest_subnormal * scale.max(),
         )
         if kind != "mx floor":  # which clips
-            assert (np.abs(decode(found.data) * scale - decode(x)) <= bound * (1 + 2.0**-20)).all()
+            assert (np.abs(decode(actual.data) * scale - decode(x)) <= bound * (1 + 2.0**-20)).all()
     assert matches(torch.tensor([[2.0**-149, 2.0**-140]]), name, kind)
 
 
@@ -58,12 +58,12 @@ def test_huge_tensors_map_to_the_largest_value_and_nothing_overflows(name, kind)
     for dtype in (torch.bfloat16, torch.float32):
         top = torch.finfo(dtype).max
         x = torch.tensor([[top, -top, top / 2, 1.0]], dtype=dtype)
-        found = quantize(x, format=name, **KINDS[kind])
-        assert np.isfinite(decode(found.data)).all() and np.isfinite(decode(found.scale)).all()
+        actual = quantize(x, format=name, **KINDS[kind])
+        assert np.isfinite(decode(actual.data)).all() and np.isfinite(decode(actual.scale)).all()
         assert matches(x, name, kind)
         if not kind.startswith("mx"):
-            np.testing.assert_array_equal(decode(found.data)[0, :2], [largest(name), -largest(name)])
-            assert found.dequantize().isfinite().all()
+            np.testing.assert_array_equal(decode(actual.data)[0, :2], [largest(name), -largest(name)])
+            assert actual.dequantize().isfinite().all()
 
 
 @by_kind
@@ -75,19 +75,19 @@ def test_non_finite_elements_become_nan_at_their_place_and_leave_the_rest_alone(
     at = [(0, 0), (129, 131), (64, 128)]
     for i, j in at:
         x[i, j], clean[i, j] = bad, 0.0
-    found, reference = quantize(x, format=name, **KINDS[kind]), quantize(clean, format=name, **KINDS[kind])
-    np.testing.assert_array_equal(decode(found.scale), decode(reference.scale))
-    nan = np.isnan(decode(found.data))
+    actual, reference = quantize(x, format=name, **KINDS[kind]), quantize(clean, format=name, **KINDS[kind])
+    np.testing.assert_array_equal(decode(actual.scale), decode(reference.scale))
+    nan = np.isnan(decode(actual.data))
     assert sorted(zip(*np.nonzero(nan), strict=True)) == sorted(at)
-    assert np.array_equal(codes(found.data)[~nan], codes(reference.data)[~nan])
+    assert np.array_equal(codes(actual.data)[~nan], codes(reference.data)[~nan])
     nothing = quantize(torch.full((2, 40), bad), format=name, **KINDS[kind])
     assert (decode(nothing.scale) == 1).all() and np.isnan(decode(nothing.data)).all()
 
 
 def test_float64_is_rounded_to_float32_first_and_overflow_shows():
-    found = quantize(torch.tensor([1e300, 1.0, 2.0], dtype=torch.float64))
-    assert decode(found.scale) == np.float32(2) / np.float32(448)
-    assert np.isnan(decode(found.data)[0]) and decode(found.data)[2] == 448
+    actual = quantize(torch.tensor([1e300, 1.0, 2.0], dtype=torch.float64))
+    assert decode(actual.scale) == np.float32(2) / np.float32(448)
+    assert np.isnan(decode(actual.data)[0]) and decode(actual.data)[2] == 448
 
 
 @by_format
@@ -98,19 +98,19 @@ def test_a_finite_value_saturates_however_small_the_scale(name, rounding, compil
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiled)
     x = torch.tensor([1e38, -1e38, 2.0**40, -8e25, 0.0, math.inf, -math.inf, math.nan])
     for scale in (2.0**-100, 1e-25):
-        found = decode(quantize(x, scale=scale, format=name, rounding=rounding).data)
+        actual = decode(quantize(x, scale=scale, format=name, rounding=rounding).data)
         top = largest(name)
-        np.testing.assert_array_equal(found, [top, -top, top, -top, 0.0, math.nan, math.nan, math.nan])
+        np.testing.assert_array_equal(actual, [top, -top, top, -top, 0.0, math.nan, math.nan, math.nan])
 
 
 def test_an_outlier_beyond_a_percentile_saturates():
     x = torch.full((1000,), 1e-30)
     x[3] = 1e20
-    found = quantize(x, scale=compute_scale(x, percentile=99)).dequantize()
-    assert found.isfinite().all() and found[0] == pytest.approx(1e-30, rel=2.0**-6)
-    row = FP8ScalingManager().register("x")
-    found = quantize_operand(x[None], row, OperandRecipe(E4M3, percentile=99.0))[0].dequantize()
-    assert found.isfinite().all()
+    actual = quantize(x, scale=compute_scale(x, percentile=99)).dequantize()
+    assert actual.isfinite().all() and actual[0] == pytest.approx(1e-30, rel=2.0**-6)
+    state = FP8ScalingManager().register("x")
+    actual = quantize_operand(x[None], state, OperandRecipe(E4M3, percentile=99.0))[0].dequantize()
+    assert actual.isfinite().all()
 
 
 def test_a_large_margin_does_not_overflow_the_scale():
@@ -128,16 +128,16 @@ def test_a_percentile_that_falls_on_zero_still_represents_the_rest():
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("shape", [(0,), (0, 256), (3, 0), (2, 0, 5)])
 def test_empty_tensors_quantise_to_empty_tensors(granularity, shape):
-    found = quantize(torch.zeros(shape), granularity=granularity)
-    assert found.data.shape == shape and found.dequantize().shape == shape
+    actual = quantize(torch.zeros(shape), granularity=granularity)
+    assert actual.data.shape == shape and actual.dequantize().shape == shape
 
 
 @by_kind
 def test_nothing_tracks_gradients(kind):
     for value in (1.0, math.inf):
         x = torch.tensor([[value, 2.0]], requires_grad=True)
-        found = quantize(x, **KINDS[kind])
-        assert not found.data.requires_grad and not found.scale.requires_grad
+        actual = quantize(x, **KINDS[kind])
+        assert not actual.data.requires_grad and not actual.scale.requires_grad
 
 
 @by_kind

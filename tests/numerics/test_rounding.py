@@ -58,20 +58,20 @@ def test_the_bias_test_catches_rounding_to_nearest_and_a_slightly_loaded_die():
 def test_stochastic_rounding_picks_one_of_the_two_neighbours(name):
     spread = 2.0 ** torch.empty(200_000).uniform_(-20, math.log2(largest(name)), generator=generator(1))
     v = spread * torch.randn(200_000, generator=generator(2)).sign()
-    found = decode(round_stochastic(v.clone(), get_format(name), generator()))
+    actual = decode(round_stochastic(v.clone(), get_format(name), generator()))
     points, exact = grid(name), v.double().numpy()
     low = points[np.searchsorted(points, exact, side="right") - 1]
     high = points[np.searchsorted(points, exact, side="left")]
-    assert ((found == low) | (found == high)).all()
-    assert (found == low).any() and (found == high).any()
+    assert ((actual == low) | (actual == high)).all()
+    assert (actual == low).any() and (actual == high).any()
 
 
 @by_format
 def test_values_on_the_grid_never_move(name):
     points = torch.from_numpy(grid(name)).float()
     for seed in range(20):
-        found = round_stochastic(points.clone(), get_format(name), generator(seed))
-        np.testing.assert_array_equal(decode(found), grid(name))
+        actual = round_stochastic(points.clone(), get_format(name), generator(seed))
+        np.testing.assert_array_equal(decode(actual), grid(name))
 
 
 @by_format
@@ -81,8 +81,8 @@ def test_the_ends_of_the_noise(name, monkeypatch):
     v = torch.from_numpy(np.concatenate([points, (points[1:] + points[:-1]) / 2])).float()
     for noise, between in ((0.0, points[1:]), (1 - 2.0**-24, points[:-1])):
         monkeypatch.setattr(torch, "rand", lambda shape, noise=noise, **_: torch.full(shape, noise))
-        found = decode(round_stochastic(v.clone(), get_format(name)))
-        np.testing.assert_array_equal(found, np.concatenate([points, between]))
+        actual = decode(round_stochastic(v.clone(), get_format(name)))
+        np.testing.assert_array_equal(actual, np.concatenate([points, between]))
 
 
 @by_format
@@ -163,11 +163,11 @@ def test_stochastic_rounding_to_bf16(value):
     """One of the two neighbours, and the value on average: N draws of a fair die are off by step / (2 √N)."""
     n = 2**16
     v = torch.full((n,), value)
-    found = round_stochastic_bf16(v, torch.Generator().manual_seed(0)).double()
+    actual = round_stochastic_bf16(v, torch.Generator().manual_seed(0)).double()
     bits = v[:1].view(torch.int32) & -(2**16)
     ends = torch.stack([bits, bits + 2**16]).view(torch.float32).double()
-    assert set(found.tolist()) <= set(ends.flatten().tolist())
-    assert abs(found.mean() - v[0].double()) < 5 * (ends[1] - ends[0]).abs() / 2 / n**0.5
+    assert set(actual.tolist()) <= set(ends.flatten().tolist())
+    assert abs(actual.mean() - v[0].double()) < 5 * (ends[1] - ends[0]).abs() / 2 / n**0.5
 
 
 def test_stochastic_rounding_to_bf16_leaves_alone_what_fits():

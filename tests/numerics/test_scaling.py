@@ -24,11 +24,11 @@ def amax_of(m, name="x"):
 
 
 def run(m, amaxes, name="x"):
-    found = []
+    actual = []
     for amax in amaxes:
         m.update_amax(name, amax)
-        found.append(amax_of(m, name))
-    return found
+        actual.append(amax_of(m, name))
+    return actual
 
 
 def test_the_quantising_multiplier():
@@ -88,9 +88,9 @@ def test_ema_is_nine_tenths_old_and_one_tenth_new():
 def test_an_interval_recomputes_every_n_steps(algorithm):
     """The first step sets the scale; then steps 3, 6, … do. The history misses none of them."""
     m = manager(algorithm=algorithm, interval=3, history_len=8)
-    found = run(m, [1, 2, 4, 8, 16, 32])
+    actual = run(m, [1, 2, 4, 8, 16, 32])
     every = run(manager(algorithm=algorithm, history_len=8), [1, 2, 4, 8, 16, 32])
-    assert found == [every[0], every[0], every[2], every[2], every[2], every[5]]
+    assert actual == [every[0], every[0], every[2], every[2], every[2], every[5]]
 
 
 @pytest.mark.parametrize("algorithm", ["max", "most_recent", "ema"])
@@ -162,8 +162,8 @@ def test_a_planted_second_advance_is_caught(monkeypatch):
     before, real = snapshot(m), FP8ScalingManager._roll
 
     def roll_always(self):
-        for row in self.states:
-            row[SEEN] = 1
+        for state in self.states:
+            state[SEEN] = 1
         real(self)
 
     monkeypatch.setattr(FP8ScalingManager, "_roll", roll_always)
@@ -251,7 +251,7 @@ def test_an_amax_with_a_graph_is_taken_without_it(learn):
     for _ in range(3):
         getattr(m, learn)("w", w if learn == "observe" else w.abs().max())
         m.step()
-        assert not any(row.requires_grad for row in m.states)
+        assert not any(state.requires_grad for state in m.states)
         assert not any(tensor.requires_grad for tensor in (m._history, m._amax, m._ema, m.get_scale("w")))
         (w * m.get_scale("w")).sum().backward()
     assert w.grad is not None and amax_of(m, "w") == 1
@@ -316,5 +316,5 @@ def test_from_config_reads_history_algorithm_interval_and_percentile():
 
 
 def test_rows_are_plain_fp32_numbers():
-    row = manager().register("x")
-    assert row.shape == (SLOTS,) and row.dtype == torch.float32 and not row.requires_grad and (row == 0).all()
+    state = manager().register("x")
+    assert state.shape == (SLOTS,) and state.dtype == torch.float32 and not state.requires_grad and (state == 0).all()

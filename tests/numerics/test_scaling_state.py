@@ -23,14 +23,14 @@ def manager(**options):
 
 def train(m, steps, start=0, names=("x", "g")):
     """Deterministic amaxes, two micro-batches a step; the scales after each step."""
-    found = []
+    actual = []
     for step in range(start, start + steps):
         for micro_batch in range(2):
             for i, name in enumerate(names):
                 m.record(name, 1.0 + (step * 7 + micro_batch * 3 + i) % 11)
         m.step()
-        found.append([m.get_scale(name).item() for name in names])
-    return found
+        actual.append([m.get_scale(name).item() for name in names])
+    return actual
 
 
 def trained(steps=5, **options):
@@ -52,10 +52,10 @@ def test_state_dict_round_trip_continues_identically(algorithm, interval, regist
     saved.seek(0)
     fresh = manager(algorithm=algorithm, interval=interval)
     if registered:  # in another order
-        rows = {"g": fresh.register("g", format=E5M2, margin=2.0), "x": fresh.register("x")}
+        states = {"g": fresh.register("g", format=E5M2, margin=2.0), "x": fresh.register("x")}
     fresh.load_state_dict(torch.load(saved, weights_only=True))
     if registered:
-        assert all(fresh.register(name) is row for name, row in rows.items())
+        assert all(fresh.register(name) is each for name, each in states.items())
     assert [fresh.get_scale(n) for n in ("x", "g")] == [m.get_scale(n) for n in ("x", "g")]
     assert train(fresh, 6, start=5) == train(m, 6, start=5)
 
@@ -74,11 +74,11 @@ def test_loading_before_layers_register_their_rows():
     m = trained()
     fresh = manager()
     fresh.load_state_dict(m.state_dict())
-    row = torch.zeros(SLOTS)
-    assert fresh.register("g", format=E5M2, margin=2.0, state=row) is row
-    assert torch.equal(row, m.register("g"))
+    mine = torch.zeros(SLOTS)
+    assert fresh.register("g", format=E5M2, margin=2.0, state=mine) is mine
+    assert torch.equal(mine, m.register("g"))
     assert train(fresh, 3, start=5) == train(m, 3, start=5)
-    assert row[SCALE] == m.register("g")[SCALE]
+    assert mine[SCALE] == m.register("g")[SCALE]
 
 
 def test_a_saved_state_is_a_copy():
@@ -192,13 +192,13 @@ def test_following_stops_with_the_manager():
     m = manager()
     m.follow_optimizers()
     assert hooks() == before + 1
-    row = m.register("x")
+    state = m.register("x")
     m.record("x", 2.0)
     del m
     gc.collect()
     assert hooks() == before
     OPTIMIZERS["SGD"]([nn.Parameter(torch.ones(1))]).step()
-    assert row[SCALE] == 0
+    assert state[SCALE] == 0
 
 
 def test_a_manager_may_die_during_a_step():
@@ -249,16 +249,16 @@ def test_a_copied_model_keeps_its_rows_tied_to_the_copied_manager():
 
 def test_statistics_average_over_uses_and_reset():
     m = manager()
-    row = m.register("x")
+    state = m.register("x")
     assert m.statistics() == {}
     recipe = OperandRecipe(E5M2, delayed=True)
-    quantize_operand(torch.tensor([[1.0, 2.0, 0.0, 0.0]]), row, recipe)
-    quantize_operand(torch.tensor([[1.0, 1000.0, 0.0, 1e-30]]), row, recipe)
-    found = m.statistics()["x"]
-    assert found["amax"] == 1000 and found["scale"] == row[SCALE]
-    assert found["saturated"] == 0 and found["underflow"] == 1 / 8 and found["rescaled"] == 1 / 2
-    assert m.statistics() == {} and row[CALLS] == 0
-    quantize_operand(torch.tensor([[1.0, 2.0, 0.0, 0.0]]), row, recipe)
+    quantize_operand(torch.tensor([[1.0, 2.0, 0.0, 0.0]]), state, recipe)
+    quantize_operand(torch.tensor([[1.0, 1000.0, 0.0, 1e-30]]), state, recipe)
+    actual = m.statistics()["x"]
+    assert actual["amax"] == 1000 and actual["scale"] == state[SCALE]
+    assert actual["saturated"] == 0 and actual["underflow"] == 1 / 8 and actual["rescaled"] == 1 / 2
+    assert m.statistics() == {} and state[CALLS] == 0
+    quantize_operand(torch.tensor([[1.0, 2.0, 0.0, 0.0]]), state, recipe)
     assert m.statistics()["x"]["rescaled"] == 0
 
 

@@ -46,8 +46,8 @@ def run(optimizer, given, sizes=SIZES):
         optimizer.zero_grad()
 
 
-def move(found, start):
-    return (found - start).mean().item()
+def move(actual, start):
+    return (actual - start).mean().item()
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -60,9 +60,9 @@ def test_every_setting_of_every_group_counts(name, setting, way):
     optimizer = build_optimizer(name, groups(given, settings), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
     WAYS[way](optimizer)
     run(optimizer, given)
-    wanted, found = ([move(p, start) for p in which] for which in (exact, given))
+    wanted, actual = ([move(p, start) for p in which] for which in (exact, given))
     assert abs(wanted[0] - wanted[1]) > 3 * OFF_BY[name] * abs(wanted[0])  # what would be seen
-    assert found == pytest.approx(wanted, rel=OFF_BY[name])
+    assert actual == pytest.approx(wanted, rel=OFF_BY[name])
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -56,8 +56,8 @@ def test_the_same_weights(name, how):
     model = small()
     optimizer = build_optimizer(name, model.parameters(), 1e-2)
     how(optimizer)
-    for found, wanted in zip(run(model, optimizer, rates=rates), expected, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-7)
+    for actual, wanted in zip(run(model, optimizer, rates=rates), expected, strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=1e-6, atol=1e-7)
 
 
 def test_no_more_than_one_gradient_at_a_time():
@@ -123,8 +123,8 @@ def test_a_checkpoint_in_the_middle_goes_on_as_without_it(how):
     optimizer = build_optimizer("adamw8bit", again.parameters(), 1e-2)
     how(optimizer)
     optimizer.load_state_dict(states)
-    for found, wanted in zip(run(again, optimizer, 2), expected, strict=True):
-        torch.testing.assert_close(found, wanted)
+    for actual, wanted in zip(run(again, optimizer, 2), expected, strict=True):
+        torch.testing.assert_close(actual, wanted)
 
 
 def test_a_weight_used_twice_is_applied_once():
@@ -137,11 +137,11 @@ def test_a_weight_used_twice_is_applied_once():
         nn.init.normal_(shared.weight, std=0.1)
         nn.init.zeros_(shared.bias)
         handle = step_in_backward(optimizer) if early else None
-        found = run(model, optimizer, 2)
+        actual = run(model, optimizer, 2)
         if handle is None:
-            expected = found
+            expected = actual
         else:
-            torch.testing.assert_close(found[0], expected[0])
+            torch.testing.assert_close(actual[0], expected[0])
 
 
 def test_what_it_refuses():
@@ -177,19 +177,19 @@ def test_in_the_trainer():
         assert trainer.step == 3
         results.append([p.detach().clone() for p in model.parameters()])
     for other in results[1:]:
-        for found, wanted in zip(other, results[0], strict=True):
-            torch.testing.assert_close(found, wanted)
+        for actual, wanted in zip(other, results[0], strict=True):
+            torch.testing.assert_close(actual, wanted)
 
 
-def test_states_are_in_rooms_of_their_own_between_steps():
+def test_states_are_in_host_copies_of_their_own_between_steps():
     model = small()
     optimizer = build_optimizer("adamw8bit", model.parameters(), 1e-2)
     states = step_in_backward(optimizer, offload=True).states
     run(model, optimizer, 1)
     weight = model[0].weight
-    room = optimizer.state[weight]["exp_avg"].codes
+    codes = optimizer.state[weight]["exp_avg"].codes
     run(model, optimizer, 2)
-    assert optimizer.state[weight]["exp_avg"].codes is room and len(states._after) == 4
+    assert optimizer.state[weight]["exp_avg"].codes is codes and len(states._after) == 4
     assert optimizer.state[weight]["step"] == 3
 
 
@@ -234,9 +234,9 @@ def test_undone_with_its_states():
     optimizer = build_optimizer("adamw8bit", model.parameters(), 1e-2)
     handle = step_in_backward(optimizer, offload=True)
     run(model, optimizer, 1)
-    room = optimizer.state[model[0].weight]["exp_avg"].codes
+    codes = optimizer.state[model[0].weight]["exp_avg"].codes
     handle.remove()
-    assert optimizer.state[model[0].weight]["exp_avg"].codes is not room
+    assert optimizer.state[model[0].weight]["exp_avg"].codes is not codes
     for i in (1, 2):
         model(batch(i)).square().mean().backward()
         assert all(p.grad is not None for p in model.parameters())
@@ -244,8 +244,8 @@ def test_undone_with_its_states():
         optimizer.zero_grad()
     plain = small()
     expected = run(plain, build_optimizer("adamw8bit", plain.parameters(), 1e-2), 3)
-    for found, exact in zip(model.parameters(), expected, strict=True):
-        torch.testing.assert_close(found, exact)
+    for actual, exact in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(actual, exact)
 
 
 def test_several_processes_are_refused(tmp_path):

@@ -50,12 +50,12 @@ def in_fp32(_model, optimizer):
     step_in_backward(optimizer)
 
 
-def assert_same(found, expected):
-    assert found[0] == expected[0]
-    found, expected = found[1].state_dict(), expected[1].state_dict()
-    assert found.keys() == expected.keys()
-    for name in found:
-        assert torch.equal(found[name], expected[name]), name
+def assert_same(actual, expected):
+    assert actual[0] == expected[0]
+    actual, expected = actual[1].state_dict(), expected[1].state_dict()
+    assert actual.keys() == expected.keys()
+    for name in actual:
+        assert torch.equal(actual[name], expected[name]), name
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -203,14 +203,14 @@ def test_weights_saved_and_loaded(tmp_path):
         assert torch.equal(other.model.layers[1].mlp.up_proj.weight, master)
     again = converted(dtype=torch.bfloat16)
     offload_master(again, torch.optim.SGD(again.parameters(), lr=0.1))
-    held = again.model.layers[1].mlp.up_proj.fp8_only
+    fp8_only = again.model.layers[1].mlp.up_proj.fp8_only
     FP8Trainer(again, torch.optim.SGD(again.parameters(), lr=0.1), convert_model_to_fp8=False).load_model(
         tmp_path / "own"
     )
-    assert torch.equal(held.read(), master)
+    assert torch.equal(fp8_only.read(), master)
     original = model.model.layers[1].mlp.up_proj.fp8_only
-    assert torch.equal(held.data.view(torch.uint8), original.data.view(torch.uint8))
-    assert torch.equal(held.scale, original.scale)
+    assert torch.equal(fp8_only.data.view(torch.uint8), original.data.view(torch.uint8))
+    assert torch.equal(fp8_only.scale, original.scale)
 
 
 @pytest.mark.parametrize("fp8", [True, False], ids=["FP8", "BF16"])
@@ -219,9 +219,9 @@ def test_exported_weights_come_from_the_masters(tmp_path, fp8):
     name = "model.layers.0.mlp.up_proj.weight"
     master = model.state_dict()[name]
     (export_fp8 if fp8 else save_merged)(model, tmp_path)
-    found = load_file(tmp_path / "model.safetensors")
+    actual = load_file(tmp_path / "model.safetensors")
     expected = quantize_weight(master, "block").data if fp8 else master
-    assert torch.equal(found[name].float(), expected.float())
+    assert torch.equal(actual[name].float(), expected.float())
 
 
 def test_a_checkpoint_of_a_run_without_offloading():
@@ -267,8 +267,8 @@ def test_one_weight_of_a_product_alone():
     for name, old in before.items():
         expected = old - 1 if name == "k_proj" else old
         assert torch.equal(getattr(attention, name).weight_master, expected)
-        held = getattr(attention, name).fp8_only
-        torch.testing.assert_close(held.data.float() * held.scale, expected, rtol=2**-4, atol=0.01)
+        fp8_only = getattr(attention, name).fp8_only
+        torch.testing.assert_close(fp8_only.data.float() * fp8_only.scale, expected, rtol=2**-4, atol=0.01)
     assert attention.k_proj.weight.grad is None
 
 
@@ -294,8 +294,8 @@ def test_states_from_before_go_on():
         run(model, optimizer, 2)
         offload_master(model, optimizer)
 
-    found, expected = train(late, steps=2), train(in_fp32, steps=4)
-    assert_same((found[0], found[1]), (expected[0][2:], expected[1]))
+    actual, expected = train(late, steps=2), train(in_fp32, steps=4)
+    assert_same((actual[0], actual[1]), (expected[0][2:], expected[1]))
 
 
 @pytest.mark.parametrize(
@@ -360,14 +360,14 @@ def test_what_the_trainer_refuses(options):
 
 
 def test_measured_as_what_it_takes():
-    """A held weight's Parameter has a shape, but no memory: a byte is on the device, four are the master's."""
+    """An offloaded weight's Parameter has a shape, but no memory: a byte is on the device, four are the master's."""
     _, model, optimizer = train(offload_master, dtype=torch.bfloat16)
-    held = sum(linear.weight.numel() for linear in model.modules() if isinstance(linear, FP8Linear))
-    others = sum(p.numel() for p in model.parameters()) - held
+    offloaded = sum(linear.weight.numel() for linear in model.modules() if isinstance(linear, FP8Linear))
+    others = sum(p.numel() for p in model.parameters()) - offloaded
     buffers = sum(buffer.nbytes for buffer in model.buffers())
-    found = measure_memory(model, optimizer)
-    assert found.weights == 2 * others + held + buffers
-    assert found.states == 2 * 2 * others + (4 + 2 * 4) * held  # here the host is the device
+    actual = measure_memory(model, optimizer)
+    assert actual.weights == 2 * others + offloaded + buffers
+    assert actual.states == 2 * 2 * others + (4 + 2 * 4) * offloaded  # here the host is the device
 
 
 def test_too_little_host_memory_leaves_the_model_as_it_was(monkeypatch):

@@ -44,7 +44,7 @@ def test_reentrant_checkpoints_of_a_shared_weight(how):
 
 
 def test_other_checkpoints_of_a_shared_weight_step_once():
-    found = []
+    actual = []
     for early in (False, True):
         model = Twice(reentrant=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -54,8 +54,8 @@ def test_other_checkpoints_of_a_shared_weight_step_once():
             model(inputs(seed)).backward()
             optimizer.step()
             optimizer.zero_grad()
-        found.append(model.shared.weight.detach().clone())
-    torch.testing.assert_close(*found)
+        actual.append(model.shared.weight.detach().clone())
+    torch.testing.assert_close(*actual)
 
 
 @pytest.mark.parametrize("how", ["plain", "offload", "master"])

@@ -100,10 +100,10 @@ def test_the_steps_of_fp32_weights_bit_for_bit(maker):
     exact = weights(torch.float32)
     run(MAKERS[maker](groups_of(exact)), exact, range(4))
     parameters, optimizer = trained(maker)
-    for found, master, wanted in zip(parameters, masters(optimizer, parameters), exact, strict=True):
+    for actual, master, wanted in zip(parameters, masters(optimizer, parameters), exact, strict=True):
         assert torch.equal(master, wanted)
-        assert found.dtype == torch.bfloat16 and not torch.equal(wanted.bfloat16().float(), wanted)
-        torch.testing.assert_close(found, wanted.bfloat16(), rtol=2**-7, atol=0)
+        assert actual.dtype == torch.bfloat16 and not torch.equal(wanted.bfloat16().float(), wanted)
+        torch.testing.assert_close(actual, wanted.bfloat16(), rtol=2**-7, atol=0)
     if maker == "a user's own":
         assert [group["count"] for group in optimizer.param_groups] == [4, 4]
 
@@ -114,8 +114,8 @@ def test_some_at_a_time(elements, monkeypatch):
     whole, optimizer = trained("AdamW")
     monkeypatch.setattr("octavo.optim.split_masters._AT_A_TIME", elements)
     parameters, other = trained("AdamW")
-    for found, wanted in zip(masters(other, parameters), masters(optimizer, whole), strict=True):
-        assert torch.equal(found, wanted)
+    for actual, wanted in zip(masters(other, parameters), masters(optimizer, whole), strict=True):
+        assert torch.equal(actual, wanted)
 
 
 @every_optimizer
@@ -171,8 +171,8 @@ def test_with_gradients_released_or_states_on_the_host(name, how):
     how(resumed)
     resumed.load_state_dict(torch.load(file, weights_only=True))
     go(others, resumed, range(3, 5))
-    for found, wanted in zip(masters(resumed, others), exact, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-9)
+    for actual, wanted in zip(masters(resumed, others), exact, strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=1e-6, atol=1e-9)
 
 
 def test_hooks_of_others_see_gradients_before_and_after_the_step():
@@ -231,8 +231,8 @@ def test_after_a_step_that_broke_off(maker, monkeypatch):
         optimizer.step()
     run(optimizer, parameters, range(4, 5))
     assert all(p.dtype == torch.bfloat16 for p in parameters)
-    for found, old in zip(masters(optimizer, parameters), before, strict=True):
-        assert 0 < (found - old).abs().max() < 2e-4
+    for actual, old in zip(masters(optimizer, parameters), before, strict=True):
+        assert 0 < (actual - old).abs().max() < 2e-4
 
 
 def test_with_a_loss_scale_and_a_schedule():
@@ -258,9 +258,9 @@ def test_with_a_loss_scale_and_a_schedule():
     keep_masters(parameters)
     optimizer = MAKERS["AdamW"](groups_of(parameters))
     go(parameters, optimizer)
-    for found, wanted in zip(masters(optimizer, parameters), exact, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=0, atol=LR / 20)  # clipped gradients were rounded to BF16
-        assert not torch.equal(found, found.bfloat16().float())
+    for actual, wanted in zip(masters(optimizer, parameters), exact, strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=0, atol=LR / 20)  # clipped gradients were rounded to BF16
+        assert not torch.equal(actual, actual.bfloat16().float())
 
 
 def test_two_bytes_and_fp32_means_beside_a_bf16_weight():
@@ -317,15 +317,17 @@ class Small(nn.Module):
 
 def test_fp8_trainer_keeps_masters_unless_told_otherwise():
     moved = {}
-    for kept in (True, False):
+    for master_weights in (True, False):
         model = Small().bfloat16()
         optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
-        trainer = FP8Trainer(model, optimizer, gradient_accumulation_steps=2, max_grad_norm=1.0, master_weights=kept)
+        trainer = FP8Trainer(
+            model, optimizer, gradient_accumulation_steps=2, max_grad_norm=1.0, master_weights=master_weights
+        )
         weight = model.body[0].weight
         before = masters(optimizer, [weight])[0]
         for i in range(8):
             trainer.training_step((torch.randn(8, 32, generator=torch.Generator().manual_seed(i)).bfloat16(),))
-        moved[kept] = (masters(optimizer, [weight])[0].float() != before.float()).float().mean().item()
+        moved[master_weights] = (masters(optimizer, [weight])[0].float() != before.float()).float().mean().item()
         assert trainer.step == 4
     assert moved[True] > 0.99 and moved[False] < 0.5
 
@@ -350,8 +352,8 @@ def test_fp8_trainer_resumes_masters_exactly(options):
         resumed.training_step(batch)
     for t in (trainer, resumed):
         assert all(LOW in t.optimizer.state[p] for p in t.model.parameters())
-    found, wanted = (masters(t.optimizer, list(t.model.parameters())) for t in (resumed, trainer))
-    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    actual, wanted = (masters(t.optimizer, list(t.model.parameters())) for t in (resumed, trainer))
+    assert all(torch.equal(a, b) for a, b in zip(actual, wanted, strict=True))
 
 
 @pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.SGD])

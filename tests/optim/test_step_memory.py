@@ -36,16 +36,17 @@ def stepped(name="adamw", how=None):
 @pytest.fixture
 def gpu(monkeypatch):
     """A device of 8 MiB, of which a peak of 20 bytes for each weight of `deep` was in use."""
-    found = DeviceMemory(peak=20 * NUMBERS, free=2**20, total=8 * 2**20)
+    actual = DeviceMemory(peak=20 * NUMBERS, free=2**20, total=8 * 2**20)
     for module in (step_memory, out_of_memory):
-        monkeypatch.setattr(module, "device_memory", lambda _device: found)
-    return found
+        monkeypatch.setattr(module, "device_memory", lambda _device: actual)
+    return actual
 
 
 def test_kinds_by_size():
-    found = measure_memory(*stepped())
-    assert found == StepMemory("cpu", weights=4 * NUMBERS, gradients=4 * NUMBERS, states=8 * NUMBERS, host=0, peak=None)
-    assert found.rest is None and "activations and temporary not measured" in str(found)
+    actual = measure_memory(*stepped())
+    expected = StepMemory("cpu", weights=4 * NUMBERS, gradients=4 * NUMBERS, states=8 * NUMBERS, host=0, peak=None)
+    assert actual == expected
+    assert actual.rest is None and "activations and temporary not measured" in str(actual)
 
 
 @pytest.mark.parametrize(("name", "each"), [("adamw8bit", 2 * (1 + 4 / 256)), ("adamw4bit", 2 * (0.5 + 4 / 128))])
@@ -58,9 +59,9 @@ def test_low_bit_states_are_counted_by_what_they_consist_of(name, each):
 def test_the_rest_is_what_is_left_of_the_peak(gpu):
     model, optimizer = stepped()
     optimizer.zero_grad()  # gradients count all the same
-    found = measure_memory(model, optimizer)
-    assert found.peak == gpu.peak and found.rest == 4 * NUMBERS
-    assert StepMemory.from_dict(found.to_dict()) == found
+    actual = measure_memory(model, optimizer)
+    assert actual.peak == gpu.peak and actual.rest == 4 * NUMBERS
+    assert StepMemory.from_dict(actual.to_dict()) == actual
     released = measure_memory(*stepped(how=step_in_backward))
     assert released.gradients == 4 * NUMBERS // 8 and released.rest == 4 * NUMBERS * 15 // 8
 
@@ -68,10 +69,10 @@ def test_the_rest_is_what_is_left_of_the_peak(gpu):
 def test_states_elsewhere_are_host_memory():
     model, optimizer = stepped()
     model.to("meta")  # as a GPU would be: another device
-    found = measure_memory(model, optimizer)
+    actual = measure_memory(model, optimizer)
     # With weights of the optimiser's own, which the model no longer has.
-    assert (found.device, found.states, found.host) == ("meta", 0, 12 * NUMBERS)
-    assert "in host memory" in str(found)
+    assert (actual.device, actual.states, actual.host) == ("meta", 0, 12 * NUMBERS)
+    assert "in host memory" in str(actual)
 
 
 @pytest.mark.usefixtures("gpu")
@@ -97,12 +98,12 @@ def test_sizes_in_words():
 @pytest.mark.usefixtures("gpu")
 def test_savings():
     model, optimizer = stepped()
-    found = savings(model, optimizer, measure_memory(model, optimizer))
-    assert found["batch"] == 2 * NUMBERS
-    assert found["release"] == 4 * NUMBERS * 7 // 8
-    assert found["adamw8bit"] == pytest.approx(8 * NUMBERS - 2.03 * NUMBERS, rel=1e-3)
-    assert found["offload"] == 8 * NUMBERS * 5 // 8  # three of eight are on their way
-    assert not {"activations", "checkpointing"} & set(found)
+    actual = savings(model, optimizer, measure_memory(model, optimizer))
+    assert actual["batch"] == 2 * NUMBERS
+    assert actual["release"] == 4 * NUMBERS * 7 // 8
+    assert actual["adamw8bit"] == pytest.approx(8 * NUMBERS - 2.03 * NUMBERS, rel=1e-3)
+    assert actual["offload"] == 8 * NUMBERS * 5 // 8  # three of eight are on their way
+    assert not {"activations", "checkpointing"} & set(actual)
 
 
 @pytest.mark.usefixtures("gpu")
@@ -130,12 +131,12 @@ def test_a_decoder_can_keep_less():
     transformers = pytest.importorskip("transformers")
     from decoder_cases import build
 
-    for kept, offered in (("bf16", True), ("fp8", False)):
+    for activations, offered in (("bf16", True), ("fp8", False)):
         model = build()
-        convert_to_fp8(model, FP8TrainingConfig(activations=kept))
+        convert_to_fp8(model, FP8TrainingConfig(activations=activations))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        found = savings(model, optimizer, measure_memory(model, optimizer))
-        assert ("activations" in found) is offered and found["checkpointing"] is None
+        actual = savings(model, optimizer, measure_memory(model, optimizer))
+        assert ("activations" in actual) is offered and actual["checkpointing"] is None
     model.gradient_checkpointing_enable()
     assert "checkpointing" not in savings(model, optimizer, measure_memory(model, optimizer))
     assert isinstance(model, transformers.PreTrainedModel)

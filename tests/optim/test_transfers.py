@@ -102,13 +102,13 @@ def test_no_copy_overtakes_another(watched, name, count):
             transfers.use(watched, buffer, "a step")
         return step(optimizer)
 
-    def watched_send(self, state, room, trip):
-        fresh = set(state) - set(room)
-        event = send(self, state, room, trip)
+    def watched_send(self, state, host_copy, trip):
+        fresh = set(state) - set(host_copy)
+        event = send(self, state, host_copy, trip)
         if not fresh:
             for buffer in trip.buffers:
                 self.use(self._out, buffer, "a copy out of a buffer")
-            for value in (v for v in room.values() if isinstance(v, torch.Tensor) and v.dim()):
+            for value in (v for v in host_copy.values() if isinstance(v, torch.Tensor) and v.dim()):
                 for part in [getattr(value, n) for n in ("codes", "scale", "qmap")] if name != "adamw" else [value]:
                     self.use(self._out, part, "a copy to the host")
             event = self._out.record_event()
@@ -136,8 +136,8 @@ def test_no_copy_overtakes_another(watched, name, count):
 
 @pytest.mark.usefixtures("watched")
 def test_a_room_is_read_after_it_was_written():
-    transfers, room = Watched(torch.device("cpu")), {"x": torch.ones(3)}
-    transfers.bring(room, frozenset({"written"}))
+    transfers, host_copy = Watched(torch.device("cpu")), {"x": torch.ones(3)}
+    transfers.bring(host_copy, frozenset({"written"}))
     assert "written" in transfers._in.seen
 
 

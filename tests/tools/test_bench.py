@@ -321,8 +321,8 @@ def test_ctrl_c_leaves_no_worker(tmp_path: Path) -> None:
 
 def children(pid: int) -> list[int]:
     statuses = (path.read_text() for path in Path("/proc").glob("[0-9]*/status") if path.exists())
-    found = []
+    actual = []
     for status in statuses:
         if re.search(rf"^PPid:\t{pid}$", status, re.MULTILINE):
-            found.append(int(re.search(r"^Pid:\t(\d+)$", status, re.MULTILINE)[1]))
-    return found
+            actual.append(int(re.search(r"^Pid:\t(\d+)$", status, re.MULTILINE)[1]))
+    return actual

@@ -94,11 +94,11 @@ def test_passes_are_those_of_the_kernels():
 
 def test_what_a_gated_mlp_moves():
     size = 1000
-    found = {name: gated_passes(FP8TrainingConfig.from_recipe(name).recipe, size) for name in RECIPES}
-    assert found["delayed"] == ((1, 0), (1, 0)) and found["current"] == ((2, 0), (2, 0))
-    assert found["block"] == found["mx"] == ((1, 0), (2, 0))
+    actual = {name: gated_passes(FP8TrainingConfig.from_recipe(name).recipe, size) for name in RECIPES}
+    assert actual["delayed"] == ((1, 0), (1, 0)) and actual["current"] == ((2, 0), (2, 0))
+    assert actual["block"] == actual["mx"] == ((1, 0), (2, 0))
     # h is written and read; the gradients, twice as large, are written and read twice, and so is h for its columns.
-    assert found["channel"] == ((1, 2 * size), (1, 3 * 2 * size + 3 * size))
+    assert actual["channel"] == ((1, 2 * size), (1, 3 * 2 * size + 3 * size))
 
 
 def test_columns_are_timed_with_a_scale_that_is_known(monkeypatch):
@@ -118,8 +118,8 @@ def test_columns_are_timed_with_a_scale_that_is_known(monkeypatch):
 def test_contenders():
     def names(case, **changes):
         options = {"recipes": ["delayed"], "head": "bf16", "wgrad": "recipe", "against": ["bf16-eager"]}
-        found, reasons = make_contenders(case, compile=True, **{**options, **changes})
-        return [contender.name for contender in found], reasons
+        actual, reasons = make_contenders(case, compile=True, **{**options, **changes})
+        return [contender.name for contender in actual], reasons
 
     llama = preset("tiny")
     chosen = ["delayed+fp8-head", "block+wgrad-channel", "block+wgrad-channel+fp8-head"]
@@ -145,8 +145,8 @@ def test_contenders():
         "octavo delayed fp8-head in-backward adamw",
         "octavo delayed fp8-head in-backward adamwfp8",
     ]
-    found, reasons = names(bdh(), against=AGAINST)
-    assert found == ["bf16-eager", "bf16-compiled", "octavo delayed", "octavo delayed fused"]
+    actual, reasons = names(bdh(), against=AGAINST)
+    assert actual == ["bf16-eager", "bf16-compiled", "octavo delayed", "octavo delayed fused"]
     assert set(reasons) == {"octavo-bf16", "torchao", "torchao-row", "te", "unsloth"}
 
 
@@ -216,9 +216,9 @@ def test_a_frozen_base_without_adapters_is_checked_by_the_gradient_of_its_input(
         Contender("octavo-bf16", "octavo-bf16", False),
         Contender("c", "octavo", False, "channel"),
     ):
-        found, _ = check(case, contender)
-        assert found["failure"] == "" and found["worst_parameter"] == "embedding's output"
-        cosines.append(found["cosine"])
+        actual, _ = check(case, contender)
+        assert actual["failure"] == "" and actual["worst_parameter"] == "embedding's output"
+        cosines.append(actual["cosine"])
     assert cosines[:2] == pytest.approx([1.0, 1.0], abs=1e-4) and 0.99 < cosines[2] < 1 - 1e-4
 
 
@@ -241,8 +241,8 @@ def test_a_frozen_base_comes_back_and_a_dropped_one_takes_no_memory(rank):
 
 def test_the_check_sees_a_wrong_gradient(monkeypatch):
     octavo = Contender("octavo delayed", "octavo", compile=False, recipe="delayed")
-    found, _ = check(bdh(), octavo)
-    assert found["failure"] == "" and found["cosine"] > 0.95 and found["worst_parameter"]
+    actual, _ = check(bdh(), octavo)
+    assert actual["failure"] == "" and actual["cosine"] > 0.95 and actual["worst_parameter"]
 
     step = PreparedModel.step
 
@@ -269,8 +269,8 @@ def test_the_check_sees_a_wrong_gradient(monkeypatch):
     ],
 )
 def test_what_fails_the_check(difference, cosine, word):
-    found = failure({"loss_difference": difference, "cosine": cosine})
-    assert word in found and bool(found) == bool(word)
+    actual = failure({"loss_difference": difference, "cosine": cosine})
+    assert word in actual and bool(actual) == bool(word)
 
 
 def test_rates_are_grouped_by_operand():
@@ -296,8 +296,8 @@ def test_a_worker_answers_errors_in_one_line_and_stops():
 def test_wrong_and_failing_contenders_have_no_speed_and_do_not_stop_the_others():
     missing = Contender("nobody", "octavo", compile=False, recipe="no such recipe")
     heard: list[str] = []
-    found = run_bench(bdh(), [missing, PLAIN], {"te": "not installed"}, rounds=1, steps=1, warmup=1, say=heard.append)
-    failed, timed, absent = found["rows"]
+    actual = run_bench(bdh(), [missing, PLAIN], {"te": "not installed"}, rounds=1, steps=1, warmup=1, say=heard.append)
+    failed, timed, absent = actual["rows"]
     assert failed["status"] == "failed" and "no such recipe" in failed["reason"] and "figures" not in failed
     assert timed["status"] == "timed" and timed["figures"]["step_s"] > 0
     assert absent == {"name": "te", "status": "not run", "reason": "not installed"}

@@ -54,9 +54,9 @@ def test_names_and_titles_tell_cases_apart(result, tmp_path: Path):
         "tiny-2l-lora0": ("tiny, 2 layers, frozen, no adapters, 256 tokens", {"mode": "lora", "rank": 0}),
     }
     for name, (words, options) in cases.items():
-        found = {**result, "case": preset("tiny", **options).to_dict()}
-        assert write_result(found, tmp_path).name == f"2026-11-15-h200-{name}.json"
-        assert f"**{words}" in markdown([found])
+        actual = {**result, "case": preset("tiny", **options).to_dict()}
+        assert write_result(actual, tmp_path).name == f"2026-11-15-h200-{name}.json"
+        assert f"**{words}" in markdown([actual])
 
 
 def test_a_table_has_every_row(result):

@@ -35,20 +35,20 @@ def make_run(folder: Path, rows: list[dict[str, Any]], **config: Any) -> Path:
 
 
 def embedded(page: str) -> dict[str, Any]:
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
-    assert found
+    actual = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert actual
 
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON: a browser would stop at it")
 
-    data: dict[str, Any] = json.loads(found[1], parse_constant=refuse)
+    data: dict[str, Any] = json.loads(actual[1], parse_constant=refuse)
     return data
 
 
 def card(page: str, label: str) -> str:
-    found = re.search(rf"<dt>{re.escape(label)}</dt><dd>(.*?)<small", page)
-    assert found, f"no card {label!r}"
-    return found[1]
+    actual = re.search(rf"<dt>{re.escape(label)}</dt><dd>(.*?)<small", page)
+    assert actual, f"no card {label!r}"
+    return actual[1]
 
 
 def report(folder: Path) -> str:

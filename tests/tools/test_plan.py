@@ -275,10 +275,12 @@ def test_checkpointing_keeps_the_inputs_of_layers() -> None:
 def test_what_is_on_the_host_is_not_on_the_gpu() -> None:
     case = request("8b")
     for optimizer in ("adamw", "adamw8bit", "adamw4bit"):
-        kept = Option("fp8", "delayed", optimizer, activations="fp8", in_backward=True)
-        plain, states, master = (plan_memory(case, replace(kept, offload=how)) for how in (None, "optimizer", "master"))
+        fp8_activations = Option("fp8", "delayed", optimizer, activations="fp8", in_backward=True)
+        plain, states, master = (
+            plan_memory(case, replace(fp8_activations, offload=how)) for how in (None, "optimizer", "master")
+        )
         assert states.peak.total < plain.peak.total and states.peak.weights == plain.peak.weights
-        all_states = persistent.states(case, kept)
+        all_states = persistent.states(case, fp8_activations)
         assert plain.host == 0 and all_states < states.host < 1.2 * all_states  # pinned: powers of two
         linears = case.layers * persistent.layer_parameters(case)
         assert master.host > states.host + 4 * linears
@@ -311,11 +313,11 @@ def test_one_kind_of_offload_beside_bf16(invoke: Invoke) -> None:
 
 
 def test_offload_is_advised_where_nothing_else_fits() -> None:
-    found = {gpu: make_plan(Request("8b", gpu=gpu)).advice for gpu in ("h200", "48", "28", "20")}
-    options = {gpu: advice.option for gpu, advice in found.items() if advice is not None and advice.option is not None}
+    actual = {gpu: make_plan(Request("8b", gpu=gpu)).advice for gpu in ("h200", "48", "28", "20")}
+    options = {gpu: advice.option for gpu, advice in actual.items() if advice is not None and advice.option is not None}
     assert [options[gpu].offload for gpu in ("h200", "48", "28", "20")] == [None, None, "optimizer", "master"]
-    compile(found["20"].code, "advice", "exec")
-    assert "FP8TrainingConfig, FP8Trainer" in found["20"].code and "host memory" in found["20"].why
+    compile(actual["20"].code, "advice", "exec")
+    assert "FP8TrainingConfig, FP8Trainer" in actual["20"].code and "host memory" in actual["20"].why
 
 
 def test_bf16_weights_that_octavo_trains_have_masters() -> None:
@@ -334,14 +336,14 @@ def test_bf16_weights_that_octavo_trains_have_masters() -> None:
 
 def test_the_longest_sequence_fits_and_a_longer_one_does_not() -> None:
     case, gpu = request(mode="lora"), find_gpu("24")
-    found = {}
+    actual = {}
     for option in options_of(case, compiled=True, fp8_head=False):
         longest = longest_sequence(case, option, gpu)
         assert longest % STRIDE == 0 and (not longest or fits(with_sequence(case, longest), option, gpu))
         assert longest == 131072 or not fits(with_sequence(case, longest + STRIDE), option, gpu)
-        found[option.code, option.recipe, option.checkpointing] = longest
+        actual[option.code, option.recipe, option.checkpointing] = longest
     for kind in ("none", "layers", "offload"):
-        assert found["fp8", "channel", kind] >= 2 * found["own", None, kind] > 0
+        assert actual["fp8", "channel", kind] >= 2 * actual["own", None, kind] > 0
     limited = replace(case, config={**case.config, "max_position_embeddings": 1000})
     assert longest_sequence(limited, Option("own"), Gpu("all", 1e9)) == 1000
 
@@ -374,8 +376,8 @@ def test_advice_prefers_what_computes_nothing_twice() -> None:
     narrow = make_plan(Request("8b", gpu="60")).advice
     assert narrow is not None and narrow.option is not None
     assert (narrow.option.optimizer, narrow.option.checkpointing) == ("adamw4bit", "none")
-    kept = make_plan(Request("8b", gpu="50")).advice
-    assert kept is not None and kept.option is not None and kept.option.activations == "fp8" and not kept.check
+    tight = make_plan(Request("8b", gpu="50")).advice
+    assert tight is not None and tight.option is not None and tight.option.activations == "fp8" and not tight.check
     least = make_plan(Request("8b", batch=10_000, gpu="60")).advice
     assert least is not None and least.option is not None and 0 < least.batch < 10_000
     assert least.why.startswith("10000 do not fit")
@@ -399,8 +401,8 @@ def test_advised_code_runs(tmp_path: Path, gpu: str, mode: str, more: dict, head
     model = names["model"]
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     assert sum(parameter.nbytes for parameter in trained) == persistent.gradients(plan.case, plan.advice.option)
-    found = sum(parameter.nbytes for parameter in model.parameters())
-    assert found == persistent.weights(plan.case, plan.advice.option)
+    actual = sum(parameter.nbytes for parameter in model.parameters())
+    assert actual == persistent.weights(plan.case, plan.advice.option)
 
 
 @pytest.mark.parametrize("kind", ["layers", "offload"])
@@ -423,9 +425,9 @@ def test_advised_code_checkpoints(tmp_path: Path, kind: str) -> None:
 
 
 def test_the_command_that_measures_exists(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    found = make_plan(Request("8b", mode="lora", rank=8, targets="mlp", gpu="h200", head="fp8")).advice
-    assert found is not None
-    assert found.check == (
+    actual = make_plan(Request("8b", mode="lora", rank=8, targets="mlp", gpu="h200", head="fp8")).advice
+    assert actual is not None
+    assert actual.check == (
         "octavo bench --preset 8b --mode lora --rank 8 --targets mlp --tokens 8192 --seq 2048 "
         "--recipe channel+fp8-head --against bf16-compiled,octavo-bf16"
     )
@@ -433,4 +435,4 @@ def test_the_command_that_measures_exists(capsys: pytest.CaptureFixture[str], mo
     with pytest.raises(SystemExit):
         main()
     text = capsys.readouterr().out
-    assert all(option in text for option in re.findall(r"--[a-z-]+", found.check))
+    assert all(option in text for option in re.findall(r"--[a-z-]+", actual.check))

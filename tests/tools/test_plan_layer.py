@@ -1,4 +1,4 @@
-"""What a layer keeps for backward: what the plan says against what autograd is given to keep, to the byte."""
+"""What a layer saves for backward: the plan against autograd's saved tensors, to the byte."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 from octavo import FP8TrainingConfig, convert_to_fp8
 from octavo.tools.bench.contenders import Contender
 from octavo.tools.plan import persistent
-from octavo.tools.plan.layer import kept
+from octavo.tools.plan.layer import saved_bytes
 from octavo.tools.plan.memory import plan_memory
 from octavo.tools.plan.options import Option
 from octavo.tools.plan.request import Request
@@ -15,7 +15,7 @@ from octavo.tools.shapes import Case
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
-# The partitioner that inductor uses, without its compiler: what a compiled layer keeps is its choice.
+# The partitioner that inductor uses, without its compiler: what a compiled layer saves is its choice.
 COMPILED = "aot_eager_decomp_partition"
 CONFIG = {
     "model_type": "llama",
@@ -55,21 +55,21 @@ def layer_call(prepared, case, option):
     from octavo.tools.bench.random_model import decoder_layers
 
     layer = decoder_layers(prepared.model.get_base_model() if case.rank else prepared.model)[1]
-    found = []
+    actual = []
 
     def look(_module, args, kwargs):
-        found.append((args, kwargs))
+        actual.append((args, kwargs))
 
     handle = layer.register_forward_pre_hook(look, with_kwargs=True)
     with torch.autocast("cpu", torch.bfloat16, enabled=option.weight_bytes == 4):
         prepared.model(input_ids=prepared.tokens_BT, labels=prepared.tokens_BT, use_cache=False)
     handle.remove()
-    (args, kwargs) = found[0]
+    (args, kwargs) = actual[0]
     return layer, args[0].detach().requires_grad_(), kwargs
 
 
 def counted(case, option):
-    """Bytes of all storages that autograd keeps for a layer: those of weights and of the positions are there anyway."""
+    """Bytes of all storages that autograd saves for a layer: those of weights and of the positions are there anyway."""
     prepared = prepared_of(case, option)
     layer, hidden, kwargs = layer_call(prepared, case, option)
     if option.compiled:
@@ -77,20 +77,20 @@ def counted(case, option):
         layer.compile(backend=COMPILED)
     others = [*prepared.model.parameters(), *kwargs["position_embeddings"]]
     known = {tensor.untyped_storage().data_ptr() for tensor in others}
-    found = {}
+    actual = {}
 
-    def keep(tensor):
+    def save(tensor):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in known:
-            found[storage.data_ptr()] = storage
+            actual[storage.data_ptr()] = storage
         return tensor
 
     with torch.autocast("cpu", torch.bfloat16, enabled=option.weight_bytes == 4):
         if option.compiled:
             layer(hidden, **kwargs)  # compiles
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
             layer(hidden, **kwargs)
-    return sum(storage.nbytes() for storage in found.values())
+    return sum(storage.nbytes() for storage in actual.values())
 
 
 def eager_and_compiled(cases, few):
@@ -123,7 +123,7 @@ def eager_and_compiled(cases, few):
 def test_kept_bytes(model_type, code, recipe, rank, compiled):
     case = case_of(model_type, rank)
     option = Option(code, recipe, compiled=compiled)
-    assert sum(kept(case, option).values()) == counted(case, option)
+    assert sum(saved_bytes(case, option).values()) == counted(case, option)
 
 
 @pytest.mark.parametrize("targets", ["attention", "mlp"])
@@ -133,13 +133,13 @@ def test_kept_bytes(model_type, code, recipe, rank, compiled):
 def test_kept_bytes_with_some_adapters(code, recipe, compiled, targets):
     case = case_of(rank=8, targets=targets)
     option = Option(code, recipe, compiled=compiled)
-    assert sum(kept(case, option).values()) == counted(case, option)
+    assert sum(saved_bytes(case, option).values()) == counted(case, option)
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_kept_bytes_with_fp32_weights(compiled):
     case, option = case_of(), Option("fp8", "delayed", weight_bytes=4, compiled=compiled)
-    assert sum(kept(case, option).values()) == counted(case, option)
+    assert sum(saved_bytes(case, option).values()) == counted(case, option)
 
 
 @pytest.mark.parametrize(
@@ -148,13 +148,13 @@ def test_kept_bytes_with_fp32_weights(compiled):
 )
 def test_kept_bytes_with_fp8_activations(model_type, recipe, compiled):
     case, option = case_of(model_type), Option("fp8", recipe, activations="fp8", compiled=compiled)
-    assert sum(kept(case, option).values()) == counted(case, option)
+    assert sum(saved_bytes(case, option).values()) == counted(case, option)
 
 
 def test_beside_bf16_weights_adapters_in_fp32_are_refused():
     """They would be computed from copies of their inputs in FP32: half as much again as what is planned."""
     with pytest.raises(ValueError, match="autocast_adapter_dtype=False"):
-        kept(case_of(rank=8), Option("hf", adapter_bytes=4))
+        saved_bytes(case_of(rank=8), Option("hf", adapter_bytes=4))
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3"])
@@ -188,16 +188,16 @@ def test_states(name):
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    found = 0
+    actual = 0
     for state in optimizer.state.values():
         for moment in (state["exp_avg"], state["exp_avg_sq"]):
             parts = getattr(moment, "tensor_attrs", None)
             # Tables of levels, `qmap`, are a kilobyte each at most.
             names = [part for part in parts if part != "qmap"] if parts else []
-            found += sum(getattr(moment, part).nbytes for part in names) if names else moment.nbytes
+            actual += sum(getattr(moment, part).nbytes for part in names) if names else moment.nbytes
     # Norms are too small to be quantised: they keep states like themselves.
     norms = 2 * 2 * persistent.norm_parameters(case)
-    assert persistent.states(case, option) == pytest.approx(found, abs=norms)
+    assert persistent.states(case, option) == pytest.approx(actual, abs=norms)
 
 
 def planned_buffers(option, tokens=4096, **adapters):

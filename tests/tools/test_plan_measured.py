@@ -46,18 +46,18 @@ def read(name):
 
 
 def measured():
-    found = []
+    actual = []
     for name in (*FILES, *NEW):
         result = read(name)
         result["case"]["config"]["tie_word_embeddings"] = False  # the bench builds two matrices in any case
         for row in result["rows"]:
             if row["kind"] in CODES and row["turns"] and not row.get("graphs"):
-                found.append(pytest.param(Case.from_dict(result["case"]), row, id=f"{name} {row['name']}"))
-    return found
+                actual.append(pytest.param(Case.from_dict(result["case"]), row, id=f"{name} {row['name']}"))
+    return actual
 
 
 def option_of(row):
-    """`wgrad=channel`: what is kept for dw has a scale for each channel. Norms were joined after some were measured."""
+    """`wgrad=channel`: what is saved for dw has a scale per channel. Norms were joined after some were measured."""
     recipe = "channel" if row["wgrad"] == "channel" else row["recipe"]
     joined = "norms with the products" in row["summary"]
     return Option(
@@ -100,5 +100,5 @@ def test_a_plan_without_the_loss_in_chunks_would_be_wrong():
     case, expected = Case.from_dict(result["case"]), max(turn["peak_gib"] for turn in row["turns"])
     assert abs(plan_memory(case, Option("hf", optimizer=None)).peak_gib / expected - 1) > BOUND
     own = plan_memory(case, Option("own", optimizer=None))
-    less = own.peak_gib - case.layers * own.kept["gate and up"] / GIB
+    less = own.peak_gib - case.layers * own.saved["gate and up"] / GIB
     assert abs(less / expected - 1) > BOUND

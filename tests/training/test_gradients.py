@@ -102,10 +102,10 @@ def test_bytes_and_no_gradients_beside_the_sums(kind):
     trainer, _ = make(kind)
     trainer.training_step((gradients()[0],))
     assert all(p.grad is None for p in trainer.model.parameters())
-    found = trainer.state_dict()["accumulated"]
-    parts = found["matrix"] if kind == "fp8" else [found["matrix"]]
+    actual = trainer.state_dict()["accumulated"]
+    parts = actual["matrix"] if kind == "fp8" else [actual["matrix"]]
     assert sum(part.nbytes for part in parts) == pytest.approx(BYTES[kind] * ROWS * COLUMNS)
-    assert found["vector"].dtype == torch.float32
+    assert actual["vector"].dtype == torch.float32
 
 
 def test_gradients_are_taken_one_by_one():
@@ -139,7 +139,7 @@ def test_an_accumulation_resumes_exactly(kind):
     for gradient in given[:5]:
         trainer.training_step((gradient,))
     torch.save(trainer.state_dict(), file := io.BytesIO())
-    other, found = make(kind)
+    other, actual = make(kind)
     other.training_step((given[6],))
     file.seek(0)
     other.load_state_dict(torch.load(file, weights_only=True))
@@ -148,7 +148,7 @@ def test_an_accumulation_resumes_exactly(kind):
         trainer.training_step((gradient,))
     for gradient in given[5:]:
         other.training_step((gradient,))
-    assert all(torch.equal(found[name], expected[name]) for name in ("matrix", "vector"))
+    assert all(torch.equal(actual[name], expected[name]) for name in ("matrix", "vector"))
 
 
 def test_what_makes_no_sense_is_refused():
@@ -170,12 +170,12 @@ def test_what_makes_no_sense_is_refused():
 @pytest.mark.parametrize("steps", [1, 4])
 def test_a_backward_that_breaks_off_leaves_nothing_behind(steps):
     """Whoever catches an error of memory and goes on with less must not count gradients twice."""
-    expected, found = (make("fp32" if steps > 1 else None, torch.float32, steps) for _ in range(2))
+    expected, actual = (make("fp32" if steps > 1 else None, torch.float32, steps) for _ in range(2))
     given = gradients(steps)
     for gradient in given:
         expected[0].training_step((gradient,))
 
-    trainer, seen = found
+    trainer, seen = actual
 
     def broken(_gradient):
         raise torch.OutOfMemoryError("none left")

@@ -1,4 +1,4 @@
-"""One step: FP32 accumulation over micro-batches, clipping, skipping what is not finite, and an exact state."""
+"""One step: FP32 accumulation over micro-batches, clipping, skipping non-finite steps, and an exact state."""
 
 import copy
 from pathlib import Path

@@ -50,17 +50,17 @@ def test_what_a_run_leaves(make_settings: Any, tmp_path: Path) -> None:
         "sample.json",
         "summary.json",
     ]
-    found = rows(folder)
-    assert [row["step"] for row in found] == list(range(1, 9))
-    assert set(found[2]) == {"step", "loss", "lr", "grad_norm", "tokens", "tokens_per_s", "skipped"}
-    assert [row["step"] for row in found if "scaling" in row] == [1, 2, 4, 6, 8]
-    assert set(next(iter(found[1]["scaling"].values()))) == {"scale", "amax", "saturated", "underflow", "rescaled"}
-    assert found[-1]["tokens"] == 8 * 2 * 24
+    actual = rows(folder)
+    assert [row["step"] for row in actual] == list(range(1, 9))
+    assert set(actual[2]) == {"step", "loss", "lr", "grad_norm", "tokens", "tokens_per_s", "skipped"}
+    assert [row["step"] for row in actual if "scaling" in row] == [1, 2, 4, 6, 8]
+    assert set(next(iter(actual[1]["scaling"].values()))) == {"scale", "amax", "saturated", "underflow", "rescaled"}
+    assert actual[-1]["tokens"] == 8 * 2 * 24
     products = json.loads((folder / "products.json").read_text())["products"]
     assert {product["precision"] for product in products if product["name"].startswith("matmul.")} == {"fp8"}
     summary = json.loads((folder / "summary.json").read_text())
-    assert summary["fp8"]["final_loss"] == found[-1]["loss"] == result.results["fp8"].final_loss
-    assert summary["fp8"]["held_out_loss"] == pytest.approx(found[-1]["loss"], abs=1.0)
+    assert summary["fp8"]["final_loss"] == actual[-1]["loss"] == result.results["fp8"].final_loss
+    assert summary["fp8"]["held_out_loss"] == pytest.approx(actual[-1]["loss"], abs=1.0)
     config = json.loads((folder / "config.json").read_text())
     assert run_folder.read_settings(folder) == settings
     assert (config["name"], config["steps"], config["emulated"]) == ("run", 8, True)
@@ -286,10 +286,10 @@ def test_steps_that_are_not_finite_are_skipped_and_counted(
 ) -> None:
     poison(monkeypatch, range(3, 5))
     result = run(make_settings(), tmp_path / "run")
-    found = rows(tmp_path / "run")
-    assert [row["step"] for row in found if row["skipped"]] == [3, 4]
-    assert found[2]["loss"] is None and found[2]["grad_norm"] is None
-    assert result.results["fp8"].skipped == 2 and found[-1]["loss"] is not None
+    actual = rows(tmp_path / "run")
+    assert [row["step"] for row in actual if row["skipped"]] == [3, 4]
+    assert actual[2]["loss"] is None and actual[2]["grad_norm"] is None
+    assert result.results["fp8"].skipped == 2 and actual[-1]["loss"] is not None
 
 
 def test_too_many_of_them_in_a_row_end_the_run(

@@ -22,7 +22,7 @@ from torch import Tensor
 from octavo.kernels import tiles
 from octavo.kernels.adapters.tiles import (
     MOST,
-    Place,
+    Span,
     are_even,
     choose,
     in_dtype,
@@ -84,13 +84,13 @@ def gradients_kernel(
     b = tl.load(b_ptr + n[:, None] * RANK + k[None, :], mask=inside, other=0.0)
     if FOLD:
         factor = tl.load(factor_ptr + first + n, mask=n < size, other=1.0)[:, None]
-        b = tiles.narrow(tl.div_rn(b.to(tl.float32), tl.broadcast_to(factor, b.shape)), b.dtype)
+        b = tiles.round_to(tl.div_rn(b.to(tl.float32), tl.broadcast_to(factor, b.shape)), b.dtype)
     d = tl.zeros([TILE_N, PADDED], tl.float32)
-    down, parts = tl.cdiv(M, TILE_M), tl.num_programs(1)
-    for tile in range(tl.program_id(1), down, parts):
+    down, splits = tl.cdiv(M, TILE_M), tl.num_programs(1)
+    for tile in range(tl.program_id(1), down, splits):
         # Neighbours begin with other tokens, so that they do not add to the same part of u.
-        turned = tile + tl.program_id(0) * parts
-        m = (turned % down) * TILE_M + tl.arange(0, TILE_M)
+        rotated = tile + tl.program_id(0) * splits
+        m = (rotated % down) * TILE_M + tl.arange(0, TILE_M)
         where = g_ptr + m[:, None].to(tl.int64) * stride_g + (first + n)[None, :]
         where_t = t_ptr + m[:, None] * stride_t + (i * RANK + k)[None, :]
         if EVEN:
@@ -142,7 +142,7 @@ def down_kernel(
         scale = tl.load(scale_ptr + m * stride_scale + (j * TILE_K // 128 if BLOCKS else 0), mask=m < M, other=0.0)
         u = tl.load(u_ptr + m[:, None] * RANKS + r[None, :], mask=(m[:, None] < M) & (r[None, :] < RANKS), other=0.0)
         # The scale of a token goes with u, which is the smaller one.
-        scaled = tiles.narrow(u.to(tl.float32) * scale[:, None], DTYPE)
+        scaled = tiles.round_to(u.to(tl.float32) * scale[:, None], DTYPE)
         d = product(tl.trans(scaled), x.to(DTYPE), d)
     inside = (r[:, None] < RANKS) & (k[None, :] < K)
     tl.atomic_add(d_ptr + r[:, None] * K + k[None, :], d, mask=inside, sem="relaxed")
@@ -161,7 +161,7 @@ def can_multiply(g: Tensor, ups: Sequence[Tensor]) -> bool:
 
 
 def add_gradients(
-    g: Tensor, t: Tensor, ups: Sequence[Tensor], places: Sequence[Place], factor: Tensor | None, u: Tensor,
+    g: Tensor, t: Tensor, ups: Sequence[Tensor], spans: Sequence[Span], factor: Tensor | None, u: Tensor,
     d: Tensor | None,
 ) -> None:  # fmt: skip
     """Add to `u[M, ΣR]` and, if it is wanted, to `d`, all dB one after the other; both in FP32.
@@ -170,47 +170,47 @@ def add_gradients(
     """
     ups = in_dtype(ups, g.dtype)
     others = [x for x in (factor, d) if x is not None]
-    key = (tuple(places), d is None, factor is None, kind(g, t, *ups, u, *others))
+    key = (tuple(spans), d is None, factor is None, kind(g, t, *ups, u, *others))
     launches = _LAUNCHES.get(key) or _LAUNCHES.add(
-        key, _build_gradients(g, t, ups[0], u, places, fold=factor is not None, of_b=d is not None)
+        key, _build_gradients(g, t, ups[0], u, spans, fold=factor is not None, of_b=d is not None)
     )
     launches.run(g, t, g if factor is None else factor, *ups, *(ups[0],) * (MOST - len(ups)), u, u if d is None else d)
 
 
 def _build_gradients(
-    g: Tensor, t: Tensor, up: Tensor, u: Tensor, places: Sequence[Place], *, fold: bool, of_b: bool
+    g: Tensor, t: Tensor, up: Tensor, u: Tensor, spans: Sequence[Span], *, fold: bool, of_b: bool
 ) -> Launches:
     tuning, m = tuning_for(g.device).adapters, g.shape[0]
     tile_m, tile_n, warps, stages, programs, _ = tuning.gradients
-    across = tiles_of(places, tile_n)
-    parts = _parts(across, -(-m // tile_m), programs * multiprocessors(g.device), tuning.start)
-    numbers = (m, g.stride(0), t.stride(0), u.stride(0), *numbers_of(places))
+    across = tiles_of(spans, tile_n)
+    splits = _splits(across, -(-m // tile_m), programs * multiprocessors(g.device), tuning.start)
+    numbers = (m, g.stride(0), t.stride(0), u.stride(0), *numbers_of(spans))
     constants = {
         "RANK": up.shape[1],
         "FOLD": fold,
         "OF_B": of_b,
-        "EVEN": m % tile_m == 0 and are_even(places, tile_n),
+        "EVEN": m % tile_m == 0 and are_even(spans, tile_n),
         "TILE_M": tile_m,
         "TILE_N": tile_n,
         "num_warps": warps,
         "num_stages": stages,
     }
     launches = Launches(given=8)
-    launches.launch(gradients_kernel, (across, parts), range(8), numbers, constants)
+    launches.launch(gradients_kernel, (across, splits), range(8), numbers, constants)
     return launches
 
 
 @cache
-def _parts(across: int, down: int, slots: int, start: int) -> int:
+def _splits(across: int, down: int, slots: int, start: int) -> int:
     """How many parts to split the tokens into; starting a program costs as much as `start` tiles."""
 
-    def time(parts: int) -> int:
-        return -(-across * parts // slots) * (-(-down // parts) + start)
+    def time(splits: int) -> int:
+        return -(-across * splits // slots) * (-(-down // splits) + start)
 
     return min(range(1, down + 1), key=time)
 
 
-def can_multiply_kept(x: Quantized, u: Tensor, dtype: torch.dtype) -> bool:
+def can_multiply_saved(x: Quantized, u: Tensor, dtype: torch.dtype) -> bool:
     """Whether `add_down` covers this: FP8 rows that `can_dequantize` accepts, multiplied in 16 bits."""
     return u.shape[1] <= LARGEST_RANKS and u.is_contiguous() and can_dequantize(x, dtype) and dtype != torch.float32
 
@@ -229,7 +229,7 @@ def _build_down(u: Tensor, x: Tensor, scale: Tensor, d: Tensor, dtype: torch.dty
     tuning = tuning_for(u.device).adapters
     tile_m, tile_k, warps, stages, programs, _ = tuning.down
     across = -(-k // tile_k)
-    parts = _parts(across, -(-m // tile_m), programs * multiprocessors(u.device), tuning.start)
+    splits = _splits(across, -(-m // tile_m), programs * multiprocessors(u.device), tuning.start)
     constants = {
         "RANKS": ranks,
         "FP16": dtype == torch.float16,
@@ -242,5 +242,5 @@ def _build_down(u: Tensor, x: Tensor, scale: Tensor, d: Tensor, dtype: torch.dty
     }
     stride = scale.shape[1] if scale.dim() else 0
     launches = Launches(given=4)
-    launches.launch(down_kernel, (across, parts), range(4), (m, k, stride), constants)
+    launches.launch(down_kernel, (across, splits), range(4), (m, k, stride), constants)
     return launches

@@ -10,7 +10,7 @@ from torch import Tensor
 from octavo.kernels import tiles
 
 MOST = 3  # adapters of one launch
-Place = tuple[int, int, float]  # an adapter's first output, how many it has, and its factor
+Span = tuple[int, int, float]  # an adapter's first output, how many it has, and its factor
 
 
 @triton.constexpr_function
@@ -57,16 +57,16 @@ def in_dtype(matrices: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     return [m if m.dtype == dtype and m.is_contiguous() else m.to(dtype).contiguous() for m in matrices]
 
 
-def tiles_of(places: Sequence[Place], tile_n: int) -> int:
-    return sum(-(-size // tile_n) for _, size, _ in places)
+def tiles_of(spans: Sequence[Span], tile_n: int) -> int:
+    return sum(-(-size // tile_n) for _, size, _ in spans)
 
 
-def are_even(places: Sequence[Place], tile_n: int) -> bool:
-    return all(size % tile_n == 0 for _, size, _ in places)
+def are_even(spans: Sequence[Span], tile_n: int) -> bool:
+    return all(size % tile_n == 0 for _, size, _ in spans)
 
 
-def numbers_of(places: Sequence[Place]) -> tuple[float, ...]:
+def numbers_of(spans: Sequence[Span]) -> tuple[float, ...]:
     """The arguments of `select` after the tile."""
-    every = [*places, *((0, 0, 1.0),) * (MOST - len(places))]
+    every = [*spans, *((0, 0, 1.0),) * (MOST - len(spans))]
     firsts, sizes, scalings = zip(*every, strict=True)
     return (*firsts, *sizes, *scalings)

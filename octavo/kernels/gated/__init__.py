@@ -2,7 +2,7 @@
 
 Forward reads gate and up and writes h as FP8 rows. Backward reads gate, up and the gradient of h, and writes what the
 three GEMMs after it want: the gradient of gate and up in both layouts, and h again, transposed, for the gradient of the
-down projection. So h is never kept: recomputing it costs nothing but the write, which was due anyway.
+down projection. So h is never saved: recomputing it costs nothing but the write, which was due anyway.
 """
 
 from functools import cache
@@ -34,8 +34,8 @@ def _has_kernel(recipe: OperandRecipe) -> bool:
     return recipe.granularity == "tensor" and recipe.percentile is None and recipe.format in (E4M3, E5M2)
 
 
-def can_keep(gate_up: Tensor) -> bool:
-    """Whether gate and up, or what was kept of them, consist of whole blocks."""
+def can_save(gate_up: Tensor) -> bool:
+    """Whether gate and up, or their saved copies, consist of whole blocks."""
     return gate_up.shape[1] % (2 * BLOCK) == 0
 
 
@@ -58,7 +58,7 @@ def _build_forward(gate_up: Tensor, activation: str) -> Launches:
     tile = tuning_for(gate_up.device).gated.forward
     grid, constants = _arrange(gate_up, m, f, tile, None, activation, PLAIN, False)
     tensors = (0, none, none, out, none, none, none)
-    launches.launch(gated_kernel, grid, tensors, (m, f, 0.0, 0), constants | {"KEEP": False})
+    launches.launch(gated_kernel, grid, tensors, (m, f, 0.0, 0), constants | {"SAVE": False})
     launches.results = (out,)
     return launches
 
@@ -95,18 +95,18 @@ def gated_quantize(
     record: bool,
     into: Quantized | None = None,
 ) -> Quantized:
-    """`gated(gate_up[M, 2F])`, quantised. `into`: room for gate and up as `numerics.activation.keep` keeps them."""
+    """`gated(gate_up[M, 2F])`, quantised. `into`: buffers for gate and up, as `numerics.activation.save_gate_up`."""
     gate_up = gate_up.contiguous()
     if recipe.delayed:
         state, record = delayed.writable(state, record), True
     given = (gate_up, state, *((state, state) if into is None else into))
     key = ("gated_quantize", recipe, activation, record, into is None, kind(*given))
-    keep = into is not None
-    launches = _LAUNCHES.get(key) or _LAUNCHES.add(key, _build_quantize(gate_up, recipe, activation, record, keep))
+    save = into is not None
+    launches = _LAUNCHES.get(key) or _LAUNCHES.add(key, _build_quantize(gate_up, recipe, activation, record, save))
     return Quantized(*launches.run(*given))
 
 
-def _build_quantize(gate_up: Tensor, recipe: OperandRecipe, activation: str, record: bool, keep: bool) -> Launches:
+def _build_quantize(gate_up: Tensor, recipe: OperandRecipe, activation: str, record: bool, save: bool) -> Launches:
     m, f = gate_up.shape[0], gate_up.shape[1] // 2
     launches = Launches(given=4)
     amax = 1 if recipe.delayed else launches.make((1,), torch.float32, zeros=True)  # a delayed scale needs none
@@ -115,7 +115,7 @@ def _build_quantize(gate_up: Tensor, recipe: OperandRecipe, activation: str, rec
     for task, scaling in _tasks(recipe):
         grid, constants = _arrange(gate_up, m, f, tile, recipe, activation, task, record, scaling)
         numbers = (m, f, 1.0 / (m * f), seed_of(recipe))
-        launches.launch(gated_kernel, grid, (0, 1, amax, out, scale, 2, 3), numbers, constants | {"KEEP": keep})
+        launches.launch(gated_kernel, grid, (0, 1, amax, out, scale, 2, 3), numbers, constants | {"SAVE": save})
     launches.results = (out, scale)
     return launches
 
@@ -129,14 +129,14 @@ def gated_quantize_backward(
     recipe_h: OperandRecipe,
     activation: str,
     *,
-    kept_scale: Tensor | None = None,
+    saved_scale: Tensor | None = None,
 ) -> tuple[Quantized, Quantized, Quantized]:
     """The gradient of gate and up as rows and as columns, and h as columns.
 
-    `kept_scale`: `gate_up` is in FP8, as it was kept, with these.
+    `saved_scale`: `gate_up` is in FP8, as `gated_quantize` saved it, with these scales.
     """
     dh, gate_up = dh.contiguous(), gate_up.contiguous()
-    given = (dh, gate_up, h_scale, state, state if kept_scale is None else kept_scale)
+    given = (dh, gate_up, h_scale, state, state if saved_scale is None else saved_scale)
     key = ("gated_quantize_backward", recipe, recipe_h, activation, kind(*given))
     launches = _LAUNCHES.get(key) or _LAUNCHES.add(
         key, _build_quantize_backward(dh, gate_up, recipe, recipe_h, activation)

@@ -62,11 +62,11 @@ def whole_columns_kernel(
         for k in tl.static_range(PER_WORD):
             gate, up, dh = column(gates, k, dtype), column(ups, k, dtype), column(dhs, k, dtype)
             value, slope = ACTIVATION(gate)
-            first = m0 * 0 + j * TILE_F + k
-            c = first + PER_WORD * tl.arange(0, WORDS)[:, None]
-            where = first * M + m0 + inner_t
+            first_column = m0 * 0 + j * TILE_F + k
+            c = first_column + PER_WORD * tl.arange(0, WORDS)[:, None]
+            where = first_column * M + m0 + inner_t
             for half in tl.static_range(2):
-                d = finite.only(tiles.narrow(dh * up * slope if half == 0 else dh * value, dtype)).to(tl.float32)
+                d = finite.only(tiles.round_to(dh * up * slope if half == 0 else dh * value, dtype)).to(tl.float32)
                 factor = column_factor(
                     d, c + half * F, i * TILE_M, M, column_amax_ptr, column_scale_ptr, MODE, FORMAT, MARGIN, MX_UP
                 )
@@ -74,7 +74,7 @@ def whole_columns_kernel(
                 v = tiles.saturate(v, seed + 1 + half, where, FORMAT, STOCHASTIC, tiles.INTERPRETED)
                 q = tiles.cast(v, columns_ptr.dtype.element_ty, tl.bfloat16)
                 tl.store(columns_ptr + half * tl.cast(F, tl.int64) * M + where, q)
-            h = finite.only(tiles.narrow(value * up, dtype)).to(tl.float32)
+            h = finite.only(tiles.round_to(value * up, dtype)).to(tl.float32)
             factor = column_factor(h, c, i * TILE_M, M, h_amax_ptr, h_scale_ptr, MODE, H_FORMAT, H_MARGIN, H_MX_UP)
             v = h * factor[None, :, :, None]
             v = tiles.saturate(v, seed + 3, where, H_FORMAT, H_STOCHASTIC, tiles.INTERPRETED)

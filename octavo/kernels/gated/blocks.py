@@ -71,7 +71,7 @@ def _rows_kernel(
         i, j = tile // across, tile % across
         gate, up = load_gate_up(gate_up_ptr, i * TILE_M, j * TILE_F, inner, M, F, TILE_M, TILE_F, EVEN)
         value, _ = ACTIVATION(gate.to(tl.float32))
-        h = tiles.narrow(value * up.to(tl.float32), gate.dtype).to(tl.float32)
+        h = tiles.round_to(value * up.to(tl.float32), gate.dtype).to(tl.float32)
         v, spread, amax = scale_rows(
             h, amax_of_rows(h, MODE), i, j, 0, M, M, F, state_ptr, scale_ptr, MODE, FORMAT, MARGIN, MX_UP, TILE_M,
             TILE_F,
@@ -138,9 +138,9 @@ def _backward_rows_kernel(
         if COLUMN_AMAX:
             h_top = tl.maximum(h_top, finite.magnitude(h.to(tl.float32)))
         for half in tl.static_range(2):
-            narrow = dgate if half == 0 else dup
-            trouble = finite.add_trouble(trouble, narrow)
-            d = finite.only(narrow).to(tl.float32)
+            gradient = dgate if half == 0 else dup
+            trouble = finite.add_trouble(trouble, gradient)
+            d = finite.only(gradient).to(tl.float32)
             if COLUMN_AMAX:
                 columns = finite.magnitude(d, True)
                 if half == 0:
@@ -159,7 +159,7 @@ def _backward_rows_kernel(
             if tiles.is_sampled(tile, step):
                 lost += tiles.count_of_eight(tiles.is_lost(d, v, FORMAT))
             if CLIPS:
-                clipped += tiles.count(tiles.is_clipped(narrow.to(tl.float32), spread, FORMAT))
+                clipped += tiles.count(tiles.is_clipped(gradient.to(tl.float32), spread, FORMAT))
     if COLUMN_AMAX:
         f = tl.program_id(0) % across * TILE_F + tl.arange(0, TILE_F)
         tiles.raise_to(column_amax_ptr + f, tl.max(gate_top, axis=0), f < F)
@@ -284,8 +284,8 @@ def gated_quantize_backward(
     dh, gate_up = dh.contiguous(), gate_up.contiguous()
     key = ("backward", recipe, recipe_h, activation, kind(dh, gate_up, state))
     launches = _LAUNCHES.get(key) or _LAUNCHES.add(key, _build_backward(dh, gate_up, recipe, recipe_h, activation))
-    found = launches.run(dh, gate_up, state)
-    return Quantized(*found[:2]), Quantized(*found[2:4]), Quantized(*found[4:])
+    results = launches.run(dh, gate_up, state)
+    return Quantized(*results[:2]), Quantized(*results[2:4]), Quantized(*results[4:])
 
 
 def _build_backward(

@@ -1,13 +1,13 @@
 """The gated activation of a frozen MLP with adapters: h = act(gate) · up, where gate, up and the gradient of h get the
 output of an adapter added on the way, so that nothing is read twice for it.
 
-    forward    gate += s · t · Bᵀ, up likewise      h in high precision, gate and up in FP8, to be kept
-    backward   dh += u · A                          the gradients of gate and up from what was kept, and h again
+    forward    gate += s · t · Bᵀ, up likewise      h in high precision, gate and up in FP8, saved for backward
+    backward   dh += u · A                          the gradients of gate and up as saved, and h again
 
 Shapes: M tokens, F hidden, R the rank of an adapter. A program stays in its 128 features: it loads A and B once.
 (Multiplying h by u here, too, for the gradient of A, takes as many instructions as all the rest.)
 
-What is kept has a scale for every 128 features of a token, a power of two, in one byte.
+The saved gate and up have a scale for every 128 features of a token, a power of two, in one byte.
 """
 
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from torch import Tensor
 from octavo.kernels import tiles
 from octavo.kernels.adapters.tiles import in_dtype, padded, product
 from octavo.kernels.gated.activations import ACTIVATIONS
-from octavo.kernels.gated.tiles import keep, kept
+from octavo.kernels.gated.tiles import load_saved_half, save_half
 from octavo.kernels.launch import LaunchCache, Launches, kind
 from octavo.kernels.quantize.tensor import load_tile, offsets, store_tile
 from octavo.kernels.tiles import multiprocessors, programs_in_strips
@@ -40,10 +40,10 @@ class Low(NamedTuple):
 
 
 @triton.jit
-def _right(right_ptr, f, F, RANK: tl.constexpr, PADDED: tl.constexpr, TURNED: tl.constexpr):
+def _right(right_ptr, f, F, RANK: tl.constexpr, PADDED: tl.constexpr, TRANSPOSED: tl.constexpr):
     """These features of `right`, as `[R, f]`."""
     k = tl.arange(0, PADDED)
-    if TURNED:
+    if TRANSPOSED:
         return tl.trans(tl.load(right_ptr + f[:, None] * RANK + k[None, :], mask=k[None, :] < RANK, other=0.0))
     return tl.load(right_ptr + k[:, None] * F + f[None, :], mask=k[:, None] < RANK, other=0.0)
 
@@ -60,7 +60,7 @@ def _added(
         left = tl.load(where)
     else:
         left = tl.load(where, mask=(m[:, None] < M) & (k[None, :] < RANK), other=0.0)
-    return tiles.narrow(x.to(tl.float32) + scaling * product(left.to(right.dtype), right), x.dtype)
+    return tiles.round_to(x.to(tl.float32) + scaling * product(left.to(right.dtype), right), x.dtype)
 
 
 @triton.jit
@@ -71,7 +71,7 @@ def _forward_kernel(
     up_left_ptr,
     up_right_ptr,
     h_ptr,
-    kept_ptr,
+    saved_ptr,
     scale_ptr,
     M,
     F,
@@ -82,7 +82,7 @@ def _forward_kernel(
     GATE_RANK: tl.constexpr,
     UP_RANK: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    KEEP: tl.constexpr,
+    SAVE: tl.constexpr,
     EVEN: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_F: tl.constexpr,
@@ -110,19 +110,19 @@ def _forward_kernel(
         if UP_RANK > 0:
             up = _added(up, up_left_ptr, up_stride, up_right, up_scaling, m0, M, UP_RANK, UP_PADDED, EVEN, TILE_M)
         value, _ = ACTIVATION(gate.to(tl.float32))
-        h = tiles.narrow(value * up.to(tl.float32), gate.dtype)
+        h = tiles.round_to(value * up.to(tl.float32), gate.dtype)
         store_tile(h_ptr, h, i, j, inner_h, M, F, F, EVEN, TILE_M, TILE_F)
-        if KEEP:
+        if SAVE:
             source: tl.constexpr = tl.float32 if GATE_RANK + UP_RANK > 0 else gate.dtype
             for half in tl.static_range(2):
                 x = (gate if half == 0 else up).to(tl.float32)
-                keep(x, kept_ptr, scale_ptr, i, j, inner, M, F, half, source, EVEN, TILE_M, TILE_F)
+                save_half(x, saved_ptr, scale_ptr, i, j, inner, M, F, half, source, EVEN, TILE_M, TILE_F)
 
 
 @triton.jit
 def _backward_kernel(
     dh_ptr,
-    kept_ptr,
+    saved_ptr,
     scale_ptr,
     left_ptr,
     right_ptr,
@@ -153,20 +153,20 @@ def _backward_kernel(
     down = tl.cdiv(M, TILE_M)
     for tile in range(tl.program_id(0) // across, down, tl.num_programs(0) // across):
         i = tl.cast(tile, tl.int32)
-        narrow = load_tile(dh_ptr, i, j, inner_h, M, F, F, EVEN, TILE_M, TILE_F)
+        dh_tile = load_tile(dh_ptr, i, j, inner_h, M, F, F, EVEN, TILE_M, TILE_F)
         if RANK > 0:
-            narrow = _added(narrow, left_ptr, stride, right, scaling, i * TILE_M, M, RANK, PADDED, EVEN, TILE_M)
-        dh = narrow.to(tl.float32)
-        gate = kept(kept_ptr, scale_ptr, i, j, inner, M, F, 0, EVEN, TILE_M, TILE_F)
-        up = kept(kept_ptr, scale_ptr, i, j, inner, M, F, 1, EVEN, TILE_M, TILE_F)
+            dh_tile = _added(dh_tile, left_ptr, stride, right, scaling, i * TILE_M, M, RANK, PADDED, EVEN, TILE_M)
+        dh = dh_tile.to(tl.float32)
+        gate = load_saved_half(saved_ptr, scale_ptr, i, j, inner, M, F, 0, EVEN, TILE_M, TILE_F)
+        up = load_saved_half(saved_ptr, scale_ptr, i, j, inner, M, F, 1, EVEN, TILE_M, TILE_F)
         value, slope = ACTIVATION(gate)
         dgate, dup = dh * up * slope, dh * value
         if FOLD:
             dgate, dup = dgate * gate_factor, dup * up_factor
-        store_tile(d_ptr, tiles.narrow(dgate, narrow.dtype), i, j, inner, M, F, 2 * F, EVEN, TILE_M, TILE_F)
-        store_tile(d_ptr + F, tiles.narrow(dup, narrow.dtype), i, j, inner, M, F, 2 * F, EVEN, TILE_M, TILE_F)
+        store_tile(d_ptr, tiles.round_to(dgate, dh_tile.dtype), i, j, inner, M, F, 2 * F, EVEN, TILE_M, TILE_F)
+        store_tile(d_ptr + F, tiles.round_to(dup, dh_tile.dtype), i, j, inner, M, F, 2 * F, EVEN, TILE_M, TILE_F)
         if H:
-            h = tiles.narrow(value * up, narrow.dtype)
+            h = tiles.round_to(value * up, dh_tile.dtype)
             store_tile(dh_ptr, h, i, j, inner_h, M, F, F, EVEN, TILE_M, TILE_F)
 
 
@@ -184,43 +184,43 @@ def can_gate(hidden: Tensor, features: int, *added: Low | None) -> bool:
 def gated(gate_up: Tensor, gate: Low | None, up: Low | None, activation: str, into: Quantized | None) -> Tensor:
     """h of `gate_up[M, 2F]` with these added to its halves, which go `into` FP8 with bytes for scales, if wanted."""
     given, ranks, strides, scalings = _operands(gate_up, gate, up)
-    keep = into is not None
+    save = into is not None
     given += into if into is not None else (gate_up, gate_up)
-    key = ("forward", activation, keep, ranks, scalings, kind(gate_up, *given))
+    key = ("forward", activation, save, ranks, scalings, kind(gate_up, *given))
     launches = _LAUNCHES.get(key) or _LAUNCHES.add(
-        key, _build_forward(gate_up, ranks, (*strides, *scalings), activation, keep)
+        key, _build_forward(gate_up, ranks, (*strides, *scalings), activation, save)
     )
     return launches.run(gate_up, *given)[0]
 
 
 def _build_forward(
-    gate_up: Tensor, ranks: tuple[int, ...], numbers: tuple[float, ...], activation: str, keep: bool
+    gate_up: Tensor, ranks: tuple[int, ...], numbers: tuple[float, ...], activation: str, save: bool
 ) -> Launches:
     m, f = gate_up.shape[0], gate_up.shape[1] // 2
     launches = Launches(given=7)
     h = launches.make((m, f), gate_up.dtype)
     grid, constants = _arrange(gate_up, m, f, tuning_for(gate_up.device).gated.low_rank, activation)
-    constants |= {"GATE_RANK": ranks[0], "UP_RANK": ranks[1], "KEEP": keep}
+    constants |= {"GATE_RANK": ranks[0], "UP_RANK": ranks[1], "SAVE": save}
     launches.launch(_forward_kernel, grid, (0, 1, 2, 3, 4, h, 5, 6), (m, f, *numbers), constants)
     launches.results = (h,)
     return launches
 
 
 def gated_backward(
-    dh: Tensor, kept: Quantized, added: Low | None, activation: str, *, factor: Tensor | None, h: bool
+    dh: Tensor, saved: Quantized, added: Low | None, activation: str, *, factor: Tensor | None, h: bool
 ) -> Tensor:
     """The gradient of gate and up `[M, 2F]`, from `dh[M, F]` with `added`; h takes the place of dh, if it is wanted.
 
-    `factor[2F]`: what the gradient is multiplied by before it is rounded. The scales of `kept` are bytes.
+    `factor[2F]`: what the gradient is multiplied by before it is rounded. The scales of `saved` are bytes.
     """
     given, ranks, strides, scalings = _operands(dh, added)
     given.append(dh if factor is None else factor.contiguous())
     fold = factor is not None
-    key = ("backward", activation, h, fold, ranks, scalings, kind(dh, *kept, *given))
+    key = ("backward", activation, h, fold, ranks, scalings, kind(dh, *saved, *given))
     launches = _LAUNCHES.get(key) or _LAUNCHES.add(
         key, _build_backward(dh, ranks[0], (*strides, *scalings), activation, fold, h)
     )
-    return launches.run(dh, *kept, *given)[0]
+    return launches.run(dh, *saved, *given)[0]
 
 
 def _build_backward(

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from octavo.kernels import delayed, finite, tiles
-from octavo.kernels.gated.tiles import gradients, keep, load_gate_up
+from octavo.kernels.gated.tiles import gradients, load_gate_up, save_half
 from octavo.kernels.quantize.tensor import offsets, store_tile
 
 MEASURE = tl.constexpr(0)  # only find the amax, for a current scale
@@ -19,13 +19,13 @@ def gated_kernel(
     amax_ptr,
     out_ptr,
     scale_ptr,
-    kept_ptr,
-    kept_scale_ptr,
+    saved_ptr,
+    saved_scale_ptr,
     M,
     F,
     per_element,
     seed,
-    KEEP: tl.constexpr,
+    SAVE: tl.constexpr,
     TASK: tl.constexpr,
     SCALING: tl.constexpr,
     RECORD: tl.constexpr,
@@ -38,7 +38,7 @@ def gated_kernel(
     TILE_F: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """`KEEP`: gate and up go into FP8, for backward."""
+    """`SAVE`: gate and up are saved in FP8 for backward."""
     if SCALING == delayed.AGAIN:
         if delayed.is_held(state_ptr, FORMAT, MARGIN):
             return
@@ -56,16 +56,16 @@ def gated_kernel(
         i, j = tile // across, tile % across
         gate, up = load_gate_up(gate_up_ptr, i * TILE_M, j * TILE_F, inner, M, F, TILE_M, TILE_F, EVEN)
         value, _ = ACTIVATION(gate.to(tl.float32))
-        narrow = tiles.narrow(value * up.to(tl.float32), gate.dtype)
-        h = narrow.to(tl.float32)
-        if KEEP and TASK == QUANTIZE and SCALING != delayed.AGAIN:
+        h_tile = tiles.round_to(value * up.to(tl.float32), gate.dtype)
+        h = h_tile.to(tl.float32)
+        if SAVE and TASK == QUANTIZE and SCALING != delayed.AGAIN:
             for half in tl.static_range(2):
                 x = (gate if half == 0 else up).to(tl.float32)
-                keep(x, kept_ptr, kept_scale_ptr, i, j, inner, M, F, half, gate.dtype, EVEN, TILE_M, TILE_F)
+                save_half(x, saved_ptr, saved_scale_ptr, i, j, inner, M, F, half, gate.dtype, EVEN, TILE_M, TILE_F)
         if TASK == MEASURE or RECORD:
             top = tl.maximum(top, tiles.largest_of_eight(tiles.magnitude_bits(h)))
         if TASK == PLAIN:
-            store_tile(out_ptr, narrow, i, j, inner_out, M, F, F, EVEN, TILE_M, TILE_F)
+            store_tile(out_ptr, h_tile, i, j, inner_out, M, F, F, EVEN, TILE_M, TILE_F)
         elif TASK == QUANTIZE:
             where = i.to(tl.int64) * TILE_M * F + j * TILE_F + inner_out if STOCHASTIC else 0
             v = tiles.scaled(h, inverse, STOCHASTIC or not RECORD)
@@ -89,7 +89,7 @@ def gated_kernel(
                 i, j = tile // across, tile % across
                 gate, up = load_gate_up(gate_up_ptr, i * TILE_M, j * TILE_F, inner, M, F, TILE_M, TILE_F, EVEN)
                 value, _ = ACTIVATION(gate.to(tl.float32))
-                h = tiles.narrow(value * up.to(tl.float32), gate.dtype).to(tl.float32)
+                h = tiles.round_to(value * up.to(tl.float32), gate.dtype).to(tl.float32)
                 finite_top = tl.maximum(finite_top, tiles.largest(finite.magnitude(h)))
                 if TASK == QUANTIZE:
                     clipped += delayed.clipped(h, scale, before, FORMAT, SCALING)
@@ -114,7 +114,7 @@ def gated_kernel(
 def gated_backward_kernel(
     dh_ptr,
     gate_up_ptr,
-    kept_scale_ptr,
+    saved_scale_ptr,
     state_ptr,
     amax_ptr,
     h_scale_ptr,
@@ -160,7 +160,7 @@ def gated_backward_kernel(
     for tile in tl.range(tl.program_id(0), count, tl.num_programs(0), num_stages=STAGES):
         i, j = tiles.place(tile, down, across, 1, BACKWARDS)
         dgate, dup, h = gradients(
-            dh_ptr, gate_up_ptr, kept_scale_ptr, i, j, inner, inner_h, M, F, ACTIVATION, EVEN, TILE_M, TILE_F
+            dh_ptr, gate_up_ptr, saved_scale_ptr, i, j, inner, inner_h, M, F, ACTIVATION, EVEN, TILE_M, TILE_F
         )
         if TASK == PLAIN:
             store_tile(h_ptr, h, i, j, inner_h, M, F, F, EVEN, TILE_M, TILE_F)
@@ -169,20 +169,22 @@ def gated_backward_kernel(
                 d = dgate
             else:
                 d = dup
-            wide = d.to(tl.float32)
+            d_fp32 = d.to(tl.float32)
             if TASK == MEASURE or RECORD:
-                top = tl.maximum(top, tiles.largest_of_eight(tiles.magnitude_bits(wide)))
+                top = tl.maximum(top, tiles.largest_of_eight(tiles.magnitude_bits(d_fp32)))
             if TASK == PLAIN:
                 store_tile(rows_ptr + half * F, d, i, j, inner, M, F, 2 * F, EVEN, TILE_M, TILE_F)
             elif TASK == QUANTIZE:
                 where = i.to(tl.int64) * TILE_M * 2 * F + j * TILE_F + half * F + inner if STOCHASTIC else 0
-                v = tiles.scaled(wide, inverse, STOCHASTIC or not RECORD)
+                v = tiles.scaled(d_fp32, inverse, STOCHASTIC or not RECORD)
                 v = tiles.saturate(v, seed, where, FORMAT, STOCHASTIC, False)
                 q = tiles.cast(v, rows_ptr.dtype.element_ty, tl.float32 if STOCHASTIC else d.dtype)
                 store_tile(rows_ptr + half * F, q, i, j, inner, M, F, 2 * F, EVEN, TILE_M, TILE_F)
                 if RECORD:
                     if tiles.is_sampled(tile, step):
-                        lost += delayed.lost_of_eight(wide, v, inverse_before, seed, where, FORMAT, STOCHASTIC, SCALING)
+                        lost += delayed.lost_of_eight(
+                            d_fp32, v, inverse_before, seed, where, FORMAT, STOCHASTIC, SCALING
+                        )
                 if STOCHASTIC:
                     q_t = tiles.cast(tl.trans(v), columns_ptr.dtype.element_ty, tl.float32)
                 else:
@@ -210,7 +212,7 @@ def gated_backward_kernel(
             for tile in range(tl.program_id(0), count, tl.num_programs(0)):
                 i, j = tiles.place(tile, down, across, 1, BACKWARDS)
                 dgate, dup, _ = gradients(
-                    dh_ptr, gate_up_ptr, kept_scale_ptr, i, j, inner, inner_h, M, F, ACTIVATION, EVEN, TILE_M, TILE_F
+                    dh_ptr, gate_up_ptr, saved_scale_ptr, i, j, inner, inner_h, M, F, ACTIVATION, EVEN, TILE_M, TILE_F
                 )
                 for half in tl.static_range(2):
                     if half == 0:

@@ -21,25 +21,25 @@ def load_gate_up(gate_up_ptr, m0, f0, inner, M, F, TILE_M: tl.constexpr, TILE_F:
 
 
 @triton.jit
-def keep(
-    x, kept_ptr, scale_ptr, i, j, inner, M, F, half: tl.constexpr, source: tl.constexpr, EVEN: tl.constexpr,
+def save_half(
+    x, saved_ptr, scale_ptr, i, j, inner, M, F, half: tl.constexpr, source: tl.constexpr, EVEN: tl.constexpr,
     TILE_M: tl.constexpr, TILE_F: tl.constexpr,
 ):  # fmt: skip
-    """Save a tile of gate or up, one block wide, like `numerics.activation.keep`. `source`: see `tiles.cast`."""
-    FORMAT: tl.constexpr = tiles.format_of(kept_ptr.dtype.element_ty)
+    """Save a tile of gate or up, one block wide, like `activation.save_gate_up`. `source`: see `tiles.cast`."""
+    FORMAT: tl.constexpr = tiles.format_of(saved_ptr.dtype.element_ty)
     exponent = tiles.mx_exponent(tl.max(tl.abs(x), axis=1), FORMAT, 1.0, True)
     m = i * TILE_M + tl.arange(0, TILE_M)
     across = F // TILE_F
     tl.store(scale_ptr + m * (2 * across) + half * across + j, exponent.to(tl.uint8), mask=m < M)
     # Infinities need no care here: h tells of them.
     v = tiles.saturate(x * tiles.mx_factor(254 - exponent)[:, None], 0, 0, FORMAT, False, False)
-    q = tiles.cast(v, kept_ptr.dtype.element_ty, source)
-    store_tile(kept_ptr + half * F, q, i, j, inner, M, F, 2 * F, EVEN, TILE_M, TILE_F)
+    q = tiles.cast(v, saved_ptr.dtype.element_ty, source)
+    store_tile(saved_ptr + half * F, q, i, j, inner, M, F, 2 * F, EVEN, TILE_M, TILE_F)
 
 
 @triton.jit
-def kept(
-    kept_ptr, scale_ptr, i, j, inner, M, F, half: tl.constexpr, EVEN: tl.constexpr, TILE_M: tl.constexpr,
+def load_saved_half(
+    saved_ptr, scale_ptr, i, j, inner, M, F, half: tl.constexpr, EVEN: tl.constexpr, TILE_M: tl.constexpr,
     TILE_F: tl.constexpr,
 ):  # fmt: skip
     """Load a saved tile of gate or up, in FP32."""
@@ -47,27 +47,27 @@ def kept(
     where = m * (2 * across) + half * across + j * TILE_F // _BLOCK
     scale = tiles.mx_factor(tl.load(scale_ptr + where, mask=m < M, other=127).to(tl.int32))
     return (
-        load_tile(kept_ptr + half * F, i, j, inner, M, F, 2 * F, EVEN, TILE_M, TILE_F).to(tl.float32) * scale[:, None]
+        load_tile(saved_ptr + half * F, i, j, inner, M, F, 2 * F, EVEN, TILE_M, TILE_F).to(tl.float32) * scale[:, None]
     )
 
 
 @triton.jit
 def gradients(
-    dh_ptr, gate_up_ptr, kept_scale_ptr, i, j, inner, inner_h, M, F, ACTIVATION: tl.constexpr, EVEN: tl.constexpr,
+    dh_ptr, gate_up_ptr, saved_scale_ptr, i, j, inner, inner_h, M, F, ACTIVATION: tl.constexpr, EVEN: tl.constexpr,
     TILE_M: tl.constexpr, TILE_F: tl.constexpr,
 ):  # fmt: skip
     """The gradients of gate and of up, and h: one tile of each, rounded as they would be in memory.
 
-    gate and up may be in FP8, as they were kept, with their scales.
+    gate and up may be in FP8, as `save_half` saved them, with their scales.
     """
-    narrow = load_tile(dh_ptr, i, j, inner_h, M, F, F, EVEN, TILE_M, TILE_F)
+    dh_tile = load_tile(dh_ptr, i, j, inner_h, M, F, F, EVEN, TILE_M, TILE_F)
     if gate_up_ptr.dtype.element_ty.primitive_bitwidth == 8:
-        gate = kept(gate_up_ptr, kept_scale_ptr, i, j, inner, M, F, 0, EVEN, TILE_M, TILE_F)
-        up = kept(gate_up_ptr, kept_scale_ptr, i, j, inner, M, F, 1, EVEN, TILE_M, TILE_F)
+        gate = load_saved_half(gate_up_ptr, saved_scale_ptr, i, j, inner, M, F, 0, EVEN, TILE_M, TILE_F)
+        up = load_saved_half(gate_up_ptr, saved_scale_ptr, i, j, inner, M, F, 1, EVEN, TILE_M, TILE_F)
     else:
         loaded, loaded_up = load_gate_up(gate_up_ptr, i * TILE_M, j * TILE_F, inner, M, F, TILE_M, TILE_F, EVEN)
         gate, up = loaded.to(tl.float32), loaded_up.to(tl.float32)
-    dh = narrow.to(tl.float32)
+    dh = dh_tile.to(tl.float32)
     value, slope = ACTIVATION(gate)
     dgate, dup, h = dh * up * slope, dh * value, value * up
-    return tiles.narrow(dgate, narrow.dtype), tiles.narrow(dup, narrow.dtype), tiles.narrow(h, narrow.dtype)
+    return tiles.round_to(dgate, dh_tile.dtype), tiles.round_to(dup, dh_tile.dtype), tiles.round_to(h, dh_tile.dtype)

@@ -322,8 +322,8 @@ def _store(acc, out_ptr, bias_ptr, z, first_m, first_n, m, n, EVEN: tl.constexpr
 
 
 @triton.jit
-def _scale_rows(first, rows, BLOCK_ROWS: tl.constexpr, ROWS_PER_SCALE: tl.constexpr):
+def _scale_rows(first_row, rows, BLOCK_ROWS: tl.constexpr, ROWS_PER_SCALE: tl.constexpr):
     """Which scale each row of a tile has; one for all where the tile lies in one block."""
     # Rows outside of the matrix take the last one's scale: what they give is not stored.
     count: tl.constexpr = 1 if ROWS_PER_SCALE >= BLOCK_ROWS else BLOCK_ROWS
-    return tl.minimum(first + tl.arange(0, count), rows - 1) // ROWS_PER_SCALE
+    return tl.minimum(first_row + tl.arange(0, count), rows - 1) // ROWS_PER_SCALE

@@ -148,10 +148,10 @@ class _LaunchBuilder:
                 self._write(launches, NONE.value, mode_c, (columns, columns), measured, record=False, column_amax=False)
                 launches.results = (*rows, *columns)
             return launches
-        parts = passes(mode_r, mode_c)
-        on_the_way = len(parts) == 2 and mode_r != BLOCK_128X128.value
+        pass_modes = passes(mode_r, mode_c)
+        on_the_way = len(pass_modes) == 2 and mode_r != BLOCK_128X128.value
         measured = self._measure(launches, mode_r, mode_c, on_the_way)
-        for i, (pass_r, pass_c) in enumerate(parts):
+        for i, (pass_r, pass_c) in enumerate(pass_modes):
             outputs = (rows if pass_r else columns, columns if pass_c else rows)
             column_amax = on_the_way and i == 0 and mode_c == CHANNEL.value
             self._write(launches, pass_r, pass_c, outputs, measured, record=record and i == 0, column_amax=column_amax)
@@ -184,14 +184,14 @@ class _LaunchBuilder:
         maxima = amax = self.state
         if column_amax:
             maxima, amax = launches.make((programs, c), self.xs[0].dtype), launches.make((c,), torch.float32)
-        first = 0
-        for (i, r0, end), (grid, constants) in zip(self._parts(), arranged, strict=True):
+        first_program = 0
+        for (i, r0, end), (grid, constants) in zip(self._row_ranges(), arranged, strict=True):
             constants |= {"FOLD": fold, "MAXIMA": column_amax, "RECORD": record, "FIRST": r0 == 0}
             constants |= {"CLIPS": clips(recipe)} | _rounding(recipe)
-            numbers = (r0, end, c, self._strides(self.xs[i])[1], first, 1.0 / (self.r * c), seed_of(recipe))
+            numbers = (r0, end, c, self._strides(self.xs[i])[1], first_program, 1.0 / (self.r * c), seed_of(recipe))
             tensors = (i, self.state, self.state if factor is None else factor, *output, maxima, amax)
             launches.launch(rows_kernel, grid, tensors, numbers, constants)
-            first += grid[0]
+            first_program += grid[0]
         if not column_amax:
             return self.state
         grid, constants = self._arrange(programs, 1, self.tuning.channel_amax, strips=True)
@@ -241,7 +241,7 @@ class _LaunchBuilder:
             by_column = not on_the_way
         if by_row or by_column or whole:
             how = {"ROWS": by_row, "COLUMNS": by_column, "WHOLE": whole}
-            for i, r0, end in self._parts():
+            for i, r0, end in self._row_ranges():
                 tile = self.tuning.channel_amax if by_row or by_column else self.tuning.amax
                 grid, constants = self._arrange(self.heights[i], 1, tile, strips=by_column)
                 sizes = (r0, end, r, c, *self._strides(self.xs[i]))
@@ -268,9 +268,9 @@ class _LaunchBuilder:
                 registers=None
             )  # counting in a transposed tile takes registers; hardly anybody asks for it
         amax, *amaxes = measured
-        (first, first_scale), (second, second_scale) = outputs
+        (rows, row_scale), (columns, column_scale) = outputs
         scalings = self.scalings if whole else (delayed.CURRENT,)
-        for scaling, (i, r0, end) in product(scalings, self._parts()):
+        for scaling, (i, r0, end) in product(scalings, self._row_ranges()):
             alone = not mode_r and not record
             if alone and self._write_whole_columns(launches, i, r0, end, mode_c, measured[2], outputs[1]):
                 continue
@@ -280,15 +280,15 @@ class _LaunchBuilder:
             kernel: Any
             tensors: tuple[int, ...]
             if whole:
-                kernel, tensors = tensor_kernel, (amax, first, second, first_scale, second_scale)
+                kernel, tensors = tensor_kernel, (amax, rows, columns, row_scale, column_scale)
                 constants |= {"ROWS": mode_r > 0, "COLUMNS": mode_c > 0, "SCALING": scaling.value}
                 constants["BAND"] = self.tuning.band if mode_c else 1
             elif blocks:
-                kernel, tensors = block_kernel, (first, first_scale, second, second_scale)
+                kernel, tensors = block_kernel, (rows, row_scale, columns, column_scale)
                 constants |= {"ROWS": mode_r > 0, "COLUMNS": mode_c > 0, "CLIPS": clips(recipe)}
                 del constants["STAGES"]
             else:
-                kernel, tensors = scaled_kernel, (*amaxes, first, first_scale, second, second_scale)
+                kernel, tensors = scaled_kernel, (*amaxes, rows, row_scale, columns, column_scale)
                 constants |= {"MODE_R": mode_r, "MODE_C": mode_c, "COLUMN_AMAX": column_amax}
                 constants |= {"CLIPS": clips(recipe), "MX_UP": recipe.mx_rule == "up"}
             launches.launch(kernel, grid, (i, self.state, *tensors), numbers, constants)
@@ -315,7 +315,7 @@ class _LaunchBuilder:
         launches.launch(columns_kernel, grid, (i, amax, *output), numbers, constants)
         return True
 
-    def _parts(self) -> list[tuple[int, int, int]]:
+    def _row_ranges(self) -> list[tuple[int, int, int]]:
         """Each matrix of the group: its number, and its first and last rows among all."""
         ends = list(accumulate(self.heights))
         return [(i, end - height, end) for i, (end, height) in enumerate(zip(ends, self.heights, strict=True))]

@@ -96,8 +96,8 @@ def block_kernel(
         for a in tl.static_range(PER_R):
             for b in tl.static_range(PER_C):
                 tile_i, tile_j = i * PER_R + a, j * PER_C + b
-                narrow = load_tile(x_matrix, tile_i, tile_j, inner, end - r0, C, stride_r, EVEN, TILE_R, TILE_C)
-                x = narrow.to(tl.float32)
+                loaded = load_tile(x_matrix, tile_i, tile_j, inner, end - r0, C, stride_r, EVEN, TILE_R, TILE_C)
+                x = loaded.to(tl.float32)
                 where = (batch * R + r0 + tile_i * TILE_R) * C + tile_j * TILE_C + inner_out if STOCHASTIC else 0
                 v = tiles.saturate(x * inverse, seed, where, FORMAT, STOCHASTIC)
                 if RECORD:
@@ -106,15 +106,15 @@ def block_kernel(
                     if CLIPS:
                         clipped += tiles.count(tiles.is_clipped(x, scale, FORMAT))
                 if ROWS:
-                    q = tiles.cast(v, rows_ptr.dtype.element_ty, tl.float32 if STOCHASTIC else narrow.dtype)
+                    q = tiles.cast(v, rows_ptr.dtype.element_ty, tl.float32 if STOCHASTIC else loaded.dtype)
                     out = rows_ptr + (batch * R + r0) * C
                     store_tile(out, q, tile_i, tile_j, inner_out, end - r0, C, C, EVEN, TILE_R, TILE_C)
                 if COLUMNS:
                     if STOCHASTIC:
                         q_t = tiles.cast(tl.trans(v), columns_ptr.dtype.element_ty, tl.float32)  # the very same values
                     else:
-                        v_t = tiles.saturate(tl.trans(narrow).to(tl.float32) * inverse, 0, 0, FORMAT, False)
-                        q_t = tiles.cast(v_t, columns_ptr.dtype.element_ty, narrow.dtype)
+                        v_t = tiles.saturate(tl.trans(loaded).to(tl.float32) * inverse, 0, 0, FORMAT, False)
+                        q_t = tiles.cast(v_t, columns_ptr.dtype.element_ty, loaded.dtype)
                     out_t = columns_ptr + batch * R * C + r0
                     store_tile(out_t, q_t, tile_j, tile_i, inner_t, C, end - r0, R, EVEN, TILE_C, TILE_R)
 

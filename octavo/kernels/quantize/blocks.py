@@ -78,8 +78,8 @@ def scaled_kernel(
         else:
             batch = (tile // per_matrix).to(tl.int64)
             i, j = tile % per_matrix // across, tile % across
-        narrow = load_tile(x_ptr + batch * stride_b, i, j, inner, end - r0, C, stride_r, EVEN, TILE_R, TILE_C)
-        x = narrow.to(tl.float32)
+        loaded = load_tile(x_ptr + batch * stride_b, i, j, inner, end - r0, C, stride_r, EVEN, TILE_R, TILE_C)
+        x = loaded.to(tl.float32)
         i_all = i + r0 // TILE_R  # among all the rows, of which x is a part
         if RECORD:
             trouble += finite.trouble_of_eight(x)
@@ -98,10 +98,10 @@ def scaled_kernel(
                     lost += tiles.count_of_eight(tiles.is_lost(x, v, FORMAT))
                 if CLIPS:
                     clipped += tiles.count(tiles.is_clipped(x, spread, FORMAT))
-            q = tiles.cast(v, rows_ptr.dtype.element_ty, tl.float32 if STOCHASTIC else narrow.dtype)
+            q = tiles.cast(v, rows_ptr.dtype.element_ty, tl.float32 if STOCHASTIC else loaded.dtype)
             store_tile(rows_ptr + batch * R * C, q, i, j, inner_out, end - r0, C, C, EVEN, TILE_R, TILE_C)
         if MODE_C != NONE:
-            x_t = tl.trans(narrow).to(tl.float32)
+            x_t = tl.trans(loaded).to(tl.float32)
             v_t, spread_t, amax_t = scale_rows(
                 x_t, amax_of_columns(x, MODE_C), j, i_all, batch, C, C, R, column_amax_ptr, column_scale_ptr, MODE_C,
                 FORMAT, MARGIN, MX_UP, TILE_C, TILE_R, True,
@@ -172,11 +172,11 @@ def scale_rows(
     MX_UP: tl.constexpr,
     TILE_R: tl.constexpr,
     TILE_C: tl.constexpr,
-    TURNED: tl.constexpr = False,
+    TRANSPOSED: tl.constexpr = False,
 ):
     """Tile (i, j) divided by scales along its rows, these scales, and the largest amax of each row. Stores the scales.
 
-    `amax` is that of the tile's blocks; of channels it is in memory. `TURNED`: x is a transposed tile. Then scales that
+    `amax` is that of the tile's blocks; of channels it is in memory. `TRANSPOSED`: x is a transposed tile; scales that
     were found in it are read back from memory, because they can be read into any layout, so Triton transposes x itself;
     with scales from registers it transposes the result, in FP8 (see `tiles.cast`).
     """
@@ -190,7 +190,7 @@ def scale_rows(
         where = scale_ptr + (batch * R + r[:, None]) * per_row + g[None, :]
         wanted = (r[:, None] < end) & (g[None, :] < per_row)
         tl.store(where, exponent.to(tl.uint8), mask=wanted)
-        if TURNED:
+        if TRANSPOSED:
             tl.debug_barrier()
             exponent = tl.load(where, mask=wanted, other=127).to(tl.int32)
         spread = _spread(tiles.mx_factor(exponent), TILE_R, GROUPS, GROUP)
@@ -206,7 +206,7 @@ def scale_rows(
             wanted = r < end
         scale = tiles.scale_from_amax(amax, FORMAT, MARGIN)
         tl.store(where, scale, mask=wanted)
-        if TURNED and MODE != CHANNEL:
+        if TRANSPOSED and MODE != CHANNEL:
             tl.debug_barrier()  # written by other threads
             scale = tl.load(where, mask=wanted, other=1.0)
         spread = scale[:, None]
@@ -268,6 +268,6 @@ def amax_kernel(
         c = tl.program_id(0) % across * TILE_C + tl.arange(0, TILE_C)
         tiles.raise_to(column_amax_ptr + batch * C + c, tl.max(column_top, axis=0), c < C)
     if WHOLE:
-        found = tiles.largest(top)
-        if found > 0:
-            tl.atomic_max(amax_ptr, found, sem="relaxed")
+        amax = tiles.largest(top)
+        if amax > 0:
+            tl.atomic_max(amax_ptr, amax, sem="relaxed")

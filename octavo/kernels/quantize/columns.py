@@ -101,10 +101,10 @@ def columns_kernel(
         for k in tl.static_range(PER_WORD):
             # One by one where words are long: in pairs, the pairs would be held beside the words.
             x = column(words, k, dtype, True) if WORD == 32 else finite.only(column(words, k, dtype))
-            first = batch * C + j * TILE_C + k
-            c = first + PER_WORD * tl.arange(0, WORDS)[:, None]
+            first_column = batch * C + j * TILE_C + k
+            c = first_column + PER_WORD * tl.arange(0, WORDS)[:, None]
             factor = column_factor(x, c, row, R, amax_ptr, scale_ptr, MODE, FORMAT, MARGIN, MX_UP)
-            where = first * R + row + inner_t
+            where = first_column * R + row + inner_t
             v = x * factor[None, :, :, None]
             v = tiles.saturate(v, seed + 1, where, FORMAT, STOCHASTIC, tiles.INTERPRETED)
             tl.store(out_ptr + where, tiles.cast(v, out_ptr.dtype.element_ty, tl.bfloat16))

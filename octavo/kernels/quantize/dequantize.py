@@ -1,4 +1,4 @@
-"""An FP8 matrix back in high precision: what was kept of x for the gradient of an adapter, or a frozen weight.
+"""An FP8 matrix back in high precision: x as saved for the gradient of an adapter, or a frozen weight.
 
 Eight elements for each thread, neither more nor less: then what is loaded and what is stored lie in the same threads,
 and no FP8 bytes change hands (see `tiles.cast`). For FP32 results they do, before the one store there is.
@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.launch import LaunchCache, Launches, kind
-from octavo.kernels.tiles import narrow
+from octavo.kernels.tiles import round_to
 from octavo.kernels.tuning import tuning_for
 from octavo.numerics.quantize import BLOCK, Quantized
 
@@ -33,7 +33,7 @@ def dequantize_kernel(
         data = tl.load(data_ptr + where)
     else:
         data = tl.load(data_ptr + where, mask=inside, other=0.0)
-    x = narrow(data.to(tl.float32) * scale[:, None], out_ptr.dtype.element_ty)
+    x = round_to(data.to(tl.float32) * scale[:, None], out_ptr.dtype.element_ty)
     if EVEN:
         tl.store(out_ptr + where, x)
     else:

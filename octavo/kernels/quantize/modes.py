@@ -21,10 +21,10 @@ _MODES = {
     ("block", (BLOCK, BLOCK)): BLOCK_128X128,
     ("mx", None): MX,
 }
-_GRANULARITIES: dict[int, tuple[str, Any]] = {mode.value: of for of, mode in _MODES.items()}
+_OF_MODE: dict[int, tuple[str, Any]] = {mode.value: of for of, mode in _MODES.items()}
 _KNOWN_BEFORE = {NONE.value, TENSOR.value, CHANNEL.value}  # scales that do not come from the tile itself
 # Names in `tuning.py` of the modes that have kernels for columns alone.
-NAMES = {mode.value: _GRANULARITIES[mode.value][0] for mode in (CHANNEL, BLOCK_1X128, MX)}
+NAMES = {mode.value: _OF_MODE[mode.value][0] for mode in (CHANNEL, BLOCK_1X128, MX)}
 
 
 @cache
@@ -41,7 +41,7 @@ def modes_of(recipe: OperandRecipe, layout: str) -> tuple[int, int]:
 
 def make_scale(launches: Launches, mode: int, shape: Sequence[int]) -> int:
     """Room for the scales of a matrix, or a batch of them, of this shape."""
-    granularity, block = _GRANULARITIES[mode]
+    granularity, block = _OF_MODE[mode]
     return launches.make(scale_shape(shape, granularity, block or (1, BLOCK)), packed_scale_dtype(granularity))
 
 

@@ -1,7 +1,7 @@
 """Quantising with one scale per row in one pass: a program holds a whole row, so its amax is there before it leaves.
 
-The row is held in parts, as it came from memory, and each part is widened when its turn comes: widened all at once, a
-row would not fit into the registers.
+The row is loaded in parts, in its own dtype, and each part is converted to FP32 when it is used: a whole row in FP32
+would not fit into the registers.
 
 For the columns, whose scales are next, a program may leave the largest magnitudes of its rows: one row of `maxima`, of
 which there are as many as programs. (Atomics instead would be one for every 16 elements of 8,192 × 4,096.)
@@ -34,12 +34,12 @@ def _load(base, c, C, EVEN: tl.constexpr):
 
 @triton.jit
 def _bits(x, FINITE: tl.constexpr):
-    """Magnitudes as the bits of their dtype, which order like the values; 0 for what is not finite, if it is not to be.
+    """Magnitudes as the bits of their dtype, which order like the values; 0 for non-finite values with `FINITE`.
 
-    Not as wide values: those would be kept in registers for what comes later.
+    Not in FP32: those values would stay in registers for what comes later.
     """
-    wide: tl.constexpr = x.dtype == tl.float32
-    bits = x.to(tl.int32 if wide else tl.int16, bitcast=True).to(tl.int32) & (0x7FFFFFFF if wide else 0x7FFF)
+    FP32: tl.constexpr = x.dtype == tl.float32
+    bits = x.to(tl.int32 if FP32 else tl.int16, bitcast=True).to(tl.int32) & (0x7FFFFFFF if FP32 else 0x7FFF)
     return tl.where(bits < _infinity(x.dtype), bits, 0) if FINITE else bits
 
 
@@ -79,11 +79,11 @@ def _write(x, inverse, out_ptr, target, c, C, seed, source: tl.constexpr, FORMAT
 
 @triton.jit
 def _count(x, inverse, scale, lost, clipped, sampled, FORMAT: tl.constexpr, CLIPS: tl.constexpr):
-    wide = x.to(tl.float32)
+    x_fp32 = x.to(tl.float32)
     if sampled:
-        lost += tiles.count(tiles.is_lost(wide, wide * inverse, FORMAT))
+        lost += tiles.count(tiles.is_lost(x_fp32, x_fp32 * inverse, FORMAT))
     if CLIPS:
-        clipped += tiles.count(tiles.is_clipped(wide, scale[:, None], FORMAT))
+        clipped += tiles.count(tiles.is_clipped(x_fp32, scale[:, None], FORMAT))
     return lost, clipped
 
 
@@ -100,7 +100,7 @@ def rows_kernel(
     end,
     C,
     stride_r,
-    first,
+    first_program,
     per_element,
     seed,
     FOLD: tl.constexpr,
@@ -147,7 +147,7 @@ def rows_kernel(
             part = _load(base, k * PART + c, C, EVEN)
             if FOLD:
                 factor = factors[k] if NEAR else _load(factor_ptr, k * PART + c, C, EVEN)
-                part = tiles.narrow(part.to(tl.float32) * factor, dtype)
+                part = tiles.round_to(part.to(tl.float32) * factor, dtype)
             parts = _and(parts, part)
         if MAXIMA:
             tops = _raise(tops, parts)
@@ -176,7 +176,7 @@ def rows_kernel(
             if tl.program_id(0) == 0:
                 for k in tl.static_range(PARTS):
                     tl.store(amax_ptr + k * PART + c, tl.zeros([1, PART], tl.float32), mask=k * PART + c < C)
-        maxima_ptr += tl.cast(first + tl.program_id(0), tl.int64) * C
+        maxima_ptr += tl.cast(first_program + tl.program_id(0), tl.int64) * C
         for k in tl.static_range(PARTS):
             tl.store(maxima_ptr + k * PART + c, tops[k], mask=k * PART + c < C)
     if RECORD:

@@ -2,7 +2,7 @@
 
 A program walks over tiles of `x[R, C]`, with the next ones on their way, and writes each as `rows[R, C]`, as
 `columns[C, R]`, or as both: the high-precision tensor is read once. The transposed tile is read from shared memory a
-second time, in BF16, and rounded again (asked to turn FP8 bytes instead, Triton 3.6 makes the same code).
+second time, in BF16, and rounded again (asked to transpose FP8 bytes instead, Triton 3.6 makes the same code).
 
 Instructions count here as much as bytes (docs/LOG.md), so the loop does no more than it must: the largest magnitude
 is kept per thread, underflow is counted on every eighth tile, and a program that met NaN or infinity, or saturated
@@ -109,8 +109,8 @@ def tensor_kernel(
     for tile in tl.range(tl.program_id(0), count, tl.num_programs(0), num_stages=STAGES):
         batch = (tile // per_matrix).to(tl.int64)
         i, j = tiles.place(tile % per_matrix, down, across, BAND, BACKWARDS)
-        narrow = load_tile(x_ptr + batch * stride_b, i, j, inner, end - r0, C, stride_r, EVEN, TILE_R, TILE_C)
-        x = narrow.to(tl.float32)
+        loaded = load_tile(x_ptr + batch * stride_b, i, j, inner, end - r0, C, stride_r, EVEN, TILE_R, TILE_C)
+        x = loaded.to(tl.float32)
         v = tiles.scaled(x, inverse, STOCHASTIC or not RECORD)
         if RECORD:
             top = tl.maximum(top, tiles.largest_of_eight(tiles.magnitude_bits(x)))
@@ -126,15 +126,15 @@ def tensor_kernel(
         else:
             v = tiles.saturate(v, 0, 0, FORMAT, False, False)
         if ROWS:
-            q = tiles.cast(v, rows_ptr.dtype.element_ty, tl.float32 if STOCHASTIC else narrow.dtype)
+            q = tiles.cast(v, rows_ptr.dtype.element_ty, tl.float32 if STOCHASTIC else loaded.dtype)
             store_tile(rows_ptr + batch * R * C, q, i, j, inner_out, end - r0, C, C, EVEN, TILE_R, TILE_C)
         if COLUMNS:
             if STOCHASTIC:
                 q_t = tiles.cast(tl.trans(v), columns_ptr.dtype.element_ty, tl.float32)  # the very same values
             else:
-                v_t = tiles.scaled(tl.trans(narrow).to(tl.float32), inverse, not RECORD)
+                v_t = tiles.scaled(tl.trans(loaded).to(tl.float32), inverse, not RECORD)
                 v_t = tiles.saturate(v_t, 0, 0, FORMAT, False, False)
-                q_t = tiles.cast(v_t, columns_ptr.dtype.element_ty, narrow.dtype)
+                q_t = tiles.cast(v_t, columns_ptr.dtype.element_ty, loaded.dtype)
             store_tile(columns_ptr + batch * R * C, q_t, j, i, inner_t, C, end - r0, R, EVEN, TILE_C, TILE_R)
 
     if RECORD:
@@ -146,17 +146,17 @@ def tensor_kernel(
             for tile in range(tl.program_id(0), count, tl.num_programs(0)):
                 batch = (tile // per_matrix).to(tl.int64)
                 i, j = tiles.place(tile % per_matrix, down, across, BAND, BACKWARDS)
-                narrow = load_tile(x_ptr + batch * stride_b, i, j, inner, end - r0, C, stride_r, EVEN, TILE_R, TILE_C)
-                x = narrow.to(tl.float32)
+                loaded = load_tile(x_ptr + batch * stride_b, i, j, inner, end - r0, C, stride_r, EVEN, TILE_R, TILE_C)
+                x = loaded.to(tl.float32)
                 finite_top = tl.maximum(finite_top, tiles.largest(finite.magnitude(x)))
                 clipped += delayed.clipped(x, scale, before, FORMAT, SCALING)
                 if not STOCHASTIC:
                     v = tiles.saturate(tiles.scaled(x, inverse), 0, 0, FORMAT, False, False)
                     if ROWS:
-                        q = tiles.cast(v, rows_ptr.dtype.element_ty, narrow.dtype)
+                        q = tiles.cast(v, rows_ptr.dtype.element_ty, loaded.dtype)
                         store_tile(rows_ptr + batch * R * C, q, i, j, inner_out, end - r0, C, C, EVEN, TILE_R, TILE_C)
                     if COLUMNS:
-                        q_t = tiles.cast(tl.trans(v), columns_ptr.dtype.element_ty, narrow.dtype)
+                        q_t = tiles.cast(tl.trans(v), columns_ptr.dtype.element_ty, loaded.dtype)
                         out = columns_ptr + batch * R * C
                         store_tile(out, q_t, j, i, inner_t, C, end - r0, R, EVEN, TILE_C, TILE_R)
         all_lost = tiles.from_sample(lost, count, step)

@@ -31,9 +31,9 @@ def transpose_kernel(x_ptr, out_ptr, N, PAIRS, EVEN: tl.constexpr, TILE_N: tl.co
         x = tl.load(x_ptr + where)
     else:
         x = tl.load(x_ptr + where, mask=(n[:, None] < N) & (pair[None, :] < PAIRS), other=0)
-    first, second = tl.split(tl.reshape(tl.trans(x), [TILE_PAIRS, TILE_N // 2, 2]))
-    low = (first & 0xFF) | (second << 8)
-    high = ((first >> 8) & 0xFF) | (second & -0x100)
+    even, odd = tl.split(tl.reshape(tl.trans(x), [TILE_PAIRS, TILE_N // 2, 2]))
+    low = (even & 0xFF) | (odd << 8)
+    high = ((even >> 8) & 0xFF) | (odd & -0x100)
     half = i * (TILE_N // 2) + tl.arange(0, TILE_N // 2)
     target = out_ptr + pair[:, None].to(tl.int64) * N + half[None, :]
     if EVEN:

@@ -25,7 +25,7 @@ from octavo.nn.report import FP8, Entry, Report
 from octavo.nn.undo import Fused
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 from octavo.numerics.config import check_config
-from octavo.ops import Product
+from octavo.ops import ProductSpec
 from octavo.support import announce_emulation, require_tensor_cores
 
 _FUSED = "_octavo_bdh"
@@ -93,7 +93,7 @@ class _FusedBDHModel(BDH, Fused):
         if is_skipped("lm_head", fused.config):
             return x_BTD @ self.lm_head
         recipe = fused.config.recipe
-        product = Product(recipe.x, recipe.w, recipe.g, dtype, emulate=fused.config.emulate is True)
+        product = ProductSpec(recipe.x, recipe.w, recipe.g, dtype, emulate=fused.config.emulate is True)
         x, w, g = (fused.state[f"lm_head.{operand}"] for operand in "xwg")
         return fp8_product(x_BTD, self.lm_head, None, product, (x, w, g))
 

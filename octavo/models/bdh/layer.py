@@ -89,7 +89,7 @@ class Layer:
 
     def multiply(self, a: Quantized, b: Quantized, dtype: torch.dtype, batch: tuple[int, ...], fast: bool) -> Tensor:
         """Return a · bᵀ. `fast` allows tensor cores their fast accumulation."""
-        return ops.gemm_nt(a, b, out_dtype=dtype, batch=batch, fast=fast, emulate=self.emulate)
+        return ops.gemm_nt(*a, *b, None, dtype, list(batch), fast, self.emulate)
 
 
 def quantize_weights(
@@ -121,7 +121,7 @@ def fp8_bdh_layer(
 
     `state`: scaling state by the names in `OPERANDS`.
     """
-    flat = [part for q in weights for part in q]
+    flat = [tensor for q in weights for tensor in q]
     return _FP8BDHLayer.apply(
         x_BTD, encoder, encoder_v, decoder, layer, *angles, *flat, *(state[name] for name in OPERANDS)
     )
@@ -138,9 +138,9 @@ class _FP8BDHLayer(torch.autograd.Function):
         layer: Layer,
         cos: Tensor,
         sin: Tensor,
-        *parts: Tensor,
+        *tensors: Tensor,
     ) -> Tensor:
-        w, state = _weights(parts), dict(zip(OPERANDS, parts[2 * len(Weights._fields) :], strict=True))
+        w, state = _weights(tensors), dict(zip(OPERANDS, tensors[2 * len(Weights._fields) :], strict=True))
         recipe, dtype = layer.recipe.x, layer.out_dtype
         (B, T, D), (H, _, N) = x.shape, encoder.shape
 
@@ -171,7 +171,7 @@ class _FP8BDHLayer(torch.autograd.Function):
         y = layer.multiply(_reshape(z, B * T, H * N), w.decoder_DK, dtype, (), True)
 
         saved = (x_BTD, x_BDT, S_BSHT, n_HDM, s, t, w.encoder_DK, w.encoder_v_HDN, w.decoder_KD)
-        ctx.save_for_backward(cos, sin, a, mean, rstd, q_scale, z.scale, *(part for q in saved for part in q))
+        ctx.save_for_backward(cos, sin, a, mean, rstd, q_scale, z.scale, *(tensor for q in saved for tensor in q))
         # Not saved as tensors: every use changes the scaling state, which autograd's version check would report as an
         # error.
         ctx.state = state
@@ -182,8 +182,8 @@ class _FP8BDHLayer(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g_BTD: Tensor) -> tuple[Tensor | None, ...]:
-        cos, sin, a, mean, rstd, q_scale, z_scale, *parts = ctx.saved_tensors
-        x_BTD, x_BDT, S_BSHT, n_HDM, s, t, encoder_DK, encoder_v_HDN, decoder_KD = _pairs(parts)
+        cos, sin, a, mean, rstd, q_scale, z_scale, *tensors = ctx.saved_tensors
+        x_BTD, x_BDT, S_BSHT, n_HDM, s, t, encoder_DK, encoder_v_HDN, decoder_KD = _pairs(tensors)
         layer, state = ctx.layer, ctx.state
         recipe, dtype = layer.recipe, layer.out_dtype
         x_recipe, g_recipe = recipe.x.encode(), recipe.g.encode()
@@ -200,7 +200,7 @@ class _FP8BDHLayer(torch.autograd.Function):
         # dz = g · decoderᵀ
         dz = layer.multiply(g_MD, decoder_KD, dtype, (), False).view(B, T, H, N)
         dt_HMN, dt_scale, dt_HNM, z_HNM = bdh_ops.bdh_gate_backward(
-            dz, *s, *t, z_scale, state["encoder_v.g"], g_recipe, x_recipe
+            dz, [*s, *t], z_scale, state["encoder_v.g"], g_recipe, x_recipe
         )
         if needs_decoder:
             # ddecoder = zᵀ · g
@@ -226,9 +226,7 @@ class _FP8BDHLayer(torch.autograd.Function):
         # dq = (tril(dS) + tril(dS)ᵀ) · q
         dq = layer.multiply(P, q_BHNT, dtype, (B, H), False)
         del q_BHNT, P
-        ds, ds_scale, ds_HNM = bdh_ops.bdh_relu_rope_backward(
-            dq, dz, s.data, *t, cos, sin, state["encoder.g"], g_recipe
-        )
+        ds, ds_scale, ds_HNM = bdh_ops.bdh_relu_rope_backward(dq, dz, [*s, *t], cos, sin, state["encoder.g"], g_recipe)
         del dq, dz
         if needs_encoder:
             # dencoder = xᵀ · ds
@@ -240,12 +238,12 @@ class _FP8BDHLayer(torch.autograd.Function):
         return dx.to(x_dtype), dencoder, dencoder_v, ddecoder, *[None] * (len(ctx.needs_input_grad) - 4)
 
 
-def _weights(parts: tuple[Tensor, ...]) -> Weights:
-    return Weights(*_pairs(parts[: 2 * len(Weights._fields)]))
+def _weights(tensors: tuple[Tensor, ...]) -> Weights:
+    return Weights(*_pairs(tensors[: 2 * len(Weights._fields)]))
 
 
-def _pairs(parts: "tuple[Tensor, ...] | list[Tensor]") -> list[Quantized]:
-    return [Quantized(*pair) for pair in zip(parts[::2], parts[1::2], strict=True)]
+def _pairs(tensors: "tuple[Tensor, ...] | list[Tensor]") -> list[Quantized]:
+    return [Quantized(*pair) for pair in zip(tensors[::2], tensors[1::2], strict=True)]
 
 
 def _reshape(q: Quantized, *shape: int) -> Quantized:

@@ -2,7 +2,8 @@
 
 Each runs the specification (`spec.py`), or a kernel on a GPU with FP8 tensor cores. Shapes: B batch, T positions, H
 heads, N neurons per head, M = B · T. Every tensor has one scale; `..._state` is its scaling state, which each use
-updates. s and t are those that forward saved, in FP8; `recipe` is an encoded `OperandRecipe`.
+updates. `saved` holds s and t, each with its scale, as forward saved them in FP8; `recipe` is an encoded
+`OperandRecipe`.
 """
 
 import torch
@@ -38,14 +39,23 @@ def _by_head(x_BTHN: Tensor) -> Tensor:
     return x_BTHN.flatten(0, 1).transpose(0, 1)
 
 
+def _operands(saved: list[Tensor]) -> tuple[Quantized, Quantized]:
+    s, s_scale, t, t_scale = saved
+    return Quantized(s, s_scale), Quantized(t, t_scale)
+
+
 def _empty(x: Tensor, recipe: str, *shape: int) -> Tensor:
     return x.new_empty(shape, dtype=OperandRecipe.decode(recipe).format.dtype)
 
 
-def _relu_rope_fake(s_pre: Tensor, cos: Tensor, recipe: str) -> tuple[Tensor, ...]:
+def _empty_operand(x: Tensor, recipe: str, *shape: int) -> tuple[Tensor, Tensor]:
+    """Return an empty tensor and its scale."""
+    return _empty(x, recipe, *shape), x.new_empty((), dtype=torch.float32)
+
+
+def _relu_rope_fake(s_pre: Tensor, recipe: str) -> tuple[Tensor, ...]:
     B, T, H, N = s_pre.shape
-    q, s = _empty(s_pre, recipe, B, H, T, N), _empty(s_pre, recipe, B, T, H, N)
-    return q, cos.new_empty(()), s, cos.new_empty(())
+    return *_empty_operand(s_pre, recipe, B, H, T, N), *_empty_operand(s_pre, recipe, B, T, H, N)
 
 
 @operator(mutates=("q_state", "s_state"), fake=_relu_rope_fake)
@@ -86,9 +96,8 @@ def bdh_rope_columns(
     return _quantize_columns(q.transpose(1, 2), q_scale, operand)
 
 
-def _gate_fake(s_pre: Tensor, z_state: Tensor, recipe: str) -> tuple[Tensor, ...]:
-    z, t = _empty(s_pre, recipe, *s_pre.shape), _empty(s_pre, recipe, *s_pre.shape)
-    return z, z_state.new_empty(()), t, z_state.new_empty(())
+def _gate_fake(s_pre: Tensor, recipe: str) -> tuple[Tensor, ...]:
+    return *_empty_operand(s_pre, recipe, *s_pre.shape), *_empty_operand(s_pre, recipe, *s_pre.shape)
 
 
 @operator(mutates=("z_state", "t_state"), fake=_gate_fake)
@@ -108,71 +117,54 @@ def bdh_gate(
     return *z, *t
 
 
-def _gate_backward_fake(dz: Tensor, state: Tensor, recipe: str, z_recipe: str) -> tuple[Tensor, ...]:
+def _gate_backward_fake(dz: Tensor, recipe: str, z_recipe: str) -> tuple[Tensor, ...]:
     B, T, H, N = dz.shape
-    rows, columns = _empty(dz, recipe, H, B * T, N), _empty(dz, recipe, H, N, B * T)
-    return rows, state.new_empty(()), columns, _empty(dz, z_recipe, H, N, B * T)
+    columns, z = _empty(dz, recipe, H, N, B * T), _empty(dz, z_recipe, H, N, B * T)
+    return *_empty_operand(dz, recipe, H, B * T, N), columns, z
 
 
 @operator(mutates=("state",), fake=_gate_backward_fake)
 def bdh_gate_backward(
-    dz: Tensor,
-    s: Tensor,
-    s_scale: Tensor,
-    t: Tensor,
-    t_scale: Tensor,
-    z_scale: Tensor,
-    state: Tensor,
-    recipe: str,
-    z_recipe: str,
+    dz: Tensor, saved: list[Tensor], z_scale: Tensor, state: Tensor, recipe: str, z_recipe: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return dt_pre `[H, M, N]`, its scale, dt_pre `[H, N, M]`, and z `[H, N, M]` with the scale of forward."""
     operand, z_operand = OperandRecipe.decode(recipe), OperandRecipe.decode(z_recipe)
     if _has_kernels(dz, operand, z_operand):
         from octavo.models.bdh.kernels import backward
 
-        saved = Quantized(s, s_scale), Quantized(t, t_scale)
-        return backward.gate_backward(dz, *saved, z_scale, state, operand, z_operand)
-    s_hp, t_hp = dequantize(s, s_scale), dequantize(t, t_scale)
+        return backward.gate_backward(dz, *_operands(saved), z_scale, state, operand, z_operand)
+    s_hp, t_hp = (dequantize(q) for q in _operands(saved))
     dt = _by_head(spec.gate_backward(dz, s_hp, t_hp))
     rows, columns = quantize_group([dt], state, operand, True, "both")
     z = _quantize_columns(_by_head(spec.gate(s_hp, t_hp).to(dz.dtype)), z_scale, z_operand)
     return rows.data, rows.scale, columns.data, z
 
 
-def _relu_rope_backward_fake(dz: Tensor, state: Tensor, recipe: str) -> tuple[Tensor, ...]:
+def _relu_rope_backward_fake(dz: Tensor, recipe: str) -> tuple[Tensor, ...]:
     B, T, H, N = dz.shape
-    return _empty(dz, recipe, B, T, H, N), state.new_empty(()), _empty(dz, recipe, H, N, B * T)
+    return *_empty_operand(dz, recipe, B, T, H, N), _empty(dz, recipe, H, N, B * T)
 
 
 @operator(mutates=("state",), fake=_relu_rope_backward_fake)
 def bdh_relu_rope_backward(
-    dq: Tensor,
-    dz: Tensor,
-    s: Tensor,
-    t: Tensor,
-    t_scale: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    state: Tensor,
-    recipe: str,
+    dq: Tensor, dz: Tensor, saved: list[Tensor], cos: Tensor, sin: Tensor, state: Tensor, recipe: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ds_pre `[B, T, H, N]`, its scale, and ds_pre `[H, N, M]`. Only the sign of s counts: it needs no scale."""
-    operand = OperandRecipe.decode(recipe)
+    operand, (s, t) = OperandRecipe.decode(recipe), _operands(saved)
     if _has_kernels(dz, operand):
         from octavo.models.bdh.kernels import backward
 
-        return backward.relu_rope_backward(dq, dz, s, Quantized(t, t_scale), cos, sin, state, operand)
+        return backward.relu_rope_backward(dq, dz, s.data, t, cos, sin, state, operand)
     B, T, H, N = dz.shape
-    ds = spec.relu_rope_backward(dq.transpose(1, 2), dz, s.float(), dequantize(t, t_scale), cos, sin)
+    ds = spec.relu_rope_backward(dq.transpose(1, 2), dz, s.data.float(), dequantize(t), cos, sin)
     rows, columns = quantize_group([ds.view(B * T, H * N)], state, operand, True, "both")
     return rows.data.view(B, T, H, N), rows.scale, columns.data.view(H, N, B * T)
 
 
-def _mask_fake(scores: Tensor, state: Tensor, recipe: str, symmetric: bool) -> tuple[Tensor, ...]:
+def _mask_fake(scores: Tensor, recipe: str, symmetric: bool) -> tuple[Tensor, ...]:
     B, H, T, S = scores.shape
-    transposed = _empty(scores, recipe, 0) if symmetric else _empty(scores, recipe, B, S, H, T)
-    return _empty(scores, recipe, B, H, T, S), state.new_empty(()), transposed
+    transposed = [0] if symmetric else [B, S, H, T]
+    return *_empty_operand(scores, recipe, B, H, T, S), _empty(scores, recipe, *transposed)
 
 
 @operator(mutates=("state",), fake=_mask_fake)

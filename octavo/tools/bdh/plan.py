@@ -49,7 +49,7 @@ def plan_bdh(case: Case, option: Option, *, accumulates: bool = False, dropout: 
     """
     fields = {name: value for name, value in case.config.items() if name != "model_type"}
     shape = BDHConfig(**{**fields, "layers": case.layers, "dropout": dropout})
-    found = simulate(shape, option.code, case.tokens // case.seq, case.seq)
+    simulated = simulate(shape, option.code, case.tokens // case.seq, case.seq)
     numbers = shape.parameter_count
     weights = gradients = numbers * FP32
     states = bdh_states(numbers, option.optimizer)
@@ -59,12 +59,12 @@ def plan_bdh(case: Case, option: Option, *, accumulates: bool = False, dropout: 
         return Moment(name, weights, gradients, states, activations, total - activations + WORKSPACE)
 
     moments = [
-        moment("forward", before, min(found.saved, found.forward), found.forward),
-        moment("backward", before + found.gradients, found.saved, found.backward - found.gradients),
+        moment("forward", before, min(simulated.saved, simulated.forward), simulated.forward),
+        moment("backward", before + simulated.gradients, simulated.saved, simulated.backward - simulated.gradients),
     ]
     if option.optimizer is not None:
         moments.append(moment("optimiser", gradients, 0, 0))
-    return Memory(option, tuple(moments), {"by all layers": found.saved})
+    return Memory(option, tuple(moments), {"by all layers": simulated.saved})
 
 
 def bdh_states(numbers: int, optimizer: str | None) -> int:
@@ -114,5 +114,5 @@ def planned_run(config: Mapping[str, Any]) -> StepMemory | None:
     case = Case(config["model"], {"model_type": "bdh", **shape}, shape["layers"], tokens, config["seq"], 0, "cpu")
     option = Option(f"bdh-{precision}", optimizer=config["optimizer"], weight_bytes=4, compiled=False)
     memory = plan_bdh(case, option, accumulates=config["micro_batches"] > 1, dropout=dropout)
-    last = memory.moments[-1]  # the optimiser's, when all gradients are there
-    return StepMemory("plan", last.weights, last.gradients, last.states, memory.host, memory.peak.total)
+    step = memory.moments[-1]  # the optimiser's, when all gradients are there
+    return StepMemory("plan", step.weights, step.gradients, step.states, memory.host, memory.peak.total)

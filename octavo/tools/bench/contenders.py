@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
-from octavo.nn.groups import GRANULARITIES as HELD
+from octavo.nn.groups import FP8_ONLY_GRANULARITIES
 from octavo.numerics import FP8TrainingConfig
 from octavo.numerics.checks import check_choice
 from octavo.numerics.config import RECIPES
@@ -51,7 +51,7 @@ class Contender:
     offload: str | None = None
 
     @property
-    def in_fp8(self) -> bool:
+    def fp8_products(self) -> bool:
         return self.kind not in ("bf16", "octavo-bf16") and not self.weights_only
 
     @property
@@ -123,8 +123,8 @@ def _check_recipe(item: str, case: Case, *, whole: bool) -> None:
     if "offload-master" in extras:
         if case.frozen:
             raise UserError(f"--recipe {item}: with --mode lora no weight has a master; leave offload-master out")
-        if FP8TrainingConfig.from_recipe(name).granularity not in HELD:
-            able = [r for r in RECIPES if FP8TrainingConfig.from_recipe(r).granularity in HELD]
+        if FP8TrainingConfig.from_recipe(name).granularity not in FP8_ONLY_GRANULARITIES:
+            able = [r for r in RECIPES if FP8TrainingConfig.from_recipe(r).granularity in FP8_ONLY_GRANULARITIES]
             raise UserError(f"--recipe {item}: weights in FP8 only can be had with one of {', '.join(able)}")
 
 

@@ -113,7 +113,7 @@ def _time_own(linear: Linear, case: Case, recipe_name: str, fast: bool) -> dict[
         return ops.quantize(x, new_states(device=case.device), operand, record=False, layout="both")
 
     def multiply(a: Quantized, b: Quantized) -> Tensor:
-        return ops.gemm_nt(a, b, out_dtype=torch.bfloat16, batch=(), fast=fast)
+        return ops.gemm_nt(*a, *b, bias=None, out_dtype=torch.bfloat16, batch=[], fast=fast, emulate=False)
 
     x, w, g = both(m, k, recipe.x), both(n, k, recipe.w), both(m, n, recipe.g)
     figures = {}

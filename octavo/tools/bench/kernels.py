@@ -156,10 +156,10 @@ def copy_bandwidth(device: str, moved: int | None = None) -> float:
 
 
 def _measure(work: Work, device: str, copy: float) -> dict[str, Any]:
-    first = [torch.randn(shape, dtype=torch.bfloat16, device=device) for shape in work.shapes]
-    read = sum(x.nbytes for x in first)
+    xs = [torch.randn(shape, dtype=torch.bfloat16, device=device) for shape in work.shapes]
+    read = sum(x.nbytes for x in xs)
     copies = min(MOST_INPUTS - 1, WORKING_SET // read) if device == "cuda" else 0
-    inputs = [first, *([x.clone() for x in first] for _ in range(copies))]
+    inputs = [xs, *([x.clone() for x in xs] for _ in range(copies))]
     rows = [new_states(device=device) for _ in inputs]
     if work.before is not None:
         for row, each in zip(rows, inputs, strict=True):
@@ -168,7 +168,7 @@ def _measure(work: Work, device: str, copy: float) -> dict[str, Any]:
     seconds, reason = try_device_time(calls, device)
     if seconds is None:
         return {"status": FAILED, "reason": reason}
-    written = sum(part.nbytes for quantized in calls[0]() for part in quantized)
+    written = sum(tensor.nbytes for quantized in calls[0]() for tensor in quantized)
     moved = work.reads * read + work.between * torch.bfloat16.itemsize + written
     rate = (read + written) / seconds / 1e12
     return {

@@ -1,7 +1,7 @@
 """A model prepared for one contender, and the training step that is timed.
 
 Weights are random and come from the seed alone, so that every contender has the same ones, and so that they need no
-copy: between its turns a contender gives its weights' memory back and draws them again when its turn comes. (Eight
+copy: between its turns a contender frees the memory of its weights and draws them again when its turn comes. (Eight
 billion of them are drawn in a fraction of a second on the GPU; copying them to the CPU and back takes several.) A base
 frozen in FP8 stays between turns: it would have to be quantised again.
 """
@@ -98,7 +98,7 @@ class PreparedModel:
         for name, linear in list(self.model.named_modules()):
             if type(linear) is nn.Linear and name != "lm_head":
                 frozen = FP8FrozenLinear.from_linear(linear, granularity, config, scaling=self.scaling, name=name)
-                frozen.in_fp8 = not contender.weights_only
+                frozen.fp8_products = not contender.weights_only
                 self.model.set_submodule(name, frozen)
         self.scaling.to(self.case.device)
         from octavo.hf import lora
@@ -124,10 +124,10 @@ class PreparedModel:
         """Keep the gradient of the embedding's output, where backward ends if nothing is trained."""
         self.model.enable_input_require_grads()
 
-        def keep(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
+        def save_output(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
             self._entry = output
 
-        self.model.get_input_embeddings().register_forward_hook(keep)
+        self.model.get_input_embeddings().register_forward_hook(save_output)
 
     def _compile(self) -> None:
         if not self.case.family.compiles_layers:

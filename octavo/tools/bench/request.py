@@ -24,9 +24,9 @@ RESULTS = Path("benchmarks/results")
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """Request for a benchmark. `part`: the whole `step`, or only `gemm` or `kernels`; other fields are for the step."""
+    """Request for a benchmark. `kind`: the whole `step`, or only `gemm` or `kernels`; other fields are for the step."""
 
-    part: str
+    kind: str
     case: Case
     contenders: Sequence[Contender]
     reasons: dict[str, str]
@@ -55,16 +55,16 @@ def run_request(request: BenchRequest, *, out: Path | None, command: Sequence[st
     show(console, result)
     path = write_result(result, out)
     console.print(Text(f"Result: {path}", style="bold"), soft_wrap=True)
-    if request.part == "step":
+    if request.kind == "step":
         with disk_errors(path):
             console.print(Text(write_plot(result, path.with_suffix(".png"))), soft_wrap=True)
     return path
 
 
 def _measure(request: BenchRequest, say: Any) -> dict[str, Any]:
-    if request.part == "gemm":
+    if request.kind == "gemm":
         return bench_gemms(request.case)
-    if request.part == "kernels":
+    if request.kind == "kernels":
         return bench_kernels(request.case)
     return run_bench(
         request.case,

@@ -77,7 +77,7 @@ def _floor_seconds(row: dict[str, Any], case: Case, ceilings: dict[str, Any]) ->
     """Return the time that the GEMMs alone would take at the ceilings of this run."""
     contender = Contender(**{name: row[name] for name in Contender.__dataclass_fields__})
     seconds = 0.0
-    for precision, flops in case.gemm_flops(contender.in_fp8, contender.fp8_head).items():
+    for precision, flops in case.gemm_flops(contender.fp8_products, contender.fp8_head).items():
         if flops and ceilings[precision] is None:
             return None
         seconds += flops / ceilings[precision] / 1e12 if flops else 0.0
@@ -171,13 +171,13 @@ def write_result(result: dict[str, Any], out: Path) -> Path:
         return out
     case = result["case"]
     device = re.sub(r"[^a-z0-9]+", "-", result["device"].lower().removeprefix("nvidia ")).strip("-")
-    parts = [result["date"], device, case["name"], f"{case['layers']}l"]
+    words = [result["date"], device, case["name"], f"{case['layers']}l"]
     if case["frozen"]:
-        parts += [f"lora{case['rank']}", *([case["targets"]] if case["targets"] != "all" else [])]
-    parts += [f"{case['tokens']}t"] if case["tokens"] != usual_tokens(case["name"]) else []
-    parts += ["optimizer"] if any(row.get("optimizer") for row in result["rows"]) else []
-    parts += [result["kind"]] if result["kind"] != "step" else []
-    stem = "-".join(parts)
+        words += [f"lora{case['rank']}", *([case["targets"]] if case["targets"] != "all" else [])]
+    words += [f"{case['tokens']}t"] if case["tokens"] != usual_tokens(case["name"]) else []
+    words += ["optimizer"] if any(row.get("optimizer") for row in result["rows"]) else []
+    words += [result["kind"]] if result["kind"] != "step" else []
+    stem = "-".join(words)
     names = [stem, *(f"{stem}-{i}" for i in range(2, 1000))]
     with disk_errors(out):
         out.mkdir(parents=True, exist_ok=True)

@@ -17,8 +17,8 @@ _HEADINGS = ("", "ms a step", f"× {BASELINE}", f"× {OWN_BASELINE}", "GiB", "TF
 
 def markdown(results: Sequence[dict[str, Any]]) -> str:
     """Return one table for each result that timed a step."""
-    parts = [_one(result) for result in results if result["kind"] == "step"]
-    return "\n\n".join(parts)
+    tables = [_one(result) for result in results if result["kind"] == "step"]
+    return "\n\n".join(tables)
 
 
 def _one(result: dict[str, Any]) -> str:

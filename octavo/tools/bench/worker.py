@@ -5,7 +5,7 @@ The first line is `{"case": …, "contender": …}`; every further one asks for 
     {"do": "start"}                 import, and compile a decoder layer (all workers at once)
     {"do": "check"}                 loss and gradient against BF16
     {"do": "load", "warmup": 3}     the whole model, and its first steps
-    {"do": "time", "steps": 5}      timed steps; before and after, the model's memory is given back
+    {"do": "time", "steps": 5}      timed steps; before and after, the model's memory is freed
 
 An answer with `error` is the last: the worker then leaves. It also leaves when its input ends, so a parent that was
 killed leaves nothing behind. What libraries print goes to stderr: the real stdout carries answers only.
@@ -119,8 +119,8 @@ def scaling_rates(scaling: FP8ScalingManager | None) -> dict[str, dict[str, floa
 
 def serve(requests: TextIO, answers: TextIO) -> None:
     """Answer requests until the input ends or something fails."""
-    first = json.loads(requests.readline())
-    worker = Worker(Case.from_dict(first["case"]), Contender(**first["contender"]))
+    setup = json.loads(requests.readline())
+    worker = Worker(Case.from_dict(setup["case"]), Contender(**setup["contender"]))
     commands: dict[str, Callable[..., dict[str, Any]]] = {
         "start": worker.start,
         "check": worker.check,

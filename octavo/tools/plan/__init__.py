@@ -2,7 +2,7 @@
 
     request.py    what a person asks for, checked
     options.py    the ways to train that are compared
-    layer.py      what a decoder layer keeps for its backward
+    layer.py      what a decoder layer saves for its backward
     head.py       head and loss
     persistent.py weights, gradients, optimiser states
     host.py       states and master weights that are in host memory
@@ -13,7 +13,7 @@
     run.py        all of it in order
 
 Each figure is the size of tensors that the code makes; no factor is fitted. `tests/tools/test_plan_layer.py` counts
-what layers keep, `tests/tools/test_plan_step.py` what is allocated in whole steps on a CPU, and
+what layers save, `tests/tools/test_plan_step.py` what is allocated in whole steps on a CPU, and
 `tests/tools/test_plan_measured.py` compares peaks with those that `octavo bench` measured. Which tensors are there at a
 peak was found with those measurements at hand: shapes and options that they lack are predictions.
 """

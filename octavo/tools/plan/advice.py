@@ -13,7 +13,15 @@ from pathlib import Path
 from octavo.numerics.quantize import BLOCK
 from octavo.tools.plan.gpus import Gpu, fits, largest_batch
 from octavo.tools.plan.memory import plan_memory
-from octavo.tools.plan.options import BY_EXACTNESS, CHECKPOINTING, CODES, OFFLOADS, Option, blocks_fit, why_wide
+from octavo.tools.plan.options import (
+    BY_EXACTNESS,
+    CHECKPOINTING,
+    CODES,
+    OFFLOADS,
+    Option,
+    blocks_fit,
+    why_bf16_products,
+)
 from octavo.tools.plan.request import checkpoint_name, with_batch
 from octavo.tools.plan.timeline import GIB, Memory
 from octavo.tools.shapes import DECODERS, Case
@@ -150,7 +158,7 @@ def decoder_bench(model: str, case: Case, option: Option, gpu: Gpu) -> str:
     """The command that measures forward and backward of it. The bench neither checkpoints nor keeps less."""
     plain = Option("hf", optimizer=None, compiled=option.compiled)
     baselines = [name for code, name in BASELINES.items() if fits(case, replace(plain, code=code), gpu)]
-    if option.checkpointing != "none" or not option.compiled or _keeps_less(option) or not baselines:
+    if option.checkpointing != "none" or not option.compiled or _saves_less(option) or not baselines:
         return ""
     config = model if Path(model).is_file() else f"{model}/config.json"
     words = ["octavo bench", f"--preset {model}" if model in DECODERS else f"--config {config}"]
@@ -161,12 +169,12 @@ def decoder_bench(model: str, case: Case, option: Option, gpu: Gpu) -> str:
         words.append(f"--mode lora --rank {case.rank}{targets}")
     words.append(f"--tokens {case.tokens} --seq {case.seq}")
     if option.code == "fp8":
-        extras = ("+fp8-head" if option.fp8_head else "") + ("+weights-only" if option.wide_products else "")
+        extras = ("+fp8-head" if option.fp8_head else "") + ("" if option.fp8_products else "+weights-only")
         words.append(f"--recipe {option.recipe}{extras}")
     return " ".join([*words, f"--against {','.join(baselines)}"])
 
 
-def _keeps_less(option: Option) -> bool:
+def _saves_less(option: Option) -> bool:
     return option.activations == "fp8" or option.offload is not None
 
 
@@ -189,7 +197,7 @@ def notes(case: Case, memories: Sequence[Memory], gpu: Gpu | None) -> list[str]:
 def decoder_background(case: Case, memories: Sequence[Memory]) -> list[str]:
     """Return how to read the table of all options."""
     remarks = []
-    if case.frozen and not why_wide(case) and not blocks_fit(case):
+    if case.frozen and not why_bf16_products(case) and not blocks_fit(case):
         remarks.append(
             f"Left out: block. Of q, k, v, gate or up, one has outputs that are no multiple of {BLOCK}, so that they "
             "are computed one by one, and keep more."

@@ -49,7 +49,7 @@ def _fp8_chunks(case: Case, option: Option) -> tuple[int, int]:
     trained = not case.frozen
     groups = chunk_bounds(0, m, v, CHUNK_BYTES)
     logit_bytes = CHUNK_BYTES // 2 if trained else FROZEN_CHUNK_BYTES
-    chunks = [each for first, last in groups for each in chunk_bounds(first, last, v * BF16, logit_bytes)]
+    chunks = [each for begin, end in groups for each in chunk_bounds(begin, end, v * BF16, logit_bytes)]
     group, chunk = (max(stop - start for start, stop in bounds) for bounds in (groups, chunks))
     rows, columns = chunk * v, group * v * trained
     dw = v * k * option.weight_bytes * trained

@@ -19,7 +19,7 @@ count alike, though the first of a model with a frozen embedding need not save i
 from dataclasses import dataclass
 
 from octavo.numerics.quantize import BLOCK
-from octavo.ops.mlp import part_rows
+from octavo.ops.mlp import chunk_rows
 from octavo.tools.plan.options import Option
 from octavo.tools.shapes import MEMBERS, TARGETS, Case
 
@@ -66,7 +66,7 @@ def layer_input(case: Case, option: Option) -> int:
     return case.tokens * case.config["hidden_size"] * option.weight_bytes
 
 
-def kept(case: Case, option: Option) -> dict[str, int]:
+def saved_bytes(case: Case, option: Option) -> dict[str, int]:
     """Return the bytes that a layer saves, by tensor."""
     linears = _fp8_linears if option.code == "fp8" else _bf16_linears
     saved = {**_attention(case, option), **_norms(case, option), **linears(case, option), **_adapters(case)}
@@ -139,7 +139,7 @@ def _fp8_linears(case: Case, option: Option) -> dict[str, int]:
             "scales of weights": 4 * FP32 if option.recipe == "delayed" else 0,  # q, k and v; o; gate and up; down
         }
     joined = joins_norms(case, option)
-    x = s.k * BF16 * s.m if option.wide_products else _rows(s.m, s.k, option)
+    x = _rows(s.m, s.k, option) if option.fp8_products else s.k * BF16 * s.m
     return {
         "input of q, k and v": x * (joined or is_adapted(case, "qkv")),
         "input of gate and up": x * (joined or is_adapted(case, "gate_up")),
@@ -169,24 +169,24 @@ def backward_buffers(case: Case, option: Option) -> int:
     down, gate_up = s.k * s.f, 2 * s.k * s.f  # elements of the weights
     if option.code != "fp8":
         # dh, gradients of gate and up, and an adapter's part of dh. Eager, h and silu(gate) make room for two of them.
-        wide = 3 + is_adapted(case, "down") if option.compiled else 2
-        return g + wide * s.f * BF16 * s.m + (0 if case.frozen else down * option.weight_bytes)
+        tensors = 3 + is_adapted(case, "down") if option.compiled else 2
+        return g + tensors * s.f * BF16 * s.m + (0 if case.frozen else down * option.weight_bytes)
     if not case.frozen:
-        g_q, wide = 2 * s.k * s.m, 2 * s.f * s.m  # g in both layouts; dh, or d(gate, up) in one layout
+        g_q, hidden = 2 * s.k * s.m, 2 * s.f * s.m  # g in both layouts; dh, or d(gate, up) in one layout
         own = down * option.weight_bytes
         norm = 0 if option.compiled or not joins_norms(case, option) else g + dx + 6 * s.k * FP32 * s.m
         return max(
             norm,
-            g + g_q + 3 * wide + s.f * s.m,  # dh, both layouts of d(gate, up), h
-            g + g_q + 2 * wide + s.f * s.m + own,
-            g + 2 * wide + dx + own + gate_up,  # gate and up as columns, for dx
-            g + wide + dx + own + gate_up * option.weight_bytes,
+            g + g_q + 3 * hidden + s.f * s.m,  # dh, both layouts of d(gate, up), h
+            g + g_q + 2 * hidden + s.f * s.m + own,
+            g + 2 * hidden + dx + own + gate_up,  # gate and up as columns, for dx
+            g + hidden + dx + own + gate_up * option.weight_bytes,
         )
-    part = min(s.m, part_rows(s.m, 2 * s.f))
+    chunk = min(s.m, chunk_rows(s.m, 2 * s.f))
     ranks = case.rank * sum(len(MEMBERS[name]) for name in ("gate_up", "down") if is_adapted(case, name))
-    # Weights transposed, or dequantised; of one part dh and d(gate, up), or that and its FP8 copy; FP32 gradients of
+    # Weights transposed, or dequantised; of one chunk dh and d(gate, up), or that and its FP8 copy; FP32 gradients of
     # adapters.
-    mlp = g + dx + (down + gate_up) * (BF16 if option.wide_products else 1) + 3 * s.f * BF16 * part + ranks * FP32 * s.m
+    mlp = g + dx + (down + gate_up) * (1 if option.fp8_products else BF16) + 3 * s.f * BF16 * chunk + ranks * FP32 * s.m
     if option.compiled or not joins_norms(case, option):
         return mlp
     return max(mlp, g + dx + 6 * s.k * FP32 * s.m)  # eager, the norm's backward is a row of FP32 tensors

@@ -1,6 +1,6 @@
 """Ways to train that a plan compares."""
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from octavo.nn.cost_model import why_not_frozen
 from octavo.numerics.checks import check_choice
@@ -28,7 +28,7 @@ class Option:
         activations: what trained FP8 layers save, as in `FP8TrainingConfig`.
         in_backward: gradients are applied within backward, one by one.
         offload: `optimizer` has states in host memory; `master` also FP32 weights, with FP8 weights on the GPU.
-        wide_products: a frozen FP8 base multiplies in BF16.
+        fp8_products: with False, a frozen FP8 base multiplies in BF16.
         adapter_bytes: beside FP8, PEFT creates adapters in FP32.
         joined_norms: norms are fused with the products that follow.
         masters: trained BF16 weights have FP32 masters (`optim/split_masters.py`), as with `FastLanguageModel` and
@@ -48,7 +48,7 @@ class Option:
     adapter_bytes: int = 2
     joined_norms: bool = True
     masters: bool = False
-    wide_products: bool = False
+    fp8_products: bool = True
 
     def __post_init__(self) -> None:
         check_choice("code", self.code, CODES)
@@ -72,7 +72,7 @@ class Option:
     @property
     def name(self) -> str:
         fp8 = "FP8 activations" if self.activations == "fp8" else f"FP8 {self.recipe}"
-        fp8 = f"FP8 weights {self.recipe}" if self.wide_products else fp8
+        fp8 = fp8 if self.fp8_products else f"FP8 weights {self.recipe}"
         who = {"hf": "BF16 Hugging Face", "own": "BF16 Octavo", "fp8": fp8, **bdh.CODES}[self.code]
         weights = ", FP32 weights" if self.weight_bytes == 4 and self.code not in bdh.CODES else ""
         return f"{who}{weights}, {self.optimizer}{' in backward' if self.in_backward else ''}"
@@ -93,6 +93,12 @@ class Option:
     def full_name(self) -> str:
         return f"{self.name}, {self.section}" if self.section else self.name
 
+    def to_dict(self) -> dict[str, object]:
+        """The fields as files of `octavo plan --json` have them."""
+        fields = asdict(self)
+        fp8_products = fields.pop("fp8_products")
+        return {**fields, "wide_products": not fp8_products}
+
 
 def blocks_fit(case: Case) -> bool:
     """Return True if q, k and v, and gate and up, can be one product each in blocks."""
@@ -102,7 +108,7 @@ def blocks_fit(case: Case) -> bool:
     return not any(n % BLOCK for n in outputs)
 
 
-def why_wide(case: Case) -> str:
+def why_bf16_products(case: Case) -> str:
     """Return why a frozen base multiplies in BF16; empty if it does not."""
     return why_not_frozen((linear.k, 1.0, linear.n) for linear in case.linears if linear.name != "head")
 
@@ -119,9 +125,9 @@ def options_of(case: Case, *, compiled: bool, fp8_head: bool, offload: str | Non
         bf16 = [way for way in ways if way.code in ("hf", "own") and way.optimizer == "adamw"]
         kinds: tuple[str, ...] = ("none", "layers")
     else:
-        wide = bool(why_wide(case))
-        recipes = ("channel", "block") if wide or blocks_fit(case) else ("channel",)
-        frozen = replace(fp8, adapter_bytes=4, wide_products=wide)
+        fp8_products = not why_bf16_products(case)
+        recipes = ("channel",) if fp8_products and not blocks_fit(case) else ("channel", "block")
+        frozen = replace(fp8, adapter_bytes=4, fp8_products=fp8_products)
         ways = [*bf16, *(replace(frozen, recipe=recipe) for recipe in recipes)]
         kinds = CHECKPOINTING
     if offload is not None:
@@ -133,14 +139,14 @@ def options_of(case: Case, *, compiled: bool, fp8_head: bool, offload: str | Non
 def _full(bf16: list[Option], fp8: Option) -> list[Option]:
     """Return the options of full training; `adamwfp8` is left out, since it takes as much as `adamw8bit`."""
     bf16_4bit = replace(bf16[1], optimizer="adamw4bit")
-    kept = [replace(fp8, activations="fp8", optimizer=name) for name in BY_EXACTNESS if name != "adamwfp8"]
-    released = [replace(way, in_backward=True) for way in kept]
+    fp8_activations = [replace(fp8, activations="fp8", optimizer=name) for name in BY_EXACTNESS if name != "adamwfp8"]
+    released = [replace(way, in_backward=True) for way in fp8_activations]
     return [
         *bf16,
         bf16_4bit,
         replace(fp8, weight_bytes=4),
         *(replace(fp8, optimizer=optimizer) for optimizer in BY_EXACTNESS),
-        *kept,
+        *fp8_activations,
         *released,
         *(replace(way, offload="optimizer") for way in (replace(bf16_4bit, in_backward=True), *released)),
         *(replace(way, offload="master") for way in released),

@@ -93,7 +93,7 @@ def _table(plan: Plan, narrow: bool) -> Table:
     table.add_column("", overflow="fold")
     for heading in headings:
         table.add_column(heading, justify="left" if heading == "at" else "right", no_wrap=True)
-    first = plan.memories[0].peak.total
+    baseline = plan.memories[0].peak.total
     section = ""
     for i, memory in enumerate(plan.memories):
         option, peak = memory.option, memory.peak
@@ -102,7 +102,7 @@ def _table(plan: Plan, narrow: bool) -> Table:
             table.add_section()
             table.add_row(Text(section, style="italic"))
         row = [f"{getattr(peak, kind) / GIB:.1f}" for kind in KINDS]
-        row += [f"{memory.peak_gib:.1f}", f"{peak.total / first:.2f}", *([] if narrow else [peak.name])]
+        row += [f"{memory.peak_gib:.1f}", f"{peak.total / baseline:.2f}", *([] if narrow else [peak.name])]
         row += [_batch(plan.batches[i])] if plan.batches else []
         row += [f"{plan.sequences[i]:,}" if plan.sequences[i] else "–"] if plan.sequences else []
         table.add_row(option.name, *row, *([f"{memory.host_gib:.1f}" if memory.host else ""] if has_host else []))
@@ -118,14 +118,14 @@ def _shown(plan: Plan) -> list[int]:
     def least(among: Sequence[int]) -> int:
         return min(among, key=lambda i: memories[i].peak.total)
 
-    def first(code: str) -> int:
+    def index_of(code: str) -> int:
         options = [(i, memories[i].option) for i in plain]
         return next((i for i, o in options if o.code == code and o.weight_bytes == family.weight_bytes), 0)
 
     chosen = {
         0,
-        first(family.advised[False][0]),
-        first(family.advised[True][0]),
+        index_of(family.advised[False][0]),
+        index_of(family.advised[True][0]),
         least(plain),
         least(on_gpu),
         least(range(len(memories))),
@@ -150,10 +150,10 @@ def _short_table(plan: Plan) -> Table:
     table.add_column("", overflow="fold")
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
-    first = plan.memories[0].peak.total
+    baseline = plan.memories[0].peak.total
     for i in _shown(plan):
         memory = plan.memories[i]
-        cells = [f"{memory.peak_gib:.1f}", f"{memory.peak.total / first:.2f}"]
+        cells = [f"{memory.peak_gib:.1f}", f"{memory.peak.total / baseline:.2f}"]
         cells += [_batch(plan.batches[i])] if plan.gpu is not None else []
         cells += [f"{plan.sequences[i]:,}" if plan.sequences[i] else "–"] if plan.sequences else []
         cells += [f"{memory.host_gib:.1f}" if memory.host else ""] if host else []
@@ -186,8 +186,8 @@ def _bars(plan: Plan, columns: int) -> Text:
         text.append(f"{memory.option.name:>{name_width}} ")
         cells = _cells(memory, longest, bar)
         end = None if limit is None else round(bar * limit / longest)
-        for place, kind in enumerate(cells):
-            if place == end:
+        for column, kind in enumerate(cells):
+            if column == end:
                 text.append("│", "bold")
             text.append(SIGNS[kind], COLOURS[kind])
         text.append(f" {memory.peak_gib:.1f}\n")
@@ -250,12 +250,12 @@ def _option(memory: Memory, plan: Plan, number: int) -> dict[str, Any]:
     """Return an option's figures, in bytes except where a name says GiB."""
     return {
         "name": memory.option.full_name,
-        "option": asdict(memory.option),
+        "option": memory.option.to_dict(),
         "peak_gib": memory.peak_gib,
         "host_gib": memory.host_gib,
         "peak": memory.peak.to_dict(),
         "moments": [moment.to_dict() for moment in memory.moments],
-        "kept_by_a_layer": dict(memory.kept),
+        "kept_by_a_layer": dict(memory.saved),
         "largest_batch": plan.batches[number] if plan.gpu is not None else None,
         "longest_sequence": plan.sequences[number] if plan.sequences else None,
     }

@@ -37,7 +37,7 @@ class Memory:
 
     option: Option
     moments: tuple[Moment, ...]
-    kept: Mapping[str, int] = field(repr=False)  # bytes that a layer saves, by tensor
+    saved: Mapping[str, int] = field(repr=False)  # bytes that a layer saves, by tensor
     host: int = 0  # bytes of host memory
 
     @property

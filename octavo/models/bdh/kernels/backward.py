@@ -41,13 +41,13 @@ _ROPE: Tile = (64, 32, 4, 2, 4)
 
 
 @triton.jit
-def _gate_tile(dz_ptr, s_ptr, t_ptr, s_scale, t_scale, first, joined, inside, EVEN: tl.constexpr):
+def _gate_tile(dz_ptr, s_ptr, t_ptr, s_scale, t_scale, tile_start, joined, inside, EVEN: tl.constexpr):
     """Return dt and z of one tile, rounded as they would be in memory."""
-    dz = load(dz_ptr + first, joined, inside, EVEN)
-    s = load(s_ptr + first, joined, inside, EVEN).to(tl.float32) * s_scale
-    t = load(t_ptr + first, joined, inside, EVEN).to(tl.float32) * t_scale
+    dz = load(dz_ptr + tile_start, joined, inside, EVEN)
+    s = load(s_ptr + tile_start, joined, inside, EVEN).to(tl.float32) * s_scale
+    t = load(t_ptr + tile_start, joined, inside, EVEN).to(tl.float32) * t_scale
     dt = tl.where(t > 0.0, dz.to(tl.float32) * s, 0.0)
-    return tiles.narrow(dt, dz.dtype), tiles.narrow(s * t, dz.dtype)
+    return tiles.round_to(dt, dz.dtype), tiles.round_to(s * t, dz.dtype)
 
 
 @triton.jit(do_not_specialize=["seed"])
@@ -102,8 +102,8 @@ def _gate_backward_kernel(
         t0, n0 = tile % each // across * TILE_T, tile % across * TILE_N
         inside = (t0 + tl.arange(0, TILE_T)[:, None] < T) & (n0 + tl.arange(0, TILE_N)[None, :] < N)
         inside_t = (n0 + tl.arange(0, TILE_N)[:, None] < N) & (t0 + tl.arange(0, TILE_T)[None, :] < T)
-        first = joined_start(b, h, t0, n0, H, T, N)
-        rounded, z = _gate_tile(dz_ptr, s_ptr, t_ptr, s_scale, t_scale, first, joined, inside, EVEN)
+        tile_start = joined_start(b, h, t0, n0, H, T, N)
+        rounded, z = _gate_tile(dz_ptr, s_ptr, t_ptr, s_scale, t_scale, tile_start, joined, inside, EVEN)
         dt = rounded.to(tl.float32)
         top = tl.maximum(top, tiles.largest_of_eight(tiles.magnitude_bits(dt)))
         if not MEASURE:
@@ -141,8 +141,8 @@ def _gate_backward_kernel(
             b, h = tile // each // H, tile // each % H
             t0, n0 = tile % each // across * TILE_T, tile % across * TILE_N
             inside = (t0 + tl.arange(0, TILE_T)[:, None] < T) & (n0 + tl.arange(0, TILE_N)[None, :] < N)
-            first = joined_start(b, h, t0, n0, H, T, N)
-            rounded, _ = _gate_tile(dz_ptr, s_ptr, t_ptr, s_scale, t_scale, first, joined, inside, EVEN)
+            tile_start = joined_start(b, h, t0, n0, H, T, N)
+            rounded, _ = _gate_tile(dz_ptr, s_ptr, t_ptr, s_scale, t_scale, tile_start, joined, inside, EVEN)
             most = tl.maximum(most, tiles.largest(finite.magnitude(rounded.to(tl.float32))))
             clipped += delayed.clipped(rounded.to(tl.float32), scale, before, FORMAT, SCALING)
     if MEASURE:
@@ -159,13 +159,13 @@ def _relu_rope_tile(
     dq_ptr, dz_ptr, s_ptr, t_ptr, t_scale, cos, sin, bh, t0, n0, joined, stacked, inside, H, T, N, EVEN: tl.constexpr
 ):
     """Return ds of one tile, rounded as it would be in memory."""
-    first = joined_start(bh // H, bh % H, t0, n0, H, T, N)
+    tile_start = joined_start(bh // H, bh % H, t0, n0, H, T, N)
     dq = load(dq_ptr + stacked_start(bh // H, bh % H, H, t0, n0, T, N), stacked, inside, EVEN).to(tl.float32)
-    dz = load(dz_ptr + first, joined, inside, EVEN)
-    s = load(s_ptr + first, joined, inside, EVEN).to(tl.float32)
-    t = load(t_ptr + first, joined, inside, EVEN).to(tl.float32) * t_scale
+    dz = load(dz_ptr + tile_start, joined, inside, EVEN)
+    s = load(s_ptr + tile_start, joined, inside, EVEN).to(tl.float32)
+    t = load(t_ptr + tile_start, joined, inside, EVEN).to(tl.float32) * t_scale
     ds = rotate(dq, cos, sin) + dz.to(tl.float32) * t
-    return tiles.narrow(tl.where(s > 0.0, ds, 0.0), dz.dtype)
+    return tiles.round_to(tl.where(s > 0.0, ds, 0.0), dz.dtype)
 
 
 @triton.jit(do_not_specialize=["seed"])
@@ -241,10 +241,12 @@ def _relu_rope_backward_kernel(
             ds = rounded.to(tl.float32)
             top = tl.maximum(top, tiles.largest_of_eight(tiles.magnitude_bits(ds)))
             if not MEASURE:
-                first = joined_start(bh // H, bh % H, t0, n0, H, T, N)
-                q, v = to_fp8(ds, inverse, seed, first + joined, dtype, rounded.dtype, FORMAT, STOCHASTIC)
-                store(rows_ptr + first, joined, q, inside, EVEN)
-                lost += delayed.lost_of_eight(ds, v, inverse_before, seed, first + joined, FORMAT, STOCHASTIC, SCALING)
+                tile_start = joined_start(bh // H, bh % H, t0, n0, H, T, N)
+                q, v = to_fp8(ds, inverse, seed, tile_start + joined, dtype, rounded.dtype, FORMAT, STOCHASTIC)
+                store(rows_ptr + tile_start, joined, q, inside, EVEN)
+                lost += delayed.lost_of_eight(
+                    ds, v, inverse_before, seed, tile_start + joined, FORMAT, STOCHASTIC, SCALING
+                )
                 if STOCHASTIC:
                     q_t = tiles.cast(tl.trans(v), dtype, tl.float32)
                 else:

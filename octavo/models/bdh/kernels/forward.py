@@ -53,7 +53,7 @@ def _relu_rope_tile(s_pre_ptr, cos, sin, bh, t0, n0, joined, inside, H, T, N, EV
     """Return q and s of one tile, rounded as they would be in memory."""
     x = load(s_pre_ptr + joined_start(bh // H, bh % H, t0, n0, H, T, N), joined, inside, EVEN)
     s = relu(x.to(tl.float32))
-    return tiles.narrow(rotate(s, cos, sin), x.dtype).to(tl.float32), s
+    return tiles.round_to(rotate(s, cos, sin), x.dtype).to(tl.float32), s
 
 
 @triton.jit(do_not_specialize=["seed"])
@@ -186,11 +186,11 @@ def _rope_columns_kernel(
                 load(s_ptr + joined_start(bh // H, bh % H, t0, n0, H, T, N), joined, inside, EVEN).to(tl.float32)
                 * s_scale
             )
-            q = tl.trans(tiles.narrow(rotate(s, cos, sin), DTYPE)).to(tl.float32)
-            first = (bh * N + n0).to(tl.int64) * T + t0
+            q = tl.trans(tiles.round_to(rotate(s, cos, sin), DTYPE)).to(tl.float32)
+            tile_start = (bh * N + n0).to(tl.int64) * T + t0
             dtype: tl.constexpr = columns_ptr.dtype.element_ty
-            q8, _ = to_fp8(q, q_inverse, seed, first + transposed, dtype, DTYPE, FORMAT, STOCHASTIC)
-            store(columns_ptr + first, transposed, q8, inside_t, EVEN)
+            q8, _ = to_fp8(q, q_inverse, seed, tile_start + transposed, dtype, DTYPE, FORMAT, STOCHASTIC)
+            store(columns_ptr + tile_start, transposed, q8, inside_t, EVEN)
 
 
 @triton.jit
@@ -198,7 +198,7 @@ def _gate_tile(s_pre_ptr, t_pre_ptr, s_first, t_first, joined, stacked, inside, 
     """Return z and t of one tile, rounded as they would be in memory."""
     s_pre = load(s_pre_ptr + s_first, joined, inside, EVEN)
     t = relu(load(t_pre_ptr + t_first, stacked, inside, EVEN).to(tl.float32))
-    return tiles.narrow(relu(s_pre.to(tl.float32)) * t, s_pre.dtype).to(tl.float32), t
+    return tiles.round_to(relu(s_pre.to(tl.float32)) * t, s_pre.dtype).to(tl.float32), t
 
 
 @triton.jit(do_not_specialize=["seed"])
@@ -249,18 +249,18 @@ def _gate_kernel(
         b, h = tile // each // H, tile // each % H
         t0, n0 = tile % each // across * TILE_T, tile % across * TILE_N
         inside = (t0 + tl.arange(0, TILE_T)[:, None] < T) & (n0 + tl.arange(0, TILE_N)[None, :] < N)
-        first = joined_start(b, h, t0, n0, H, T, N)
+        tile_start = joined_start(b, h, t0, n0, H, T, N)
         z, t = _gate_tile(
-            s_pre_ptr, t_pre_ptr, first, stacked_start(h, b, B, t0, n0, T, N), joined, stacked, inside, EVEN
+            s_pre_ptr, t_pre_ptr, tile_start, stacked_start(h, b, B, t0, n0, T, N), joined, stacked, inside, EVEN
         )
         z_top = tl.maximum(z_top, tiles.largest_of_eight(tiles.magnitude_bits(z)))
         t_top = tl.maximum(t_top, tiles.largest_of_eight(tiles.magnitude_bits(t)))
         if not MEASURE:
-            z8, v = to_fp8(z, z_inverse, seed, first + joined, dtype, source, FORMAT, STOCHASTIC)
-            t8, _ = to_fp8(t, t_inverse, seed + 1, first + joined, dtype, source, FORMAT, STOCHASTIC)
-            store(z_ptr + first, joined, z8, inside, EVEN)
-            store(t_ptr + first, joined, t8, inside, EVEN)
-            lost += delayed.lost_of_eight(z, v, inverse_before, seed, first + joined, FORMAT, STOCHASTIC, SCALING)
+            z8, v = to_fp8(z, z_inverse, seed, tile_start + joined, dtype, source, FORMAT, STOCHASTIC)
+            t8, _ = to_fp8(t, t_inverse, seed + 1, tile_start + joined, dtype, source, FORMAT, STOCHASTIC)
+            store(z_ptr + tile_start, joined, z8, inside, EVEN)
+            store(t_ptr + tile_start, joined, t8, inside, EVEN)
+            lost += delayed.lost_of_eight(z, v, inverse_before, seed, tile_start + joined, FORMAT, STOCHASTIC, SCALING)
     infinity = float("inf")
     z_limit = delayed.largest_counted(z_scale, z_before, FORMAT, MARGIN, SCALING)
     z_most, z_non_finite, z_beyond = check_top(z_top, infinity if MEASURE else z_limit)
@@ -273,9 +273,9 @@ def _gate_kernel(
             b, h = tile // each // H, tile // each % H
             t0, n0 = tile % each // across * TILE_T, tile % across * TILE_N
             inside = (t0 + tl.arange(0, TILE_T)[:, None] < T) & (n0 + tl.arange(0, TILE_N)[None, :] < N)
-            first = joined_start(b, h, t0, n0, H, T, N)
+            tile_start = joined_start(b, h, t0, n0, H, T, N)
             z, t = _gate_tile(
-                s_pre_ptr, t_pre_ptr, first, stacked_start(h, b, B, t0, n0, T, N), joined, stacked, inside, EVEN
+                s_pre_ptr, t_pre_ptr, tile_start, stacked_start(h, b, B, t0, n0, T, N), joined, stacked, inside, EVEN
             )
             z_most = tl.maximum(z_most, tiles.largest(finite.magnitude(z)))
             t_most = tl.maximum(t_most, tiles.largest(finite.magnitude(t)))

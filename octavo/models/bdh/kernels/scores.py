@@ -86,7 +86,7 @@ def _mask_kernel(
         r, c = i * TILE_T + tl.arange(0, TILE_T), j * TILE_N + tl.arange(0, TILE_N)
         inside = (r[:, None] < T) & (c[None, :] < T)
         inside_t = (c[:, None] < T) & (r[None, :] < T)
-        first = (matrix.to(tl.int64) * T + i * TILE_T) * T + j * TILE_N
+        tile_start = (matrix.to(tl.int64) * T + i * TILE_T) * T + j * TILE_N
         if SYMMETRIC:
             first_t = (matrix.to(tl.int64) * T + j * TILE_N) * T + i * TILE_T
         else:
@@ -99,8 +99,8 @@ def _mask_kernel(
             x = rounded.to(tl.float32)
             top = tl.maximum(top, tiles.largest_of_eight(tiles.magnitude_bits(x)))
             if not MEASURE:
-                q, v = to_fp8(x, inverse, seed, first + inner, dtype, rounded.dtype, FORMAT, STOCHASTIC)
-                store(rows_ptr + first, inner, q, inside, EVEN)
+                q, v = to_fp8(x, inverse, seed, tile_start + inner, dtype, rounded.dtype, FORMAT, STOCHASTIC)
+                store(rows_ptr + tile_start, inner, q, inside, EVEN)
                 if STOCHASTIC:
                     q_t = tiles.cast(tl.trans(v), dtype, tl.float32)
                 else:
@@ -113,12 +113,12 @@ def _mask_kernel(
                     store(transposed_ptr + first_t, inner_t, q_t, inside_t, EVEN)
                 # An element below the diagonal of a symmetric matrix counts twice.
                 underflow = delayed.lost_of_eight(
-                    x, v, inverse_before, seed, first + inner, FORMAT, STOCHASTIC, SCALING
+                    x, v, inverse_before, seed, tile_start + inner, FORMAT, STOCHASTIC, SCALING
                 )
                 lost += tl.where(i > j, underflow * 2, underflow) if SYMMETRIC else underflow
         elif not SYMMETRIC and not MEASURE:
             zeros = tl.zeros([TILE_T, TILE_N], tl.float32).to(dtype)
-            store(rows_ptr + first, inner, zeros, inside, EVEN)
+            store(rows_ptr + tile_start, inner, zeros, inside, EVEN)
             store(transposed_ptr + first_t, inner_t, tl.trans(zeros), inside_t, EVEN)
     most, non_finite, beyond = check_top(
         top, float("inf") if MEASURE else delayed.largest_counted(scale, before, FORMAT, MARGIN, SCALING)

@@ -65,10 +65,10 @@ def rotate(x, cos, sin):
 def load_angles(cos_ptr, sin_ptr, t0, n0, T, N, EVEN: tl.constexpr, TILE_T: tl.constexpr, TILE_N: tl.constexpr):
     """Load the cosines and sines of a tile: one pair for every two neurons."""
     half: tl.constexpr = TILE_N // 2
-    first = t0.to(tl.int64) * (N // 2) + n0 // 2
+    tile_start = t0.to(tl.int64) * (N // 2) + n0 // 2
     inner = offsets(N // 2, TILE_T, half)
     inside = (t0 + tl.arange(0, TILE_T)[:, None] < T) & (n0 // 2 + tl.arange(0, half)[None, :] < N // 2)
-    return load(cos_ptr + first, inner, inside, EVEN), load(sin_ptr + first, inner, inside, EVEN)
+    return load(cos_ptr + tile_start, inner, inside, EVEN), load(sin_ptr + tile_start, inner, inside, EVEN)
 
 
 @triton.jit

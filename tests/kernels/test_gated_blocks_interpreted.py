@@ -40,16 +40,16 @@ def inputs(m, f):
     return sample(m, 2 * f).clamp(-30, 30), sample(m, f).clamp(-30, 30)
 
 
-def assert_alike(found, expected):
-    if found.scale.dtype == torch.uint8:
-        assert torch.equal(found.scale, expected.scale.view(torch.uint8))
-        found = found._replace(scale=expected.scale)
-    assert found.scale.shape == expected.scale.shape
-    assert_nearly_same(found._replace(scale=found.scale.float()), expected._replace(scale=expected.scale.float()))
+def assert_alike(actual, expected):
+    if actual.scale.dtype == torch.uint8:
+        assert torch.equal(actual.scale, expected.scale.view(torch.uint8))
+        actual = actual._replace(scale=expected.scale)
+    assert actual.scale.shape == expected.scale.shape
+    assert_nearly_same(actual._replace(scale=actual.scale.float()), expected._replace(scale=expected.scale.float()))
 
 
-def assert_row(found, expected, elements):
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2 / elements)
+def assert_state(actual, expected, elements):
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=2 / elements)
 
 
 @pytest.mark.matrix
@@ -61,10 +61,10 @@ def test_forward(name, shape, activation):
     mine, theirs = new_state(), new_state()
     assert kernel.can_quantize(gate_up, recipe)
     for record in (False, True, True):
-        found = kernel.gated_quantize(gate_up, mine, recipe, activation, record=record)
+        actual = kernel.gated_quantize(gate_up, mine, recipe, activation, record=record)
         expected = quantize_operand(gated(gate_up, activation), theirs, recipe, record=record)[0]
-        assert_alike(found, expected)
-        assert_row(mine, theirs, math.prod(shape))
+        assert_alike(actual, expected)
+        assert_state(mine, theirs, math.prod(shape))
 
 
 @pytest.mark.matrix
@@ -75,12 +75,12 @@ def test_backward(name, shape, activation):
     recipe = RECIPES[name]
     mine, theirs = new_state(), new_state()
     assert kernel.can_quantize_backward(gate_up, recipe.g, recipe.x)
-    found = kernel.gated_quantize_backward(dh, gate_up, mine, recipe.g, recipe.x, activation)
+    actual = kernel.gated_quantize_backward(dh, gate_up, mine, recipe.g, recipe.x, activation)
     expected = quantize_operand(gated_backward(dh, gate_up, activation), theirs, recipe.g, layout="both")
     expected += quantize_operand(gated(gate_up, activation), new_state(), recipe.x, record=False, layout="columns")
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(actual, expected, strict=True):
         assert_alike(one, other)
-    assert_row(mine, theirs, 2 * math.prod(shape))
+    assert_state(mine, theirs, 2 * math.prod(shape))
 
 
 @pytest.mark.matrix
@@ -90,13 +90,13 @@ def test_whole_columns_are_those_of_any_tiles(name, dtype, monkeypatch):
     gate_up, dh = (x.to(dtype) for x in inputs(128, 128))
     gate_up[5, 7], dh[100, 90] = math.inf, math.nan
     recipe = RECIPES[name]
-    found = kernel.gated_quantize_backward(dh, gate_up, new_state(), recipe.g, recipe.x, "silu")
+    actual = kernel.gated_quantize_backward(dh, gate_up, new_state(), recipe.g, recipe.x, "silu")
     too_high = {name: tile._replace(rows=256) for name, tile in HOPPER.gated.whole_columns.items()}
     high = HOPPER._replace(gated=HOPPER.gated._replace(whole_columns=too_high))
     monkeypatch.setattr(kernel, "tuning_for", lambda _: high)
     monkeypatch.setattr(kernel, "_LAUNCHES", LaunchCache())
     expected = kernel.gated_quantize_backward(dh, gate_up, new_state(), recipe.g, recipe.x, "silu")
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(actual, expected, strict=True):
         for part, whole in zip(one, other, strict=True):
             assert torch.equal(part.view(torch.uint8), whole.view(torch.uint8))
 
@@ -106,13 +106,13 @@ def test_nan_is_noticed():
     gate_up[3, 7] = math.nan
     recipe = RECIPES["block, E5M2"]  # the interpreter has no NaN in E4M3
     mine, theirs = new_state(), new_state()
-    found = kernel.gated_quantize(gate_up, mine, recipe.x, "silu", record=True)
-    assert_alike(found, quantize_operand(gated(gate_up, "silu"), theirs, recipe.x)[0])
-    assert_row(mine, theirs, gate_up.numel() / 2)
+    actual = kernel.gated_quantize(gate_up, mine, recipe.x, "silu", record=True)
+    assert_alike(actual, quantize_operand(gated(gate_up, "silu"), theirs, recipe.x)[0])
+    assert_state(mine, theirs, gate_up.numel() / 2)
     mine, theirs = new_state(), new_state()
-    found = kernel.gated_quantize_backward(dh, gate_up, mine, recipe.g, recipe.x, "silu")[0]
-    assert_alike(found, quantize_operand(gated_backward(dh, gate_up, "silu"), theirs, recipe.g)[0])
-    assert_row(mine, theirs, gate_up.numel())
+    actual = kernel.gated_quantize_backward(dh, gate_up, mine, recipe.g, recipe.x, "silu")[0]
+    assert_alike(actual, quantize_operand(gated_backward(dh, gate_up, "silu"), theirs, recipe.g)[0])
+    assert_state(mine, theirs, gate_up.numel())
 
 
 def test_what_is_refused():

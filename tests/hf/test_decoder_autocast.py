@@ -58,10 +58,10 @@ def test_positions_are_exact(family, torch_autocast):
 def test_as_the_model_alone_and_as_converted(family):
     model = build(family, max_position_embeddings=POSITIONS)
     expected = run(model, **inputs())
-    found = run_within(fp8_autocast(FP8TrainingConfig.from_recipe("current")), model)
-    assert_close_to(found, expected)
+    actual = run_within(fp8_autocast(FP8TrainingConfig.from_recipe("current")), model)
+    assert_close_to(actual, expected)
     convert_to_fp8(model, FP8TrainingConfig.from_recipe("current"))
-    assert_close_to(found, run(model, **inputs()), least=0.97)
+    assert_close_to(actual, run(model, **inputs()), least=0.97)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

@@ -27,12 +27,12 @@ def spec_of(config, dtype=torch.float32, record=True):
     return LinearSpec(recipe.x, recipe.w, recipe.g, dtype, record=record)
 
 
-def group(x, weights, bias, spec, rows):
-    """`rows`: scaling state of x, w and g."""
-    return linear(x, Weight(weights, state=rows[1]), spec, rows[::2], bias=bias)
+def group(x, weights, bias, spec, states):
+    """`states`: scaling state of x, w and g."""
+    return linear(x, Weight(weights, state=states[1]), spec, states[::2], bias=bias)
 
 
-def rows():
+def fresh_states():
     return tuple(new_states(3, device="cpu").unbind())
 
 
@@ -48,7 +48,7 @@ def test_values_and_gradients(name, dtype):
     config = CONFIGS[name]
     x, weights = build(dtype)
     bias = nn.Parameter(torch.randn(sum(SIZES)))
-    y = group(x, weights, bias, spec_of(config, torch.float32), rows())
+    y = group(x, weights, bias, spec_of(config, torch.float32), fresh_states())
     g = torch.randn_like(y)
     y.backward(g)
     assert y.shape == (2, 13, sum(SIZES))
@@ -71,12 +71,12 @@ def test_a_group_is_separate_linears_with_a_shared_scale(name):
     with torch.no_grad():
         for w in weights:
             w[0, 0] = 4.5  # the same amax, so the same scale, alone or together
-    group_rows = rows()
-    together = group(x, weights, None, spec_of(config), group_rows)
-    alone = torch.cat([group(x, [w], None, spec_of(config), rows()) for w in weights], dim=-1)
+    group_states = fresh_states()
+    together = group(x, weights, None, spec_of(config), group_states)
+    alone = torch.cat([group(x, [w], None, spec_of(config), fresh_states()) for w in weights], dim=-1)
     torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
     if config.scaling == "delayed":
-        assert group_rows[1][SCALE] == torch.tensor(4.5) / config.recipe.w.format.max
+        assert group_states[1][SCALE] == torch.tensor(4.5) / config.recipe.w.format.max
 
 
 @pytest.mark.parametrize("trained", [(), (1,), (0, 1, 2)])
@@ -88,7 +88,7 @@ def test_frozen_weights_cost_nothing(name, trained, monkeypatch):
     layouts = []
     quantize = ops_linear.quantize_group
     monkeypatch.setattr(ops_linear, "quantize_group", lambda *a, **k: (layouts.append(a[4]), quantize(*a, **k))[1])
-    y = group(x, weights, None, spec_of(CONFIGS[name]), rows())
+    y = group(x, weights, None, spec_of(CONFIGS[name]), fresh_states())
     saved = [t for t in y.grad_fn.next_functions[0][0].saved_tensors if t is not None]
     y.backward(torch.randn_like(y))
     assert layouts == (["both", "both"] if trained else ["rows", "rows"])  # x, then g
@@ -102,14 +102,14 @@ def test_an_input_without_gradient(monkeypatch):
     layouts = []
     quantize = ops_linear.quantize_group
     monkeypatch.setattr(ops_linear, "quantize_group", lambda *a, **k: (layouts.append(a[4]), quantize(*a, **k))[1])
-    group(x.detach(), weights, None, spec_of(CONFIGS["delayed"]), rows()).sum().backward()
+    group(x.detach(), weights, None, spec_of(CONFIGS["delayed"]), fresh_states()).sum().backward()
     assert layouts == ["both", "columns"] and all(w.grad is not None for w in weights)
 
 
 def test_only_the_bias_is_trained():
     x, weights = build()
     bias = nn.Parameter(torch.zeros(sum(SIZES)))
-    state = rows()
+    state = fresh_states()
     frozen = [w.detach() for w in weights]
     group(x.detach(), frozen, bias, spec_of(CONFIGS["delayed"]), state).sum().backward()
     torch.testing.assert_close(bias.grad, torch.full_like(bias, 26.0))
@@ -118,9 +118,9 @@ def test_only_the_bias_is_trained():
 
 def test_output_dtype_and_record():
     x, weights = build(torch.bfloat16)
-    state = rows()
+    state = fresh_states()
     y = group(x, weights, None, spec_of(CONFIGS["delayed"], torch.float16, record=False), state)
-    assert y.dtype == torch.float16 and not any(row.any() for row in state)
+    assert y.dtype == torch.float16 and not any(each.any() for each in state)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -136,13 +136,13 @@ def test_one_graph_under_compile(name):
         y = function(x, weights, bias, product, state)
         return [y, *torch.autograd.grad(y.square().sum(), leaves)]
 
-    eager_rows, compiled_rows = rows(), rows()
+    eager_states, compiled_states = fresh_states(), fresh_states()
     compiled = torch.compile(group, backend=counter, fullgraph=True)
     for _ in range(2):
-        for a, b in zip(run(group, eager_rows), run(compiled, compiled_rows), strict=True):
+        for a, b in zip(run(group, eager_states), run(compiled, compiled_states), strict=True):
             torch.testing.assert_close(a, b)
     assert counter.frame_count == 1
-    for a, b in zip(eager_rows, compiled_rows, strict=True):
+    for a, b in zip(eager_states, compiled_states, strict=True):
         torch.testing.assert_close(a, b)
 
 
@@ -171,12 +171,12 @@ def test_zero_rows_change_nothing(name, compiled, monkeypatch):
         y = function(x, weights, bias, spec_of(CONFIGS[name]), state)
         return y, *torch.autograd.grad(y, (x, *weights, bias), g)
 
-    plain, state = run(plain_rows := rows()), rows()
+    plain, state = run(plain_states := fresh_states()), fresh_states()
     monkeypatch.setattr(ops_linear, "_pads", lambda *_: True)
     torch._dynamo.reset()
     for one, other in zip(run(state), plain, strict=True):
         torch.testing.assert_close(one, other)
-    for one, other in zip(state, plain_rows, strict=True):
+    for one, other in zip(state, plain_states, strict=True):
         other[[SATURATED, UNDERFLOW]] *= 26 / ops_linear.TILE  # shares of more elements
         torch.testing.assert_close(one, other)
 
@@ -188,5 +188,5 @@ def test_nothing_is_kept_without_gradients(monkeypatch):
     monkeypatch.setattr(ops_linear, "quantize_group", lambda *a, **k: (layouts.append(a[4]), quantize(*a, **k))[1])
     for context in (torch.no_grad(), torch.inference_mode()):
         with context:
-            group(x, weights, None, spec_of(CONFIGS["delayed"], record=False), rows())
+            group(x, weights, None, spec_of(CONFIGS["delayed"], record=False), fresh_states())
     assert layouts == ["rows", "rows"]

@@ -1,0 +1,132 @@
+"""Padded and packed batches on the GPU: flash attention over sequences, against one sequence at a time."""
+
+import pytest
+import torch
+from bounds import cosine
+
+from octavo import FP8TrainingConfig, convert_to_fp8
+from octavo.decoders import attention
+
+transformers = pytest.importorskip("transformers")
+
+LENGTHS = (513, 1, 700, 64, 129)
+FAMILIES = {
+    "Llama": (transformers.LlamaConfig, {}),
+    "Qwen3": (transformers.Qwen3Config, {"head_dim": 128}),
+    "Mistral": (transformers.MistralConfig, {"sliding_window": 100}),
+    "Gemma": (transformers.GemmaConfig, {"head_dim": 256}),
+    "Gemma3": (transformers.Gemma3TextConfig, {"head_dim": 256, "sliding_window": 100}),
+}
+
+
+def build(family="Llama", dtype=torch.bfloat16, **changes):
+    torch.manual_seed(0)
+    kind, own = FAMILIES[family]
+    sizes = {
+        "hidden_size": 512,
+        "intermediate_size": 1376,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": 2000,
+        "max_position_embeddings": 2048,
+    }
+    with torch.device("cuda"):
+        return transformers.AutoModelForCausalLM.from_config(
+            kind(**sizes | own | changes), dtype=dtype, attn_implementation="sdpa"
+        ).train()
+
+
+def sequences():
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randint(1, 2000, (length,), generator=generator).cuda() for length in LENGTHS]
+
+
+def padded(parts, side="right"):
+    length = max(map(len, parts))
+    ids, mask, labels = (torch.full((len(parts), length), fill, device="cuda") for fill in (0, 0, -100))
+    for row, part in enumerate(parts):
+        place = slice(0, len(part)) if side == "right" else slice(length - len(part), length)
+        ids[row, place], mask[row, place], labels[row, place] = part, 1, part
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def packed(parts):
+    ids = torch.cat(parts)[None]
+    positions = torch.cat([torch.arange(len(part), device="cuda") for part in parts])[None]
+    return {"input_ids": ids, "position_ids": positions, "labels": ids.where(positions > 0, -100)}
+
+
+def run(model, **inputs):
+    model.zero_grad()
+    loss = model(**inputs).loss
+    loss.backward()
+    return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def one_by_one(model, parts):
+    model.zero_grad()
+    count = sum(len(part) - 1 for part in parts)
+    total = 0.0
+    for part in parts:
+        if len(part) > 1:
+            loss = model(input_ids=part[None], labels=part[None]).loss * (len(part) - 1) / count
+            loss.backward()
+            total += loss.item()
+    return total, {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sequences_as_one_by_one(family):
+    """Against FP32, BF16 is no further off when batches are flat than when each sequence is computed alone."""
+    exact_loss, exact = one_by_one(build(family, torch.float32), sequences())
+    model = build(family)
+    convert_to_fp8(model, precision="bf16")
+    alone_loss, alone = one_by_one(model, sequences())
+    for inputs in (padded(sequences()), padded(sequences(), "left"), packed(sequences())):
+        loss, gradients = run(model, **inputs)
+        assert abs(loss - exact_loss) <= 2 * abs(alone_loss - exact_loss) + 2e-3
+        for name, gradient in gradients.items():
+            error, alone_error = ((g.float() - exact[name]).norm() for g in (gradient, alone[name]))
+            assert error <= 1.5 * alone_error + 1e-6, name
+    assert model.octavo_report.padded == {}
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "channel", "block"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_recipes(recipe, compiled):
+    expected_loss, expected = one_by_one(build(), sequences())
+    model = build()
+    convert_to_fp8(model, FP8TrainingConfig.from_recipe(recipe))
+    if compiled:
+        for layer in model.model.layers:
+            layer.compile(dynamic=True)
+    for inputs in (padded(sequences()), packed(sequences()), padded(sequences()[:3])):
+        loss, gradients = run(model, **inputs)
+        if "attention_mask" in inputs and len(inputs["input_ids"]) == 3:
+            continue  # another number of tokens, which must run
+        assert abs(loss / expected_loss - 1) < 0.01
+        assert all(cosine(g, expected[name]) > 0.97 for name, g in gradients.items() if g.dim() == 2)
+
+
+def test_a_window_and_a_shape_that_is_new():
+    """Rows of one length: flash attention first, cuDNN once a shape has come often; both as FP32 has it."""
+    q, k, v = (torch.randn(2, heads, 300, 64, device="cuda", dtype=torch.bfloat16) for heads in (8, 4, 4))
+    mask = attention.plainly_causal(q)
+    module = torch.nn.Module()
+    exact = torch.nn.functional.scaled_dot_product_attention(
+        q.float(), k.float(), v.float(), is_causal=True, enable_gqa=True
+    ).transpose(1, 2)
+    for plan in (False, True):
+        if plan:
+            with attention.plan_at_once():
+                actual = attention.attention(module, q, k, v, mask, scaling=64**-0.5)[0]
+        else:
+            actual = attention.attention(module, q, k, v, mask, scaling=64**-0.5)[0]
+        assert (actual - exact).norm() < 6e-3 * exact.norm()
+    visible = torch.ones(300, 300, dtype=torch.bool, device="cuda").tril().triu(1 - 50)
+    exact = torch.nn.functional.scaled_dot_product_attention(
+        q.float(), k.float(), v.float(), attn_mask=visible, enable_gqa=True
+    ).transpose(1, 2)
+    actual = attention.attention(module, q, k, v, mask, scaling=64**-0.5, sliding_window=50)[0]
+    assert (actual - exact).norm() < 6e-3 * exact.norm()
