@@ -12,7 +12,7 @@ from rich.console import Console
 from octavo.sft.settings import SFTSettings
 from octavo.tools.plan.gpus import Gpu, fits, largest_batch, longest_sequence
 from octavo.tools.plan.memory import plan_memory
-from octavo.tools.plan.options import Option, why_wide
+from octavo.tools.plan.options import Option, why_bf16_products
 from octavo.tools.plan.request import FAMILIES, Request
 from octavo.tools.plan.run import make_plan, run_plan
 from octavo.tools.plan.timeline import GIB
@@ -82,7 +82,7 @@ def _option(settings: SFTSettings, case: Case, checkpointing: bool) -> Option:
     if settings.full:
         return replace(option, code="fp8", recipe="delayed" if settings.recipe is None else recipes[settings.recipe])
     recipe = "block" if settings.recipe == "block" else "channel"
-    return replace(option, code="fp8", recipe=recipe, adapter_bytes=4, wide_products=bool(why_wide(case)))
+    return replace(option, code="fp8", recipe=recipe, adapter_bytes=4, fp8_products=not why_bf16_products(case))
 
 
 def _require_known(config: Path) -> None:

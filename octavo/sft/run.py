@@ -78,9 +78,9 @@ def read_settings(folder: Path) -> SFTSettings:
 
 def _opening(settings: SFTSettings, display: Display) -> None:
     what = "all weights" if settings.full else f"LoRA of rank {settings.rank}"
-    where = "frozen weights" if not settings.full else "products"
-    precision = f"on {where} in FP8" if settings.precision == "fp8" else "in BF16"
-    display.say(f"Fine-tuning {settings.model or 'SmolLM2-135M'}: {what}, {precision}, on {settings.device}", "bold")
+    fp8 = ", products in FP8" if settings.full else " on weights frozen in FP8"
+    precision = fp8 if settings.precision == "fp8" else " in BF16"
+    display.say(f"Fine-tuning {settings.model or 'SmolLM2-135M'}: {what}{precision}; on {settings.device}", "bold")
     support = check_fp8_support(settings.device)
     if settings.precision == "fp8" and not support:
         display.say(f"FP8 products are emulated: {support.reason}", "dim")

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import torch
 
-from octavo.nn.frozen import GRANULARITIES
+from octavo.nn.frozen import FROZEN_GRANULARITIES
 from octavo.numerics.checks import check_choice, check_positive_int
 
 DEVICES = ("cpu", "cuda")
@@ -101,7 +101,7 @@ class SFTSettings:
         choices: dict[str, Any] = {"device": DEVICES, "precision": PRECISIONS, "loss": LOSSES, "schedule": SCHEDULES}
         for name, allowed in {**choices, "optimizer": tuple(OPTIMIZERS)}.items():
             check_choice(name, getattr(self, name), allowed)
-        for name, allowed in {"layout": LAYOUTS, "merge": MERGES, "recipe": GRANULARITIES}.items():
+        for name, allowed in {"layout": LAYOUTS, "merge": MERGES, "recipe": FROZEN_GRANULARITIES}.items():
             if getattr(self, name) is not None:
                 check_choice(name, getattr(self, name), allowed)
         for name in ("rank", "batch", "micro_batches", "log_interval"):

@@ -151,7 +151,7 @@ def test_all_weights(invoke, model, pairs, tmp_path):
     options = ["--batch", "4", "--lr", "0.003", "--steps", "6", "--packing", "--checkpointing", "--device", "cpu"]
     code, output, error = invoke("sft", model, pairs, *options, "--full", "--sample-tokens", "2", "--out", "run")
     assert code == 0, error
-    assert "all weights, on products in FP8" in output and "rows, packed" in output
+    assert "all weights, products in FP8" in output and "rows, packed" in output
     folder = tmp_path / "run"
     losses = [row[1] for row in curve(folder)]
     assert losses[-1] < losses[0] and not (folder / "adapter").exists()
