@@ -57,10 +57,10 @@ def fine_tune(
             session = Session(folder, settings, data, model, tokenizer, display, stop)
             try:
                 session.train()
+                session.finish()
             except Interrupted as interrupted:
                 _say_how_to_resume(folder, interrupted, display)
                 raise
-            session.finish()
     return folder
 
 
