@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from octavo import FP8TrainingConfig, convert_to_fp8
+from octavo.kernels.tuning import tuning_for
 from octavo.nn import cost_model
 
 TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -63,6 +64,7 @@ def main() -> None:
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("no CUDA device here")
+    rates = tuning_for(torch.device("cuda")).rates
     rows = []
     for inputs, outputs in SHAPES:
         for tokens in TOKENS:
@@ -70,7 +72,7 @@ def main() -> None:
             bf16 = milliseconds(made, tokens)
             convert_to_fp8(nn.Sequential(*made), FP8TrainingConfig.from_recipe(options.recipe, skip=()))
             fp8 = milliseconds(made, tokens)
-            expected = cost_model.estimate(tokens, inputs, outputs)
+            expected = cost_model.estimate(tokens, inputs, outputs, rates)
             rows.append({"tokens": tokens, "inputs": inputs, "outputs": outputs, "bf16_ms": bf16, "fp8_ms": fp8})
             rows[-1] |= {"expected_bf16_ms": expected.bf16 * 1e3, "expected_fp8_ms": expected.fp8 * 1e3}
             right = (fp8 < bf16) == expected.pays

@@ -75,7 +75,8 @@ def measure(way: str, preset: str, layers: int | None, gib: float) -> dict[str, 
     tried: dict[int, float | None] = {}
 
     def fits(length: int) -> bool:
-        prepared.tokens_BT = torch.randint(case.vocabulary, (1, length), device="cuda")
+        tokens = torch.randint(case.vocabulary, (1, length), device="cuda")
+        prepared.inputs = {"input_ids": tokens, "labels": tokens}
         torch.cuda.reset_peak_memory_stats()
         try:
             for _ in range(2):  # the states are there from the second on

@@ -136,20 +136,22 @@ def launch(work: Work) -> None:
     if work.operand in ("x", "w", "g"):
         how = getattr(recipe, work.operand)
         scale = row[0] if columns and how.delayed else None
+        if not quantize.can_quantize(inputs, how):
+            return
         quantize.quantize_group(inputs, row, how, record=not columns, layout=work.layout, scale=scale)
         return
-    backward, by_block = "backward" in work.operand, blocks.can_quantize(inputs[-1], recipe.x)
-    if recipe.x.granularity == "channel":
-        return  # h is quantised as any other matrix
-    if backward and by_block:
-        blocks.gated_quantize_backward(*inputs, row, recipe.g, recipe.x, "silu")
-    elif backward:
-        scale = torch.empty((), device="meta")
-        gated.gated_quantize_backward(*inputs, scale, row, recipe.g, recipe.x, "silu")
-    elif by_block:
-        blocks.gated_quantize(inputs[0], row, recipe.x, "silu", record=True)
-    else:
-        gated.gated_quantize(inputs[0], row, recipe.x, "silu", record=True)
+    gate_up, per_tensor = inputs[-1], gated.can_quantize(inputs[-1], recipe.x, recipe.g)
+    # Without a fused kernel, h is quantised as any other matrix.
+    if "backward" in work.operand:
+        if per_tensor:
+            scale = torch.empty((), device="meta")
+            gated.gated_quantize_backward(*inputs, scale, row, recipe.g, recipe.x, "silu")
+        elif blocks.can_quantize_backward(gate_up, recipe.g, recipe.x):
+            blocks.gated_quantize_backward(*inputs, row, recipe.g, recipe.x, "silu")
+    elif per_tensor:
+        gated.gated_quantize(gate_up, row, recipe.x, "silu", record=True)
+    elif blocks.can_quantize(gate_up, recipe.x):
+        blocks.gated_quantize(gate_up, row, recipe.x, "silu", record=True)
 
 
 def main(arguments: list[str] | None = None) -> list[tuple[str, Compiled]]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from parity_summary import Baseline
 
-from octavo.tools.bench.table import markdown
+from octavo.tools.bench.table import markdown, workload_markdown
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -53,6 +53,13 @@ def provenance(result: dict[str, Any], command: str) -> str:
 
 def steps() -> str:
     return markdown([result for result in read("*.json") if result.get("kind") == "step"])
+
+
+def workloads() -> str:
+    """Runs through padded and packed batches; without any, nothing."""
+    return workload_markdown(
+        [result for kind in ("padded", "packed", "trainer") for result in read(f"*-{kind}-*.json")]
+    )
 
 
 def kernels() -> str:
@@ -152,6 +159,7 @@ def autocast() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "steps": steps,
+    "workloads": workloads,
     "kernels": kernels,
     "frozen-products": frozen_products,
     "longest": longest,

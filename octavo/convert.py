@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from octavo.decoders import fuse, match
+from octavo.kernels.tuning import tuning_for
 from octavo.nn import cost_model
 from octavo.nn.attention import NOT_ON_A_GPU
 from octavo.nn.choice import Choice, Filter
@@ -197,4 +198,4 @@ def _why_not_worth_it(linear: nn.Linear, config: FP8TrainingConfig, tokens: int 
     """The cost model's verdict, where FP8 is for speed: in emulation nothing pays, it is there for its numerics."""
     if tokens is None or config.emulate is True or not has_fp8_tensor_cores(linear.weight.device):
         return ""
-    return cost_model.why_not(tokens, linear.in_features, outputs)
+    return cost_model.why_not(tokens, linear.in_features, outputs, tuning_for(linear.weight.device))

@@ -9,10 +9,11 @@ import pytest
 from test_cli import SMALL, assert_one_line, rows
 
 from octavo.cli.bench import AGAINST, OPTIMIZERS, PRESETS
-from octavo.cli.plan import GPUS
+from octavo.cli.options import GRANULARITIES, RECIPES, in_words
+from octavo.numerics.config import RECIPES as ALL_RECIPES
+from octavo.numerics.quantize import GRANULARITIES as ALL_GRANULARITIES
 from octavo.optim import OPTIMIZERS as ALL_OPTIMIZERS
 from octavo.tools.bench.contenders import AGAINST as ALL_AGAINST
-from octavo.tools.plan.gpus import GPUS as ALL_GPUS
 from octavo.tools.shapes import PRESETS as ALL_PRESETS
 
 Invoke = Callable[..., tuple[int, str, str]]
@@ -106,4 +107,6 @@ assert not heavy, heavy
 
 def test_help_names_what_there_is() -> None:
     assert set(PRESETS) == set(ALL_PRESETS) and OPTIMIZERS == ALL_OPTIMIZERS
-    assert set(AGAINST) == set(ALL_AGAINST) and set(GPUS) == set(ALL_GPUS)
+    assert set(AGAINST) == set(ALL_AGAINST)
+    assert tuple(ALL_RECIPES) == RECIPES and tuple(ALL_GRANULARITIES) == GRANULARITIES
+    assert in_words(GRANULARITIES) == "tensor, channel, block or mx"

@@ -2,12 +2,15 @@
 
 import pytest
 import torch
+from norm_cases import angles, new_norm, saved_of
 from torch._subclasses import FakeTensorMode
 from torch.library import opcheck
 
 from octavo import ops
 from octavo.numerics import E4M3, E5M2, FP8TrainingConfig, OperandRecipe, padded_gemm_nt
+from octavo.numerics.norm import rms_norm
 from octavo.numerics.operand import quantize_operand
+from octavo.numerics.rotary import Heads
 from octavo.numerics.scaling import SLOTS
 
 RECIPES = {
@@ -145,6 +148,37 @@ def test_compiled_without_graph_breaks_the_bits_are_the_same(config):
         y = product(x * factor, w, *states)
         assert torch.equal(compiled(x * factor, w, *compiled_states), y)
         assert all(torch.equal(a, b) for a, b in zip(states, compiled_states, strict=True))
+
+
+def norm_arguments(k, how):
+    """Of the operators of a norm, forward and backward."""
+    h, y, g = (randn(7, k, seed=seed).bfloat16() for seed in range(3))
+    norm = new_norm(k, torch.bfloat16, shifted=False)
+    x, inverse = rms_norm(h, norm)
+    saved = saved_of(h, x, how)
+    for other in (None, y):
+        yield torch.ops.octavo.rms_norm, (h, other, *norm)
+        for needs in ([True, True], [True, False], [False, True]):
+            yield torch.ops.octavo.norm_gradients, (g, *saved, *norm, inverse, other, needs)
+
+
+def rotary_arguments(heads):
+    """Of the operators of q, k and v, forward and backward, with norms and without."""
+    qkv, (cos, sin) = randn(12, heads.features).bfloat16(), angles(6, heads.width, torch.bfloat16)
+    gradients = [randn(12, count, heads.width).bfloat16() for count in (heads.q, heads.kv, heads.kv)]
+    weights = [new_norm(heads.width, torch.bfloat16, shifted=False).weight for _ in range(2)]
+    for each, needs in (([], [False, False]), (weights, [True, True]), (weights, [False, True])):
+        yield torch.ops.octavo.rotary, (qkv, cos, sin, each, list(heads), 1e-6, False)
+        kept = qkv if each else None
+        yield torch.ops.octavo.rotary_backward, (*gradients, kept, cos, sin, each, list(heads), 1e-6, False, needs)
+
+
+def test_opcheck_norms_and_rotation():
+    cases = [*norm_arguments(48, "h"), *rotary_arguments(Heads(2, 1, 16))]
+    for operator, arguments in cases:
+        opcheck(operator, arguments)
+    for operator, arguments in norm_arguments(256, "block"):  # float8 cannot be compared, as above
+        opcheck(operator, arguments, test_utils=("test_faketensor", "test_aot_dispatch_dynamic"))
 
 
 @by_recipe

@@ -1,9 +1,13 @@
 """Helpers to declare the options of commands."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import typer
+
+# These repeat octavo.numerics, which takes long to import; a test compares them.
+RECIPES = ("delayed", "current", "channel", "block", "mx")
+GRANULARITIES = ("tensor", "channel", "block", "mx")
 
 
 def option(panel: str, name: str, text: str) -> Any:
@@ -24,6 +28,11 @@ def operand_option(name: str, text: str, kind: Callable[[str], Any]) -> Any:
     return typer.Option(
         name, help=text, rich_help_panel="FP8", show_default=False, parser=_per_operand(kind), metavar="<x,w,g>"
     )
+
+
+def in_words(choices: Sequence[str]) -> str:
+    """Return `one, two or three`."""
+    return f"{', '.join(choices[:-1])} or {choices[-1]}"
 
 
 def names(text: str) -> list[str]:

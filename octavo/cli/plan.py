@@ -8,10 +8,8 @@ from rich.console import Console
 
 from octavo.cli.bench import PRESETS
 from octavo.cli.options import option
+from octavo.tools.plan.gpus import GPUS
 from octavo.training.errors import UserError
-
-# These repeat octavo.tools.plan, which takes long to import; a test compares them.
-GPUS = ("b200", "h200", "h100", "l40s", "rtx5090", "rtx4090", "l4", "a100", "a100-40gb", "rtx3090")
 
 
 def plan(

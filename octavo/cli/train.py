@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from rich.console import Console
 from rich.text import Text
 
-from octavo.cli.options import operand_option, option
+from octavo.cli.options import GRANULARITIES, RECIPES, in_words, operand_option, option
 from octavo.training.errors import RunError, UserError
 
 # Options that are fields of FP8TrainingConfig; the others are options of `settings_from_options`.
@@ -85,7 +85,7 @@ def train(
     ] = None,
     recipe: Annotated[
         str | None,
-        option("FP8", "--recipe", "delayed, current, channel, block or mx; refined by the options below."),
+        option("FP8", "--recipe", f"{in_words(RECIPES)}; refined by the options below."),
     ] = None,
     fp8_format: Annotated[str | None, option("FP8", "--fp8-format", "hybrid, e4m3 or e5m2 (default: hybrid).")] = None,
     amax_history_len: Annotated[
@@ -97,7 +97,7 @@ def train(
     margin: Annotated[
         Any, operand_option("--margin", "Headroom, as a power of two: one number, or x,w,g (default: 0).", float)
     ] = None,
-    granularity: Annotated[str | None, option("FP8", "--granularity", "tensor, channel, block or mx.")] = None,
+    granularity: Annotated[str | None, option("FP8", "--granularity", f"{in_words(GRANULARITIES)}.")] = None,
     scaling: Annotated[str | None, option("FP8", "--scaling", "delayed or current.")] = None,
     amax_update_interval: Annotated[
         int | None, option("FP8", "--amax-update-interval", "Steps between new delayed scales (default: 1).")

@@ -12,7 +12,7 @@ shape costs cuDNN 100 to 140 ms, and flash attention nothing. cuDNN's own form f
 plan in every call (102 ms), and its gradients are wrong there.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
@@ -61,6 +61,16 @@ def register() -> None:
 
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def attention_of(config: Any) -> Callable[..., Any] | None:
+    """The function by which a model attends; None for one that its own module has (`eager`)."""
+    if config._attn_implementation == NAME:
+        return attention
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    found: Callable[..., Any] | None = ALL_ATTENTION_FUNCTIONS.get(config._attn_implementation)
+    return found
 
 
 def attention(

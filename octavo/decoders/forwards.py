@@ -3,27 +3,33 @@
 A forward takes the module, the forward of its original class, and the arguments of the call. It returns what the
 original would, and calls it where the fused products cannot be used.
 
-    attention   q, k and v share one quantised input and one GEMM
+    attention   q, k and v share one quantised input and one GEMM; one kernel takes them apart, with the norms of heads
+                and the rotation by position
     mlp         gate and up share one GEMM; activation and quantising are one kernel, forward and backward
     layer       a norm is computed with the product that follows it, so that its input need not be saved for backward
-                (`numerics/norm.py`); on a frozen base, the residual stream is added where an output is computed
+                (`numerics/norm.py`), where that product saves its input in FP8; elsewhere with the addition before it.
+                On a frozen base, the residual stream is added where an output is computed
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from octavo.decoders.attention import attention_of
 from octavo.decoders.classes import ORIGINAL, is_fused
 from octavo.decoders.hooks import is_hooked
-from octavo.decoders.match import GATE_UP, QKV, base_of
-from octavo.decoders.products import adds_residual, gated_mlp, linear_group
+from octavo.decoders.match import GATE_UP, QKV, base_of, norm_of
+from octavo.decoders.products import adds_residual, gated_mlp, linear_group, linear_group_after_norm
 from octavo.nn.frozen import FP8FrozenLinear
 from octavo.nn.linear import FP8Linear, LinearInFP8
+from octavo.nn.norm import rms_norm
+from octavo.nn.rotary import rotary
 from octavo.numerics import FP8TrainingConfig
 from octavo.numerics.config import Recipe
 from octavo.numerics.norm import Norm
+from octavo.numerics.rotary import Heads
 
 
 class _Precomputed:
@@ -49,14 +55,62 @@ def attention_forward(self: Any, original: Callable[..., Any], hidden_states: Te
     qkv = linear_group([getattr(self, name) for name in QKV], hidden_states)
     if qkv is None:
         return original(self, hidden_states, *args, **kwargs)
-    return original(_with_outputs(self, qkv), hidden_states, *args, **kwargs)
+    if args:
+        return original(_Precomputed(self, _split(self, qkv), None), hidden_states, *args, **kwargs)
+    return _attention(self, original, qkv, None, {"hidden_states": hidden_states, **kwargs})
 
 
-def _with_outputs(module: Any, qkv: Tensor, residual: Tensor | None = None) -> _Precomputed:
-    """The attention with its outputs of q, k and v. `residual`: added by o_proj, if that can (`adds_residual`)."""
+def _attention(
+    module: Any, original: Callable[..., Any], qkv: Tensor, residual: Tensor | None, kwargs: dict[str, Any]
+) -> Any:
+    """The attention from what q_proj, k_proj and v_proj give, side by side.
+
+    `residual`: added by o_proj, if that can (`adds_residual`). Norms of heads and rotation are one kernel, each way;
+    the original computes them where that is not possible.
+    """
+    attend = attention_of(module.config)
+    heads = None if attend is None else _rotated(module, qkv, kwargs.get("position_embeddings"))
+    if attend is None or heads is None:
+        return original(_Precomputed(module, _split(module, qkv), residual), **kwargs)
+    taken = ("hidden_states", "position_embeddings", "attention_mask", "past_key_values")
+    rest = {name: value for name, value in kwargs.items() if name not in taken}
+    query, key, value = (x.transpose(1, 2) for x in heads)
+    cache = kwargs.get("past_key_values")
+    if cache is not None:
+        key, value = cache.update(key, value, module.layer_idx)
+    everywhere = getattr(module.config, "sliding_window", None)  # of families whose layers are all alike
+    out, weights = attend(
+        module, query, key, value, kwargs.get("attention_mask"),
+        dropout=module.attention_dropout if module.training else 0.0, scaling=module.scaling,
+        sliding_window=getattr(module, "sliding_window", everywhere), **rest,
+    )  # fmt: skip
+    out = out.reshape(*qkv.shape[:-1], -1)
+    return module.o_proj(out) if residual is None else module.o_proj(out, residual=residual), weights
+
+
+def _rotated(module: Any, qkv: Tensor, positions: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor] | None:
+    """q, k and v, `[B, S, heads, D]`, after norms of heads and rotation; None if the original has to compute those."""
+    width = module.head_dim
+    if positions is None:
+        return None
+    cos, sin = positions
+    if cos.dtype != qkv.dtype or cos.shape[1:] != (qkv.shape[1], width):
+        return None
+    norms = None
+    if getattr(module, "q_norm", None) is not None:
+        of_q, of_k = _norm_of(module.q_norm, qkv), _norm_of(module.k_norm, qkv)
+        if of_q is None or of_k is None or of_q[1:] != of_k[1:]:
+            return None
+        norms = (of_q, of_k)
+    q, k, _ = (getattr(module, name).out_features // width for name in QKV)
+    return rotary(qkv, cos, sin, Heads(q, k, width), norms)
+
+
+def _split(module: Any, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The outputs of q_proj, k_proj and v_proj."""
     q, k, v = qkv.split([getattr(module, name).out_features for name in QKV], dim=-1)
     # Rotating q and k by their positions copies them; v alone would keep all of `qkv` in memory for backward.
-    return _Precomputed(module, (q, k, v.clone(memory_format=torch.contiguous_format)), residual)
+    return q, k, v.clone(memory_format=torch.contiguous_format)
 
 
 def mlp_forward(self: Any, original: Callable[..., Any], x: Tensor) -> Tensor:
@@ -74,37 +128,58 @@ def mlp_forward(self: Any, original: Callable[..., Any], x: Tensor) -> Tensor:
 
 def norm_forward(self: Any, original: Callable[..., Any], x: Tensor) -> Tensor:
     """Compute the norm in one kernel: the original's steps in FP32, one by one, take more memory than any layer."""
-    if x.dtype == torch.float32:
-        return original(self, x)
-    return self.weight * nn.functional.rms_norm(x, (x.shape[-1],), eps=self.variance_epsilon)
+    norm = _norm_of(self, x)
+    return original(self, x) if norm is None else rms_norm(x, norm)[1]
 
 
 def layer_forward(self: Any, original: Callable[..., Any], hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if args or hidden_states.numel() == 0:
         return original(self, hidden_states, *args, **kwargs)
-    return _feed_forward(self, _attend(self, hidden_states, kwargs))
+    return _feed_forward(self, *_attend(self, hidden_states, kwargs))
 
 
-def _attend(layer: Any, h: Tensor, kwargs: dict[str, Any]) -> Tensor:
-    """Compute h + attention(norm(h))."""
+def _attend(layer: Any, h: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+    """Compute attention(norm(h)). Returns h, and what is yet to be added to it; None if it has been."""
     attention = layer.self_attn
     members = [getattr(attention, name) for name in QKV]
     norm = _norm_to_join(layer.input_layernorm, attention, members[0], h)
-    qkv = None if norm is None else linear_group(members, h, norm)
-    if qkv is None:
-        return h + attention(hidden_states=layer.input_layernorm(h), **kwargs)[0]
+    found = None if norm is None else linear_group_after_norm(members, h, norm)
+    if found is None:
+        h, x = _normed(layer.input_layernorm, h)
+        return h, attention(hidden_states=x, **kwargs)[0]
+    qkv, h = found
     adds = adds_residual(attention.o_proj)
-    precomputed = _with_outputs(attention, qkv, residual=h if adds else None)
-    out = attention.__dict__[ORIGINAL].forward(precomputed, hidden_states=h, **kwargs)[0]  # reads the shape of h alone
-    return out if adds else h + out
+    # The original reads the shape of h alone.
+    given = {"hidden_states": h, **kwargs}
+    out = _attention(attention, attention.__dict__[ORIGINAL].forward, qkv, h if adds else None, given)[0]
+    return (out, None) if adds else (h, out)
 
 
-def _feed_forward(layer: Any, h: Tensor) -> Tensor:
-    """Compute h + mlp(norm(h))."""
+def _feed_forward(layer: Any, h: Tensor, y: Tensor | None) -> Tensor:
+    """Compute h + mlp(norm(h)), where y is added to h first, if there is one."""
     mlp = layer.mlp
     norm = _norm_to_join(layer.post_attention_layernorm, mlp, mlp.gate_proj, h)
-    y = None if norm is None else gated_mlp(mlp, h, norm, residual=True)
-    return h + mlp(layer.post_attention_layernorm(h)) if y is None else y
+    if norm is None:
+        h, x = _normed(layer.post_attention_layernorm, h, y)
+        return h + mlp(x)
+    h = h if y is None else h + y
+    out = gated_mlp(mlp, h, norm, residual=True)
+    return h + mlp(layer.post_attention_layernorm(h)) if out is None else out
+
+
+def _normed(module: Any, h: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """h, plus y if there is one, and the norm of it: in one kernel, unless the module has to be called."""
+    norm = _norm_of(module, h)
+    if norm is not None and (y is None or y.dtype == h.dtype):
+        return rms_norm(h, norm, y)
+    h = h if y is None else h + y
+    return h, module(h)
+
+
+def _norm_of(module: Any, like: Tensor) -> Norm | None:
+    """The norm that a module computes of what is like this tensor; None if it has to be called."""
+    norm = None if is_hooked(module) else norm_of(module)
+    return norm if norm is not None and norm.weight.dtype == like.dtype else None
 
 
 def _norm_to_join(norm: Any, follower: Any, linear: Any, h: Tensor) -> Norm | None:
@@ -116,6 +191,12 @@ def _norm_to_join(norm: Any, follower: Any, linear: Any, h: Tensor) -> Norm | No
         return None  # under autocast, the residual stream is wider than what is added to it
     joins = joins_norm(linear.config, linear.recipe) if type(linear) is FP8Linear else not norm.weight.requires_grad
     return Norm(norm.weight, norm.variance_epsilon) if joins else None
+
+
+def joins_norms(layer: Any) -> bool:
+    """Whether the norms of a layer are joined to products, as far as its weights go."""
+    linear = base_of(layer.self_attn.q_proj)
+    return joins_norm(linear.config, linear.recipe) if type(linear) is FP8Linear else True
 
 
 def joins_norm(config: FP8TrainingConfig, recipe: Recipe) -> bool:

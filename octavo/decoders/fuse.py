@@ -18,10 +18,18 @@ from octavo.decoders import attention, graphs, match, ragged
 from octavo.decoders.backbone import backbone_forward
 from octavo.decoders.causal_lm import add_head, causal_lm_forward, head_recipe
 from octavo.decoders.classes import CAUSAL, PADDED, Owner, give_class_back, is_fused, take_class
-from octavo.decoders.forwards import attention_forward, joins_norm, layer_forward, mlp_forward, norm_forward
+from octavo.decoders.forwards import (
+    attention_forward,
+    joins_norm,
+    joins_norms,
+    layer_forward,
+    mlp_forward,
+    norm_forward,
+)
 from octavo.decoders.hooks import is_hooked
-from octavo.decoders.match import GATE_UP, MLP, NORMS, QKV, base_of
+from octavo.decoders.match import GATE_UP, HEAD_NORMS, MLP, NORMS, QKV, base_of
 from octavo.decoders.products import why_no_frozen_mlp
+from octavo.kernels.tuning import tuning_for
 from octavo.nn import cost_model
 from octavo.nn.frozen import FP8FrozenLinear
 from octavo.nn.groups import put_together, why_no_group
@@ -31,7 +39,7 @@ from octavo.nn.report import FP8, REPORT, ConversionReport, dtype_name
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 
 # Children of fused modules that those do not call, but compute themselves.
-_FUSED_CHILDREN = (*QKV, "o_proj", *MLP, "act_fn", "lm_head", "self_attn", "mlp", *NORMS)
+_FUSED_CHILDREN = (*QKV, *HEAD_NORMS, "o_proj", *MLP, "act_fn", "lm_head", "self_attn", "mlp", *NORMS)
 _JOINED = "norms with the products that follow them"
 _APART = "norms apart from the products that follow them: those have several scales for x"
 
@@ -173,10 +181,13 @@ def fuse_products(modules: Mapping[str, nn.Module], report: ConversionReport, we
     layers: list[Any] = [module for module in modules.values() if match.is_layer(module)]
     layers = [layer for layer in layers if is_fused(layer.self_attn) or is_fused(layer.mlp)]
     apart = weights.why_norms_apart()
+    for layer in layers:
+        take_class(layer, layer_forward)
     if apart is None:
-        for layer in layers:
-            take_class(layer, layer_forward)
         counts[_JOINED] = len(layers)
+    if any(is_fused(module) for module in modules.values()):
+        for norm in filter(match.is_shifted_norm, modules.values()):
+            take_class(norm, norm_forward)  # those of layers that keep their own forward
     report.fused += [f"{what} ({count})" for what, count in counts.items() if count]
     if apart and layers:
         report.fused.append(apart)
@@ -217,18 +228,26 @@ def fuse_frozen(model: nn.Module, report: ConversionReport) -> None:
 
 
 def fuse_loaded(model: nn.Module) -> ConversionReport:
-    """Fuse a loaded model whose weights are not trained in FP8. Returns its report, a new one if it has none yet.
+    """Fuse a loaded model whose weights are not trained in FP8. Returns its report.
 
-    The head of a base frozen in FP8 is in FP8 if the configuration of its linears says so.
+    One that has a report already was fused while it was loaded (`hf/quantizer.py`).
     """
     report: ConversionReport | None = model.__dict__.get(REPORT)
     if report is None:
         report = report_of(model)
         attach(report, model)
-        fuse_frozen(model, report)
+        fuse_all(model, report)
+    return report
+
+
+def fuse_all(model: nn.Module, report: ConversionReport) -> None:
+    """Fuse products, head and loss of a model whose weights are not trained in FP8.
+
+    The head of a base frozen in FP8 is in FP8 if the configuration of its linears says so.
+    """
+    fuse_frozen(model, report)
     if not fuse_loss(dict(model.named_modules()), report, Frozen(model)):
         report.fused.append(f"nothing fused: {type(model).__name__} is not one of {', '.join(match.FAMILIES)}")
-    return report
 
 
 def choose_products(model: nn.Module) -> str:
@@ -236,10 +255,12 @@ def choose_products(model: nn.Module) -> str:
     modules = dict(model.named_modules())
     together = match.outputs_of_groups(modules)
     linears = {name: module for name, module in modules.items() if isinstance(module, FP8FrozenLinear)}
-    reason = cost_model.why_not_frozen(
+    shapes = [
         (linear.in_features, linear.out_features / together.get(name, linear.out_features), linear.out_features)
         for name, linear in linears.items()
-    )
+    ]
+    device = next(linear.weight.device for linear in linears.values())
+    reason = cost_model.why_not_frozen(shapes, tuning_for(device))
     for linear in linears.values():
         linear.fp8_products, linear.chosen_by_cost_model = not reason, True
     return reason
@@ -287,13 +308,18 @@ def called_alone(model: nn.Module) -> list[str]:
     """The names of modules whose hooks keep a fused piece from being used."""
     names = []
     for name, module in model.named_modules():
-        for child_name in _FUSED_CHILDREN if is_fused(module) else ():
+        for child_name in _fused_children(module) if is_fused(module) else ():
             child = module._modules.get(child_name)
             inner = child.named_modules(prefix=f"{name}.{child_name}".lstrip(".")) if child is not None else ()
             # The modules of a layer with adapters count, too; attention and MLP report their own.
             is_leaf = child_name not in ("self_attn", "mlp")
             names += [own for own, each in inner if is_hooked(each) and (each is child or is_leaf)]
     return names
+
+
+def _fused_children(module: nn.Module) -> tuple[str, ...]:
+    """Children that this fused module does not call; attention and MLP are called where norms are apart from them."""
+    return NORMS if match.is_layer(module) and not joins_norms(module) else _FUSED_CHILDREN
 
 
 def _fuse_final_norm(model: Any) -> None:

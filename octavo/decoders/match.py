@@ -8,13 +8,17 @@ from typing import Any
 
 from torch import nn
 
+from octavo.numerics.norm import Norm
+
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3")
 QKV = ("q_proj", "k_proj", "v_proj")
 GATE_UP = ("gate_proj", "up_proj")
 MLP = (*GATE_UP, "down_proj")
 NORMS = ("input_layernorm", "post_attention_layernorm")
+HEAD_NORMS = ("q_norm", "k_norm")
 HF_ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUTanh": "gelu_tanh"}  # by the class of `act_fn`
 _PLAIN_NORMS = {f"{family}RMSNorm" for family in ("Llama", "Mistral", "Qwen2", "Qwen3")}  # weight · h / rms(h)
+_SHIFTED_NORMS = {f"{family}RMSNorm" for family in ("Gemma", "Gemma2", "Gemma3")}  # (1 + weight) · h / rms(h)
 
 
 def is_attention(module: nn.Module) -> bool:
@@ -37,6 +41,18 @@ def is_causal_lm(module: nn.Module) -> bool:
 def is_plain_norm(module: Any) -> bool:
     """Whether this norm computes weight · h / rms(h)."""
     return type(module).__name__ in _PLAIN_NORMS and type(module).__module__.startswith("transformers.models.")
+
+
+def is_shifted_norm(module: Any) -> bool:
+    """Whether this norm computes (1 + weight) · h / rms(h)."""
+    return type(module).__name__ in _SHIFTED_NORMS and type(module).__module__.startswith("transformers.models.")
+
+
+def norm_of(module: Any) -> Norm | None:
+    """Weight and eps of a norm; None if a module is another kind of norm."""
+    if is_plain_norm(module):
+        return Norm(module.weight, module.variance_epsilon)
+    return Norm(module.weight, module.eps, shifted=True) if is_shifted_norm(module) else None
 
 
 def _is_of_family(module: nn.Module, kind: str) -> bool:

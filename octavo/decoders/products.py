@@ -16,18 +16,15 @@ from octavo.decoders.match import activation_of, base_of
 from octavo.nn import mlp_function
 from octavo.nn.frozen import FP8FrozenLinear
 from octavo.nn.groups import why_no_group
-from octavo.nn.linear import FP8Linear
-from octavo.nn.linear_function import linear
+from octavo.nn.linear import FP8Linear, LinearInFP8
+from octavo.nn.linear_function import linear, linear_and_input
 from octavo.numerics.norm import Norm
 from octavo.ops.adapters import Adapter, Adapters
 from octavo.ops.mlp import MLPSpec
 
 
-def linear_group(members: Sequence[Any], x: Tensor, norm: Norm | None = None) -> Tensor | None:
-    """The outputs of linears with one input, side by side.
-
-    `norm`: x has yet to go through it.
-    """
+def linear_group(members: Sequence[Any], x: Tensor) -> Tensor | None:
+    """The outputs of linears with one input, side by side."""
     bases = [base_of(member) for member in members]
     if x.numel() == 0 or not _are_one_product(bases):
         return None
@@ -35,11 +32,27 @@ def linear_group(members: Sequence[Any], x: Tensor, norm: Norm | None = None) ->
     if adapters is None:
         return None
     one, *others = bases
-    bias = one.bias if not others or one.bias is None else torch.cat([base.bias for base in bases])
     return linear(
-        x, one.as_weight(*others), one.spec(x), one.states, bias=bias, adapters=adapters, norm=norm,
+        x, one.as_weight(*others), one.spec(x), one.states, bias=_bias_of(bases), adapters=adapters,
         x_is_saved=all(base.input_is_saved for base in bases),
     )  # fmt: skip
+
+
+def linear_group_after_norm(members: Sequence[Any], h: Tensor, norm: Norm) -> tuple[Tensor, Tensor] | None:
+    """The outputs of linears whose input is norm(h), side by side, and h, to be used in the place of the given one."""
+    bases = [base_of(member) for member in members]
+    adapters = _adapters_of(members) if h.numel() and _are_one_product(bases) else None
+    if adapters is None:
+        return None
+    one, *others = bases
+    weight, bias = one.as_weight(*others), _bias_of(bases)
+    return linear_and_input(h, weight, one.spec(h), one.states, bias=bias, norm=norm, adapters=adapters)
+
+
+def _bias_of(bases: Sequence[LinearInFP8]) -> Tensor | None:
+    if len(bases) == 1 or bases[0].bias is None:
+        return bases[0].bias
+    return torch.cat([base.bias for base in bases])
 
 
 def gated_mlp(mlp: Any, x: Tensor, norm: Norm | None = None, *, residual: bool = False) -> Tensor | None:

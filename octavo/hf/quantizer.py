@@ -27,7 +27,7 @@ from transformers.quantizers.quantizers_utils import get_module_from_name
 from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from octavo.decoders.fuse import attach, choose_products, fuse_frozen
+from octavo.decoders.fuse import attach, choose_products, fuse_all
 from octavo.hf.fp8_files import METHOD, fp8_dtype_in, names_in, read_layout
 from octavo.hf.untrained import explain_untrained
 from octavo.nn.frozen import FROZEN_GRANULARITIES, SCALE_NAME, FP8FrozenLinear, activation_config, quantize_weight
@@ -174,7 +174,7 @@ class OctavoQuantizer(HfQuantizer):
         explain_untrained(model)
         report = report_of(model, reasons=self._reasons(model, new))
         attach(report, model)
-        fuse_frozen(model, report)
+        fuse_all(model, report)
         if any(module.fp8_products for module in frozen):
             device, emulate = frozen[0].scaling_device, config.fp8.emulate
             require_tensor_cores(device, config.fp8)

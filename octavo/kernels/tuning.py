@@ -2,8 +2,25 @@
 
 `tuning_for(device)` gives the `Tuning` of the newest architecture in `ARCHITECTURES` that the device is at least. To
 add a GPU: add a `Tuning`, time its kernels (`octavo bench --kernels`), and check that programs fit and nothing spills
-(`benchmarks/registers.py`). Tiles for blocks keep their size along the block, or scales are wrong; the others decide
-the time alone.
+(`benchmarks/registers.py`).
+
+Most tiles decide the time alone. Those of kernels that find scales are part of the numerics, because a tile finds the
+scale of its own block:
+
+    quantize    rows, rows_and_amax          as wide as a block of 1×128, or (mx) whole groups of 32 columns
+                columns, mx_columns,
+                whole_columns                as high as a block, or whole groups
+                block128…                    a block of 128×128 consists of whole tiles
+                dequantize                   as wide as a block
+    gated       rows, backward_rows…         as wide as a block
+                backward_columns,
+                whole_columns                as high as a block, or whole groups
+                forward, low_rank            as wide as a block of 1×128, where gate and up are saved in FP8
+                backward, low_rank_backward  within one such block
+    adapters    down                         within one block of 1×128
+
+A tile that does not fit is refused when launches are worked out (`check_tile`). Which bytes threads exchange depends on
+tiles, too: after a change, run `tests/kernels/test_compiling.py` in both dtypes.
 
 A comment says what each choice was measured to gain, on an H200, as docs/LOG.md has it: µs before → after, mostly for
 the shapes of an 8B at 8,192 tokens (x: 8,192 × 4,096; g: 8,192 × 28,672; w: 28,672 × 4,096), or the share of a copy's
@@ -67,6 +84,14 @@ class LinearTile(NamedTuple):
 
     elements: int
     warps: int
+
+
+class NormTile(NamedTuple):
+    """Whole rows, one at least, in a program of `elements`, a warp for each `per_warp`; `programs` as in `Tile`."""
+
+    elements: int
+    per_warp: int
+    programs: int = 1
 
 
 _WIDEST_ROW = RowTile(32_768, 4096, 16, 1)
@@ -209,6 +234,12 @@ class Tuning(NamedTuple):
     # A program walks over one token's logits; then tiles of tokens by logits. Not measured separately.
     cross_entropy: LinearTile = LinearTile(2048, 4)
     cross_entropy_gradient: Tile = Tile(128, 64, warps=4)
+    # RMS norm, the sum of its weight's gradient, and q, k and v with their rotation. Not measured separately.
+    norm: NormTile = NormTile(2048, 1024)
+    norm_backward: NormTile = NormTile(2048, 512, programs=2)
+    norm_sum: Tile = Tile(32, 64, warps=4)
+    rotary: LinearTile = LinearTile(4096, 4)
+    rotary_programs: int = 8  # with norms of heads, for each multiprocessor
     rescale: LinearTile = LinearTile(4096, 8)
     rescale_programs: int = 1056  # 8 for each of 132 multiprocessors
     adamw: LinearTile = LinearTile(1024, 4)  # 512 in 2 warps and 2,048 in 4 or 8 are up to 5 % slower
@@ -234,13 +265,23 @@ ADA = BLACKWELL._replace(overlaps=False)
 ARCHITECTURES = (((10, 0), BLACKWELL), ((9, 0), HOPPER), ((8, 0), ADA))
 
 
+def tuning_of(capability: tuple[int, int]) -> Tuning:
+    """The figures for a compute capability: those of the newest architecture that it is at least."""
+    return next((tuning for lowest, tuning in ARCHITECTURES if capability >= lowest), ADA)
+
+
 @cache
 def tuning_for(device: torch.device) -> Tuning:
     """The figures for a device. On a CPU kernels are interpreted, and on `meta` compiled: as for Hopper."""
     if device.type != "cuda":
         return HOPPER
-    capability = torch.cuda.get_device_capability(device)
-    return next((tuning for lowest, tuning in ARCHITECTURES if capability >= lowest), ADA)
+    return tuning_of(torch.cuda.get_device_capability(device))
+
+
+def check_tile(field: str, tile: Tile, fits: bool, needed: str) -> None:
+    """Raise if a tile does not fit the blocks that its kernel scales: scales would be wrong, or beyond their buffer."""
+    if not fits:
+        raise ValueError(f"{field}: a tile of {tile.rows}×{tile.columns} in octavo/kernels/tuning.py, but {needed}")
 
 
 def may_overlap(device: torch.device) -> bool:

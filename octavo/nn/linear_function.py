@@ -65,16 +65,37 @@ def linear(
     `states`: scaling state of x and of the gradient. `norm`: x goes through it first. `residual[..., N]`: is added to
     the result. `x_is_saved`: something else saves x for its own backward, so that it costs no memory here, either.
     """
+    return linear_and_input(
+        x, weight, spec, states, bias=bias, norm=norm, adapters=adapters, residual=residual, x_is_saved=x_is_saved
+    )[0]
+
+
+def linear_and_input(
+    x: Tensor,
+    weight: Weight,
+    spec: LinearSpec,
+    states: States,
+    *,
+    bias: Tensor | None = None,
+    norm: Norm | None = None,
+    adapters: Adapters = NO_ADAPTERS,
+    residual: Tensor | None = None,
+    x_is_saved: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Return what `linear` does, and x, to be used in the place of the given one.
+
+    If there is a norm, the gradients of both come back to one place, and are added where the norm's is computed.
+    """
     save_x = how_to_save(x, weight, spec, norm, adapters, x_is_saved=x_is_saved)
     flat = None if residual is None else residual.reshape(-1, residual.shape[-1])
     stored = (*weight.parts, *weight.scales) if weight.is_stored else ()
     trained = weight.trained
     counts = len(trained), len(adapters.positions), len(weight.parts)
-    y = _Linear.apply(
-        x.reshape(-1, x.shape[-1]), bias, flat, *(NO_NORM if norm is None else norm), spec, save_x, adapters.positions,
-        counts, *states, weight.state, *trained, *adapters.downs, *adapters.ups, *stored,
+    y, h = _Linear.apply(
+        x.reshape(-1, x.shape[-1]), bias, flat, *(NO_NORM if norm is None else norm[:2]), spec, save_x,
+        adapters.positions, counts, *states, weight.state, *trained, *adapters.downs, *adapters.ups, *stored,
     )  # fmt: skip
-    return y.reshape(*x.shape[:-1], y.shape[-1])
+    return y.reshape(*x.shape[:-1], y.shape[-1]), x if h is None else h.reshape(x.shape)
 
 
 def how_to_save(
@@ -113,7 +134,8 @@ class _Linear(torch.autograd.Function):
         state_g: Tensor,
         state_w: Tensor | None,
         *tensors: Tensor,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor | None]:
+        """y, and x if a norm comes before: what else is added to that gradient costs no pass of its own."""
         trained, adapters, stored = _sort(tensors, counts, positions)
         parts, scales = (stored[: counts[2]], stored[counts[2] :]) if stored else (trained, [])
         h = x
@@ -139,11 +161,14 @@ class _Linear(torch.autograd.Function):
         ctx.spec, ctx.call, ctx.save_x, ctx.eps = spec, call, save_x, norm_eps
         ctx.positions, ctx.counts = positions, counts
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return y
+        ctx.set_materialize_grads(False)
+        return y, h if inverse is not None else None
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, g: Tensor | None, passing: Tensor | None) -> tuple[Tensor | None, ...]:
+        if g is None:
+            return passing, *[None] * (len(ctx.needs_input_grad) - 1)
         x_data, x_scale, t, w_scale, inverse, norm_weight, *rest = ctx.saved_tensors
         count, low, _ = ctx.counts
         matrices, parts = rest[: 2 * low], rest[2 * low :] or ctx.frozen
@@ -167,7 +192,7 @@ class _Linear(torch.autograd.Function):
                 adapters = Adapters(ctx.positions, tuple(matrices[:low]), tuple(matrices[low:]))
                 dmatrices = _needed(adapters.split(da, db), (*needs_a, *needs_b))
             saved = Quantized(x_data, x_scale)
-            dx, dnorm = back_through(dx, saved, norm_weight, ctx.eps, inverse, needs=(needs_x, needs_norm))
+            dx, dnorm = back_through(dx, saved, norm_weight, ctx.eps, inverse, passing, needs=(needs_x, needs_norm))
         if needs_bias:
             dbias = g.float().sum(dim=0).to(ctx.bias_dtype)
         unused = len(ctx.needs_input_grad) - _BEFORE - count - 2 * low

@@ -69,7 +69,7 @@ def gated_mlp(
     stored = tuple(t for w in (gate_up, down) if w.is_stored for t in (*w.parts, *w.scales))
     sizes = tuple((len(w.parts), len(w.scales)) if w.is_stored else (0, 0) for w in (gate_up, down))
     y = _GatedMLP.apply(
-        x.reshape(-1, x.shape[-1]), *(NO_NORM if norm is None else norm), residual, mlp, (save_x, saves),
+        x.reshape(-1, x.shape[-1]), *(NO_NORM if norm is None else norm[:2]), residual, mlp, (save_x, saves),
         (adapters.positions, adapters_down.positions), (len(trained), *sizes), *states, *states_down, gate_up.state,
         down.state, *trained, *matrices, *stored,
     )  # fmt: skip
@@ -149,9 +149,8 @@ class _GatedMLP(torch.autograd.Function):
             g, state_g, state_dgate_up, saved, [gate, up], scales[0], state_w, [down], scales[1], state_w_down,
             list(matrices), ctx.call, [*needs, *_any_of(needs_low, ctx.positions)],
         )  # fmt: skip
-        dh, dnorm = back_through(dx, x_saved, norm_weight, ctx.eps, inverse, needs=(needs_x, needs_norm))
-        if ctx.residual and dh is not None:
-            dh = dh + g
+        along = g if ctx.residual else None
+        dh, dnorm = back_through(dx, x_saved, norm_weight, ctx.eps, inverse, along, needs=(needs_x, needs_norm))
         gradients: list[Tensor | None] = [None] * ctx.trained
         if needs[1]:
             gradients[:2] = dgate_up.split([gate.shape[0], up.shape[0]])

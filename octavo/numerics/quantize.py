@@ -64,6 +64,10 @@ GRANULARITIES = {
 }
 # How many elements along a row may share a scale without sharing it with all; the largest first.
 GROUPS = tuple(sorted({g.columns for g in GRANULARITIES.values() if g.columns is not None}, reverse=True))
+# How many rows may share a scale, other than one or all; the largest first.
+GROUP_HEIGHTS = tuple(
+    sorted({BLOCK, *(g.rows for g in GRANULARITIES.values() if g.rows is not None and g.rows > 1)}, reverse=True)
+)
 LARGEST_SCALE = 2.0**126
 SMALLEST_SCALE = 2.0**-126  # the smallest normal FP32: its reciprocal is finite and exact
 
@@ -256,12 +260,13 @@ def _spread(scale: Tensor, dim: int, size: int) -> Tensor:
     groups = scale.shape[dim]
     if groups in (1, size):
         return scale
-    blocks = (MX_BLOCK, BLOCK) if dim == -1 else (BLOCK,)  # no scale has 32 rows
+    blocks = GROUPS if dim == -1 else GROUP_HEIGHTS
     block = next((b for b in blocks if -(-size // b) == groups), None)
     if block is None:
+        choices = " or ".join(f"{-(-size // b)} (blocks of {b})" for b in reversed(blocks))
         raise ValueError(
             f"scale of shape {tuple(scale.shape)} does not fit {size} elements in dimension {dim}: "
-            f"expected 1, {size}, {-(-size // MX_BLOCK)} (blocks of {MX_BLOCK}) or {-(-size // BLOCK)} (of {BLOCK})"
+            f"expected 1, {size}, {choices}"
         )
     return scale.repeat_interleave(block, dim).narrow(dim, 0, size)
 

@@ -10,7 +10,8 @@ import torch
 from rich.console import Console
 
 from octavo.sft.settings import SFTSettings
-from octavo.tools.plan.gpus import Gpu, fits, largest_batch, longest_sequence
+from octavo.tools.plan.fits import fits, largest_batch, longest_sequence
+from octavo.tools.plan.gpus import Gpu
 from octavo.tools.plan.memory import plan_memory
 from octavo.tools.plan.options import Option, why_bf16_products
 from octavo.tools.plan.request import FAMILIES, Request
@@ -36,14 +37,14 @@ def choose_checkpointing(settings: SFTSettings, config: Path, seq: int) -> tuple
     if (why := _unknown(config)) is not None:
         return settings.checkpointing is not False, f"no plan of its memory: {why}"
     case = _request(settings, config, seq).case
-    gpu = Gpu(torch.cuda.get_device_name(), _free())
+    gpu = _this_gpu()
     tried = [settings.checkpointing] if settings.checkpointing is not None else [False, True]
     for checkpointing in tried:
-        option = _option(settings, case, checkpointing)
+        option = _option(settings, case, gpu, checkpointing)
         if fits(case, option, gpu):
             how = ", with gradient checkpointing" if checkpointing else ""
             return checkpointing, f"{plan_memory(case, option).peak_gib:.1f} GiB planned, {gpu.gib:.1f} free{how}"
-    option = _option(settings, case, tried[-1])
+    option = _option(settings, case, gpu, tried[-1])
     needed = plan_memory(case, option).peak_gib
     raise UserError(
         f"the run would take {needed:.1f} GiB, and {gpu.room:.1f} of {gpu.name} are free for tensors: "
@@ -53,9 +54,9 @@ def choose_checkpointing(settings: SFTSettings, config: Path, seq: int) -> tuple
 
 def _advice(settings: SFTSettings, case: Case, gpu: Gpu) -> str:
     """Return the options that would fit."""
-    if settings.checkpointing is False and fits(case, _option(settings, case, True), gpu):
+    if settings.checkpointing is False and fits(case, _option(settings, case, gpu, True), gpu):
         return "leave --no-checkpointing out"
-    option = _option(settings, case, settings.checkpointing is not False)
+    option = _option(settings, case, gpu, settings.checkpointing is not False)
     batch = largest_batch(case, option, gpu)
     if batch:
         more = -(-settings.batch * settings.micro_batches // batch)
@@ -72,7 +73,7 @@ def _request(settings: SFTSettings, config: Path, seq: int) -> Request:
     return Request(str(config), mode=mode, batch=settings.batch, seq=seq, rank=rank, compiled=False)
 
 
-def _option(settings: SFTSettings, case: Case, checkpointing: bool) -> Option:
+def _option(settings: SFTSettings, case: Case, gpu: Gpu, checkpointing: bool) -> Option:
     """Return the run as the plan describes it."""
     kind = "layers" if checkpointing else "none"
     option = Option("own", optimizer=settings.optimizer, checkpointing=kind, compiled=False, masters=settings.full)
@@ -82,7 +83,7 @@ def _option(settings: SFTSettings, case: Case, checkpointing: bool) -> Option:
     if settings.full:
         return replace(option, code="fp8", recipe="delayed" if settings.recipe is None else recipes[settings.recipe])
     recipe = "block" if settings.recipe == "block" else "channel"
-    return replace(option, code="fp8", recipe=recipe, adapter_bytes=4, fp8_products=not why_bf16_products(case))
+    return replace(option, code="fp8", recipe=recipe, adapter_bytes=4, fp8_products=not why_bf16_products(case, gpu))
 
 
 def _require_known(config: Path) -> None:
@@ -97,6 +98,10 @@ def _unknown(config: Path) -> str | None:
     except UserError as error:  # not a dense decoder
         return str(error)
     return None if kind in FAMILIES else f"octavo plan knows {', '.join(FAMILIES)}, not {kind}"
+
+
+def _this_gpu() -> Gpu:
+    return Gpu(torch.cuda.get_device_name(), _free(), torch.cuda.get_device_capability())
 
 
 def _free() -> float:

@@ -93,6 +93,9 @@ class Family:
     def check_head(self, case: "Case", head: str) -> None:
         """Refuse a precision that the head cannot have."""
 
+    def check_workload(self, workload: str) -> None:
+        """Refuse a workload that these models cannot be given."""
+
     def check_extras(self, item: str, case: "Case") -> None:
         """Refuse a recipe with extras, such as `block+fp8-head`, where they do not apply."""
 
@@ -132,9 +135,9 @@ class Family:
         report = convert_to_fp8(model, config, precision="fp8", tokens=tokens)
         return nullcontext(), report.scaling, report.summary()
 
-    def loss(self, model: nn.Module, tokens_BT: Tensor) -> Tensor:
-        """Return the loss of predicting each token from those before it."""
-        loss: Tensor = model(input_ids=tokens_BT, labels=tokens_BT, use_cache=False).loss
+    def loss(self, model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Return the loss of predicting each label from the tokens before it."""
+        loss: Tensor = model(**inputs, use_cache=False).loss
         return loss
 
     # Plan
@@ -148,11 +151,13 @@ class Family:
 
         check_decoder(model, config)
 
-    def options(self, case: "Case", *, compiled: bool, fp8_head: bool, offload: str | None) -> list["Option"]:
-        """Return the ways to train that the plan compares."""
+    def options(
+        self, case: "Case", *, compiled: bool, fp8_head: bool, offload: str | None, gpu: "Gpu | None"
+    ) -> list["Option"]:
+        """Return the ways to train that the plan compares, on this GPU if there is one."""
         from octavo.tools.plan.options import options_of
 
-        return options_of(case, compiled=compiled, fp8_head=fp8_head, offload=offload)
+        return options_of(case, compiled=compiled, fp8_head=fp8_head, offload=offload, gpu=gpu)
 
     def memory(self, case: "Case", option: "Option") -> "Memory":
         """Return the memory that a training step takes."""
@@ -183,13 +188,12 @@ class Family:
 
         return decoder_bench(model, case, option, gpu)
 
-    def notes(self, case: "Case") -> list[str]:
+    def notes(self, case: "Case", gpu: "Gpu | None") -> list[str]:
         """Return remarks on this model that the figures alone do not make."""
         from octavo.tools.plan.options import why_bf16_products
 
-        if not case.frozen or not why_bf16_products(case):
-            return []
-        return [f"FP8 weights: products in BF16, since {why_bf16_products(case)}; fp8_products=True insists on FP8."]
+        reason = why_bf16_products(case, gpu) if case.frozen else ""
+        return [f"FP8 weights: products in BF16, since {reason}; fp8_products=True insists on FP8."] if reason else []
 
     def background(self, case: "Case", memories: Sequence["Memory"]) -> list[str]:
         """Return how to read the table of all options."""

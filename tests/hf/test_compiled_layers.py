@@ -4,6 +4,7 @@ import pytest
 import torch
 import transformers
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from octavo import convert_to_fp8, restore, setup_fp8_mixed_precision_training
@@ -55,9 +56,11 @@ def test_a_decoder_that_is_not_fused(counter):
 
 
 def test_through_accelerate(counter):
+    AcceleratorState._reset_state(reset_partial_state=True)
     with setup_fp8_mixed_precision_training(compile="layers"):
         model = Accelerator(cpu=True).prepare(build())
         losses(model, (9,))
+    AcceleratorState._reset_state(reset_partial_state=True)
     assert counter.frame_count > 0
     with pytest.raises(ValueError, match="compile='layers' with backend='ao'"):
         setup_fp8_mixed_precision_training("ao", compile="layers")

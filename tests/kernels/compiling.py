@@ -31,6 +31,7 @@ CHECKED = (
     *("gated blocks backward block silu 256", "gated blocks backward block, channel wgrad silu 256"),
     *("gated blocks backward mx silu 256", "cross entropy quantize both", "gated low rank silu 256 saved"),
     *("gated low rank backward silu 256 with h", "adapters", "transpose", "adamw 4 bits", "bdh causal delayed (128"),
+    *("norm backward 4096", "rotary"),
     # To FP32 its bytes do change hands, before a single store, which comes out right (tests/gpu/test_lora_on_gpu.py).
     *(f"dequantize (256, 256) by (256, 1) to torch.{dtype}" for dtype in ("bfloat16", "float16")),
 )

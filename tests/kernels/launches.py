@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from octavo import FP8TrainingConfig
-from octavo.kernels import adamw, cross_entropy, gated, quantize, split
+from octavo.kernels import adamw, cross_entropy, gated, norm, quantize, rotary, split
 from octavo.kernels.adapters import gradients, outputs
 from octavo.kernels.gated import blocks, low_rank
 from octavo.kernels.gemm import triton as gemm_triton
@@ -22,6 +22,8 @@ from octavo.models.bdh.kernels import scores as bdh_scores
 from octavo.numerics import E4M3, E5M2, Quantized
 from octavo.numerics.activation import ACTIVATIONS
 from octavo.numerics.adamw import Step, with_levels
+from octavo.numerics.norm import Norm
+from octavo.numerics.rotary import Heads
 from octavo.numerics.scaling import new_states
 
 Launch = tuple[str, Callable[[], object]]
@@ -41,7 +43,7 @@ def launches(dtype: torch.dtype, rounding: str) -> Iterator[Launch]:
     for part in (_quantize, _gated, _gated_blocks, _bdh):
         yield from part(dtype, rounding)
     if rounding == "nearest":
-        for part in (_cross_entropy, _adamw, _low_rank):
+        for part in (_cross_entropy, _adamw, _low_rank, _norm, _rotary):
             yield from part(dtype)
         if dtype == torch.bfloat16:
             yield from _gemm()
@@ -242,6 +244,49 @@ def _adamw(dtype: torch.dtype) -> Iterator[Launch]:
                     f"adamw {name} {rows} split",
                     lambda p=p, pair=pair, low=low: adamw.apply(step(False), p, p.float(), *pair, low),
                 )
+
+
+def _norm(dtype: torch.dtype) -> Iterator[Launch]:
+    for k in (4096, 3072, 96) if dtype == torch.bfloat16 else (4096,):
+        h, inverse = torch.zeros(33, k, dtype=dtype), torch.ones(33, 1)
+        for shifted in (False, True):
+            plain = Norm(torch.zeros(k, dtype=dtype), 1e-5, shifted)
+            name = f"of {k}{' shifted' if shifted else ''}"
+            yield f"norm {name}", lambda h=h, n=plain: norm.rms_norm(h, n)
+            yield f"norm {name} of a sum", lambda h=h, n=plain: norm.add_rms_norm(h, h, n)
+            yield (
+                f"norm backward {name}",
+                lambda h=h, n=plain, i=inverse: norm.norm_gradients(h, Quantized(h, i), n, i, h, needs=(True, True)),
+            )
+        for scale in ((), (33, 1), (33, -(-k // 128))):
+            saved = Quantized(torch.zeros(33, k, dtype=E4M3.dtype), torch.ones(scale))
+            for needs in ((True, True), (True, False)):
+                yield (
+                    f"norm backward {k} from FP8 by {scale}{' and of its weight' if needs[1] else ''}",
+                    lambda h=h, s=saved, i=inverse, needs=needs: norm.norm_gradients(
+                        h, s, Norm(h[0], 1e-5), i, None, needs=needs
+                    ),
+                )
+
+
+def _rotary(dtype: torch.dtype) -> Iterator[Launch]:
+    for heads in (Heads(4, 2, 128), Heads(3, 1, 80)) if dtype == torch.bfloat16 else (Heads(4, 2, 128),):
+        qkv, cos = torch.zeros(66, heads.features, dtype=dtype), torch.zeros(33, heads.width, dtype=dtype)
+        gradients = [torch.zeros(66, count, heads.width, dtype=dtype) for count in (heads.q, heads.kv, heads.kv)]
+        plain, shifted = (Norm(torch.zeros(heads.width, dtype=dtype), 1e-5, flag) for flag in (False, True))
+        for norms in (None, (plain, plain), (shifted, shifted)):
+            normed = "" if norms is None else " shifted norms" if norms[0].shifted else " norms"
+            name = f"{heads.width}{normed}"
+            yield (
+                f"rotary {name}",
+                lambda qkv=qkv, cos=cos, heads=heads, norms=norms: rotary.rotary(qkv, cos, cos, heads, norms),
+            )
+            yield (
+                f"rotary backward {name}",
+                lambda qkv=qkv, cos=cos, heads=heads, norms=norms, g=gradients: rotary.rotary_backward(
+                    *g, qkv if norms else None, cos, cos, heads, norms
+                ),
+            )
 
 
 def _low_rank(dtype: torch.dtype) -> Iterator[Launch]:

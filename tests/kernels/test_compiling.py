@@ -27,6 +27,8 @@ def test_tiles_are_transposed_in_16_bits(dtype):
         "columns_kernel",
         "whole_columns_kernel",
         "adamw_kernel",
+        "norm_backward_kernel",
+        "rotary_backward_kernel",
     }
     assert sum(k["conversions"] for k in kernels) > 0  # else this looks for the wrong thing
     assert not [k for k in kernels if k["bytes_turned"]]

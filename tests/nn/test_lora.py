@@ -8,7 +8,7 @@ from torch import nn
 from octavo import FP8Linear
 from octavo.nn.frozen import FROZEN_GRANULARITIES, FP8FrozenLinear, quantize_weight
 from octavo.nn.groups import put_together
-from octavo.nn.linear_function import linear
+from octavo.nn.linear_function import linear, linear_and_input
 from octavo.numerics.norm import Norm
 from octavo.ops.adapters import Adapter, Adapters
 
@@ -115,6 +115,23 @@ def test_a_norm_with_weights_that_are_zero():
     actual, h.grad = h.grad, None
     reference(frozen, matrices, nn.functional.rms_norm(h, (K,), norm.weight, norm.eps)).backward(g)
     torch.testing.assert_close(actual, h.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_a_gradient_past_the_norm_is_added():
+    frozen, matrices = build("channel", torch.bfloat16)
+    norm = Norm((torch.rand(K) + 0.5).to(torch.bfloat16), 1e-6)
+    h, g = torch.randn(7, K).to(torch.bfloat16).requires_grad_(), torch.randn(7, N).to(torch.bfloat16)
+    past = torch.randn(7, K).to(torch.bfloat16)
+    run(frozen, matrices, h, norm=norm).backward(g)
+    alone, h.grad = h.grad, None
+    how = {"bias": frozen.bias, "adapters": Adapters(tuple(PARTS), *zip(*matrices, strict=True)), "norm": norm}
+    y, same = linear_and_input(h, frozen.as_weight(), frozen.spec(h), frozen.states, **how)
+    torch.autograd.backward([y, same], [g, past])
+    assert torch.equal(h.grad, alone + past)
+    h.grad = None
+    _, same = linear_and_input(h, frozen.as_weight(), frozen.spec(h), frozen.states, **how)
+    same.backward(past)
+    assert torch.equal(h.grad, past)
 
 
 def test_frozen_adapters_keep_nothing_and_get_nothing():

@@ -7,6 +7,7 @@ from bounds import cosine
 from torch import nn
 
 from octavo import FP8TrainingConfig
+from octavo.kernels.tuning import HOPPER
 from octavo.nn import cost_model
 from octavo.nn import loss as module
 from octavo.nn.loss import FP8Head, linear_cross_entropy
@@ -214,10 +215,10 @@ def test_compiled_in_one_graph(fp8):
 
 def test_the_planner_likes_large_layers():
     for inputs, outputs in ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096)):  # Llama 8B
-        assert cost_model.why_not(8192, inputs, outputs) == ""
-        assert cost_model.estimate(8192, inputs, outputs).pays
+        assert cost_model.why_not(8192, inputs, outputs, HOPPER) == ""
+        assert cost_model.estimate(8192, inputs, outputs, HOPPER.rates).pays
     for tokens, inputs, outputs in ((8192, 64, 64), (64, 4096, 4096), (8192, 4096, 16), (128, 512, 512)):
-        reason = cost_model.why_not(tokens, inputs, outputs)
+        reason = cost_model.why_not(tokens, inputs, outputs, HOPPER)
         assert f"{tokens} tokens" in reason and "µs" in reason
 
 
@@ -226,12 +227,12 @@ def test_the_planner_is_monotone():
     sizes = [2**n for n in range(6, 16)]
     for tokens in sizes:
         for inputs in sizes:
-            actual = [cost_model.estimate(tokens, inputs, outputs) for outputs in sizes]
+            actual = [cost_model.estimate(tokens, inputs, outputs, HOPPER.rates) for outputs in sizes]
             assert [e.pays for e in actual] == sorted(e.pays for e in actual)
             assert [e.fp8 for e in actual] == sorted(e.fp8 for e in actual)
-            transposed = [cost_model.estimate(tokens, outputs, inputs) for outputs in sizes]
+            transposed = [cost_model.estimate(tokens, outputs, inputs, HOPPER.rates) for outputs in sizes]
             assert transposed == actual
-        more = [cost_model.estimate(t, tokens, tokens) for t in sizes]
+        more = [cost_model.estimate(t, tokens, tokens, HOPPER.rates) for t in sizes]
         assert [e.pays for e in more] == sorted(e.pays for e in more)
 
 

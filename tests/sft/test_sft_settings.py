@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
-import torch
 from rich.console import Console
 
 from octavo.sft import memory
 from octavo.sft.settings import DEMO, SFTSettings, settings_from_options
+from octavo.tools.plan.gpus import Gpu
 from octavo.tools.shapes import SHAPES
 from octavo.training.errors import UserError
 from octavo.training.files import write_json
@@ -58,10 +58,9 @@ def test_bad_values(changes, expected):
 def gpu(monkeypatch, tmp_path):
     """A GPU with as many GiB as are asked for, and the configuration of an 8B."""
     write_json(tmp_path / "config.json", {**SHAPES["8b"], "max_position_embeddings": 8192})
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
 
     def choose(gib, config=tmp_path / "config.json", **changes):
-        monkeypatch.setattr(memory, "_free", lambda: gib)
+        monkeypatch.setattr(memory, "_this_gpu", lambda: Gpu("a GPU", gib, (9, 0)))
         return memory.choose_checkpointing(SFTSettings(device="cuda", **changes), Path(config), 2048)
 
     return choose

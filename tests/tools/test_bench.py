@@ -9,14 +9,12 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from bench_cases import WorkerHere
 
 from octavo.cli import main
 from octavo.tools.bench import runner
-from octavo.tools.bench.contenders import Contender
-from octavo.tools.bench.worker import Worker
 from octavo.tools.shapes import Case
 
 OCTAVO = Path(sys.executable).with_name("octavo")
@@ -34,28 +32,6 @@ CONFIG = {
     "tie_word_embeddings": True,
 }
 Bench = Callable[..., tuple[int, str, str]]
-
-
-class WorkerHere:
-    """In place of `WorkerProcess`: the same worker, told the same by the same JSON, in the process of the test.
-
-    One of its own takes 7 s to import what is imported here already. An error fails the test.
-    """
-
-    def __init__(self, case: Case, contender: Contender, _workers: int) -> None:
-        first = json.loads(json.dumps({"case": case.to_dict(), "contender": contender.to_dict()}))
-        self._worker = Worker(Case.from_dict(first["case"]), Contender(**first["contender"]))
-        self._asked: list[dict[str, Any]] = []
-
-    def request(self, do: str, **arguments: Any) -> None:
-        self._asked.append(json.loads(json.dumps({"do": do, **arguments})))
-
-    def answer(self) -> dict[str, Any]:
-        asked = self._asked.pop(0)
-        return json.loads(json.dumps(getattr(self._worker, asked.pop("do"))(**asked)))
-
-    def kill(self) -> None:
-        assert not self._asked
 
 
 @pytest.fixture

@@ -94,7 +94,10 @@ def test_passes_are_those_of_the_kernels():
 
 def test_what_a_gated_mlp_moves():
     size = 1000
-    actual = {name: gated_passes(FP8TrainingConfig.from_recipe(name).recipe, size) for name in RECIPES}
+    actual = {
+        name: gated_passes(FP8TrainingConfig.from_recipe(name).recipe, size, fused=name != "channel")
+        for name in RECIPES
+    }
     assert actual["delayed"] == ((1, 0), (1, 0)) and actual["current"] == ((2, 0), (2, 0))
     assert actual["block"] == actual["mx"] == ((1, 0), (2, 0))
     # h is written and read; the gradients, twice as large, are written and read twice, and so is h for its columns.
@@ -147,7 +150,7 @@ def test_contenders():
     ]
     actual, reasons = names(bdh(), against=AGAINST)
     assert actual == ["bf16-eager", "bf16-compiled", "octavo delayed", "octavo delayed fused"]
-    assert set(reasons) == {"octavo-bf16", "torchao", "torchao-row", "te", "unsloth"}
+    assert set(reasons) == {"octavo-bf16", "torchao", "torchao-row", "te", "unsloth", "peft"}
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from octavo.cli import main
-from octavo.tools.plan import gpus, persistent
-from octavo.tools.plan.gpus import GPUS, STRIDE, Gpu, find_gpu, fits, largest_batch, longest_sequence
+from octavo.support import MINIMUM_CAPABILITY
+from octavo.tools.plan import persistent
+from octavo.tools.plan.fits import MOST, STRIDE, fits, largest_batch, longest_sequence
+from octavo.tools.plan.gpus import FP8_CAPABILITY, GPUS, Gpu, find_gpu
 from octavo.tools.plan.memory import plan_memory
 from octavo.tools.plan.options import Option, options_of
 from octavo.tools.plan.request import Request, with_batch, with_sequence
@@ -345,7 +347,7 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not() -> None:
     for kind in ("none", "layers", "offload"):
         assert actual["fp8", "channel", kind] >= 2 * actual["own", None, kind] > 0
     limited = replace(case, config={**case.config, "max_position_embeddings": 1000})
-    assert longest_sequence(limited, Option("own"), Gpu("all", 1e9)) == 1000
+    assert longest_sequence(limited, Option("own"), Gpu("all", 1e9, (9, 0))) == 1000
 
 
 @pytest.mark.parametrize("mode", ["full", "lora"])
@@ -359,13 +361,15 @@ def test_the_largest_batch_fits_and_one_more_does_not(mode: str) -> None:
 
 
 def test_a_batch_beyond_counting_ends() -> None:
-    assert largest_batch(request("tiny", seq=1), Option("own"), Gpu("all", 1e9)) == gpus.MOST
+    assert largest_batch(request("tiny", seq=1), Option("own"), Gpu("all", 1e9, (9, 0))) == MOST
 
 
 def test_gpus_by_name_and_size() -> None:
     assert find_gpu("H200") == find_gpu(" h200 ") == GPUS["h200"]
     assert find_gpu("24").gib == find_gpu("24GiB").gib == 24
     assert find_gpu("24").has_fp8 and not find_gpu("a100").has_fp8
+    assert [name for name, gpu in GPUS.items() if not gpu.has_fp8] == ["a100", "a100-40gb", "rtx3090"]
+    assert FP8_CAPABILITY == MINIMUM_CAPABILITY
     assert find_gpu("0.5").room == 0
 
 

@@ -62,7 +62,7 @@ def layer_call(prepared, case, option):
 
     handle = layer.register_forward_pre_hook(look, with_kwargs=True)
     with torch.autocast("cpu", torch.bfloat16, enabled=option.weight_bytes == 4):
-        prepared.model(input_ids=prepared.tokens_BT, labels=prepared.tokens_BT, use_cache=False)
+        prepared.model(**prepared.inputs, use_cache=False)
     handle.remove()
     (args, kwargs) = actual[0]
     return layer, args[0].detach().requires_grad_(), kwargs

@@ -37,6 +37,8 @@ FILES = (
     f"{OLD}8b-8l-lora0-32768t",
     f"{NEWER}8b-32l-lora32-peers",
 )
+# Measured when eager norms kept FP32 copies (17.0 GiB; 15.0 are planned now): to be measured again.
+STALE = (f"{OLD}8b-8l octavo delayed",)
 CODES = {"bf16": "hf", "octavo-bf16": "own", "octavo": "fp8"}
 BOUND = 0.08
 
@@ -51,7 +53,8 @@ def measured():
         result = read(name)
         result["case"]["config"]["tie_word_embeddings"] = False  # the bench builds two matrices in any case
         for row in result["rows"]:
-            if row["kind"] in CODES and row["turns"] and not row.get("graphs"):
+            stale = f"{name} {row['name']}" in STALE
+            if row["kind"] in CODES and row["turns"] and not row.get("graphs") and not stale:
                 actual.append(pytest.param(Case.from_dict(result["case"]), row, id=f"{name} {row['name']}"))
     return actual
 

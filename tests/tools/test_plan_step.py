@@ -55,7 +55,7 @@ def counted(case, option):
         states = offload_states(optimizer).states
 
     def step():
-        prepared.model(input_ids=prepared.tokens_BT, labels=prepared.tokens_BT, use_cache=False).loss.backward()
+        prepared.model(**prepared.inputs, use_cache=False).loss.backward()
         optimizer.step()
 
     def two_steps():

@@ -35,8 +35,8 @@ from octavo.kernels.adapters.tiles import (
 from octavo.kernels.launch import LaunchCache, Launches, kind
 from octavo.kernels.quantize.dequantize import can_dequantize
 from octavo.kernels.tiles import multiprocessors
-from octavo.kernels.tuning import tuning_for
-from octavo.numerics.quantize import Quantized
+from octavo.kernels.tuning import check_tile, tuning_for
+from octavo.numerics.quantize import BLOCK, Quantized
 
 LARGEST_RANK = 64
 LARGEST_RANKS = 256  # of all adapters together, where x is in FP8
@@ -228,12 +228,15 @@ def _build_down(u: Tensor, x: Tensor, scale: Tensor, d: Tensor, dtype: torch.dty
     (m, k), ranks = x.shape, d.shape[0]
     tuning = tuning_for(u.device).adapters
     tile_m, tile_k, warps, stages, programs, _ = tuning.down
+    by_block = scale.dim() > 0 and scale.shape[1] > 1
+    if by_block:
+        check_tile("adapters.down", tuning.down, BLOCK % tile_k == 0, f"x was saved in blocks of 1×{BLOCK}")
     across = -(-k // tile_k)
     splits = _splits(across, -(-m // tile_m), programs * multiprocessors(u.device), tuning.start)
     constants = {
         "RANKS": ranks,
         "FP16": dtype == torch.float16,
-        "BLOCKS": scale.dim() > 0 and scale.shape[1] > 1,
+        "BLOCKS": by_block,
         "EVEN": m % tile_m == 0 and k % tile_k == 0,
         "TILE_M": tile_m,
         "TILE_K": tile_k,

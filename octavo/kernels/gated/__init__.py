@@ -16,7 +16,7 @@ from octavo.kernels.gated.activations import ACTIVATIONS
 from octavo.kernels.gated.tensor import MEASURE, PLAIN, QUANTIZE, gated_backward_kernel, gated_kernel
 from octavo.kernels.launch import LaunchCache, Launches, kind, seed_of
 from octavo.kernels.tiles import multiprocessors
-from octavo.kernels.tuning import Tile, tuning_for
+from octavo.kernels.tuning import Tile, check_tile, tuning_for
 from octavo.numerics.config import OperandRecipe
 from octavo.numerics.formats import E4M3, E5M2
 from octavo.numerics.quantize import BLOCK, Quantized
@@ -112,6 +112,8 @@ def _build_quantize(gate_up: Tensor, recipe: OperandRecipe, activation: str, rec
     amax = 1 if recipe.delayed else launches.make((1,), torch.float32, zeros=True)  # a delayed scale needs none
     out, scale = launches.make((m, f), recipe.format.dtype), launches.make((), torch.float32)
     tile = tuning_for(gate_up.device).gated.forward
+    if save:
+        check_tile("gated.forward", tile, tile.columns == BLOCK, f"gate and up are saved in blocks of 1×{BLOCK}")
     for task, scaling in _tasks(recipe):
         grid, constants = _arrange(gate_up, m, f, tile, recipe, activation, task, record, scaling)
         numbers = (m, f, 1.0 / (m * f), seed_of(recipe))
@@ -155,6 +157,8 @@ def _build_quantize_backward(
     scale, scale_t = launches.make((), torch.float32), launches.make((), torch.float32)
     h = launches.make((f, m), recipe_h.format.dtype)
     tile = tuning_for(gate_up.device).gated.backward
+    if gate_up.element_size() == 1:
+        check_tile("gated.backward", tile, BLOCK % tile.columns == 0, f"gate and up were saved in blocks of 1×{BLOCK}")
     for task, scaling in _tasks(recipe):
         grid, constants = _arrange(gate_up, m, f, tile, recipe, activation, task, True, scaling)
         constants |= {"H_FORMAT": recipe_h.format, "H_STOCHASTIC": recipe_h.rounding == "stochastic"}

@@ -21,9 +21,9 @@ from octavo.kernels.gated.tiles import gradients, load_gate_up
 from octavo.kernels.launch import LaunchCache, Launches, kind, seed_of
 from octavo.kernels.quantize import clips
 from octavo.kernels.quantize.blocks import amax_of_columns, amax_of_rows, scale_rows
-from octavo.kernels.quantize.modes import make_scale, modes_of
+from octavo.kernels.quantize.modes import check_blocks, has_modes, make_scale, modes_of
 from octavo.kernels.quantize.tensor import offsets, store_tile
-from octavo.kernels.tiles import BLOCK_1X128, CHANNEL, MX, multiprocessors, programs_in_strips
+from octavo.kernels.tiles import BLOCK_1X128, CHANNEL, MX, NONE, multiprocessors, programs_in_strips
 from octavo.kernels.tuning import Tile, tuning_for
 from octavo.numerics.config import OperandRecipe
 from octavo.numerics.formats import E4M3, E5M2
@@ -243,6 +243,8 @@ def can_quantize_backward(gate_up: Tensor, recipe: OperandRecipe, recipe_h: Oper
 
 @cache
 def _rows_mode(recipe: OperandRecipe) -> int | None:
+    if not has_modes(recipe):
+        return None
     mode = modes_of(recipe, "rows")[0]
     known = recipe.format in (E4M3, E5M2) and recipe.percentile is None
     return mode if known and mode in (BLOCK_1X128.value, MX.value) else None
@@ -269,7 +271,9 @@ def _build_forward(gate_up: Tensor, recipe: OperandRecipe, activation: str, reco
     assert mode is not None
     launches = Launches(given=2)
     out, scale = launches.make((m, f), recipe.format.dtype), make_scale(launches, mode, (m, f))
-    grid, constants = _arrange(gate_up, m, f, tuning_for(gate_up.device).gated.rows[recipe.granularity])
+    tile = tuning_for(gate_up.device).gated.rows[recipe.granularity]
+    check_blocks(f"gated.rows[{recipe.granularity!r}]", tile, mode, NONE.value)
+    grid, constants = _arrange(gate_up, m, f, tile)
     constants |= {"MODE": mode, "RECORD": record, "ACTIVATION": ACTIVATIONS[activation], "CLIPS": clips(recipe)}
     numbers = (m, f, 1.0 / (m * f), seed_of(recipe))
     launches.launch(_rows_kernel, grid, (0, 1, out, scale), numbers, constants | _rounding(recipe))
@@ -304,19 +308,25 @@ def _build_backward(
         column_amax, h_amax = (launches.make((n,), torch.float32, zeros=True) for n in (2 * f, f))
 
     tuning, along = tuning_for(gate_up.device).gated, recipe.columns or recipe.granularity
-    tile = tuning.backward_rows_and_amax if by_channel else tuning.backward_rows
+    field = "backward_rows_and_amax" if by_channel else "backward_rows"
+    tile = getattr(tuning, field)
+    check_blocks(f"gated.{field}", tile, mode, NONE.value)
     grid, constants = _arrange(gate_up, m, f, tile, strips=by_channel)
     constants |= {"MODE": mode, "COLUMN_AMAX": by_channel, "ACTIVATION": act, "CLIPS": clips(recipe)}
     tensors = (0, 1, 2, rows, scale, column_amax, h_amax)
     numbers = (m, f, 0.5 / (m * f), seed_of(recipe))
     launches.launch(_backward_rows_kernel, grid, tensors, numbers, constants | _rounding(recipe))
 
-    grid, constants = _arrange(gate_up, m, f, tuning.whole_columns[along])
+    word: int | None = 32
+    field, tile = "whole_columns", tuning.whole_columns[along]
+    grid, constants = _arrange(gate_up, m, f, tile)
     kernel: Any = whole_columns_kernel
     constants["BAND"] = tuning.band
     if not constants.pop("EVEN") or dh.dtype != gate_up.dtype or (dh.data_ptr() | gate_up.data_ptr()) % 4:
         kernel = _backward_columns_kernel
-        grid, constants = _arrange(gate_up, m, f, tuning.backward_columns[along])
+        field, tile, word = "backward_columns", tuning.backward_columns[along], None
+        grid, constants = _arrange(gate_up, m, f, tile)
+    check_blocks(f"gated.{field}[{along!r}]", tile, NONE.value, mode_t, word)
     constants |= {"MODE": mode_t, "ACTIVATION": act}
     constants |= _rounding(recipe) | {f"H_{name}": value for name, value in _rounding(recipe_h).items()}
     outs = (columns, scale_t, h, h_scale)

@@ -24,7 +24,7 @@ from octavo.kernels.gated.tiles import load_saved_half, save_half
 from octavo.kernels.launch import LaunchCache, Launches, kind
 from octavo.kernels.quantize.tensor import load_tile, offsets, store_tile
 from octavo.kernels.tiles import multiprocessors, programs_in_strips
-from octavo.kernels.tuning import Tile, tuning_for
+from octavo.kernels.tuning import Tile, check_tile, tuning_for
 from octavo.numerics.quantize import BLOCK, Quantized
 
 LARGEST_RANK = 128
@@ -199,7 +199,10 @@ def _build_forward(
     m, f = gate_up.shape[0], gate_up.shape[1] // 2
     launches = Launches(given=7)
     h = launches.make((m, f), gate_up.dtype)
-    grid, constants = _arrange(gate_up, m, f, tuning_for(gate_up.device).gated.low_rank, activation)
+    tile = tuning_for(gate_up.device).gated.low_rank
+    fits = tile.columns == BLOCK if save else BLOCK % tile.columns == 0
+    check_tile("gated.low_rank", tile, fits, f"gate and up are saved in blocks of 1×{BLOCK}")
+    grid, constants = _arrange(gate_up, m, f, tile, activation)
     constants |= {"GATE_RANK": ranks[0], "UP_RANK": ranks[1], "SAVE": save}
     launches.launch(_forward_kernel, grid, (0, 1, 2, 3, 4, h, 5, 6), (m, f, *numbers), constants)
     launches.results = (h,)
@@ -229,7 +232,10 @@ def _build_backward(
     m, f = dh.shape
     launches = Launches(given=6)
     gradient = launches.make((m, 2 * f), dh.dtype)
-    grid, constants = _arrange(dh, m, f, tuning_for(dh.device).gated.low_rank_backward, activation)
+    tile = tuning_for(dh.device).gated.low_rank_backward
+    fits = BLOCK % tile.columns == 0
+    check_tile("gated.low_rank_backward", tile, fits, f"gate and up were saved in blocks of 1×{BLOCK}")
+    grid, constants = _arrange(dh, m, f, tile, activation)
     constants |= {"RANK": rank, "FOLD": fold, "H": h}
     launches.launch(_backward_kernel, grid, (0, 1, 2, 3, 4, 5, gradient), (m, f, *numbers), constants)
     launches.results = (gradient,)

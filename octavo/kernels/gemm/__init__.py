@@ -26,7 +26,7 @@ from torch import Tensor
 
 from octavo.kernels.tuning import tuning_for
 from octavo.numerics.gemm import ALIGNMENT, check_same_k, constant_along_k, pad_operand, padded_gemm_nt
-from octavo.numerics.quantize import BLOCK, GROUPS, Quantized
+from octavo.numerics.quantize import BLOCK, GROUP_HEIGHTS, GROUPS, Quantized
 
 OCP_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -264,13 +264,14 @@ def _fills_gpu(a: Quantized, b: Quantized) -> bool:
 
 
 def _has_known_scale(q: Quantized) -> bool:
-    """Whether there is one scale for the tensor, a row, a block of 1x128 or 128x128, or an mx block of 1x32."""
+    """Whether there is one scale for the tensor, for a row, or for a block of one of the granularities."""
     if q.scale.dim() == 0:
         return True
     if q.scale.dim() < 2:
         return False
     (rows, k), (scale_rows, groups) = q.data.shape[-2:], q.scale.shape[-2:]
-    return scale_rows in (rows, -(-rows // BLOCK)) and groups in (1, *[-(-k // group) for group in GROUPS])
+    heights = (rows, *[-(-rows // height) for height in GROUP_HEIGHTS])
+    return scale_rows in heights and groups in (1, *[-(-k // group) for group in GROUPS])
 
 
 def _rows_per_block(q: Quantized) -> int:

@@ -32,7 +32,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.kernels.gemm import batch_strides
 from octavo.kernels.tuning import GemmTile, GemmTiles, tuning_for
-from octavo.numerics.quantize import BLOCK, GROUPS, Quantized
+from octavo.numerics.quantize import BLOCK, GROUP_HEIGHTS, GROUPS, Quantized
 
 
 class Batches(NamedTuple):
@@ -175,7 +175,9 @@ def _scale_strides(scale: Tensor) -> tuple[int, int, int]:
 
 
 def _rows_per_scale(scale: Tensor, rows: int) -> int:
-    return BLOCK if scale.dim() and scale.shape[-2] != rows else 1
+    if scale.dim() == 0 or scale.shape[-2] == rows:
+        return 1
+    return next(height for height in GROUP_HEIGHTS if scale.shape[-2] == -(-rows // height))
 
 
 def _descriptor(data: Tensor, rows: int, columns: int) -> Any:

@@ -22,15 +22,14 @@ from torch import Tensor
 
 from octavo.kernels import delayed
 from octavo.kernels.launch import LaunchCache, Launches, kind, seed_of
-from octavo.kernels.quantize.block128 import block_kernel
 from octavo.kernels.quantize.blocks import amax_kernel, scaled_kernel
 from octavo.kernels.quantize.columns import columns_kernel
-from octavo.kernels.quantize.modes import NAMES, make_scale, modes_of, passes, tile_of
+from octavo.kernels.quantize.modes import NAMES, SQUARES, check_blocks, has_modes, make_scale, modes_of, passes, tile_of
 from octavo.kernels.quantize.rows import WIDEST, arrange, rows_kernel
+from octavo.kernels.quantize.square_blocks import block_kernel
 from octavo.kernels.quantize.tensor import tensor_kernel
 from octavo.kernels.tiles import (
     BLOCK_1X128,
-    BLOCK_128X128,
     CHANNEL,
     MX,
     NONE,
@@ -50,7 +49,10 @@ _LAUNCHES = LaunchCache()
 
 
 def can_quantize(xs: Sequence[Tensor], recipe: OperandRecipe) -> bool:
-    """Whether the kernel covers this: formats that NVIDIA has, no percentile, groups that no block straddles."""
+    """Whether the kernel covers this: a granularity with a mode, formats that NVIDIA has, no percentile.
+
+    A group has several matrices only if no block straddles two of them.
+    """
     if len(xs) > 1 and not all(x.dim() == 2 and x.shape[0] % BLOCK == 0 for x in xs):
         return False
     if xs[0].dim() > 2 and xs[0].shape[:-2].numel() > _LARGEST_BATCH:
@@ -65,7 +67,7 @@ def clips(recipe: OperandRecipe) -> bool:
 
 @cache
 def _has_kernel(recipe: OperandRecipe) -> bool:
-    return recipe.format in (E4M3, E5M2) and recipe.percentile is None
+    return has_modes(recipe) and recipe.format in (E4M3, E5M2) and recipe.percentile is None
 
 
 def quantize_operand(
@@ -136,7 +138,7 @@ class _LaunchBuilder:
         r, c = self.r, self.c
         rows = self._output(launches, mode_r, r, c)
         columns = self._output(launches, mode_c, c, r)
-        if not mode_c and mode_r != BLOCK_128X128.value and len(self.xs) == 1 and self.xs[0].is_contiguous():
+        if not mode_c and mode_r not in SQUARES and len(self.xs) == 1 and self.xs[0].is_contiguous():
             # Without a transposed copy, a batch is just more rows.
             self.heights, self.b = [self.b * r], 1
             self.r = self.heights[0]
@@ -149,7 +151,7 @@ class _LaunchBuilder:
                 launches.results = (*rows, *columns)
             return launches
         pass_modes = passes(mode_r, mode_c)
-        on_the_way = len(pass_modes) == 2 and mode_r != BLOCK_128X128.value
+        on_the_way = len(pass_modes) == 2 and mode_r not in SQUARES
         measured = self._measure(launches, mode_r, mode_c, on_the_way)
         for i, (pass_r, pass_c) in enumerate(pass_modes):
             outputs = (rows if pass_r else columns, columns if pass_c else rows)
@@ -261,9 +263,9 @@ class _LaunchBuilder:
     ) -> None:
         """One pass over every matrix of the group."""
         recipe, b, r, c = self.recipe, self.b, self.r, self.c
-        whole, blocks = TENSOR.value in (mode_r, mode_c), BLOCK_128X128.value in (mode_r, mode_c)
+        whole, square = TENSOR.value in (mode_r, mode_c), SQUARES.get(mode_r or mode_c)
         tile = tile_of(self.tuning, mode_r, mode_c, column_amax)
-        if record and not mode_r and not whole and not blocks:
+        if record and not mode_r and not whole and square is None:
             tile = tile._replace(
                 registers=None
             )  # counting in a transposed tile takes registers; hardly anybody asks for it
@@ -274,7 +276,7 @@ class _LaunchBuilder:
             alone = not mode_r and not record
             if alone and self._write_whole_columns(launches, i, r0, end, mode_c, measured[2], outputs[1]):
                 continue
-            grid, constants = self._arrange(self.heights[i], b, tile, strips=column_amax, whole_blocks=blocks)
+            grid, constants = self._arrange(self.heights[i], b, tile, strips=column_amax, square=square)
             numbers = (r0, end, r, c, b, *self._strides(self.xs[i]), 1.0 / (b * r * c), seed_of(recipe))
             constants |= {"RECORD": record, "FIRST": r0 == 0} | _rounding(recipe)
             kernel: Any
@@ -283,9 +285,9 @@ class _LaunchBuilder:
                 kernel, tensors = tensor_kernel, (amax, rows, columns, row_scale, column_scale)
                 constants |= {"ROWS": mode_r > 0, "COLUMNS": mode_c > 0, "SCALING": scaling.value}
                 constants["BAND"] = self.tuning.band if mode_c else 1
-            elif blocks:
+            elif square is not None:
                 kernel, tensors = block_kernel, (rows, row_scale, columns, column_scale)
-                constants |= {"ROWS": mode_r > 0, "COLUMNS": mode_c > 0, "CLIPS": clips(recipe)}
+                constants |= {"ROWS": mode_r > 0, "COLUMNS": mode_c > 0, "CLIPS": clips(recipe), "BLOCK": square}
                 del constants["STAGES"]
             else:
                 kernel, tensors = scaled_kernel, (*amaxes, rows, row_scale, columns, column_scale)
@@ -298,7 +300,7 @@ class _LaunchBuilder:
     ) -> bool:
         """One pass over one matrix, if it consists of whole tiles and words."""
         name, x = NAMES.get(mode), self.xs[i]
-        if name is None:
+        if name is None or name not in self.tuning.whole_columns:
             return False
         tile, word = self.tuning.whole_columns[name], self.tuning.word[name]
         steps = (*self._strides(x), x.data_ptr() // x.element_size())
@@ -309,6 +311,7 @@ class _LaunchBuilder:
         grid, constants = self._arrange(self.heights[i], self.b, tile)
         if not constants.pop("EVEN"):
             return False
+        check_blocks(f"quantize.whole_columns[{name!r}]", tile, NONE.value, mode, word)
         del constants["STAGES"]
         constants |= {"MODE": mode, "WORD": word, "MX_UP": self.recipe.mx_rule == "up"} | _rounding(self.recipe)
         numbers = (r0, end, self.r, self.c, self.b, *self._strides(x), seed_of(self.recipe))
@@ -321,11 +324,14 @@ class _LaunchBuilder:
         return [(i, end - height, end) for i, (end, height) in enumerate(zip(ends, self.heights, strict=True))]
 
     def _arrange(
-        self, r: int, b: int, tile: Tile, *, strips: bool = False, whole_blocks: bool = False
+        self, r: int, b: int, tile: Tile, *, strips: bool = False, square: int | None = None
     ) -> tuple[tuple[int], dict[str, Any]]:
-        """The grid for a matrix of r rows, and the constants of the tile. `strips`: a program keeps to its columns."""
+        """The grid for a matrix of r rows, and the constants of the tile.
+
+        `strips`: a program keeps to its columns. `square`: it walks over blocks of so many rows and columns.
+        """
         c = self.c
-        down, across = (BLOCK, BLOCK) if whole_blocks else (tile.rows, tile.columns)
+        down, across = (tile.rows, tile.columns) if square is None else (square, square)
         count = b * -(-r // down) * -(-c // across)
         programs = tile.programs * multiprocessors(self.xs[0].device)
         constants = {

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from octavo.kernels.launch import LaunchCache, Launches, kind
 from octavo.kernels.tiles import round_to
-from octavo.kernels.tuning import tuning_for
+from octavo.kernels.tuning import check_tile, tuning_for
 from octavo.numerics.quantize import BLOCK, Quantized
 
 _LAUNCHES = LaunchCache()
@@ -60,11 +60,17 @@ def dequantize(x: Quantized, dtype: torch.dtype) -> Tensor:
 
 def _build(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Launches:
     r, c = data.shape
-    tile_r, tile_c, warps, *_ = tuning_for(data.device).quantize.dequantize
+    tile = tuning_for(data.device).quantize.dequantize
+    tile_r, tile_c, warps, *_ = tile
+    by_block = scale.dim() > 0 and scale.shape[1] > 1
+    if by_block:
+        check_tile(
+            "quantize.dequantize", tile, tile_c == BLOCK, f"a tile has one scale per row, that of {BLOCK} columns"
+        )
     launches = Launches(given=2)
     out = launches.make((r, c), dtype)
     constants = {
-        "BLOCKS": scale.dim() > 0 and scale.shape[1] > 1,
+        "BLOCKS": by_block,
         "HIGH": BLOCK if scale.dim() > 0 and scale.shape[0] < r else 1,
         "EVEN": r % tile_r == 0 and c % tile_c == 0,
         "TILE_R": tile_r,

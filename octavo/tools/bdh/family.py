@@ -65,6 +65,9 @@ class _BDHFamily(Family):
         if head != "bf16":
             raise UserError(f"--head {head}: BDH's head of {case.vocabulary} bytes stays in BF16; leave it out")
 
+    def check_workload(self, workload: str) -> None:
+        raise UserError(f"--workload {workload}: BDH has no attention mask, so no padding; leave it out")
+
     def check_extras(self, item: str, case: Case) -> None:
         name = item.split("+")[0]
         raise UserError(f"--recipe {item}: what follows a + is for decoders; for {case.name} use --recipe {name}")
@@ -94,8 +97,8 @@ class _BDHFamily(Family):
         context = fp8_autocast(config, model=model)
         return context, context.scaling, "BDH's own code under fp8_autocast"
 
-    def loss(self, model: nn.Module, tokens_BT: Tensor) -> Tensor:
-        loss: Tensor = model(tokens_BT, tokens_BT)[1]
+    def loss(self, model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
+        loss: Tensor = model(inputs["input_ids"], inputs["labels"])[1]
         return loss
 
     def check_request(self, request: Request) -> None:
@@ -110,7 +113,15 @@ class _BDHFamily(Family):
     def check_config(self, model: str, config: Mapping[str, Any]) -> None:
         """Accept it: every BDH comes from a preset."""
 
-    def options(self, case: Case, *, compiled: bool, fp8_head: bool, offload: str | None) -> list[Option]:  # noqa: ARG002
+    def options(
+        self,
+        case: Case,  # noqa: ARG002
+        *,
+        compiled: bool,  # noqa: ARG002
+        fp8_head: bool,  # noqa: ARG002
+        offload: str | None,  # noqa: ARG002
+        gpu: Gpu | None,  # noqa: ARG002
+    ) -> list[Option]:
         return plan.bdh_options()
 
     def memory(self, case: Case, option: Option) -> Memory:
@@ -128,7 +139,7 @@ class _BDHFamily(Family):
     def bench_command(self, model: str, case: Case, option: Option, gpu: Gpu) -> str:  # noqa: ARG002
         return ""
 
-    def notes(self, case: Case) -> list[str]:  # noqa: ARG002
+    def notes(self, case: Case, gpu: Gpu | None) -> list[str]:  # noqa: ARG002
         return []
 
     def background(self, case: Case, memories: Sequence[Memory]) -> list[str]:  # noqa: ARG002

@@ -7,7 +7,8 @@
 | `prepared_model.py`, `others.py` | a model made ready for one contender, and its training step |
 | `check.py` | correctness first: loss and gradient against BF16 |
 | `worker.py`, `processes.py` | one contender in a process of its own, and the parent's end of it |
+| `workload.py`, `workload_run.py`, `trainer_run.py` | batches of changing lengths, and a run through them |
 | `request.py`, `runner.py` | a checked request, and its interleaved run |
 | `gemm.py`, `kernels.py`, `timing.py` | the parts: GEMMs, quantising, device time |
-| `result.py`, `show.py`, `plot.py`, `table.py` | figures, the file, the terminal, the picture, Markdown tables |
+| `result.py`, `workload_result.py`, `show.py`, `plot.py`, `table.py` | figures, the file, terminal, picture, Markdown |
 """

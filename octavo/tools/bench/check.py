@@ -14,6 +14,7 @@ import torch
 
 from octavo.tools.bench.contenders import Contender
 from octavo.tools.bench.prepared_model import PreparedModel
+from octavo.tools.bench.workload import Workload
 from octavo.tools.shapes import CHECK_LAYERS, Case
 
 LARGEST_LOSS_DIFFERENCE = 0.02
@@ -21,20 +22,20 @@ SMALLEST_COSINE = 0.9
 REFERENCE = Contender("bf16-eager", "bf16", compile=False)
 
 
-def check(case: Case, contender: Contender) -> tuple[dict[str, Any], PreparedModel]:
+def check(case: Case, contender: Contender, workload: Workload | None = None) -> tuple[dict[str, Any], PreparedModel]:
     """Return the comparison, ready for JSON, and the model, which owns the compiled code."""
     layers = min(CHECK_LAYERS, case.layers)
-    reference = PreparedModel(case, REFERENCE, layers)
+    reference = PreparedModel(case, REFERENCE, layers, workload)
     reference_loss = reference.step().item()
     gradients = reference.gradients()
 
-    prepared = PreparedModel(case, contender, layers)
+    prepared = PreparedModel(case, contender, layers, workload)
     prepared.step()
     prepared.forget_gradients()
     loss = prepared.step().item()
     result = {
         "layers": layers,
-        "tokens": case.tokens,
+        "tokens": prepared.inputs["input_ids"].numel(),
         "loss": loss,
         "reference_loss": reference_loss,
         "loss_difference": loss / reference_loss - 1,

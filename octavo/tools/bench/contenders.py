@@ -10,12 +10,14 @@ from octavo.numerics import FP8TrainingConfig
 from octavo.numerics.checks import check_choice
 from octavo.numerics.config import RECIPES
 from octavo.optim import OPTIMIZERS
+from octavo.tools.bench.workload import FIXED
 from octavo.tools.shapes import Case
 from octavo.training.errors import UserError
 
 BASELINE = "bf16-compiled"
 OWN_BASELINE = "octavo-bf16"
-AGAINST = ("bf16-eager", BASELINE, OWN_BASELINE, "torchao", "torchao-row", "te", "unsloth")
+PEERS = ("bf16-eager", BASELINE, OWN_BASELINE, "torchao")  # of a workload, unless the user says
+AGAINST = (*PEERS, "torchao-row", "te", "unsloth", "peft")
 EXTRAS = ("fp8-head", "wgrad-channel", "graphs", "fp8-activations", "weights-only")
 STEP_EXTRAS = ("in-backward", "offload-optimizer", "offload-master")  # for whole steps: see `octavo.optim`
 OURS = ("octavo", "octavo-bf16", "octavo-fused")
@@ -26,7 +28,13 @@ FROZEN = {
     "channel": "channel",
     "current": "tensor",
 }  # recipes, and the granularity of a frozen weight's scales
-_PACKAGES = {"torchao": "torchao", "torchao-row": "torchao", "te": "transformer_engine", "unsloth": "unsloth"}
+_PACKAGES = {
+    "peft": "peft",
+    "torchao": "torchao",
+    "torchao-row": "torchao",
+    "te": "transformer_engine",
+    "unsloth": "unsloth",
+}
 
 
 @dataclass(frozen=True)
@@ -34,7 +42,7 @@ class Contender:
     """One way to run the model.
 
     `kind`: how its model is prepared (`prepared_model.py`): bf16, octavo, octavo-bf16, octavo-fused, torchao,
-    torchao-row or te.
+    torchao-row, te, or peft: stock PEFT, whose adapters are in FP32.
     """
 
     name: str
@@ -63,6 +71,13 @@ class Contender:
         return asdict(self)
 
 
+def default_against(case: Case, workload: str) -> tuple[str, ...]:
+    """Return what Octavo is compared with unless the user says."""
+    if workload == FIXED:
+        return tuple(name for name in AGAINST if name != "peft")
+    return (*PEERS, "peft") if case.frozen else PEERS
+
+
 def make_contenders(
     case: Case,
     *,
@@ -72,11 +87,15 @@ def make_contenders(
     against: Sequence[str],
     compile: bool,
     optimizers: Sequence[str] = (),
+    workload: str = FIXED,
+    compile_ours: bool | None = None,
 ) -> tuple[list[Contender], dict[str, str]]:
     """Return the contenders that can run, baselines first, and the reasons for those that cannot.
 
-    `optimizers`: time whole steps with each of these; other libraries run AdamW.
+    `optimizers`: time whole steps with each of these; other libraries run AdamW. `compile_ours`: for Octavo's own;
+    as `compile` by default.
     """
+    ours = compile if compile_ours is None else compile_ours
     for name in optimizers:
         check_choice("optimizer", name, OPTIMIZERS)
     check_choice("head", head, HEADS)
@@ -91,15 +110,29 @@ def make_contenders(
         raise UserError(f"--wgrad {wgrad}: a choice within the block recipe; add block to --recipe")
     case.family.check_head(case, head)
 
-    reasons = {name: reason for name in against if (reason := _why_not(name, case, compile))}
-    chosen = [_other(name, compile) for name in against if name not in reasons]
+    if workload != FIXED:
+        _check_workload(case, workload, recipes, optimizers)
+
+    reasons = {name: reason for name in against if (reason := _why_not(name, case, compile, workload))}
+    chosen = [_other(name, ours if name in OURS else compile) for name in against if name not in reasons]
     for item in recipes:
         recipe, *extras = item.split("+")
         if extras:
-            chosen.append(_with_extras(recipe, extras, compile))
+            chosen.append(_with_extras(recipe, extras, ours))
         else:
-            chosen += case.family.contenders(recipe, head, wgrad if recipe == "block" else "recipe", compile)
+            chosen += case.family.contenders(recipe, head, wgrad if recipe == "block" else "recipe", ours)
     return _with_optimizers(chosen, optimizers) if optimizers else chosen, reasons
+
+
+def _check_workload(case: Case, workload: str, recipes: Sequence[str], optimizers: Sequence[str]) -> None:
+    case.family.check_workload(workload)
+    if case.frozen and not case.rank:
+        raise UserError(f"--rank 0: with --workload {workload} something has to be trained; give a rank")
+    for item in recipes:
+        if "graphs" in item.split("+"):
+            raise UserError(f"--recipe {item}: CUDA graphs are of one length; with --workload {workload} leave it out")
+    if workload == "trainer" and optimizers:
+        raise UserError(f"--optimizer {','.join(optimizers)}: the Trainer brings AdamW; leave it out")
 
 
 def _check_recipe(item: str, case: Case, *, whole: bool) -> None:
@@ -182,16 +215,20 @@ def _other(name: str, compile: bool) -> Contender:
         return Contender(name, "bf16", False)
     if name == BASELINE:
         return Contender(name, "bf16", True)
-    # Transformer Engine's modules break the graph of a layer: compiling around them only adds guards.
-    return Contender(name, name, compile and name != "te")
+    # Transformer Engine's modules break the graph of a layer: compiling around them only adds guards. PEFT is stock.
+    return Contender(name, name, compile and name not in ("te", "peft"))
 
 
-def _why_not(name: str, case: Case, compile: bool) -> str:
+def _why_not(name: str, case: Case, compile: bool, workload: str) -> str:
     package = _PACKAGES.get(name)
     if package is not None and find_spec(package) is None:
         return "not installed"
     if name == "unsloth":
         return "not in this bench yet" if case.frozen else "not in --mode full: it fine-tunes adapters"
+    if name == "peft" and not case.rank:
+        return "there are no adapters; add --mode lora"
+    if name == "te" and workload != FIXED:
+        return f"not in --workload {workload}: it takes numbers of tokens that 8 divides"
     if name == "te" and case.rank:
         return "PEFT does not wrap its linears"
     if name == BASELINE and not compile:

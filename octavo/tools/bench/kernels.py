@@ -24,9 +24,10 @@ from octavo import ops
 from octavo.numerics import FP8TrainingConfig, Quantized
 from octavo.numerics.config import RECIPES, OperandRecipe, Recipe
 from octavo.numerics.operand import LAYOUTS
-from octavo.numerics.quantize import BLOCK
+from octavo.numerics.quantize import granularity_of
 from octavo.numerics.scaling import SCALE, new_states
 from octavo.ops import gated as ops_gated
+from octavo.support import has_fp8_tensor_cores
 from octavo.tools.bench.result import FAILED, TIMED
 from octavo.tools.bench.timing import time_each, try_device_time
 from octavo.tools.shapes import Case
@@ -76,7 +77,7 @@ def works(case: Case) -> Iterator[Work]:
                 yield Work(name, operand, layout, (shape,), run, reads, before=before)
         if "intermediate_size" in case.config:
             m, f = case.tokens, case.config["intermediate_size"]
-            forward, backward = gated_passes(recipe, m * f)
+            forward, backward = gated_passes(recipe, m * f, fused=_is_fused(recipe, f, case.device))
             yield Work(name, "swiglu", "rows", ((m, 2 * f),), partial(_gated, recipe), *forward)
             shapes = (m, f), (m, 2 * f)
             yield Work(name, "swiglu backward", "both", shapes, partial(_gated_backward, recipe), *backward)
@@ -97,23 +98,35 @@ def passes(recipe: OperandRecipe, layout: str) -> int:
         return 1 if recipe.delayed else 2
     if recipe.granularity == "channel":
         return 1 if layout == "rows" else 2
-    if recipe.granularity == "block" and recipe.block == (BLOCK, BLOCK):
+    if granularity_of(recipe.granularity, recipe.block).rows != 1:
         return 1
     return 2 if layout == "both" else 1
 
 
-def gated_passes(recipe: Recipe, size: int) -> tuple[tuple[int, int], tuple[int, int]]:
+def gated_passes(recipe: Recipe, size: int, *, fused: bool) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return how often the gated MLP reads its inputs in a direction, and the BF16 elements moved in between.
 
-    `size` is that of h. Per tensor and per block all is computed from gate, up and dh, in every pass anew, and nothing
-    lies in between; backward needs two passes where the layouts have scales of their own. (With one scale per tensor,
-    that of h is known in backward.) Per channel h, or the gradients of gate and up (twice its size) and h, are written
-    in BF16 once, and quantised from there. So are blocks where the width is no multiple of 128, which is not counted.
+    `size` is that of h. `fused`, all is computed from gate, up and dh, in every pass anew, and nothing lies in between;
+    backward needs two passes where the layouts have scales of their own. (With one scale per tensor, that of h is known
+    in backward.) Else h, or the gradients of gate and up (twice its size) and h, are written in BF16 once, and
+    quantised from there.
     """
     rows, both, columns = passes(recipe.x, "rows"), passes(recipe.g, "both"), passes(recipe.x, "columns")
-    if recipe.x.granularity != "channel":
+    if fused:
         return (rows, 0), (both, 0)
     return (1, (1 + rows) * size), (1, (1 + both) * 2 * size + (1 + columns) * size)
+
+
+def _is_fused(recipe: Recipe, features: int, device: str) -> bool:
+    """Return True if kernels quantise h, and the gradients of gate and up, on the way from gate and up."""
+    if not has_fp8_tensor_cores(torch.device(device)):
+        return False
+    from octavo.kernels import gated  # needs Triton
+    from octavo.kernels.gated import blocks
+
+    gate_up = torch.empty(1, 2 * features, dtype=torch.bfloat16, device="meta")
+    by_block = blocks.can_quantize_backward(gate_up, recipe.g, recipe.x)
+    return by_block or gated.can_quantize(gate_up, recipe.x, recipe.g)
 
 
 def operand_shapes(case: Case) -> dict[str, Shape]:

@@ -1,6 +1,7 @@
 """Other libraries, set up as their documentation says: FP8 on every linear of the decoder, the head in BF16."""
 
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -8,15 +9,18 @@ from torch import nn
 _TORCHAO_RECIPES = {"torchao": "tensorwise", "torchao-row": "rowwise"}
 
 
-def convert_by_torchao(model: nn.Module, kind: str) -> str:
-    """Convert in place to torchao's float8 training. Returns one line about it."""
+def convert_by_torchao(model: nn.Module, kind: str, *, any_length: bool) -> str:
+    """Convert in place to torchao's float8 training. Returns one line about it.
+
+    `any_length`: also for numbers of tokens that 16 does not divide, which it then pads.
+    """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     from torchao.float8.float8_linear import Float8Linear
 
     recipe = _TORCHAO_RECIPES[kind]
     convert_to_float8_training(
         model,
-        config=Float8LinearConfig.from_recipe_name(recipe),
+        config=replace(Float8LinearConfig.from_recipe_name(recipe), pad_inner_dim=any_length),
         module_filter_fn=lambda _, name: "lm_head" not in name,
     )
     count = sum(isinstance(module, Float8Linear) for module in model.modules())

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 from octavo.convert import convert_to_fp8
 from octavo.decoders import graphs
-from octavo.decoders.fuse import fuse_loaded
+from octavo.decoders.fuse import fuse_loaded, padded_calls
 from octavo.nn.frozen import FP8FrozenLinear, activation_config
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 from octavo.optim import build_optimizer, offload_master, offload_states, step_in_backward
 from octavo.tools.bench.contenders import FROZEN, OURS, Contender
 from octavo.tools.bench.others import convert_by_te, convert_by_torchao
 from octavo.tools.bench.random_model import decoder_layers
+from octavo.tools.bench.workload import Workload, make_batches
 from octavo.tools.shapes import Case
 
 INIT_STD = 0.02
@@ -35,7 +36,11 @@ class PreparedModel:
     the next turn's first step, which is not timed.
     """
 
-    def __init__(self, case: Case, contender: Contender, layers: int | None = None) -> None:
+    def __init__(
+        self, case: Case, contender: Contender, layers: int | None = None, workload: Workload | None = None
+    ) -> None:
+        self._workload = workload
+        self._without_padding = workload is not None and contender.kind in OURS
         self.case = replace(case, layers=case.layers if layers is None else layers)
         self.model: Any = self.case.family.build(self.case)
         self._storages: list[tuple[torch.UntypedStorage, int]] = []
@@ -49,7 +54,7 @@ class PreparedModel:
         if case.frozen:
             self.model.requires_grad_(False)
             if case.rank:
-                self._adapt()
+                self._adapt(contender)
             else:
                 self._enter()
         if contender.compile:
@@ -57,9 +62,15 @@ class PreparedModel:
         self._graphs = contender.graphs
         self._use_graphs(True)
         self._optimizer = self._build_optimizer(contender) if contender.optimizer else None
-        generator = torch.Generator().manual_seed(case.seed)
-        shape = (case.tokens // case.seq, case.seq)
-        self.tokens_BT = torch.randint(case.vocabulary, shape, generator=generator).to(case.device)
+        self.inputs = self._first_inputs()
+
+    def _first_inputs(self) -> dict[str, Tensor]:
+        if self._workload is not None:
+            return make_batches(self.case, self._workload, 1)[0].to(self.case.device)
+        generator = torch.Generator().manual_seed(self.case.seed)
+        shape = (self.case.tokens // self.case.seq, self.case.seq)
+        tokens = torch.randint(self.case.vocabulary, shape, generator=generator).to(self.case.device)
+        return {"input_ids": tokens, "labels": tokens}
 
     def _prepare(self, contender: Contender) -> None:
         kind, tokens = contender.kind, self.case.tokens
@@ -67,7 +78,9 @@ class PreparedModel:
             self._drawn = []  # drops the BF16 weights, which would stay beside the FP8 ones
             self.summary = "; ".join(self._freeze(contender))
         elif kind in ("torchao", "torchao-row"):
-            self.summary = convert_by_torchao(self.model, kind)
+            self.summary = convert_by_torchao(self.model, kind, any_length=self._workload is not None)
+        elif kind == "peft":
+            self.summary = "BF16, adapters in FP32, as PEFT makes them"
         elif kind == "te":
             self.summary, self.context = convert_by_te(self.model)
         elif kind == "octavo-bf16":
@@ -106,10 +119,13 @@ class PreparedModel:
         lora.install()
         return fuse_loaded(self.model).fused
 
-    def _adapt(self) -> None:
-        """Add adapters to the targets, in BF16, with non-zero B, so that every gradient is informative."""
+    def _adapt(self, contender: Contender) -> None:
+        """Add adapters to the targets, with non-zero B, so that every gradient is informative.
+
+        They are in BF16, but for `peft`, where they are as PEFT makes them.
+        """
         options = {"r": self.case.rank, "lora_alpha": self.case.rank, "target_modules": self.case.target_modules}
-        options["autocast_adapter_dtype"] = False
+        options["autocast_adapter_dtype"] = contender.kind == "peft"
         from octavo.hf.lora import add_adapters
 
         self.model = add_adapters(
@@ -118,7 +134,9 @@ class PreparedModel:
         generator = torch.Generator(self.case.device).manual_seed(self.case.seed)
         for name, parameter in self.model.named_parameters():
             if "lora_" in name:
-                parameter.data = parameter.data.to(torch.bfloat16).normal_(0.0, INIT_STD, generator=generator)
+                dtype = torch.float32 if contender.kind == "peft" else torch.bfloat16
+                values = torch.empty_like(parameter.data, dtype=torch.bfloat16)
+                parameter.data = values.normal_(0.0, INIT_STD, generator=generator).to(dtype)
 
     def _enter(self) -> None:
         """Keep the gradient of the embedding's output, where backward ends if nothing is trained."""
@@ -133,18 +151,22 @@ class PreparedModel:
         if not self.case.family.compiles_layers:
             self.model.compile(fullgraph=True)
             return
+        # Ours as `convert_to_fp8(..., compile="layers")` does: the second length makes the code dynamic.
+        dynamic = True if self._workload is not None and not self._without_padding else None
         for layer in decoder_layers(self._plain):
-            layer.compile()
+            layer.compile(dynamic=dynamic)
+        if self._workload is not None:
+            self.summary += "; layers compiled" + (" with dynamic=True" if dynamic else "")
 
     @property
     def _plain(self) -> Any:
         """The transformers model inside PEFT's wrapper."""
         return self.model.get_base_model() if self.case.rank else self.model
 
-    def step(self) -> Tensor:
-        """Run one training step; return the loss, still on the device."""
+    def step(self, inputs: dict[str, Tensor] | None = None) -> Tensor:
+        """Run one training step, on `self.inputs` by default; return the loss, still on the device."""
         with self.context:
-            loss = self.case.family.loss(self.model, self.tokens_BT)
+            loss = self.case.family.loss(self.model, self.inputs if inputs is None else inputs)
         loss.backward()
         if self._optimizer is not None:
             self._optimizer.step()
@@ -152,6 +174,11 @@ class PreparedModel:
         if self.scaling is not None:
             self.scaling.step()  # a no-op after an optimiser that it follows
         return loss.detach()
+
+    @property
+    def padded_calls(self) -> dict[str, int]:
+        """How many calls computed padding though the decoder is ours, by the reason."""
+        return dict(padded_calls(self.model))
 
     @property
     def reserved_bytes(self) -> int:
@@ -178,9 +205,12 @@ class PreparedModel:
         whole is another graph at another depth: nothing to prepare.) The gradient that comes in is not the
         loss's, so scaling histories are spoiled: a prepared model is of no use after it.
         """
-        if self.case.family.compiles_layers:
+        if self._without_padding:  # known only where the loss is asked for, too; it comes in chunks
+            self.step()
+        elif self.case.family.compiles_layers:
             with self.context:
-                hidden = self._plain.base_model(input_ids=self.tokens_BT, use_cache=False).last_hidden_state
+                inputs = {name: x for name, x in self.inputs.items() if name != "labels"}
+                hidden = self._plain.base_model(**inputs, use_cache=False).last_hidden_state
             hidden.float().square().mean().backward()
 
     def gradients(self) -> dict[str, Tensor | None]:

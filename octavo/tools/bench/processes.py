@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from octavo.tools.bench.contenders import Contender
+from octavo.tools.bench.workload import Workload
 from octavo.tools.shapes import Case
 
 TIMEOUT_S = 900.0
@@ -22,12 +23,14 @@ class WorkerError(Exception):
 class WorkerProcess:
     """A running worker, in a session of its own: Ctrl-C reaches the parent alone, which then kills it."""
 
-    def __init__(self, case: Case, contender: Contender, workers: int) -> None:
+    def __init__(self, case: Case, contender: Contender, workers: int, workload: Workload | None = None) -> None:
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
         environment = {
             "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads would take cores from the worker being timed
             "TORCHINDUCTOR_COMPILE_THREADS": str(max(2, (os.cpu_count() or 2) // workers)),
             **os.environ,
+            # The Trainer would spread its batches over all GPUs; what is timed is one.
+            "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0],
         }
         self._process = subprocess.Popen(
             [sys.executable, "-m", "octavo.tools.bench.worker"],
@@ -38,7 +41,8 @@ class WorkerProcess:
             start_new_session=True,
             env=environment,
         )
-        self._send({"case": case.to_dict(), "contender": contender.to_dict()})
+        batches = None if workload is None else workload.to_dict()
+        self._send({"case": case.to_dict(), "contender": contender.to_dict(), "workload": batches})
 
     def request(self, do: str, **arguments: Any) -> None:
         """Send a request without waiting; `answer` waits."""

@@ -14,8 +14,9 @@ from octavo.tools.bench.gemm import bench_gemms
 from octavo.tools.bench.kernels import bench_kernels
 from octavo.tools.bench.plot import write_plot
 from octavo.tools.bench.result import check_out, describe, write_result
-from octavo.tools.bench.runner import run_bench
+from octavo.tools.bench.runner import run_bench, run_workload_bench
 from octavo.tools.bench.show import show
+from octavo.tools.bench.workload import Workload
 from octavo.tools.shapes import Case
 from octavo.training.files import disk_errors
 
@@ -24,7 +25,10 @@ RESULTS = Path("benchmarks/results")
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """Request for a benchmark. `kind`: the whole `step`, or only `gemm` or `kernels`; other fields are for the step."""
+    """Request for a benchmark. `kind`: the whole `step`, or only `gemm` or `kernels`; other fields are for the step.
+
+    `workload`: its batches; None if all have one length. It is run once, so it has no rounds.
+    """
 
     kind: str
     case: Case
@@ -33,6 +37,7 @@ class BenchRequest:
     rounds: int
     steps: int
     warmup: int
+    workload: Workload | None = None
 
     def __post_init__(self) -> None:
         for name in ("rounds", "steps", "warmup"):
@@ -55,7 +60,7 @@ def run_request(request: BenchRequest, *, out: Path | None, command: Sequence[st
     show(console, result)
     path = write_result(result, out)
     console.print(Text(f"Result: {path}", style="bold"), soft_wrap=True)
-    if request.kind == "step":
+    if result["kind"] == "step":
         with disk_errors(path):
             console.print(Text(write_plot(result, path.with_suffix(".png"))), soft_wrap=True)
     return path
@@ -66,6 +71,16 @@ def _measure(request: BenchRequest, say: Any) -> dict[str, Any]:
         return bench_gemms(request.case)
     if request.kind == "kernels":
         return bench_kernels(request.case)
+    if request.workload is not None:
+        return run_workload_bench(
+            request.case,
+            request.workload,
+            request.contenders,
+            request.reasons,
+            steps=request.steps,
+            warmup=request.warmup,
+            say=say,
+        )
     return run_bench(
         request.case,
         request.contenders,

@@ -61,12 +61,12 @@ def add_figures(rows: Sequence[dict[str, Any]], case: Case, ceilings: dict[str, 
         }
     for row in timed:
         for baseline in (BASELINE, OWN_BASELINE):
-            base, mine = _baseline(timed, baseline, row), row["figures"]
+            base, mine = baseline_of(timed, baseline, row), row["figures"]
             mine[f"speedup_{baseline}"] = base and base["step_s"] / mine["step_s"]
             mine[f"memory_{baseline}"] = base and base["peak_gib"] and mine["peak_gib"] / base["peak_gib"]
 
 
-def _baseline(timed: Sequence[dict[str, Any]], baseline: str, row: dict[str, Any]) -> dict[str, Any] | None:
+def baseline_of(timed: Sequence[dict[str, Any]], baseline: str, row: dict[str, Any]) -> dict[str, Any] | None:
     """Return the figures to compare with; of our own baseline, those with the same optimiser."""
     own = f"{OWN_BASELINE} {row['optimizer']}" if row["optimizer"] else OWN_BASELINE
     name = own if baseline == OWN_BASELINE else baseline
@@ -86,6 +86,7 @@ def _floor_seconds(row: dict[str, Any], case: Case, ceilings: dict[str, Any]) ->
 
 def describe(case: Case, command: Sequence[str], measured: dict[str, Any]) -> dict[str, Any]:
     """Return `measured` (kind, rows, …) with everything a reader needs to judge and repeat it."""
+    flops = {"flops": case.flops, "flops_formula": LORA_FLOPS_FORMULA if case.frozen else FLOPS_FORMULA}
     return {
         "octavo_bench": VERSION,
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
@@ -95,19 +96,23 @@ def describe(case: Case, command: Sequence[str], measured: dict[str, Any]) -> di
         "case": case.to_dict(),
         "parameters": case.parameters,
         "matmul_parameters": case.matmul_parameters,
-        "flops": case.flops,
-        "flops_formula": LORA_FLOPS_FORMULA if case.frozen else FLOPS_FORMULA,
+        **({} if "workload" in measured else flops),  # the formula is of full batches
         **measured,
     }
 
 
 def title(case: dict[str, Any]) -> str:
     """Return a title for the case."""
+    return f"{model_title(case)}, {case['tokens']:,} tokens a step (seq {case['seq']:,})"
+
+
+def model_title(case: dict[str, Any]) -> str:
+    """Return a title for the model of the case."""
     lora = ""
     if case.get("frozen"):
         linears = {"all": "every linear", "attention": "q, k, v and o", "mlp": "gate, up and down"}[case["targets"]]
         lora = f", LoRA of rank {case['rank']} on {linears}" if case["rank"] else ", frozen, no adapters"
-    return f"{case['name']}, {case['layers']} layers{lora}, {case['tokens']:,} tokens a step (seq {case['seq']:,})"
+    return f"{case['name']}, {case['layers']} layers{lora}"
 
 
 def device_name(device: str) -> str:
@@ -161,7 +166,7 @@ def check_out(out: Path) -> None:
 def write_result(result: dict[str, Any], out: Path) -> Path:
     """Write the result to `out` if it names a `.json` file, else to a new file in the folder `out`.
 
-    New files are named after date, device, model, LoRA, and tokens if unusual; existing ones are kept.
+    New files are named after date, device, model, LoRA, tokens if unusual, and workload; existing ones are kept.
     """
     check_out(out)
     if out.suffix == ".json" and not out.is_dir():
@@ -177,6 +182,7 @@ def write_result(result: dict[str, Any], out: Path) -> Path:
     words += [f"{case['tokens']}t"] if case["tokens"] != usual_tokens(case["name"]) else []
     words += ["optimizer"] if any(row.get("optimizer") for row in result["rows"]) else []
     words += [result["kind"]] if result["kind"] != "step" else []
+    words += [result["workload"]["lengths"]] if "workload" in result else []
     stem = "-".join(words)
     names = [stem, *(f"{stem}-{i}" for i in range(2, 1000))]
     with disk_errors(out):

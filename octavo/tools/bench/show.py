@@ -10,13 +10,16 @@ from rich.text import Text
 from octavo.tools.bench.contenders import BASELINE, OWN_BASELINE
 from octavo.tools.bench.gemm import KINDS
 from octavo.tools.bench.result import TIMED, title
+from octavo.tools.bench.workload_result import FASTER, steps_title, workload_title
 
 PIPE_WIDTH = 180
 
 
 def show(console: Console, result: dict[str, Any]) -> None:
     """Print the tables of a result of any kind, then the contenders without figures, and why."""
-    tables = {"step": _step_tables, "gemm": _gemm_tables, "kernels": _kernel_tables}[result["kind"]]
+    tables = {"step": _step_tables, "gemm": _gemm_tables, "kernels": _kernel_tables}.get(
+        result["kind"], _workload_tables
+    )
     # A file or a pipe has no width of its own, and rich would squeeze the tables into 80 columns.
     wide = console if console.is_terminal else Console(file=console.file, width=PIPE_WIDTH)
     for table in tables(result):
@@ -24,8 +27,18 @@ def show(console: Console, result: dict[str, Any]) -> None:
     for row in result["rows"]:
         if row["status"] != TIMED:
             console.print(Text(f"{row['name']}: {row['status']}: {row['reason']}", style="yellow"), soft_wrap=True)
+    if "workload" in result:
+        _show_padded_calls(console, result["rows"])
     if result["device"] == "CPU":
         console.print(Text("FP8 is emulated on a CPU: these times say nothing about FP8 on a GPU.", style="bold"))
+
+
+def _show_padded_calls(console: Console, rows: Sequence[dict[str, Any]]) -> None:
+    for row in rows:
+        for turn in row.get("turns", ()):
+            for reason, count in turn["padded_calls"].items():
+                line = f"{row['name']}: padding computed in {count} calls: {reason}"
+                console.print(Text(line, style="yellow"), soft_wrap=True)
 
 
 def _table(title: str, headings: Sequence[str]) -> Table:
@@ -84,6 +97,46 @@ def _step_tables(result: dict[str, Any]) -> list[Table]:
                 worst_rates(rates, "saturated"),
             )
     return [speed, numbers]
+
+
+def _workload_tables(result: dict[str, Any]) -> list[Table]:
+    with_peft = any(row["name"] == "peft" and row["status"] == TIMED for row in result["rows"])
+    table = _table(
+        f"{workload_title(result)}, {result['device']}: {steps_title(result)}",
+        (
+            "",
+            "compiled",
+            "real tokens/s",
+            *_narrow(f"×-{FASTER}", f"×-{OWN_BASELINE}"),
+            *(_narrow("×-peft") if with_peft else ()),
+            "ms",
+            *_narrow("slowest-after 3", "s with-warm-up"),
+            "GiB",
+            *_narrow(f"GiB ×-{FASTER}"),
+            "last loss",
+            *_narrow("gradient-cosine"),
+        ),
+    )
+    for row in result["rows"]:
+        if row["status"] != TIMED:
+            continue
+        f = row["figures"]
+        table.add_row(
+            row["name"],
+            "yes" if row["compile"] else "no",
+            f"{f['tokens_per_s']:,.0f}",
+            ratio(f[f"speedup_{FASTER}"]),
+            ratio(f[f"speedup_{OWN_BASELINE}"]),
+            *([ratio(f["speedup_peft"])] if with_peft else []),
+            f"{f['step_s'] * 1e3:.1f}",
+            f"{f['slowest_s'] * 1e3:.1f}",
+            f"{f['whole_s']:.1f}",
+            "–" if f["peak_gib"] is None else f"{f['peak_gib']:.1f}",
+            ratio(f[f"memory_{FASTER}"]),
+            f"{f['loss']:.4f}",
+            _number(row["check"]["cosine"], ".4f"),
+        )
+    return [table]
 
 
 def _is_whole(result: dict[str, Any]) -> bool:

@@ -3,6 +3,8 @@
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -30,6 +32,44 @@ def time_each(function: Callable[[], object], count: int, device: str, before: C
         events.append(pair)
     torch.cuda.synchronize()
     return [start.elapsed_time(end) / 1e3 for start, end in events]
+
+
+class StepClock:
+    """Times of steps, from the end of one to the end of the next: everything that happens in between counts.
+
+    The host is not held up: on a GPU, the ends are events in its queue.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._on_gpu = device == "cuda"
+        self._marks: list[Any] = []
+
+    def start(self) -> None:
+        """Begin with the first step, once the device has nothing else to do; peak memory counts from here."""
+        if self._on_gpu:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        self._marks.clear()
+        self.mark()
+
+    def mark(self) -> None:
+        """Note that a step has ended."""
+        if not self._on_gpu:
+            self._marks.append(time.perf_counter())
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._marks.append(event)
+
+    def seconds(self) -> list[float]:
+        if not self._on_gpu:
+            return [after - before for before, after in pairwise(self._marks)]
+        torch.cuda.synchronize()
+        return [before.elapsed_time(after) / 1e3 for before, after in pairwise(self._marks)]
+
+    def peak_bytes(self) -> int | None:
+        """Return the peak of allocated memory since the start; None on a CPU."""
+        return torch.cuda.max_memory_allocated() if self._on_gpu else None
 
 
 def try_device_time(calls: Sequence[Callable[[], object]], device: str) -> tuple[float | None, str]:

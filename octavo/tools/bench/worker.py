@@ -1,11 +1,13 @@
 """A contender in its own process: `python -m octavo.tools.bench.worker`, driven by JSON lines.
 
-The first line is `{"case": …, "contender": …}`; every further one asks for something and gets one line back:
+The first line is `{"case": …, "contender": …, "workload": …}`, the last of them null for batches of one length; every
+further line asks for something and gets one line back:
 
     {"do": "start"}                 import, and compile a decoder layer (all workers at once)
     {"do": "check"}                 loss and gradient against BF16
     {"do": "load", "warmup": 3}     the whole model, and its first steps
     {"do": "time", "steps": 5}      timed steps; before and after, the model's memory is freed
+    {"do": "run", "warmup": 3, "steps": 24}   instead of the last two: the batches of a workload, once
 
 An answer with `error` is the last: the worker then leaves. It also leaves when its input ends, so a parent that was
 killed leaves nothing behind. What libraries print goes to stderr: the real stdout carries answers only.
@@ -27,6 +29,8 @@ from octavo.tools.bench.check import check
 from octavo.tools.bench.contenders import Contender
 from octavo.tools.bench.prepared_model import PreparedModel
 from octavo.tools.bench.timing import time_each
+from octavo.tools.bench.workload import Workload
+from octavo.tools.bench.workload_run import run_workload
 from octavo.tools.shapes import Case
 
 GIB = 2**30
@@ -35,8 +39,8 @@ GIB = 2**30
 class Worker:
     """State of a worker between two requests."""
 
-    def __init__(self, case: Case, contender: Contender) -> None:
-        self.case, self.contender = case, contender
+    def __init__(self, case: Case, contender: Contender, workload: Workload | None = None) -> None:
+        self.case, self.contender, self.workload = case, contender, workload
         self.prepared: PreparedModel | None = None
         self._kept: list[PreparedModel] = []  # compiled code is dropped with the model it was first made for
 
@@ -44,14 +48,15 @@ class Worker:
         # One layer: all workers are on the GPU at once, and the other layers share its code. With adapters, two:
         # the first layer's input needs no gradient, so it has code of its own.
         contender = self.contender.without_optimizer
-        prepared = PreparedModel(self.case, contender, layers=min(2 if self.case.rank else 1, self.case.layers))
+        layers = min(2 if self.case.rank else 1, self.case.layers)
+        prepared = PreparedModel(self.case, contender, layers, self.workload)
         prepared.warm_layers()
         prepared.drop()
         self._kept.append(prepared)
         return {}
 
     def check(self) -> dict[str, Any]:
-        comparison, prepared = check(self.case, self.contender.without_optimizer)
+        comparison, prepared = check(self.case, self.contender.without_optimizer, self.workload)
         prepared.drop()
         self._kept.append(prepared)
         return comparison
@@ -96,6 +101,10 @@ class Worker:
         prepared.park()
         return answer
 
+    def run(self, warmup: int, steps: int) -> dict[str, Any]:
+        assert self.workload is not None
+        return run_workload(self.case, self.contender, self.workload, warmup=warmup, steps=steps)
+
     def _synchronize(self) -> None:
         if self.case.device == "cuda":
             torch.cuda.synchronize()
@@ -120,12 +129,14 @@ def scaling_rates(scaling: FP8ScalingManager | None) -> dict[str, dict[str, floa
 def serve(requests: TextIO, answers: TextIO) -> None:
     """Answer requests until the input ends or something fails."""
     setup = json.loads(requests.readline())
-    worker = Worker(Case.from_dict(setup["case"]), Contender(**setup["contender"]))
+    workload = Workload(**setup["workload"]) if setup.get("workload") else None
+    worker = Worker(Case.from_dict(setup["case"]), Contender(**setup["contender"]), workload)
     commands: dict[str, Callable[..., dict[str, Any]]] = {
         "start": worker.start,
         "check": worker.check,
         "load": worker.load,
         "time": worker.time,
+        "run": worker.run,
     }
     for line in iter(requests.readline, ""):
         request = json.loads(line)

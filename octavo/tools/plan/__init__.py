@@ -7,7 +7,8 @@
     persistent.py weights, gradients, optimiser states
     host.py       states and master weights that are in host memory
     memory.py     the moments of a step, and the peak: the largest of them (`timeline.py`)
-    gpus.py       what fits a GPU
+    gpus.py       GPUs by name, with their memory and their compute capability
+    fits.py       the largest batch and the longest sequence that fit one
     advice.py     which option to take, the code that runs it, and claims that cannot hold
     show.py       on the terminal, and as JSON
     run.py        all of it in order

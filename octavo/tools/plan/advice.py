@@ -11,17 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from octavo.numerics.quantize import BLOCK
-from octavo.tools.plan.gpus import Gpu, fits, largest_batch
+from octavo.tools.plan.fits import fits, largest_batch
+from octavo.tools.plan.gpus import Gpu
 from octavo.tools.plan.memory import plan_memory
-from octavo.tools.plan.options import (
-    BY_EXACTNESS,
-    CHECKPOINTING,
-    CODES,
-    OFFLOADS,
-    Option,
-    blocks_fit,
-    why_bf16_products,
-)
+from octavo.tools.plan.options import BY_EXACTNESS, CHECKPOINTING, CODES, OFFLOADS, Option
 from octavo.tools.plan.request import checkpoint_name, with_batch
 from octavo.tools.plan.timeline import GIB, Memory
 from octavo.tools.shapes import DECODERS, Case
@@ -191,13 +184,13 @@ def notes(case: Case, memories: Sequence[Memory], gpu: Gpu | None) -> list[str]:
             )
         if not gpu.has_fp8:
             lines.append(f"{gpu.name} has no FP8 tensor cores: FP8 would be emulated there, slowly. Take BF16.")
-    return lines + case.family.notes(case)
+    return lines + case.family.notes(case, gpu)
 
 
 def decoder_background(case: Case, memories: Sequence[Memory]) -> list[str]:
     """Return how to read the table of all options."""
     remarks = []
-    if case.frozen and not why_bf16_products(case) and not blocks_fit(case):
+    if case.frozen and all(memory.option.recipe != "block" for memory in memories):
         remarks.append(
             f"Left out: block. Of q, k, v, gate or up, one has outputs that are no multiple of {BLOCK}, so that they "
             "are computed one by one, and keep more."

@@ -1,4 +1,4 @@
-"""GPUs by name, and the largest batch and the longest sequence that fit one.
+"""GPUs by name, and the memory that a plan may use of each. Imports no torch: `octavo plan --help` names them.
 
 A plan counts tensors. A process takes more: CUDA's context and libraries, and memory that torch's allocator has
 reserved but not handed out. On an H200, training an 8B: 0.75 GiB, and 2.3 % of the tensors' peak
@@ -6,27 +6,26 @@ reserved but not handed out. On an H200, training an 8B: 0.75 GiB, and 2.3 % of 
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from octavo.tools.plan.memory import plan_memory
-from octavo.tools.plan.options import Option
-from octavo.tools.plan.request import with_batch, with_sequence
-from octavo.tools.plan.timeline import GIB
-from octavo.tools.shapes import Case
 from octavo.training.errors import UserError
 
 CONTEXT_GIB = 0.75
 RESERVED = 1.05  # torch's reserved memory for each byte of tensors
-MOST = 2**16  # sequences; nobody asks for more
-STRIDE = 128  # a longest sequence is a multiple of it, or all of the model's positions
+FP8_CAPABILITY = (8, 9)  # as `octavo/support.py` has it
 
 
 @dataclass(frozen=True)
 class Gpu:
+    """A GPU to plan for: its memory in GiB, and the compute capability by which `kernels/tuning.py` finds its rates."""
+
     name: str
     gib: float
-    has_fp8: bool = True
+    capability: tuple[int, int]
+
+    @property
+    def has_fp8(self) -> bool:
+        return self.capability >= FP8_CAPABILITY
 
     @property
     def room(self) -> float:
@@ -38,22 +37,22 @@ class Gpu:
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu("b200", 178.0),
-        Gpu("h200", 139.0),
-        Gpu("h100", 79.0),
-        Gpu("l40s", 44.0),
-        Gpu("rtx5090", 31.0),
-        Gpu("rtx4090", 23.5),
-        Gpu("l4", 22.0),
-        Gpu("a100", 79.0, has_fp8=False),
-        Gpu("a100-40gb", 39.0, has_fp8=False),
-        Gpu("rtx3090", 23.5, has_fp8=False),
+        Gpu("b200", 178.0, (10, 0)),
+        Gpu("h200", 139.0, (9, 0)),
+        Gpu("h100", 79.0, (9, 0)),
+        Gpu("l40s", 44.0, (8, 9)),
+        Gpu("rtx5090", 31.0, (12, 0)),
+        Gpu("rtx4090", 23.5, (8, 9)),
+        Gpu("l4", 22.0, (8, 9)),
+        Gpu("a100", 79.0, (8, 0)),
+        Gpu("a100-40gb", 39.0, (8, 0)),
+        Gpu("rtx3090", 23.5, (8, 6)),
     )
 }
 
 
 def find_gpu(text: str) -> Gpu:
-    """Return a GPU by name, or one with FP8 by its GiB."""
+    """Return a GPU by name, or by its GiB one with FP8, whose rates are those that were measured: Hopper's."""
     name = text.strip().lower().replace(" ", "")
     if name in GPUS:
         return GPUS[name]
@@ -63,36 +62,4 @@ def find_gpu(text: str) -> Gpu:
         raise UserError(f"--gpu {text}: GiB of memory such as 24, or one of {', '.join(GPUS)}") from error
     if not (math.isfinite(gib) and gib > 0):
         raise UserError(f"--gpu {text}: GiB of memory, a number above 0")
-    return Gpu(f"{gib:g} GiB", gib)
-
-
-def fits(case: Case, option: Option, gpu: Gpu) -> bool:
-    return plan_memory(case, option).peak.total <= gpu.room * GIB
-
-
-def largest_batch(case: Case, option: Option, gpu: Gpu) -> int:
-    """Return the largest batch, in sequences; 0 if not even one fits."""
-    return _most(lambda batch: fits(with_batch(case, batch), option, gpu), MOST)
-
-
-def longest_sequence(case: Case, option: Option, gpu: Gpu) -> int:
-    """Return the longest sequence, in tokens, of a step of one; 0 if none fits. Limited by the model's positions."""
-    positions = case.config.get("max_position_embeddings") or MOST * STRIDE
-    if fits(with_sequence(case, positions), option, gpu):
-        return int(positions)
-    return STRIDE * _most(lambda n: fits(with_sequence(case, n * STRIDE), option, gpu), positions // STRIDE)
-
-
-def _most(fits: Callable[[int], bool], limit: int) -> int:
-    """Return the largest number up to `limit` that fits, given that all smaller ones do."""
-    low, high = 0, 1
-    while high <= limit and fits(high):
-        low, high = high, 2 * high
-    high = min(high, limit + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        if fits(middle):
-            low = middle
-        else:
-            high = middle
-    return low
+    return Gpu(f"{gib:g} GiB", gib, (9, 0))

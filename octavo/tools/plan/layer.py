@@ -81,11 +81,12 @@ def _attention(case: Case, option: Option) -> dict[str, int]:
         "log-sum-exp": s.heads * FP32 * s.m,
     }
     if s.has_qk_norm:
-        # Compiled: q and k before their norms; in FP8 they are slices of one product, which keep v's part, too.
-        before = BF16 * (s.q + s.kv + (s.kv if option.code == "fp8" else 0))
-        if not option.compiled:
-            before = (FP32 + (0 if case.frozen else BF16)) * (s.q + s.kv)
-        saved["q and k before norms"] = (before + FP32 * (s.heads + s.kv_heads)) * s.m
+        # In FP8 they are slices of one product, which keep v's part, too; 1 / rms is computed again.
+        before = BF16 * (s.q + 2 * s.kv)
+        if option.code != "fp8":
+            wide = BF16 if option.compiled else FP32 + (0 if case.frozen else BF16)
+            before = wide * (s.q + s.kv) + FP32 * (s.heads + s.kv_heads)
+        saved["q and k before norms"] = before * s.m
     return saved
 
 
@@ -100,8 +101,11 @@ def _norms(case: Case, option: Option) -> dict[str, int]:
     saved = {"1/rms": 2 * FP32 * s.m}
     if joins_norms(case, option):
         return saved
-    if option.compiled:
+    if option.compiled or (option.code == "fp8" and option.weight_bytes == BF16):
         return saved | {INPUT: layer_input(case, option), "attention's part of the residual": s.k * BF16 * s.m}
+    if option.code == "fp8":  # under autocast, attention's part has another dtype, and the second norm is apart
+        wide = s.k * FP32 * s.m
+        return saved | {INPUT: layer_input(case, option), "second norm's input": wide, "normed, without weights": wide}
     normed = 0 if case.frozen else 2 * s.k * option.weight_bytes * s.m
     return saved | {"norms' inputs": 2 * s.k * FP32 * s.m, "normed, without weights": normed}
 
@@ -174,9 +178,7 @@ def backward_buffers(case: Case, option: Option) -> int:
     if not case.frozen:
         g_q, hidden = 2 * s.k * s.m, 2 * s.f * s.m  # g in both layouts; dh, or d(gate, up) in one layout
         own = down * option.weight_bytes
-        norm = 0 if option.compiled or not joins_norms(case, option) else g + dx + 6 * s.k * FP32 * s.m
         return max(
-            norm,
             g + g_q + 3 * hidden + s.f * s.m,  # dh, both layouts of d(gate, up), h
             g + g_q + 2 * hidden + s.f * s.m + own,
             g + 2 * hidden + dx + own + gate_up,  # gate and up as columns, for dx
@@ -186,7 +188,5 @@ def backward_buffers(case: Case, option: Option) -> int:
     ranks = case.rank * sum(len(MEMBERS[name]) for name in ("gate_up", "down") if is_adapted(case, name))
     # Weights transposed, or dequantised; of one chunk dh and d(gate, up), or that and its FP8 copy; FP32 gradients of
     # adapters.
-    mlp = g + dx + (down + gate_up) * (1 if option.fp8_products else BF16) + 3 * s.f * BF16 * chunk + ranks * FP32 * s.m
-    if option.compiled or not joins_norms(case, option):
-        return mlp
-    return max(mlp, g + dx + 6 * s.k * FP32 * s.m)  # eager, the norm's backward is a row of FP32 tensors
+    weights = (down + gate_up) * (1 if option.fp8_products else BF16)
+    return g + dx + weights + 3 * s.f * BF16 * chunk + ranks * FP32 * s.m

@@ -2,11 +2,13 @@
 
 from dataclasses import asdict, dataclass, replace
 
+from octavo.kernels.tuning import HOPPER, tuning_of
 from octavo.nn.cost_model import why_not_frozen
 from octavo.numerics.checks import check_choice
 from octavo.numerics.quantize import BLOCK
 from octavo.optim import OPTIMIZERS
 from octavo.tools import bdh
+from octavo.tools.plan.gpus import Gpu
 from octavo.tools.shapes import Case
 
 CODES = ("hf", "own", "fp8", *bdh.CODES)
@@ -108,15 +110,19 @@ def blocks_fit(case: Case) -> bool:
     return not any(n % BLOCK for n in outputs)
 
 
-def why_bf16_products(case: Case) -> str:
-    """Return why a frozen base multiplies in BF16; empty if it does not."""
-    return why_not_frozen((linear.k, 1.0, linear.n) for linear in case.linears if linear.name != "head")
+def why_bf16_products(case: Case, gpu: Gpu | None) -> str:
+    """Return why a frozen base multiplies in BF16 on this GPU (None: on Hopper); empty if it does not."""
+    tuning = HOPPER if gpu is None else tuning_of(gpu.capability)
+    shapes = [(linear.k, 1.0, linear.n) for linear in case.linears if linear.name != "head"]
+    return why_not_frozen(shapes, tuning)
 
 
-def options_of(case: Case, *, compiled: bool, fp8_head: bool, offload: str | None = None) -> list[Option]:
+def options_of(
+    case: Case, *, compiled: bool, fp8_head: bool, offload: str | None = None, gpu: Gpu | None = None
+) -> list[Option]:
     """Return the options: each without checkpointing, then with it. The first is the baseline.
 
-    `offload`: options that do so, and BF16 (`none`: those that do not); None: all.
+    `offload`: options that do so, and BF16 (`none`: those that do not); None: all. `gpu`: the one to plan for, if any.
     """
     fp8 = Option("fp8", "delayed", compiled=compiled, fp8_head=fp8_head)
     bf16 = [Option("hf", compiled=compiled), Option("own", compiled=compiled)]
@@ -125,7 +131,7 @@ def options_of(case: Case, *, compiled: bool, fp8_head: bool, offload: str | Non
         bf16 = [way for way in ways if way.code in ("hf", "own") and way.optimizer == "adamw"]
         kinds: tuple[str, ...] = ("none", "layers")
     else:
-        fp8_products = not why_bf16_products(case)
+        fp8_products = not why_bf16_products(case, gpu)
         recipes = ("channel",) if fp8_products and not blocks_fit(case) else ("channel", "block")
         frozen = replace(fp8, adapter_bytes=4, fp8_products=fp8_products)
         ways = [*bf16, *(replace(frozen, recipe=recipe) for recipe in recipes)]

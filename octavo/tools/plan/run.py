@@ -6,7 +6,8 @@ from rich.console import Console
 from rich.text import Text
 
 from octavo.tools.plan.advice import advise, notes
-from octavo.tools.plan.gpus import find_gpu, largest_batch, longest_sequence
+from octavo.tools.plan.fits import largest_batch, longest_sequence
+from octavo.tools.plan.gpus import find_gpu
 from octavo.tools.plan.memory import plan_memory
 from octavo.tools.plan.request import Request
 from octavo.tools.plan.show import Plan, show, to_dict
@@ -19,8 +20,8 @@ def make_plan(request: Request) -> Plan:
     case = request.case
     fp8_head = request.head == "fp8"
     family = case.family
-    options = family.options(case, compiled=request.compiled, fp8_head=fp8_head, offload=request.offload)
     gpu = None if request.gpu is None else find_gpu(request.gpu)
+    options = family.options(case, compiled=request.compiled, fp8_head=fp8_head, offload=request.offload, gpu=gpu)
     memories = [plan_memory(case, option) for option in options]
     return Plan(
         request.model,

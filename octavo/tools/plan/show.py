@@ -12,7 +12,8 @@ from rich.text import Text
 
 from octavo.tools.plan import persistent
 from octavo.tools.plan.advice import Advice
-from octavo.tools.plan.gpus import MOST, Gpu
+from octavo.tools.plan.fits import MOST
+from octavo.tools.plan.gpus import Gpu
 from octavo.tools.plan.timeline import GIB, KINDS, Memory
 from octavo.tools.shapes import Case
 
@@ -239,7 +240,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
         "rank": case.rank,
         "targets": case.targets if case.rank else None,
         "config": dict(case.config),
-        "gpu": None if plan.gpu is None else {**asdict(plan.gpu), "room_gib": plan.gpu.room},
+        "gpu": None if plan.gpu is None else _gpu_dict(plan.gpu),
         "options": [_option(memory, plan, i) for i, memory in enumerate(plan.memories)],
         "advice": None if plan.advice is None else asdict(plan.advice),
         "notes": [*plan.notes, *plan.background],
@@ -259,3 +260,7 @@ def _option(memory: Memory, plan: Plan, number: int) -> dict[str, Any]:
         "largest_batch": plan.batches[number] if plan.gpu is not None else None,
         "longest_sequence": plan.sequences[number] if plan.sequences else None,
     }
+
+
+def _gpu_dict(gpu: Gpu) -> dict[str, Any]:
+    return {"name": gpu.name, "gib": gpu.gib, "has_fp8": gpu.has_fp8, "room_gib": gpu.room}

@@ -1,4 +1,4 @@
-"""Quantising with one scale per block of 128×128, for rows, for columns, or for both.
+"""Quantising with one scale per square block, such as 128×128, for rows, for columns, or for both.
 
 A program walks over the tiles of a block twice: for the largest magnitude, then to write them. The second time they
 come from a cache. (A whole block in registers is too much: it spills, or leaves no room for a second program.)
@@ -10,17 +10,15 @@ import triton.language as tl
 from octavo.kernels import tiles
 from octavo.kernels.quantize.tensor import load_tile, offsets, store_tile
 
-_BLOCK = tl.constexpr(128)
-
 
 @triton.jit
 def _largest_bits(
-    x_ptr, i, j, inner, limit_r, limit_c, stride_r, FINITE: tl.constexpr, EVEN: tl.constexpr, TILE_R: tl.constexpr,
-    TILE_C: tl.constexpr,
+    x_ptr, i, j, inner, limit_r, limit_c, stride_r, FINITE: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr,
+    TILE_R: tl.constexpr, TILE_C: tl.constexpr,
 ):  # fmt: skip
     """Bits of the largest magnitude of block (i, j); NaN and infinities count as larger, unless `FINITE`."""
-    PER_R: tl.constexpr = _BLOCK // TILE_R
-    PER_C: tl.constexpr = _BLOCK // TILE_C
+    PER_R: tl.constexpr = BLOCK // TILE_R
+    PER_C: tl.constexpr = BLOCK // TILE_C
     top = tl.zeros([TILE_R, TILE_C // 8], tl.int32)
     for a in tl.static_range(PER_R):
         for b in tl.static_range(PER_C):
@@ -58,15 +56,16 @@ def block_kernel(
     FORMAT: tl.constexpr,
     MARGIN: tl.constexpr,
     STOCHASTIC: tl.constexpr,
+    BLOCK: tl.constexpr,
     EVEN: tl.constexpr,
     TILE_R: tl.constexpr,
     TILE_C: tl.constexpr,
 ):
-    """`x` is rows r0 to end of R, and r0 a multiple of 128. `CLIPS`: these scales saturate."""
-    PER_R: tl.constexpr = _BLOCK // TILE_R
-    PER_C: tl.constexpr = _BLOCK // TILE_C
-    down, across = tl.cdiv(R, _BLOCK), tl.cdiv(C, _BLOCK)
-    per_matrix = tl.cdiv(end - r0, _BLOCK) * across
+    """`x` is rows r0 to end of R, and r0 a multiple of BLOCK. `CLIPS`: these scales saturate."""
+    PER_R: tl.constexpr = BLOCK // TILE_R
+    PER_C: tl.constexpr = BLOCK // TILE_C
+    down, across = tl.cdiv(R, BLOCK), tl.cdiv(C, BLOCK)
+    per_matrix = tl.cdiv(end - r0, BLOCK) * across
     count = batches * per_matrix
     inner = offsets(stride_r, TILE_R, TILE_C)
     inner_out = offsets(C, TILE_R, TILE_C)
@@ -80,15 +79,15 @@ def block_kernel(
         batch = (block // per_matrix).to(tl.int64)
         i, j = block % per_matrix // across, block % across
         x_matrix = x_ptr + batch * stride_b
-        bits = _largest_bits(x_matrix, i, j, inner, end - r0, C, stride_r, False, EVEN, TILE_R, TILE_C)
+        bits = _largest_bits(x_matrix, i, j, inner, end - r0, C, stride_r, False, BLOCK, EVEN, TILE_R, TILE_C)
         if bits >= tiles.INFINITY_BITS:  # rare
-            bits = _largest_bits(x_matrix, i, j, inner, end - r0, C, stride_r, True, EVEN, TILE_R, TILE_C)
+            bits = _largest_bits(x_matrix, i, j, inner, end - r0, C, stride_r, True, BLOCK, EVEN, TILE_R, TILE_C)
             non_finite = non_finite | True
         amax = bits.to(tl.float32, bitcast=True)
         finite_top = tl.maximum(finite_top, amax)
         scale = tiles.scale_from_amax(amax, FORMAT, MARGIN)
         inverse = tiles.reciprocal(scale)
-        i_all = i + r0 // _BLOCK  # among all the rows, of which x is a part
+        i_all = i + r0 // BLOCK  # among all the rows, of which x is a part
         if ROWS:
             tl.store(row_scale_ptr + (batch * down + i_all) * across + j, scale)
         if COLUMNS:
