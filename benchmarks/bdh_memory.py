@@ -2,7 +2,7 @@
 
     python benchmarks/bdh_memory.py                    # BDH 100M, 4 × 2,048 tokens
 
-Weights are FP32 everywhere, and the code is not compiled, as in `octavo train`; a step is forward, backward and the
+Weights are FP32 everywhere, as in `octavo train`, and the code is not compiled; a step is forward, backward and the
 optimiser's, and its peak is that of the third one, when all states are there.
 """
 

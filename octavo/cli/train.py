@@ -83,6 +83,14 @@ def train(
     compare: Annotated[
         bool | None, option("Precision", "--compare/--no-compare", "Then train in BF16 too, and compare.")
     ] = None,
+    fused: Annotated[
+        bool | None,
+        option("Precision", "--fused/--no-fused", "Fused FP8 layers (default: on with FP8 tensor cores)."),
+    ] = None,
+    compile: Annotated[
+        bool | None,
+        option("Precision", "--compile/--no-compile", "torch.compile, where layers are not fused (default: on a GPU)."),
+    ] = None,
     recipe: Annotated[
         str | None,
         option("FP8", "--recipe", f"{in_words(RECIPES)}; refined by the options below."),

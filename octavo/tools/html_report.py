@@ -30,6 +30,7 @@ from octavo.tools.families import family_of
 from octavo.tools.run_memory import RunMemory, memory_rows, run_memories
 from octavo.training.files import sync_folder, write_durable
 from octavo.training.run_folder import read_summary
+from octavo.training.step_rows import WARM_UP
 
 
 def write_report(folder: Path) -> Path:
@@ -62,7 +63,7 @@ def _page(folder: Path) -> str:
     window = max(5, len(run.steps) // 25 | 1)  # odd, as a centred window is
     summary = read_summary(folder) if (folder / "summary.json").exists() else {}
     memories = run_memories(config, summary)
-    cards = _cards(run, baseline, label, config, products, summary) + [_memory_card(each) for each in memories]
+    cards = _cards(run, baseline, label, config, products, summary) + _memory_cards(memories)
     fields = {
         "title": html.escape(str(config.get("name") or folder.resolve().name)),
         "subtitle": html.escape(_subtitle(config, label, compared=baseline is not None)),
@@ -205,7 +206,7 @@ def _cards(
         difference, expected = loss_difference(run, baseline), final_loss(baseline.columns["loss"])
         value = "no figure" if math.isnan(difference) else f"{100 * difference:+.2f} %"
         cards.append(_card(f"{label} against BF16", value, f"final loss; BF16 reached {_significant(expected)}"))
-    cards.append(_speed_card(run, baseline))
+    cards.append(_speed_card(run, baseline, summary.get(label.lower(), {})))
     tokens = run.columns["tokens"]
     seen = f"{np.nanmax(tokens):,.0f} tokens" if np.isfinite(tokens).any() else ""
     cards.append(_card("Steps", f"{run.steps[-1]:,}", seen))
@@ -253,13 +254,21 @@ def _held_out(result: dict[str, Any]) -> float:
     return math.nan if value is None else float(value)
 
 
-def _speed_card(run: Run, baseline: Run | None) -> str:
-    speed = _median(run.columns["tokens_per_s"])
+def _speed_card(run: Run, baseline: Run | None, result: dict[str, Any]) -> str:
+    speed = _speed(run)
     note = "median over the steps"
     if baseline is not None:
-        theirs = _median(baseline.columns["tokens_per_s"])
+        theirs = _speed(baseline)
         note = f"median; BF16 {theirs:,.0f} ({speed / theirs:.2f}x)" if theirs > 0 else note
+    if isinstance(result.get("ms_per_step"), float):
+        note = f"{result['ms_per_step']:,.1f} ms a step; {note}"
     return _card("Speed", "–" if math.isnan(speed) else f"{speed:,.0f}", f"tokens per second; {note}")
+
+
+def _speed(run: Run) -> float:
+    """Return the median of the steps after the first ones, as the summary has it."""
+    speeds = run.columns["tokens_per_s"]
+    return _median(speeds[WARM_UP:] if len(speeds) > WARM_UP else speeds)
 
 
 def _saturation_card(run: Run) -> str:
@@ -273,11 +282,16 @@ def _saturation_card(run: Run) -> str:
     return _card("Highest saturation", f"{100 * worst:.2g} %", where)
 
 
-def _memory_card(memory: RunMemory) -> str:
-    peak = memory.measured.peak
-    note = memory.against_plan or ("on a GPU" if peak is not None else f"on {memory.measured.device}")
-    label = memory.precision.upper()
-    return _card(f"Peak memory, {label}", in_words(peak), note)
+def _memory_cards(memories: list[RunMemory]) -> list[str]:
+    peaks = {each.precision: each.measured.peak for each in memories}
+    cards = []
+    for memory in memories:
+        peak, bf16 = memory.measured.peak, peaks.get("bf16")
+        note = memory.against_plan or ("on a GPU" if peak is not None else f"on {memory.measured.device}")
+        if memory.precision != "bf16" and peak and bf16:
+            note += f"; {peak / bf16:.2f}x BF16's"
+        cards.append(_card(f"Peak memory, {memory.precision.upper()}", in_words(peak), note))
+    return cards
 
 
 def _memory_section(memories: list[RunMemory]) -> str:

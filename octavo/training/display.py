@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from rich.text import Text
 
+from octavo.optim.step_memory import in_words
 from octavo.support import check_fp8_support, leave_emulation_unannounced, require_tensor_cores
 from octavo.training.data import ByteData
 from octavo.training.learner import Sample
@@ -43,6 +44,8 @@ class Display:
 
     def model_and_data(self, settings: TrainSettings, data: ByteData, folder: Path) -> None:
         self.say(f"Model: BDH {settings.size}, {settings.shape.parameter_count:,} parameters", "dim")
+        if code := code_of(settings):
+            self.say(f"Code: {code}", "dim")
         self.say(f"Data: {data}", "dim")
         tokens = f"{settings.batch} × {settings.seq} bytes"
         if settings.micro_batches > 1:
@@ -90,9 +93,11 @@ class Display:
         text = Text.assemble((printable(sample.prompt), "dim"), printable(sample.written))
         self.console.print(Panel(text, title="sample: a held-out line (dim), then the model", title_align="left"))
 
-    def results(self, results: dict[str, dict[str, Any]]) -> None:
-        table = Table(title="Loss per byte (nats)", title_justify="left")
-        for heading in ("precision", "last 10 % of steps", "held out", "tokens/s", "skipped steps"):
+    def results(self, results: dict[str, dict[str, Any]], settings: TrainSettings) -> None:
+        table = Table(title="Loss per byte (nats), and speed", title_justify="left")
+        peaks = {name: peak_of(result) for name, result in results.items()}
+        headings = ["precision", "last 10 % of steps", "held out", "tokens/s", "ms a step", "skipped steps"]
+        for heading in [*headings, "peak memory"] if any(peaks.values()) else headings:
             table.add_column(heading, justify="left" if heading == "precision" else "right")
         for name, result in results.items():
             table.add_row(
@@ -100,7 +105,9 @@ class Display:
                 _loss(result["final_loss"]),
                 _loss(result["held_out_loss"]),
                 f"{result['tokens_per_s']:,.0f}",
+                f"{result['ms_per_step']:,.1f}",
                 str(result["skipped"]),
+                *([in_words(peaks[name])] if any(peaks.values()) else []),
             )
         self.console.print(table)
         if "bf16" in results and "fp8" in results:
@@ -109,6 +116,7 @@ class Display:
                 if not math.isfinite(ratio):
                     continue  # the table says which of them is not finite
                 self.say(f"FP8's {words} is {abs(ratio):.2%} {'above' if ratio > 0 else 'below'} BF16's", "bold")
+            self.say(compare_speed(results["fp8"], results["bf16"], settings), "bold")
 
 
 def printable(text: str) -> str:
@@ -118,6 +126,29 @@ def printable(text: str) -> str:
 
 def _loss(value: float) -> str:
     return f"{value:.4f}" if math.isfinite(value) else "not finite"
+
+
+def code_of(settings: TrainSettings) -> str:
+    """Return the code that training runs through; empty for the model as it was written."""
+    if settings.fused:
+        return "fused FP8 layers"
+    return "compiled by torch.compile" if settings.compile else ""
+
+
+def peak_of(result: dict[str, Any]) -> int | None:
+    """Return the peak memory of a training, if it was measured."""
+    memory = result["memory"]
+    return None if memory is None else memory["peak"]
+
+
+def compare_speed(fp8: dict[str, Any], bf16: dict[str, Any], settings: TrainSettings) -> str:
+    """Return one sentence with the ratios of speed and, where it was measured, of memory."""
+    emulated = "Emulated " if why_emulated(settings) else ""
+    ratio = fp8["tokens_per_s"] / bf16["tokens_per_s"]
+    baseline = "BF16 with torch.compile" if settings.compile else "BF16"
+    text = f"{emulated}FP8 trains {ratio:.2f}x as many tokens per second as {baseline}"
+    ours, theirs = peak_of(fp8), peak_of(bf16)
+    return f"{text}, in {ours / theirs:.2f}x the memory" if ours and theirs else text
 
 
 def why_emulated(settings: TrainSettings) -> str:

@@ -55,6 +55,15 @@ def write_json(path: Path, value: Any, hint: str = HINT) -> None:
     replace_file(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n", hint)
 
 
+def model_file(path: Path) -> Path:
+    """Return the file of a model that is saved to, or read from, a file or a folder."""
+    if path.suffix in (".pt", ".pth", ".safetensors"):
+        return path
+    if path.suffix and not path.is_dir():
+        raise ValueError(f"{path}: a model file ends in .safetensors, .pt or .pth; a folder has no such ending")
+    return path / "model.safetensors"
+
+
 def read_object(path: Path, hint: str) -> dict[str, Any]:
     """Read a JSON object. `hint`: what to do if the file does not hold one."""
     try:

@@ -1,27 +1,32 @@
-"""`Learner`: the model, data and settings of a run, trained by `FP8Trainer`; evaluation, a sample and the saved state.
+"""`Learner`: the model, data and settings of a run, trained by `RunTrainer`; evaluation, a sample and the saved state.
 
 A step takes its micro-batches from the data and gives them to the trainer, which accumulates, clips and updates. It is
 skipped if its loss or its gradient norm is non-finite.
+
+Training runs through the code that the settings name: fused layers, the model as `torch.compile` makes it, or the model
+as it was written. Evaluation and samples always take the latter; of a model with fused layers, that is in `dtype`.
 """
 
-import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import set_stance
 
-from octavo.models.bdh import BDH
+from octavo.models.bdh import BDH, fuse
 from octavo.nn.report import Report
 from octavo.numerics import FP8ScalingManager
 from octavo.optim import build_optimizer, set_learning_rate
 from octavo.support import require_tensor_cores
 from octavo.training.data import ByteData, get_batch, get_evaluation_batch
-from octavo.training.errors import UserError
+from octavo.training.errors import RunError, UserError
+from octavo.training.run_trainer import RunTrainer, TakenStep
 from octavo.training.settings import DTYPES, TrainSettings
-from octavo.training.trainer import FP8Trainer, Step
+from octavo.training.trainer import Step
 
 PROMPT_BYTES = 64
 PROMPT_LINE = re.compile(rb"(?<=\n)\w.{8,62}\n")  # a whole line, not indented
@@ -34,13 +39,6 @@ class Sample:
 
     prompt: str
     written: str
-
-
-class RunTrainer(FP8Trainer):
-    """`FP8Trainer` for a run, which shows skipped steps itself and also skips those with a non-finite loss."""
-
-    def should_skip(self, step: Step) -> bool:
-        return not (math.isfinite(step.loss) and math.isfinite(step.grad_norm))
 
 
 class Learner:
@@ -58,6 +56,10 @@ class Learner:
         torch.backends.cuda.matmul.allow_tf32 = settings.tf32
         torch.manual_seed(settings.seed)
         self.model = BDH(settings.shape).to(self.device)
+        if settings.fused:
+            fuse(self.model, settings.fp8)
+        elif settings.compile:
+            self.model.compile()
         try:
             self.optimizer = build_optimizer(
                 settings.optimizer,
@@ -88,10 +90,15 @@ class Learner:
         """Products of the model, in FP8 or not and why; None in other precisions."""
         return self.trainer.report
 
-    def step(self, number: int) -> Step:
-        """Take optimiser step `number`, counted from 1."""
+    def step(self, number: int) -> Step | TakenStep:
+        """Take optimiser step `number`, counted from 1; on a GPU, without waiting for it where that is possible."""
+        set_learning_rate(self.optimizer, self.settings.learning_rate(number))
+        with _compile_errors():
+            return self.trainer.take_step(self._batches(number))
+
+    def _batches(self, number: int) -> Iterator[tuple[Tensor, ...]]:
+        """Yield the micro-batches of a step, on the device."""
         settings = self.settings
-        set_learning_rate(self.optimizer, settings.learning_rate(number))
         for micro_batch in range(settings.micro_batches):
             batch = get_batch(
                 self.data.train,
@@ -101,9 +108,11 @@ class Learner:
                 batch=settings.batch,
                 sequence=settings.seq,
             )
-            self.trainer.training_step(batch)
-        assert self.trainer.last_step is not None
-        return self.trainer.last_step
+            if self.device.type == "cuda":
+                # From pageable memory, or from rows with gaps, the host would wait for everything queued before.
+                yield tuple(part.contiguous().pin_memory().to(self.device, non_blocking=True) for part in batch)
+            else:
+                yield batch
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -132,7 +141,7 @@ class Learner:
         generator = torch.Generator(self.device).manual_seed(self.settings.seed)
         for _ in range(self.settings.sample_bytes):
             # Entered for every forward: FP8 products are told apart by their order after entering.
-            with self.trainer.autocast():
+            with self._as_written():
                 tokens = self.model.generate(
                     tokens, 1, temperature=SAMPLE_TEMPERATURE, generator=generator, context=self.settings.seq
                 )
@@ -158,5 +167,25 @@ class Learner:
             torch.cuda.set_rng_state(state["rng_cuda"])
 
     def _loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        with self.trainer.autocast():
+        with self._as_written():
             return self.model(tokens.to(self.device), targets.to(self.device))[1]
+
+    @contextmanager
+    def _as_written(self) -> Iterator[None]:
+        """Region in which the model computes in the run's precision, and not as `torch.compile` makes it."""
+        compiled = self.settings.compile and not self.settings.fused
+        with self.trainer.autocast(), set_stance("force_eager") if compiled else nullcontext():
+            yield
+
+
+@contextmanager
+def _compile_errors() -> Iterator[None]:
+    """Turn an error of `torch.compile` (no compiler on the machine, most often) into one clear line."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not type(error).__module__.startswith(("torch._dynamo.", "torch._inductor.")):
+            raise
+        raise RunError(
+            f"torch.compile failed: {str(error).splitlines()[0]}; train without it, in a run of its own: --no-compile"
+        ) from error

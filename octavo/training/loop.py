@@ -27,10 +27,10 @@ from torch import Tensor
 from octavo.optim.step_memory import StepMemory, in_words, measure_memory
 from octavo.training.checkpoint import list_checkpoints, load_checkpoint, model_bytes, save_checkpoint
 from octavo.training.data import ByteData, load_data
-from octavo.training.display import Display, why_emulated
+from octavo.training.display import Display, code_of, why_emulated
 from octavo.training.errors import RunError, UserError
 from octavo.training.files import replace_file, write_json
-from octavo.training.learner import Learner, Sample, Step
+from octavo.training.learner import Learner, Sample
 from octavo.training.memory_errors import memory_errors
 from octavo.training.run_folder import (
     BF16,
@@ -51,21 +51,22 @@ from octavo.training.run_folder import (
 )
 from octavo.training.settings import TrainSettings
 from octavo.training.signals import Interrupted, StopSignals
-
-MAX_SKIPPED_IN_A_ROW = 10
+from octavo.training.step_rows import WARM_UP, StepRows, Taken, median_speed
 
 
 @dataclass(frozen=True)
 class LegResult:
     """Results of one training of the model.
 
-    `final_loss` is the mean over the last 10 % of the steps, `held_out_loss` that on text never trained on. `memory`:
-    since the run began or resumed; None if it was not measured.
+    `final_loss` is the mean over the last 10 % of the steps, `held_out_loss` that on text never trained on. Speed is
+    the median of the steps, `memory` their peak, since the run began or resumed; both without the first steps, which
+    compile. `memory` is None if it was not measured.
     """
 
     final_loss: float
     held_out_loss: float
     tokens_per_s: float
+    ms_per_step: float
     skipped: int
     memory: StepMemory | None
 
@@ -162,7 +163,8 @@ def _train_legs(
     if sample is not None:
         write_json(folder / SAMPLE, asdict(sample))
     for leg in legs[1:]:
-        display.say("The same in BF16, for comparison", "bold")
+        code = code_of(leg.settings)
+        display.say(f"The same in BF16{code and ', ' + code}, for comparison", "bold")
         del learner
         learner = _new_learner(leg.settings, data)
         start = _load_newest(leg, learner, display)
@@ -172,7 +174,7 @@ def _train_legs(
 
     write_json(folder / SUMMARY, {name: result.to_dict() for name, result in results.items()})
     display.sample(sample)
-    display.results({name: asdict(result) for name, result in results.items()})
+    display.results({name: asdict(result) for name, result in results.items()}, legs[0].settings)
     return RunResult(folder, results)
 
 
@@ -193,26 +195,19 @@ def _train_leg(leg: Leg, learner: Learner, start: int, display: Display, stop: S
     """Train `learner` from after step `start` to the last step; return the number of steps taken."""
     settings = leg.settings
     leg.metrics.cut_back(start)
-    skipped_in_a_row = 0
+    rows = StepRows(settings, leg.metrics, display)
     with stop.deferred(), display.training(settings, done=start):
         for number in range(start + 1, settings.steps + 1):
             began = time.perf_counter()
             step = learner.step(number)
             seconds = time.perf_counter() - began
             log = number == 1 or number % settings.log_interval == 0 or number == settings.steps
-            row = _row(number, step, settings, seconds)
-            if log and learner.scaling is not None:
-                row["scaling"] = learner.scaling.statistics(reset=True)
-            leg.metrics.append(row)
-            display.step(row, log)
-
-            skipped_in_a_row = skipped_in_a_row + 1 if step.skipped else 0
-            if skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
-                raise RunError(
-                    f"loss or gradient not finite for {MAX_SKIPPED_IN_A_ROW} steps in a row, up to step {number}: try "
-                    f"a smaller --lr (it is {settings.lr:g}), a longer --warmup ({settings.warmup}) or --precision bf16"
-                )
+            scaling = learner.scaling.statistics(reset=True) if log and learner.scaling is not None else None
+            rows.add(Taken(number, step, seconds, log, scaling))
+            if number == start + WARM_UP < settings.steps and settings.device == "cuda":
+                torch.cuda.reset_peak_memory_stats()
             if number % settings.save_interval == 0 or number == settings.steps or stop.requested:
+                rows.write()
                 _save(leg, learner, number)
             stop.raise_if_requested()
     return settings.steps - start
@@ -317,19 +312,6 @@ def _model_metadata(settings: TrainSettings) -> dict[str, str]:
     return {settings.model: json.dumps(asdict(settings.shape))}
 
 
-def _row(number: int, step: Step, settings: TrainSettings, seconds: float) -> dict[str, Any]:
-    """Return a line of metrics.jsonl. Numbers keep all their digits, so that curves can be compared bit for bit."""
-    return {
-        "step": number,
-        "loss": step.loss if not step.skipped else None,  # JSON has no NaN
-        "lr": settings.learning_rate(number),
-        "grad_norm": step.grad_norm if not step.skipped else None,
-        "tokens": number * settings.tokens_per_step,
-        "tokens_per_s": settings.tokens_per_step / seconds,
-        "skipped": step.skipped,
-    }
-
-
 def _sample(learner: Learner) -> Sample | None:
     """Return a sample, or None if the model's logits are non-finite."""
     try:
@@ -343,11 +325,13 @@ def _result(leg: Leg, learner: Learner, taken: int, folder: Path) -> LegResult:
     precision = leg.settings.precision
     memory = measure_memory(learner.model, learner.optimizer) if taken else _measured_before(folder, precision)
     rows = leg.metrics.rows()
+    speed = median_speed(rows)
     last_losses = [row["loss"] for row in rows[-max(len(rows) // 10, 1) :] if not row["skipped"]]
     return LegResult(
         final_loss=statistics.fmean(last_losses) if last_losses else math.nan,
         held_out_loss=learner.evaluate(),
-        tokens_per_s=statistics.median(row["tokens_per_s"] for row in rows),
+        tokens_per_s=speed,
+        ms_per_step=1000 * leg.settings.tokens_per_step / speed,
         skipped=sum(row["skipped"] for row in rows),
         memory=memory,
     )

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from octavo.convert import can_convert, convert_to_fp8
+from octavo.models.bdh import fused_layers
 from octavo.nn.autocast import FP8Autocast, fp8_autocast
 from octavo.nn.linear import LinearInFP8
 from octavo.nn.model_report import report_of
@@ -36,7 +37,7 @@ from octavo.optim import keep_masters, offload_master, offload_states, step_in_b
 from octavo.optim.in_backward import InBackward
 from octavo.optim.out_of_memory import explained
 from octavo.support import check_fp8_support
-from octavo.training.files import disk_errors
+from octavo.training.files import disk_errors, model_file
 from octavo.training.gradients import GRADIENTS, GradientSums, default_for
 from octavo.training.random_states import get_rng_states, set_rng_states
 
@@ -62,7 +63,8 @@ class FP8Trainer:
     """Trains `model` with `optimizer` in FP8.
 
     With `convert_model_to_fp8`, the linears are converted in place; a model without any (raw parameters and `@`) runs
-    under the autocast instead. Without it, the model is trained as it is, including an FP8 one converted before.
+    under the autocast instead. Without it, the model is trained as it is, including an FP8 one converted before; a
+    fused BDH is in either case.
     Batches: a dict for models that return an object or dict with `loss`; a tuple for models that return a loss, or
     `(..., loss)`. With `loss_fn`, a tuple is `(*inputs, target)` and the loss is `loss_fn(model(*inputs), target)`.
     `release_gradients`: each is applied within backward and then freed (`octavo.optim.step_in_backward`); steps are
@@ -140,7 +142,9 @@ class FP8Trainer:
 
     def _set_up_fp8(self, convert: bool) -> None:
         converted = [m for m in self.model.modules() if isinstance(m, LinearInFP8)]
-        if converted:  # earlier, or loaded with weights frozen in FP8, whose adapters stay as they are
+        if fused := fused_layers(self.model):
+            self.report, self.scaling = fused.report, fused.scaling
+        elif converted:  # earlier, or loaded with weights frozen in FP8, whose adapters stay as they are
             self.report = report_of(self.model)
             self.scaling = converted[0].scaling
             logger.info("%s", self.report.summary())
@@ -268,15 +272,19 @@ class FP8Trainer:
         logger.warning("gradient norm is %s: step skipped (%d so far)", step.grad_norm, self.skipped_steps + 1)
         return True
 
-    def _apply_gradients(self) -> None:
+    def _clip_gradients(self) -> Tensor:
+        """Clip the gradients; return the loss of the step and their norm before, without waiting for the device."""
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         self.grad_norm = get_total_norm(gradients)
         if self.max_grad_norm is not None:
             clip_grads_with_norm_(self.model.parameters(), self.max_grad_norm, self.grad_norm)
         assert self._loss_sum is not None
         loss_and_norm = torch.stack((self._loss_sum.to(self.grad_norm.device), self.grad_norm))
-        step = Step(*loss_and_norm.tolist())  # the one host synchronisation of a step
         self._loss_sum = None
+        return loss_and_norm
+
+    def _apply_gradients(self) -> None:
+        step = Step(*self._clip_gradients().tolist())  # the one host synchronisation of a step
         if self.should_skip(step):
             step = replace(step, skipped=True)
             self.skipped_steps += 1
@@ -293,7 +301,7 @@ class FP8Trainer:
 
         A folder gets a `model.safetensors`. The file appears under its name only when it is complete.
         """
-        path = _model_file(Path(path))
+        path = model_file(Path(path))
         temporary = path.with_name(path.name + ".tmp")
         with disk_errors(path, "check the path and the space left"):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -310,7 +318,7 @@ class FP8Trainer:
 
     def load_model(self, path: str | Path) -> None:
         """Read weights that `save_model` wrote, into the model's own Parameters."""
-        path = _model_file(Path(path))
+        path = model_file(Path(path))
         if not path.exists():
             raise FileNotFoundError(f"{path}: no such model file")
         if path.suffix in (".pt", ".pth"):
@@ -384,14 +392,6 @@ def _check_release(why: str, model: nn.Module, accumulation: int, limit: float |
             f"{why} with max_grad_norm={limit}: their norm is known only when all are there; leave max_grad_norm out, "
             "or keep them"
         )
-
-
-def _model_file(path: Path) -> Path:
-    if path.suffix in (".pt", ".pth", ".safetensors"):
-        return path
-    if path.suffix and not path.is_dir():
-        raise ValueError(f"{path}: a model file ends in .safetensors, .pt or .pth; a folder has no such ending")
-    return path / "model.safetensors"
 
 
 def _to(value: Any, device: torch.device) -> Any:

@@ -64,11 +64,11 @@ def _loss(y, _target):
     return y.float().square().mean()
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
-def test_a_bdh_takes_what_was_planned(precision):
-    """Not compiled, and with the optimiser: what `octavo train` does."""
+@pytest.mark.parametrize(("precision", "fused"), [("fp32", False), ("bf16", False), ("fp8", False), ("fp8", True)])
+def test_a_bdh_takes_what_was_planned(precision, fused):
+    """Not compiled, and with the optimiser: steps of `octavo train`."""
     options = {"size": "25m", "batch": 4, "seq": 512, "micro_batches": 2, "precision": precision, "device": "cuda"}
-    settings = settings_from_options({**options, "steps": 2, "warmup": 1})
+    settings = settings_from_options({**options, "steps": 2, "warmup": 1, "fused": fused, "compile": False})
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()

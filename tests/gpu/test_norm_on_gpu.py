@@ -59,7 +59,10 @@ def test_gradients(shape, how, adds, needs):
         expected, expected_weight = norm_spec.norm_gradients(*given, needs=needs)
         if needs[0]:
             assert share_different(dh, expected) <= 0.002 + 1 / dh.numel()
-            torch.testing.assert_close(dh, expected, rtol=0.01, atol=1e-4)
+            # One step of BF16 before the addition, and one after it; FP32 terms of about one may cancel.
+            alone = norm_spec.norm_gradients(*given[:-1], None, needs=needs)[0].float().abs()
+            step = 2**-7 * (2 * alone + residual.float().abs() if adds else alone) + 1e-5
+            assert ((dh.float() - expected.float()).abs() <= step).all()
         if needs[1]:
             largest = expected_weight.abs().max().item()
             torch.testing.assert_close(dweight, expected_weight, rtol=0.01, atol=1e-3 * largest)

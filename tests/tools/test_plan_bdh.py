@@ -11,13 +11,14 @@ from allocations import allocated
 from octavo.models.bdh import BDH, BDHConfig
 from octavo.tools.bdh import CODES
 from octavo.tools.bdh import simulate as simulation
-from octavo.tools.bdh.plan import bdh_code, bdh_options, plan_bdh
+from octavo.tools.bdh.plan import bdh_code, bdh_options, plan_bdh, planned_run
 from octavo.tools.bdh.simulate import simulate
 from octavo.tools.plan.options import Option
 from octavo.tools.plan.request import Request
 from octavo.tools.plan.run import make_plan
 from octavo.tools.plan.timeline import GIB, WORKSPACE
 from octavo.tools.shapes import Case
+from octavo.training.settings import TrainSettings
 
 Invoke = Callable[..., tuple[int, str, str]]
 SMALL = BDHConfig(dim=32, heads=2, neurons=256, layers=3)
@@ -84,19 +85,27 @@ def test_the_command(invoke: Invoke) -> None:
     )
     assert code == 0 and error == ""
     assert output.startswith("bdh-tiny, 2 million parameters, 4 layers: training, 8 × 128 tokens")
-    assert "FP8 fused, adamw4bit" in output and "octavo train --size tiny --precision fp8 --optimizer adamw" in output
+    assert "For 24 GiB: FP8 fused, adamw, batch 8" in output
+    assert "octavo train --size tiny --precision fp8 --fused --optimizer adamw" in output
     plan = json.loads(Path("plan.json").read_text())
     assert [option["longest_sequence"] for option in plan["options"]] == [None] * 8
     assert "BF16 autocast" in invoke("plan", "bdh-tiny", "--batch", "8", "--seq", "128", "--gpu", "a100")[1]
 
 
-def test_advised_code_of_the_fused_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Request("bdh-tiny", layers=2).case
-    code = bdh_code("bdh-tiny", case, Option("bdh-fused", weight_bytes=4, compiled=False))
-    monkeypatch.setattr(BDH, "cuda", lambda model: model)
-    names: dict = {}
-    exec(code, names)
-    assert names["model"].config.layers == 2
+@pytest.mark.parametrize("code", CODES)
+def test_the_advised_command_runs_the_code_that_was_planned(
+    code: str, invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its settings, on a CPU, are planned as the option is."""
+    monkeypatch.setattr("octavo.training.loop.train", lambda settings, **_: found.append(settings) or 1 / 0)
+    found: list[TrainSettings] = []
+    case = Request("bdh-tiny", layers=2, batch=2, seq=64).case
+    option = Option(code, optimizer="adamw", weight_bytes=4, compiled=False)
+    with pytest.raises(ZeroDivisionError):
+        invoke(*bdh_code("bdh-tiny", case, option).split()[1:], "--out", str(tmp_path))
+    planned = planned_run({**found[0].to_dict(), "emulated": False})
+    assert planned is not None and planned.peak == plan_bdh(case, option).peak.total
+    assert (found[0].fused, found[0].compile, found[0].shape.layers) == (code == "bdh-fused", False, 2)
 
 
 @pytest.mark.parametrize(

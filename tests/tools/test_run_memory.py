@@ -42,9 +42,18 @@ def on_gpu() -> StepMemory:
     return replace(planned, device="cuda:0", peak=round(1.05 * planned.peak))
 
 
-@pytest.mark.parametrize(("precision", "name"), [("fp8", "FP8 autocast"), ("bf16", "BF16 autocast"), ("fp32", "FP32")])
-def test_a_run_is_planned_as_the_command_would(precision: str, name: str) -> None:
-    planned = planned_memory(config(precision=precision, optimizer="adamw", batch=3, seq=64))
+@pytest.mark.parametrize(
+    ("precision", "fused", "name"),
+    [
+        ("fp8", False, "FP8 autocast"),
+        ("fp8", True, "FP8 fused"),
+        ("bf16", False, "BF16 autocast"),
+        ("fp32", False, "FP32"),
+    ],
+)
+def test_a_run_is_planned_as_the_command_would(precision: str, fused: bool, name: str) -> None:
+    options = {"precision": precision, "fused": fused, "compile": fused, "device": "cpu"}
+    planned = planned_memory(config(**options, optimizer="adamw", batch=3, seq=64))
     wanted = next(
         m for m in make_plan(Request("bdh-tiny", batch=3, seq=64)).memories if m.option.name == f"{name}, adamw"
     )
@@ -58,7 +67,15 @@ def test_micro_batches_keep_gradients() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"emulated": True}, {"fp8": {"granularity": "block"}}, {"model": "other"}, {"shape": None}]
+    "changes",
+    [
+        {"emulated": True},
+        {"fp8": {"granularity": "block"}},
+        {"model": "other"},
+        {"shape": None},
+        {"compile": True},
+        {"compile": True, "fused": True, "precision": "bf16"},  # what a fused run is compared with
+    ],
 )
 def test_what_the_plan_does_not_know(changes: dict[str, Any]) -> None:
     values = {**config(), **changes}

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from octavo import FP8Linear, FP8Trainer, FP8TrainingConfig
-from octavo.models.bdh import BDH, BDHConfig
+from octavo.models.bdh import BDH, BDHConfig, fuse
 
 
 class WithLoss(nn.Module):
@@ -154,13 +154,18 @@ def test_save_and_load(tmp_path, name):
 
 
 @pytest.mark.parametrize("at", [4, 5], ids=["between steps", "inside an accumulation"])
-@pytest.mark.parametrize("kind", ["linears", "autocast"])
+@pytest.mark.parametrize("kind", ["linears", "autocast", "fused"])
 def test_state_resumes_exactly(kind, at):
     def build():
         if kind == "linears":
             return make(gradient_accumulation_steps=2)
         torch.manual_seed(0)
-        return make(BDH(BDHConfig(dim=16, heads=2, neurons=32, layers=1)), gradient_accumulation_steps=2)
+        model = BDH(BDHConfig(dim=16, heads=2, neurons=32, layers=1))
+        if kind == "fused":
+            fuse(model)
+        trainer = make(model, gradient_accumulation_steps=2)
+        assert ("layers.0.kept.s" in trainer.scaling.names) == (kind == "fused")
+        return trainer
 
     tokens = [torch.randint(256, (2, 2, 9)) for _ in range(10)]
     data = batches(10) if kind == "linears" else [(t[0], t[1]) for t in tokens]

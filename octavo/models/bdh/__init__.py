@@ -10,7 +10,19 @@
 Nothing outside `octavo/models`, `octavo/training` and `octavo/tools` imports this folder.
 """
 
-from octavo.models.bdh.fused import FusedBDH, fuse, is_fused, unfuse
+from octavo.models.bdh.fused import FusedBDH, fuse, fused_layers, is_fused, unfuse, why_not_fused
 from octavo.models.bdh.model import BDH, PRESETS, BDHConfig, rope, rope_angles
 
-__all__ = ["BDH", "PRESETS", "BDHConfig", "FusedBDH", "fuse", "is_fused", "rope", "rope_angles", "unfuse"]
+__all__ = [
+    "BDH",
+    "PRESETS",
+    "BDHConfig",
+    "FusedBDH",
+    "fuse",
+    "fused_layers",
+    "is_fused",
+    "rope",
+    "rope_angles",
+    "unfuse",
+    "why_not_fused",
+]

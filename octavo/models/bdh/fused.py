@@ -107,11 +107,8 @@ def fuse(model: BDH, config: FP8TrainingConfig | str | None = None) -> FusedBDH:
             f"model is a {type(model).__name__}: "
             + ("fused already; unfuse(model) first" if fused_already else "fuse takes an octavo.models.BDH")
         )
-    if config.granularity != "tensor":
-        raise ValueError(f"granularity={config.granularity!r}: the fused BDH has one scale per tensor; {_AUTOCAST}")
-    for name in ("encoder", "encoder_v", "decoder"):
-        if is_skipped(name, config):
-            raise ValueError(f"skip={config.skip!r}: names {name}, which is part of every fused layer; {_AUTOCAST}")
+    if reason := why_not_fused(config):
+        raise ValueError(f"{reason}; {_AUTOCAST}")
     device = model.encoder.device
     require_tensor_cores(device, config)
     announce_emulation(device, config.emulate)
@@ -124,9 +121,24 @@ def fuse(model: BDH, config: FP8TrainingConfig | str | None = None) -> FusedBDH:
     return fused
 
 
+def why_not_fused(config: FP8TrainingConfig, dropout: float = 0.0) -> str:
+    """Return why fused layers cannot train by this configuration, with this share of dropout; empty if they can."""
+    if config.granularity != "tensor":
+        return f"granularity={config.granularity!r}: the fused BDH has one scale per tensor"
+    for name in ("encoder", "encoder_v", "decoder"):
+        if is_skipped(name, config):
+            return f"skip={config.skip!r}: names {name}, which is part of every fused layer"
+    return f"dropout={dropout}: the fused layers have no dropout" if dropout else ""
+
+
 def is_fused(model: nn.Module) -> bool:
     """Return True if `fuse` was called on the model."""
     return isinstance(model, _FusedBDHModel)
+
+
+def fused_layers(model: nn.Module) -> FusedBDH | None:
+    """Return what `fuse` returned for the model; None if it is not fused."""
+    return model.__dict__[_FUSED] if is_fused(model) else None
 
 
 def unfuse(model: nn.Module) -> None:

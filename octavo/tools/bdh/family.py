@@ -28,7 +28,7 @@ FUSED = "octavo-fused"
 class _BDHFamily(Family):
     predicts = "byte"
     compiles_layers = False  # its loop over the layers is one graph
-    advised: Mapping[bool, tuple[str, ...]] = {True: ("bdh-fp8", "bdh-fused"), False: ("bdh-bf16",)}
+    advised: Mapping[bool, tuple[str, ...]] = {True: ("bdh-fused",), False: ("bdh-bf16",)}
     weight_bytes = FP32
     plans_sequences = False  # each length would be another step to simulate
 

@@ -21,8 +21,8 @@ from octavo.tools.plan.timeline import WORKSPACE, Memory, Moment
 from octavo.tools.shapes import Case
 
 NOTE = (
-    "A step of BDH is simulated as it runs, not compiled. FP8 autocast is what octavo train does; FP8 fused is "
-    "octavo.models.bdh.fuse."
+    "A step of BDH is simulated as it runs, not compiled. FP8 fused is what octavo train does with FP8 tensor cores; "
+    "the others need --no-fused or --no-compile."
 )
 
 
@@ -78,41 +78,34 @@ def bdh_states(numbers: int, optimizer: str | None) -> int:
 
 
 def bdh_code(model: str, case: Case, option: Option) -> str:
-    """Return the command that trains as the option says; for the fused layers, which it does not know, the code."""
+    """Return the command that trains as the option says."""
     size, batch = model.removeprefix("bdh-"), case.tokens // case.seq
-    if option.code != "bdh-fused":
-        precision = option.code.removeprefix("bdh-")
-        return f"octavo train --size {size} --precision {precision} --optimizer {option.optimizer} " + (
-            f"--layers {case.layers} --batch {batch} --seq {case.seq} --micro-batches 1"
-        )
-    shape = {**case.config, "layers": case.layers}
-    del shape["model_type"]
-    lines = [
-        "from octavo.models.bdh import BDH, BDHConfig, fuse",
-        "from octavo.optim import build_optimizer",
-        "",
-        f"model = BDH(BDHConfig({', '.join(f'{name}={value}' for name, value in shape.items())}))",
-        "fuse(model.cuda())",
-        f"optimizer = build_optimizer({option.optimizer!r}, model.parameters(), lr=1e-3)",
-    ]
-    return "\n".join(lines)
+    precision = "fp8" if option.code == "bdh-fused" else option.code.removeprefix("bdh-")
+    code = {"bdh-fused": "--fused", "bdh-fp8": "--no-fused --no-compile"}.get(option.code, "--no-compile")
+    return f"octavo train --size {size} --precision {precision} {code} --optimizer {option.optimizer} " + (
+        f"--layers {case.layers} --batch {batch} --seq {case.seq} --micro-batches 1"
+    )
 
 
 def planned_run(config: Mapping[str, Any]) -> StepMemory | None:
     """Return the plan for a run of `octavo train`, from its `config.json`; None where the plan does not cover it.
 
-    In FP8 it covers one scale per tensor, on tensor cores.
+    It covers steps that are not compiled, and in FP8 one scale per tensor, on tensor cores.
     """
     if "shape" not in config:
         return None
     precision, fp8 = config["precision"], config["fp8"]
     if precision == "fp8" and (config.get("emulated") or fp8.get("granularity") != "tensor"):
         return None
+    fused = precision == "fp8" and config.get("fused", False)  # and not the BF16 it is compared with
+    if config.get("compile") and not fused:
+        return None
     shape = dict(config["shape"])
     dropout = shape.pop("dropout")
     tokens = config["batch"] * config["seq"]
     case = Case(config["model"], {"model_type": "bdh", **shape}, shape["layers"], tokens, config["seq"], 0, "cpu")
-    option = Option(f"bdh-{precision}", optimizer=config["optimizer"], weight_bytes=4, compiled=False)
+    code = "bdh-fused" if fused else f"bdh-{precision}"
+    option = Option(code, optimizer=config["optimizer"], weight_bytes=4, compiled=False)
     memory = plan_bdh(case, option, accumulates=config["micro_batches"] > 1, dropout=dropout)
     step = memory.moments[-1]  # the optimiser's, when all gradients are there
     return StepMemory("plan", step.weights, step.gradients, step.states, memory.host, memory.peak.total)

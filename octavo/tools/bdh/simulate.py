@@ -1,7 +1,7 @@
 """The memory of a step of BDH, found by running its own code, forward and backward, on tensors without contents.
 
 `FakeTensorMode` computes only shapes and dtypes, and the results of every operation are counted for as long as
-something refers to them: that is what torch's allocator would be asked for. Nothing is compiled, as in `octavo train`.
+something refers to them: that is what torch's allocator would be asked for. Nothing is compiled.
 The fake tensors are on the CPU, since not every build of torch has another device; where a GPU differs, a comment says
 so.
 
