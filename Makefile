@@ -34,13 +34,14 @@ types: $(VENV)/.dev
 
 # A core that is done takes from the other, so that none waits at the end.
 pytest: $(VENV)/.dev
-	$(BIN)/pytest -n 2 --dist worksteal tests --ignore=tests/hf $(SELECTED) $(ARGS)
+	$(BIN)/pytest -n 2 --dist worksteal tests --ignore=tests/hf --ignore=tests/sft $(SELECTED) $(ARGS)
 
 # Everything that meets Hugging Face's libraries, with the oldest transformers; with the newest, all but the decoders'
 # numerics.
 test-hf: $(VENV)/.dev $(VENV)/.newest
-	$(BIN)/pytest -n 2 tests/hf $(ARGS)
-	PYTHONPATH=$(abspath $(VENV)/newest) $(BIN)/pytest -n 2 tests/hf --ignore=tests/hf/test_decoder.py $(ARGS)
+	$(BIN)/pytest -n 2 tests/hf tests/sft $(ARGS)
+	PYTHONPATH=$(abspath $(VENV)/newest) $(BIN)/pytest -n 2 tests/hf tests/sft --ignore=tests/hf/test_decoder.py \
+		$(ARGS)
 
 # Numerics, layers, optimisers and the training command with the newest torch.
 test-newest-torch: $(VENV)-newest-torch/.done

@@ -24,14 +24,17 @@ ORDER = [
     "hf",
     "training",
     "tools",
+    "sft",
     "cli",
 ]
 # Rooms, folders or single files that may import what not everybody has.
 ONLY_IN = {
     "triton": {"kernels", "models/bdh/kernels"},
-    "transformers": {"decoders", "hf", "tools/bench/random_model.py", "tools/bench/trainer_run.py"},
+    "transformers": {"decoders", "hf", "sft", "tools/bench/random_model.py", "tools/bench/trainer_run.py"},
     "accelerate": {"hf"},
-    "peft": {"hf"},
+    "peft": {"hf", "sft"},
+    "trl": {"sft"},
+    "datasets": {"sft"},
 }
 MODELS_USED_IN = {"models", "training", "tools"}
 # The files of `decoders` that import transformers, inside the functions that need it: importing octavo does not.

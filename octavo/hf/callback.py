@@ -27,6 +27,7 @@ from octavo.decoders.classes import is_fused
 from octavo.hf.out_of_memory import explain_in
 from octavo.hf.speed import Speed
 from octavo.hf.trainer_on_stack import put_first, resumed_from, running_trainer
+from octavo.hf.trl_loss import use_own_loss
 from octavo.hf.update_check import SampledWeights, UpdateCheck
 from octavo.nn.linear import FP8Linear, LinearInFP8
 from octavo.numerics import FP8ScalingManager
@@ -58,7 +59,9 @@ class OctavoCallback(TrainerCallback):
     the model was loaded without; False lets each step round to BF16. `release_gradients`: each
     gradient is applied within backward, and its memory freed (`octavo.optim.step_in_backward`).
     `offload="master"`: that, too, and while it trains the model has FP8 weights only, and FP32 masters in host memory
-    (`octavo.optim.offload_master`), which checkpoints then have.
+    (`octavo.optim.offload_master`), which checkpoints then have. `own_loss`: TRL's `SFTTrainer` trains on the model's
+    own loss, in chunks, with an FP8 head if it has one (`octavo/hf/trl_loss.py`); False leaves it to TRL, whose
+    training logs then have `entropy` and `mean_token_accuracy`. `hints=False` leaves out advice on other settings.
     """
 
     def __init__(
@@ -69,6 +72,8 @@ class OctavoCallback(TrainerCallback):
         master_weights: bool | None = None,
         release_gradients: bool = False,
         offload: str | None = None,
+        own_loss: bool = True,
+        hints: bool = True,
     ) -> None:
         if offload not in (None, "master"):
             raise ValueError(f"offload={offload!r}: 'master', for FP32 weights in host memory, or None")
@@ -77,8 +82,10 @@ class OctavoCallback(TrainerCallback):
         self.master_weights = master_weights
         self.release_gradients = release_gradients
         self.offload = offload
+        self.own_loss = own_loss
+        self.hints = hints
         self._released: InBackward | None = None
-        self._stop_explaining: Callable[[], None] | None = None
+        self._undo: list[Callable[[], None]] = []  # what was changed in the Trainer
         self._managers: list[FP8ScalingManager] = []
         self._check: UpdateCheck | None = None
         self._sample: SampledWeights | None = None
@@ -100,14 +107,18 @@ class OctavoCallback(TrainerCallback):
         if trainer is not None:
             _require_no_other_fp8(trainer)
             put_first(trainer, self)
-            self._explain_no_more()  # a run that ended in an error has not come to its end
-            self._stop_explaining = explain_in(trainer)
+            self._leave_trainer()  # a run that ended in an error has not come to its end
+            self._undo.append(explain_in(trainer))
+            if self.own_loss and (undo := use_own_loss(trainer)) is not None:
+                self._undo.append(undo)
         if state.global_step:
             self._load(resumed_from(), args, state)
         keep_masters((p for p in model.parameters() if p.requires_grad), self.master_weights)
         if state.is_world_process_zero and not self._introduced:
             self._introduced = True
-            _introduce(model, trainer, args, kwargs["optimizer"])
+            _introduce(model, kwargs["optimizer"])
+            if self.hints:
+                _advise(trainer, args)
         self._take_back()
         self._check = UpdateCheck(model) if self.check_weights else None
         if self.release_gradients or self.offload is not None:
@@ -189,7 +200,7 @@ class OctavoCallback(TrainerCallback):
         if self._check is not None:
             self._end_check(state)
         self._take_back()
-        self._explain_no_more()
+        self._leave_trainer()
 
     def _take_back(self) -> None:
         """Undo the set-up of a run, also of one that broke off: its hooks would apply gradients in the next one."""
@@ -201,10 +212,10 @@ class OctavoCallback(TrainerCallback):
             self._released.remove()
             self._released = None
 
-    def _explain_no_more(self) -> None:
-        if self._stop_explaining is not None:
-            self._stop_explaining()
-            self._stop_explaining = None
+    def _leave_trainer(self) -> None:
+        """Give the Trainer back its methods."""
+        while self._undo:
+            self._undo.pop()()
 
     def _end_check(self, state: TrainerState) -> None:
         assert self._check is not None
@@ -219,8 +230,8 @@ class OctavoCallback(TrainerCallback):
             if _HEAD in manager.names and _HEAD not in manager.statistics(reset=False):
                 raise RuntimeError(
                     "the head is converted to FP8, but this trainer computes logits and loss by itself and its FP8 "
-                    "product never ran (TRL's fused head does that, and label smoothing or a compute_loss_func that "
-                    "takes the labels away); convert with fp8_head=False and 'lm_head' in skip, the default"
+                    "product never ran (label smoothing and a compute_loss_func do that, and TRL with own_loss=False "
+                    "here); convert with fp8_head=False and 'lm_head' in skip, the default"
                 )
 
     def _load(self, folder: str | None, args: TrainingArguments, state: TrainerState) -> None:
@@ -303,10 +314,13 @@ def _masters(model: nn.Module, optimizer: Any) -> str:
     return words + (f", {rest:,} in BF16 without" if rest else "")
 
 
-def _introduce(model: nn.Module, trainer: Any, args: TrainingArguments, optimizer: Any) -> None:
+def _introduce(model: nn.Module, optimizer: Any) -> None:
     _say(_summary(model) + _masters(model, optimizer))
     if _emulation(model):
         _say(f"FP8 is {_emulation(model)}")
+
+
+def _advise(trainer: Any, args: TrainingArguments) -> None:
     if args.include_num_input_tokens_seen == "no":
         _say('for tokens_per_second in the logs: TrainingArguments(include_num_input_tokens_seen="non_padding")')
     if trainer is not None:

@@ -240,6 +240,8 @@ def _held_out_cards(label: str, unit: str, summary: dict[str, dict[str, Any]]) -
         return []
     ours, theirs = losses[label.lower()], losses.get("bf16", math.nan)
     note = f"{unit}; on text never trained on"
+    if (before := summary[label.lower()].get("held_out_loss_before")) is not None:
+        note += f"; {_significant(before)} before training"
     if label != "BF16" and "bf16" in losses:
         note += f"; BF16 {_significant(theirs)}"
         if math.isfinite(ours) and math.isfinite(theirs) and theirs:

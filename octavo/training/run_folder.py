@@ -10,7 +10,8 @@
     summary.json        final and held-out losses, speed, memory
     report.html         all of it on one page
 
-A comparison adds `metrics_bf16.jsonl` and `bf16/checkpoint-…`.
+A comparison adds `metrics_bf16.jsonl` and `bf16/checkpoint-…`. A run of `octavo sft` has `checkpoints/`, `adapter/` and
+`model/` instead of checkpoints and model (`octavo/sft/session.py`).
 
 A run is recognised by its marker alone: a `config.json` or a `model.safetensors` may be anyone's, such as a model of
 Hugging Face. A new run never replaces a file in a folder without the marker, and `--overwrite` removes only the files
@@ -44,6 +45,8 @@ SAMPLE = "sample.json"
 SUMMARY = "summary.json"
 REPORT = "report.html"
 BF16 = "bf16"
+CHECKPOINTS, ADAPTER, WHOLE_MODEL = "checkpoints", "adapter", "model"  # folders of `octavo sft`
+FOLDERS = (CHECKPOINTS, ADAPTER, WHOLE_MODEL)
 FILES = (CONFIG, METRICS, METRICS_BF16, MODEL, PRODUCTS, SAMPLE, SUMMARY, REPORT)
 
 
@@ -92,7 +95,9 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_settings(folder: Path) -> TrainSettings:
-    """Read the settings a run was started with."""
+    """Read the settings a run of `octavo train` was started with."""
+    if read_config(folder).get("command") == "sft":
+        raise UserError(f"{folder} is a run of octavo sft: continue it with octavo sft --resume --out {folder}")
     known = {f.name for f in fields(TrainSettings)}
     try:
         return TrainSettings.from_dict({name: v for name, v in read_config(folder).items() if name in known})
@@ -155,6 +160,11 @@ class Metrics:
             )
         replace_file(self.path, b"".join(line + b"\n" for line in lines))
 
+    def keep(self, step: int) -> None:
+        """Drop rows of steps after `step`, which will be computed and written again."""
+        lines = [line for line in self._lines() if json.loads(line)["step"] <= step]
+        replace_file(self.path, b"".join(line + b"\n" for line in lines))
+
     def _lines(self) -> list[bytes]:
         if not self.path.exists():
             return []
@@ -178,7 +188,7 @@ def _check_free(folder: Path, overwrite: bool) -> None:
     """Raise if a run would replace files in the folder; with `overwrite`, files of a run may be replaced."""
     with disk_errors(folder, hint="choose another --out"):
         paths = _written(folder)
-        foreign = [file for path in paths if path.is_dir() for file in foreign_files(path)]
+        foreign = [file for path in _checkpoints(folder) for file in foreign_files(path)]
     if not paths:
         return
     if not (folder / MARKER).is_file():
@@ -225,11 +235,13 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _written(folder: Path) -> list[Path]:
-    """Return the files of a run that are in the folder; CONFIG first."""
-    names = [folder / name for name in FILES]
-    return [path for path in names if path.exists()] + [
-        path for run in (folder, folder / BF16) for path in written_checkpoints(run)
-    ]
+    """Return the files and folders of a run that are in the folder; CONFIG first."""
+    names = [folder / name for name in (*FILES, *FOLDERS)]
+    return [path for path in names if path.exists()] + _checkpoints(folder)
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    return [path for run in (folder, folder / BF16) for path in written_checkpoints(run)]
 
 
 def _clear(folder: Path) -> None:

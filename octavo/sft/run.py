@@ -1,0 +1,132 @@
+"""A fine-tuning run, from a request to its results.
+
+Everything that can be wrong with a request is found before the run's folder is made: model, tokenizer, data, memory. A
+run that was interrupted anywhere is continued by the same function with `resume=True`.
+"""
+
+from dataclasses import fields, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from octavo.sft.display import Display
+from octavo.sft.docstrings import read_docstrings
+from octavo.sft.examples import Data, make_examples, split
+from octavo.sft.memory import choose_checkpointing, show_plan
+from octavo.sft.model import choose_layout, find_model, load_model, longest, read_tokenizer
+from octavo.sft.quiet import quiet
+from octavo.sft.session import Session
+from octavo.sft.settings import SFTSettings
+from octavo.sft.sources import Source, read_source
+from octavo.sft.trainer import newest_checkpoint
+from octavo.support import check_fp8_support, leave_emulation_unannounced
+from octavo.training.errors import RunError, UserError
+from octavo.training.run_folder import CONFIG, find_run, new_run, read_config, resumed_run
+from octavo.training.signals import Interrupted, StopSignals
+
+
+def fine_tune(
+    settings: SFTSettings,
+    *,
+    out: Path | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    plan: bool = False,
+    console: Console | None = None,
+) -> Path:
+    """Fine-tune a model; return the folder with the results (`out`, or a new one below `runs/`).
+
+    Raises `UserError` for mistakes that the user can correct and `Interrupted` after a Ctrl-C or SIGTERM; in both
+    cases the folder can be resumed if it holds a checkpoint.
+    """
+    display = Display(console or Console(), settings.device)
+    stop = StopSignals()
+    with stop.caught(), quiet():
+        _opening(settings, display)
+        name, config = find_model(settings)
+        tokenizer = read_tokenizer(name, settings)
+        settings = replace(settings, seq=longest(name, settings))
+        data = _read_data(settings, tokenizer)
+        display.say(f"Data: {data}", "dim")
+        if resume:
+            _check_same_run(find_run(out), settings, data)
+        settings = _with_memory(settings, config, plan, display)
+        model = load_model(name, settings)
+        settings = replace(settings, layout=choose_layout(model, settings))
+        with resumed_run(out) if resume else new_run(settings.name, out, overwrite) as folder:
+            session = Session(folder, settings, data, model, tokenizer, display, stop)
+            try:
+                session.train()
+                session.finish()
+            except Interrupted as interrupted:
+                _say_how_to_resume(folder, interrupted, display)
+                raise
+    return folder
+
+
+def read_settings(folder: Path) -> SFTSettings:
+    """Read the settings that a run was started with."""
+    config = read_config(folder)
+    if config.get("command") != "sft":
+        raise UserError(f"{folder} is a run of octavo train: continue it with octavo train --resume --out {folder}")
+    known = {f.name for f in fields(SFTSettings)}
+    try:
+        return SFTSettings.from_dict({name: value for name, value in config.items() if name in known})
+    except (ValueError, TypeError) as error:
+        raise RunError(f"{folder / CONFIG} has changed: {error}; restore it, or start anew in another --out") from error
+
+
+def _opening(settings: SFTSettings, display: Display) -> None:
+    what = "all weights" if settings.full else f"LoRA of rank {settings.rank}"
+    fp8 = ", products in FP8" if settings.full else " on weights frozen in FP8"
+    precision = fp8 if settings.precision == "fp8" else " in BF16"
+    display.say(f"Fine-tuning {settings.model or 'SmolLM2-135M'}: {what}{precision}; on {settings.device}", "bold")
+    support = check_fp8_support(settings.device)
+    if settings.precision == "fp8" and not support:
+        display.say(f"FP8 products are emulated: {support.reason}", "dim")
+        leave_emulation_unannounced(settings.device)
+
+
+def _read_data(settings: SFTSettings, tokenizer: object) -> Data:
+    assert settings.seq is not None
+    source = read_docstrings() if settings.data is None else read_source(settings.data, settings.split)
+    examples = make_examples(source, tokenizer, settings, settings.seq)
+    if settings.eval_data is None:
+        train, held_out = split(examples, settings.held_out, settings.seed)
+        return Data(train, held_out, source.description)
+    other: Source = read_source(settings.eval_data, settings.split, "--eval-data")
+    held_out = make_examples(other, tokenizer, settings, settings.seq, "--eval-data")
+    return Data(examples, held_out, f"{source.description}; evaluated on {other.description}")
+
+
+def _with_memory(settings: SFTSettings, config: Path, plan: bool, display: Display) -> SFTSettings:
+    """Compare the run with the memory there is, and return settings that say whether to checkpoint."""
+    assert settings.seq is not None
+    if plan:
+        show_plan(settings, config, settings.seq, display.console)
+    checkpointing, words = choose_checkpointing(settings, config, settings.seq)
+    if words:
+        display.say(f"Memory: {words}", "dim")
+    return replace(settings, checkpointing=checkpointing)
+
+
+def _check_same_run(folder: Path, settings: SFTSettings, data: Data) -> None:
+    before = read_settings(folder)
+    if changed := before.changes_to_curve(settings):
+        name = changed[0]
+        raise UserError(
+            f"cannot resume {folder} with {name}={getattr(settings, name)!r}: it was started with "
+            f"{getattr(before, name)!r}, and the change would alter the loss curve; leave the option out to continue "
+            "as it was, or start a new run without --resume"
+        )
+    if read_config(folder).get("data_sha256") != data.train.digest:
+        raise UserError(
+            f"cannot resume {folder}: the data, or what the tokenizer makes of it, is not what the run was started "
+            "with; restore it, or start a new run without --resume"
+        )
+
+
+def _say_how_to_resume(folder: Path, interrupted: Interrupted, display: Display) -> None:
+    checkpoint = newest_checkpoint(folder)
+    saved = f"saved in {checkpoint[0]}" if checkpoint else "nothing was saved yet"
+    display.say(f"Stopped ({interrupted}); {saved}. Continue with: octavo sft --resume --out {folder}", "bold")
