@@ -7,16 +7,12 @@ import commands
 import pytest
 import torch
 from decoder_cases import build
+from sft_cases import TEMPLATE
 from trainer_cases import BYTES, byte_tokenizer
 
 commands._CONTEXT.set_forkserver_preload(["torch._dynamo", "octavo.cli", "octavo.sft.run", "octavo.hf.lora"])
 
-TEMPLATE = (
-    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}\n{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
 WORDS = ["red", "green", "blue", "fox", "dog", "cat", "runs", "jumps", "over", "the", "lazy"]
-OPTIONS = ["--rank", "4", "--batch", "4", "--lr", "0.01", "--sample-tokens", "2", "--device", "cpu"]
 
 
 @pytest.fixture(autouse=True, scope="module")

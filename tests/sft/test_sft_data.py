@@ -4,8 +4,8 @@ import json
 
 import numpy as np
 import pytest
-from conftest import OPTIONS, TEMPLATE
 from datasets import Dataset, DatasetDict
+from sft_cases import OPTIONS, TEMPLATE
 from trainer_cases import byte_tokenizer
 
 from octavo.sft.docstrings import read_docstrings

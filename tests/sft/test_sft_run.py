@@ -11,8 +11,8 @@ from pathlib import Path
 import peft
 import pytest
 from commands import Command
-from conftest import OPTIONS
 from decoder_cases import build
+from sft_cases import OPTIONS
 from trainer_cases import BYTES, byte_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
