@@ -16,7 +16,7 @@ from octavo.tools.plan.timeline import GIB
 from octavo.tools.shapes import Case, make_case
 
 RESULTS = Path(__file__).parent.parent.parent / "benchmarks" / "results"
-OLD, NEWER = "2026-11-15-h200-", "2026-11-16-h200-"
+OLD, NEWER, NEWEST = "2026-11-15-h200-", "2026-11-16-h200-", "2026-11-17-h200-"
 # Measured after the plan was written. In the last one, buffers for states on the host were off by 2 and 3 % at first.
 NEW = (
     f"{OLD}1b-16l-lora16-attention",
@@ -25,6 +25,8 @@ NEW = (
     f"{NEWER}8b-32l-optimizer",
     f"{NEWER}1b-16l-optimizer",
     f"{NEWER}8b-32l-offload",
+    f"{NEWEST}8b-32l-eager",
+    f"{NEWEST}8b-32l-lora32-eager",
 )
 # Of what it was made after; some were measured again.
 FILES = (
