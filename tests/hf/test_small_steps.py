@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from bounds import cosine
 from decoder_cases import batch, build
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
@@ -70,3 +71,16 @@ def test_a_layer_computes_in_few_steps(family, activations):
     steps = [[name for name in each.names if "attention" not in name] for each in (forward, backward)]
     additions = [1, 0] if activations == "bf16" else [2, 1]
     assert steps == [["aten.add.Tensor"] * count for count in additions]
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma3"])
+def test_tokens_after_a_cache_see_what_it_holds(family):
+    model = build(family).eval()
+    convert_to_fp8(model, FP8TrainingConfig.from_recipe("channel"))  # each token by a scale of its own
+    ids = batch()["input_ids"]
+    with torch.no_grad():
+        expected = model(input_ids=ids, use_cache=False).logits[:, 8:]
+        past = model(input_ids=ids[:, :8], use_cache=True).past_key_values
+        actual = model(input_ids=ids[:, 8:], past_key_values=past, use_cache=True).logits
+        alone = model(input_ids=ids[:, 8:], use_cache=False).logits
+    assert cosine(actual, expected) > 0.999 > cosine(alone, expected)
