@@ -23,7 +23,8 @@ from octavo.optim import build_optimizer
 from octavo.tools.bench.contenders import FROZEN, Contender
 from octavo.tools.bench.prepared_model import PreparedModel
 from octavo.tools.bench.result import device_name, versions
-from octavo.tools.plan.gpus import CONTEXT_GIB, STRIDE, Gpu, longest_sequence
+from octavo.tools.plan.fits import STRIDE, longest_sequence
+from octavo.tools.plan.gpus import CONTEXT_GIB, Gpu
 from octavo.tools.plan.options import Option
 from octavo.tools.shapes import LLAMAS, Case, make_case
 from octavo.training.files import write_json
@@ -61,7 +62,7 @@ def planned(case: Case, way: str, gib: float) -> int:
     code = {"bf16": "hf", "octavo-bf16": "own"}.get(way, "fp8")
     recipe = way if code == "fp8" else None
     option = Option(code, recipe, optimizer="adamw", compiled=False, adapter_bytes=2)
-    return longest_sequence(case, option, Gpu("budget", gib + CONTEXT_GIB))
+    return longest_sequence(case, option, Gpu("budget", gib + CONTEXT_GIB, (9, 0)))
 
 
 def measure(way: str, preset: str, layers: int | None, gib: float) -> dict[str, Any]:

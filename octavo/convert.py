@@ -43,9 +43,9 @@ def convert_to_fp8(
 ) -> ConversionReport:
     """Run the linears of `model` in FP8 from now on. Returns what was done, layer by layer; print it.
 
-    `config`: an `FP8TrainingConfig`, or the name of a recipe, such as "block". `precision="bf16"` fuses loss
-    and attention and leaves out padding, without FP8: the baseline that FP8 itself has to beat. `tokens`: the number of tokens in a step; layers that
-    FP8 would make slower at that size then stay in high precision.
+    `config`: an `FP8TrainingConfig`, or the name of a recipe, such as "block". `precision="bf16"` fuses loss and
+    attention and leaves out padding, without FP8: the baseline that FP8 itself has to beat. `tokens`: the number of
+    tokens in a step; layers that FP8 would make slower at that size then stay in high precision.
 
     `filter(name, linear)`: False leaves that linear alone, beside those that `config.skip` names. Adapters (LoRA's A
     and B, and those of PEFT's other methods) are left alone, because products of their rank never pay; `include` names

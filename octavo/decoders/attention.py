@@ -2,7 +2,7 @@
 
 It plugs in by transformers' own door: a registered attention function, which the model's configuration names. It takes
 
-    rows of one length    cuDNN, once a shape has come often enough to pay for the plan that cuDNN makes for it
+    rows of one length    cuDNN, if the length is a multiple of 128; it makes a plan for every shape
     any other sequences   flash attention, whose kernels take offsets and plan nothing
     everything else       transformers' function for `sdpa`: a mask that is given, a cache, another device
 
@@ -10,11 +10,13 @@ Measured on one H200, torch 2.11, 32 heads over 8 of 128, forward and backward: 
 and 2.00 by flash attention; 8,192 tokens in 19 sequences of log-normal lengths take 1.06 by flash attention. A new
 shape costs cuDNN 100 to 140 ms, and flash attention nothing. cuDNN's own form for sequences of any length makes its
 plan in every call (102 ms), and its gradients are wrong there.
+
+So cuDNN is for text that is cut to one length, which is a round number, and lengths that come as they are have no plan
+to wait for. The choice depends on the shape alone: a layer that is computed again by checkpointing, a run that is
+resumed, and one that is compiled choose alike.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -26,21 +28,7 @@ from octavo.numerics.attention import causal_mask, varlen_attention
 NAME = "octavo"
 _LARGEST_CUDNN_HEAD = 128
 _LARGEST_FLASH_HEAD = 256
-# Calls with one shape before cuDNN plans for it. A plan costs what about this many calls save.
-CALLS_BEFORE_PLAN = 128
-
-_calls: dict[tuple[Any, ...], int] = {}
-_plans_at_once: ContextVar[bool] = ContextVar("_plans_at_once", default=False)
-
-
-@contextmanager
-def plan_at_once() -> Iterator[None]:
-    """Have cuDNN plan for a shape when it first comes: what a CUDA graph records is replayed often."""
-    token = _plans_at_once.set(True)
-    try:
-        yield
-    finally:
-        _plans_at_once.reset(token)
+_ROUND = 128  # lengths that are a multiple of it are those that text is cut to
 
 
 def plainly_causal(like: Tensor) -> Tensor:
@@ -69,8 +57,8 @@ def attention_of(config: Any) -> Callable[..., Any] | None:
         return attention
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    found: Callable[..., Any] | None = ALL_ATTENTION_FUNCTIONS.get(config._attn_implementation)
-    return found
+    function: Callable[..., Any] | None = ALL_ATTENTION_FUNCTIONS.get(config._attn_implementation)
+    return function
 
 
 def attention(
@@ -95,7 +83,7 @@ def attention(
     query, key, value = _as_autocast(query, key, value)
     if offsets is not None or window is not None:
         return _varlen(query, key, value, offsets, kwargs.get("max_length_q"), dropout, scaling, window), None
-    if causal and dropout == 0.0 and _cudnn_takes(query, key) and _pays(query, key):
+    if causal and dropout == 0.0 and _cudnn_takes(query, key):
         out = torch.ops.aten._scaled_dot_product_cudnn_attention(
             query, key, value, None, torch.is_grad_enabled(), 0.0, True, scale=scaling
         )[0]
@@ -156,20 +144,8 @@ def _as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.to(dtype) if x.dtype == torch.float32 else x for x in tensors)
 
 
-def _pays(query: Tensor, key: Tensor) -> bool:
-    """Whether cuDNN has a plan for this shape, or the shape has come often enough for one.
-
-    Compiled code is for its shape, so that comes again.
-    """
-    if torch.compiler.is_compiling() or _plans_at_once.get():
-        return True
-    shape = (query.device, query.dtype, query.shape, key.shape[1], torch.is_grad_enabled())
-    calls = _calls[shape] = _calls.get(shape, 0) + 1
-    return calls > CALLS_BEFORE_PLAN
-
-
 def _cudnn_takes(query: Tensor, key: Tensor) -> bool:
-    return _is_short_cut(query, key, _LARGEST_CUDNN_HEAD)
+    return query.shape[2] % _ROUND == 0 and _is_short_cut(query, key, _LARGEST_CUDNN_HEAD)
 
 
 def _flash_takes(query: Tensor, key: Tensor) -> bool:

@@ -65,12 +65,13 @@ def causal_lm_forward(self: Any, original: Callable[..., Any], *args: Any, **kwa
     named = dict(zip(POSITIONAL, args, strict=False)) | kwargs
     logits_to_keep = kwargs.get("logits_to_keep", 0)
     plain = type(self.lm_head) is nn.Linear and not is_hooked(self.lm_head)
-    plain = plain and not named.get("past_key_values") and len(args) <= len(POSITIONAL)
+    plain = plain and named.get("past_key_values") is None and len(args) <= len(POSITIONAL)
     whole = isinstance(logits_to_keep, int) and logits_to_keep == 0 and kwargs.get("return_dict") is not False
     usual = plain and whole and _is_default_loss(self, kwargs)
     labels = kwargs.get("labels")
     if labels is None or not self.training or not torch.is_grad_enabled() or not usual:
-        return original(self, *args, **kwargs, **_told_apart(named))
+        apart = _told_apart(named) if len(args) <= len(POSITIONAL) else {}
+        return original(self, **named | apart) if apart else original(self, *args, **kwargs)
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
     left_out = ("labels", "logits_to_keep", "return_dict", "ignore_index")
@@ -96,15 +97,18 @@ def causal_lm_forward(self: Any, original: Callable[..., Any], *args: Any, **kwa
 
 
 def _told_apart(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments to add to a call of transformers' forward, so that it tells packed sequences apart.
+    """Arguments to change in a call of transformers' forward, so that it tells packed sequences apart.
 
-    With a cache, which models have by default, it takes all sequences of a row for one.
+    With a cache, which models have by default, or with a mask, it takes all sequences of a row for one.
     """
-    positions = kwargs.get("position_ids")
-    decided = any(kwargs.get(name) is not None for name in ("use_cache", "past_key_values", "attention_mask"))
-    if "use_cache" in kwargs or decided or not isinstance(positions, Tensor) or positions.dim() != 2:
+    positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
+    if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None or not isinstance(positions, Tensor):
         return {}
-    return {"use_cache": False} if bool((positions.diff(dim=1) != 1).any()) else {}
+    if positions.dim() != 2 or not bool((positions.diff(dim=1) != 1).any()):
+        return {}
+    if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2 and bool(mask.all())):
+        return {}
+    return {"use_cache": False, "attention_mask": None}
 
 
 def _is_default_loss(model: Any, kwargs: dict[str, Any]) -> bool:

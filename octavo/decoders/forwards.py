@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.decoders.attention import attention_of
+from octavo.decoders.attention import NAME, attention_of
 from octavo.decoders.classes import ORIGINAL, is_fused
 from octavo.decoders.hooks import is_hooked
 from octavo.decoders.match import GATE_UP, QKV, base_of, norm_of
@@ -68,7 +68,7 @@ def _attention(
     `residual`: added by o_proj, if that can (`adds_residual`). Norms of heads and rotation are one kernel, each way;
     the original computes them where that is not possible.
     """
-    attend = attention_of(module.config)
+    attend = None if _bends_scores(module) else attention_of(module.config)
     heads = None if attend is None else _rotated(module, qkv, kwargs.get("position_embeddings"))
     if attend is None or heads is None:
         return original(_Precomputed(module, _split(module, qkv), residual), **kwargs)
@@ -78,14 +78,24 @@ def _attention(
     cache = kwargs.get("past_key_values")
     if cache is not None:
         key, value = cache.update(key, value, module.layer_idx)
-    everywhere = getattr(module.config, "sliding_window", None)  # of families whose layers are all alike
     out, weights = attend(
         module, query, key, value, kwargs.get("attention_mask"),
         dropout=module.attention_dropout if module.training else 0.0, scaling=module.scaling,
-        sliding_window=getattr(module, "sliding_window", everywhere), **rest,
+        sliding_window=_window_of(module), **rest,
     )  # fmt: skip
     out = out.reshape(*qkv.shape[:-1], -1)
     return module.o_proj(out) if residual is None else module.o_proj(out, residual=residual), weights
+
+
+def _bends_scores(module: Any) -> bool:
+    """Whether an attention gives its function a bound for scores, which only some functions know."""
+    return getattr(module, "attn_logit_softcapping", None) is not None and module.config._attn_implementation != NAME
+
+
+def _window_of(module: Any) -> int | None:
+    """The window of an attention. Mistral's reads it from the configuration; others ignore what that may have."""
+    holder = module.config if type(module).__name__ == "MistralAttention" else module
+    return getattr(holder, "sliding_window", None)
 
 
 def _rotated(module: Any, qkv: Tensor, positions: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor] | None:

@@ -262,11 +262,8 @@ class _Recorded:
             self._record(decoder)
 
     def _record(self, decoder: Any) -> None:
-        with attention.plan_at_once():
-            self._record_on(torch.cuda.Stream(), decoder)
-
-    def _record_on(self, stream: torch.cuda.Stream, decoder: Any) -> None:
         mask = attention.plainly_causal(decoder.get_input_embeddings().weight)
+        stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             # Before: what is compiled is compiled, and libraries want memory of their own for each stream.

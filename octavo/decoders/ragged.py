@@ -100,6 +100,8 @@ def layout_of(
     """
     batch, length = shape
     for name, given in (("attention_mask", mask), ("position_ids", positions)):
+        if given is not None and not isinstance(given, Tensor):
+            return Layout(why_padded=f"{name} is a {type(given).__name__}", is_plain=False)
         if given is not None and (given.dim() != 2 or given.shape[1] != length or given.shape[0] not in (1, batch)):
             return Layout(why_padded=f"{name} has shape {tuple(given.shape)}")
     real = torch.ones(batch, length, dtype=torch.bool) if mask is None else mask.cpu().bool().expand(batch, length)

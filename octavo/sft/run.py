@@ -7,6 +7,7 @@ run that was interrupted anywhere is continued by the same function with `resume
 from dataclasses import fields, replace
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
 from octavo.sft.display import Display
@@ -39,6 +40,8 @@ def fine_tune(
     Raises `UserError` for mistakes that the user can correct and `Interrupted` after a Ctrl-C or SIGTERM; in both
     cases the folder can be resumed if it holds a checkpoint.
     """
+    if settings.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("device='cuda': torch sees no CUDA device here; use --device cpu")
     display = Display(console or Console(), settings.device)
     stop = StopSignals()
     with stop.caught(), quiet():

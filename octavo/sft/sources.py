@@ -104,6 +104,10 @@ def _json(path: Path) -> Iterator[Row]:
 def _row(entry: Any, where: str) -> Row:
     if not isinstance(entry, dict):
         raise UserError(f'{where}: a JSON object is needed, such as {{"text": …}}, not a {type(entry).__name__}')
+    try:
+        json.dumps(entry, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{where}: {error.object[error.start]!r} is half of a character: write it as UTF-8") from None
     return Row(entry, where)
 
 

@@ -95,7 +95,7 @@ class Figures(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        self._lr = self.trainer.optimizer.param_groups[0]["lr"]  # after the step, it is the next one's
+        self._lr = float(self.trainer.optimizer.param_groups[0]["lr"])  # after the step, it is the next one's
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         trainer, number = self.trainer, state.global_step

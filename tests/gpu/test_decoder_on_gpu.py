@@ -20,12 +20,6 @@ RECIPES = {
 BATCHES = [(2, 256), (3, 37), (1, 1025)]
 
 
-@pytest.fixture(autouse=True)
-def one_attention(monkeypatch):
-    """cuDNN from the first call on, so that results which are compared do not come from different kernels."""
-    monkeypatch.setattr("octavo.decoders.attention.CALLS_BEFORE_PLAN", 0)
-
-
 def build(**changes):
     torch.manual_seed(0)
     sizes = {

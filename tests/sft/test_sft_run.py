@@ -204,3 +204,11 @@ def test_layouts_give_the_same_loss_and_gradients(name, one_by_one, pairs, tmp_p
 def test_attention_across_examples_would_be_seen(one_by_one, pairs, tmp_path):
     loss, norm = first_step(pairs, tmp_path, leak=True)
     assert abs(loss / one_by_one[0] - 1) > 1e-3 and abs(norm / one_by_one[1] - 1) > 1e-3
+
+
+@pytest.mark.parametrize("optimizer", ["adamw8bit", "adamw4bit"])
+def test_optimisers_with_small_states(optimizer, invoke, model, pairs, tmp_path):
+    pytest.importorskip("torchao")
+    out = tmp_path / "out"
+    code, _, error = invoke("sft", model, pairs, *OPTIONS, "--steps", "2", "--optimizer", optimizer, "--out", str(out))
+    assert code == 0, error

@@ -179,13 +179,15 @@ def test_gemm_and_kernels(bench: Bench, tmp_path: Path) -> None:
     assert row["shape"] == [32, 64]
     assert row["bytes"] == 32 * 64 * (2 + 1 + 1) + 4 + 4  # read once in BF16, written twice in FP8, two scales
     fused = next(row for row in rows if row["name"] == "current swiglu backward both")
-    # dh and gate|up are read; gradients of both leave as rows and columns, h as columns; three scales.
+    # dh and gate|up are read; gradients of both leave as rows and columns, h as columns; three scales. Not fused here:
+    # the amax of each comes first, from what is written and read in between.
     assert fused["bytes"] == 32 * 128 * 2 + 32 * 256 * 2 + 32 * 256 * 2 + 32 * 128 + 12
     assert row["tb_per_s"] == pytest.approx(row["bytes"] / row["seconds"] / 1e12)
     assert row["moved_bytes"] == row["bytes"] + 32 * 64 * 2  # the amax comes first
     assert row["moved_share_of_copy"] / row["share_of_copy"] == pytest.approx(row["moved_bytes"] / row["bytes"])
     assert row["moved_share_of_equal_copy"] > 0
-    assert fused["moved_bytes"] == fused["bytes"] + 32 * 128 * 2 + 32 * 256 * 2
+    between = (1 + 2) * 2 * 32 * 128 + (1 + 2) * 32 * 128
+    assert fused["moved_bytes"] == fused["bytes"] + between * 2
 
 
 STEPS = ["--preset", "tiny", "--optimizer", "adamw"]
