@@ -73,6 +73,8 @@ def _layout(model: Any, kwargs: dict[str, Any], labels: Tensor | None) -> ragged
     mask, positions, offsets = (kwargs.get(name) for name in ("attention_mask", "position_ids", "cu_seq_lens_q"))
     if mask is None and positions is None and offsets is None:
         return ragged.Layout(is_plain=not ragged.why_not_plain(model.config))
+    if torch.compiler.is_compiling():  # where sequences begin is data, which a graph cannot depend on
+        return ragged.Layout(why_padded="the whole model is compiled", is_plain=False)
     reason = ragged.why_padded(model, kwargs)
     tokens = kwargs.get("input_ids") if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
     if reason or tokens is None:
@@ -110,4 +112,6 @@ def _flat(model: Any, kwargs: dict[str, Any], batch: ragged.Ragged) -> dict[str,
 
 def _note_padded(model: nn.Module, reason: str) -> None:
     """Count a call that computes padding."""
+    if torch.compiler.is_compiling():
+        return
     model.__dict__.setdefault(PADDED, Counter())[reason] += 1

@@ -70,8 +70,7 @@ def causal_lm_forward(self: Any, original: Callable[..., Any], *args: Any, **kwa
     usual = plain and whole and _is_default_loss(self, kwargs)
     labels = kwargs.get("labels")
     if labels is None or not self.training or not torch.is_grad_enabled() or not usual:
-        apart = _told_apart(named) if len(args) <= len(POSITIONAL) else {}
-        return original(self, **named | apart) if apart else original(self, *args, **kwargs)
+        return packed_forward(self, original, *args, **kwargs)
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
     left_out = ("labels", "logits_to_keep", "return_dict", "ignore_index")
@@ -79,12 +78,14 @@ def causal_lm_forward(self: Any, original: Callable[..., Any], *args: Any, **kwa
     count, shifted = named.get("num_items_in_batch"), named.get("shift_labels")
     if shifted is None:
         shifted = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
-    hidden, outputs, shifted = hidden_states(self, named, shifted)
+    hidden, outputs, kept = hidden_states(self, named, shifted)
+    if count is not None and kept is not shifted:
+        count = _count_of(kept, shifted, count)
     head, states = getattr(self, HEAD)
     if not hidden.requires_grad and not self.lm_head.weight.requires_grad:
         raise ValueError(nothing_is_trained(type(self).__name__))
     loss = linear_cross_entropy(
-        hidden, self.lm_head.weight, shifted.to(hidden.device), count=count, head=head, states=states
+        hidden, self.lm_head.weight, kept.to(hidden.device), count=count, head=head, states=states
     )
     output: Any = CausalLMOutputWithPast  # its fields are annotated with legacy tensor classes
     return output(
@@ -96,19 +97,42 @@ def causal_lm_forward(self: Any, original: Callable[..., Any], *args: Any, **kwa
     )
 
 
+def packed_forward(self: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """transformers' forward, which tells packed sequences apart."""
+    named = dict(zip(POSITIONAL, args, strict=False)) | kwargs
+    apart = _told_apart(named) if len(args) <= len(POSITIONAL) else {}
+    return original(self, **named | apart) if apart else original(self, *args, **kwargs)
+
+
 def _told_apart(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Arguments to change in a call of transformers' forward, so that it tells packed sequences apart.
 
-    With a cache, which models have by default, or with a mask, it takes all sequences of a row for one.
+    With a cache, which models have by default, or with a mask, it takes all sequences of a row for one; offsets it only
+    passes on.
     """
-    positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
-    if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None or not isinstance(positions, Tensor):
+    positions, mask, ids = (kwargs.get(name) for name in ("position_ids", "attention_mask", "input_ids"))
+    offsets = kwargs.get("cu_seq_lens_q")
+    if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
         return {}
-    if positions.dim() != 2 or not bool((positions.diff(dim=1) != 1).any()):
+    if positions is None and isinstance(offsets, Tensor) and isinstance(ids, Tensor) and len(ids) == 1:
+        places = torch.arange(ids.shape[1], device=ids.device)
+        starts = offsets.to(ids.device).long()
+        positions = (places - starts[torch.bucketize(places, starts, right=True) - 1])[None]
+    if not isinstance(positions, Tensor) or positions.dim() != 2 or not bool((positions.diff(dim=1) != 1).any()):
         return {}
     if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2 and bool(mask.all())):
         return {}
-    return {"use_cache": False, "attention_mask": None}
+    return {"use_cache": False, "attention_mask": None, "position_ids": positions}
+
+
+def _count_of(kept: Tensor, labels: Tensor, count: Tensor | int) -> Tensor:
+    """The count of items without those that were left out with padding: first tokens of rows padded on the left.
+
+    Whoever counted, for all micro-batches of a step, counted them, too. So the count shrinks by their share here.
+    """
+    before, after = ((x != IGNORED).sum().float() for x in (labels, kept))
+    share = torch.where(after > 0, after.to(before.device) / before.clamp(min=1), 1.0)
+    return torch.as_tensor(count, device=share.device) * share
 
 
 def _is_default_loss(model: Any, kwargs: dict[str, Any]) -> bool:

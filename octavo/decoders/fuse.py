@@ -16,8 +16,8 @@ from torch import nn
 
 from octavo.decoders import attention, graphs, match, ragged
 from octavo.decoders.backbone import backbone_forward
-from octavo.decoders.causal_lm import add_head, causal_lm_forward, head_recipe
-from octavo.decoders.classes import CAUSAL, PADDED, Owner, give_class_back, is_fused, take_class
+from octavo.decoders.causal_lm import add_head, causal_lm_forward, head_recipe, packed_forward
+from octavo.decoders.classes import CAUSAL, HEAD, PADDED, Owner, give_class_back, is_fused, take_class
 from octavo.decoders.forwards import (
     attention_forward,
     joins_norm,
@@ -201,6 +201,8 @@ def fuse_loss(modules: Mapping[str, nn.Module], report: ConversionReport, weight
         reason = match.why_no_loss(model)
         if reason:
             report.fused.append(f"loss not fused: {reason}")
+            if "forward" not in model.__dict__:
+                take_class(model, packed_forward)
         else:
             add_head(model, weights.config, weights.scaling)
             take_class(model, causal_lm_forward)
@@ -213,7 +215,7 @@ def fuse_loss(modules: Mapping[str, nn.Module], report: ConversionReport, weight
             report.fused.append("attention on cuDNN where it applies")
             take_class(model.model, backbone_forward)
             model.model.__dict__[CAUSAL] = Owner(model)
-            if not ragged.why_padded(model, {}):
+            if not reason and not ragged.why_padded(model, {}):
                 report.fused.append("no padding while training: layers see real tokens alone")
     return bool(models)
 
@@ -319,6 +321,8 @@ def called_alone(model: nn.Module) -> list[str]:
 
 def _fused_children(module: nn.Module) -> tuple[str, ...]:
     """Children that this fused module does not call; attention and MLP are called where norms are apart from them."""
+    if match.is_causal_lm(module) and HEAD not in module.__dict__:
+        return ()  # its loss is not fused
     return NORMS if match.is_layer(module) and not joins_norms(module) else _FUSED_CHILDREN
 
 

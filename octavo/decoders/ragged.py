@@ -5,8 +5,9 @@
 
 A row of a batch may hold one sequence and padding on either side, or several sequences that `position_ids` tell apart.
 Layers then compute nothing for padding, and attention sees each sequence alone (`attention.py`). The number of rows is
-rounded up, so that kernels, GEMMs and the allocator meet few shapes. The rows that fill it up are zeros, and stay zero
-through the layers: they change no scale, no output and no gradient. They are a sequence of their own at the end.
+rounded up, so that kernels, GEMMs and the allocator meet few shapes. The rows that fill it up are zeros, and a sequence
+of their own at the end. They stay zero through layers without biases, so that they change no scale, and have no part in
+outputs and gradients.
 
 Where sequences begin is found on the host. So a mask or positions that are on a GPU are waited for, as transformers
 does at the same place.

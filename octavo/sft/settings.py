@@ -112,6 +112,7 @@ class SFTSettings:
         for name in ("seed", "sample_tokens", "warmup"):
             value = getattr(self, name)
             self._check(name, value is None or (isinstance(value, int) and value >= 0), "a whole number, 0 or more")
+        self._check("seed", self.seed < 2**32, "less than 2**32")
         for name in ("clip", "weight_decay"):
             self._check(name, 0 <= getattr(self, name) < math.inf, "a number, 0 or more")
         for name in ("lr", "alpha", "epochs"):

@@ -327,3 +327,38 @@ def test_an_empty_cache_is_filled():
     cache = transformers.DynamicCache(config=model.config)
     model(**padded(sequences((21, 21))), past_key_values=cache)
     assert cache.get_seq_length() == 21
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_count_of_items_does_not_count_first_tokens(side):
+    """The Trainer counts labels of all columns but the first: with left padding, the first token of each row."""
+    reference, model = both()
+    inputs = padded(sequences(), side)
+    count = (inputs["labels"][:, 1:] != -100).sum()
+    assert_same(run(model, **inputs, num_items_in_batch=count), one_by_one(reference, sequences()))
+
+
+def test_packed_rows_of_models_whose_loss_is_not_fused():
+    reference, model = both("Gemma3", final_logit_softcapping=30.0)
+    expected = one_by_one(reference, sequences())[0]
+    for each in (model.train(), model.eval()):
+        torch.testing.assert_close(each(**packed(sequences())).loss, expected)
+
+
+def test_evaluation_by_offsets():
+    reference, model = both()
+    inputs = packed(sequences())
+    del inputs["position_ids"]
+    offsets = torch.tensor([0, *LENGTHS]).cumsum(0).int()
+    with torch.no_grad():
+        actual = model.eval()(**inputs, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets).loss
+    torch.testing.assert_close(actual, one_by_one(reference, sequences())[0].detach())
+
+
+def test_a_model_that_is_compiled_as_a_whole():
+    torch._dynamo.reset()
+    reference, model = both()
+    inputs = padded(sequences()) | {"use_cache": False}
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(**inputs).loss, reference(**inputs).loss, rtol=1e-5, atol=1e-5)
+    torch._dynamo.reset()
