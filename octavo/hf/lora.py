@@ -14,12 +14,15 @@ from peft.tuners.lora import LoraModel
 from peft.tuners.lora import layer as peft_layer
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_adapters_to_merge
 from torch import Tensor, nn
+from transformers.utils import logging
 
 from octavo.decoders.hooks import is_hooked
 from octavo.nn.frozen import FP8FrozenLinear, quantize_weight
 from octavo.nn.linear_function import linear
 from octavo.numerics.quantize import Quantized
 from octavo.ops.adapters import Adapter, Adapters
+
+logger = logging.get_logger(__name__)
 
 
 @cache
@@ -124,6 +127,10 @@ class FP8LoraLinear(peft_layer.Linear):
             assert base.format is not None
             base.set_weight(quantize_weight(merged, base.granularity, base.format.name))
             self.merged_adapters.append(name)
+            logger.warning_once(
+                "octavo: adapters are merged into weights in FP8, and a change below half a step of FP8 is lost. "
+                "FastLanguageModel.save_pretrained_merged(model, folder, save_method='merged_16bit') keeps it"
+            )
 
     def unmerge(self) -> None:
         if self._before_merging is not None:
