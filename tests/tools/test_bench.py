@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -298,9 +299,10 @@ def test_ctrl_c_leaves_no_worker(tmp_path: Path) -> None:
 
 
 def children(pid: int) -> list[int]:
-    statuses = (path.read_text() for path in Path("/proc").glob("[0-9]*/status") if path.exists())
     actual = []
-    for status in statuses:
-        if re.search(rf"^PPid:\t{pid}$", status, re.MULTILINE):
-            actual.append(int(re.search(r"^Pid:\t(\d+)$", status, re.MULTILINE)[1]))
+    for path in Path("/proc").glob("[0-9]*/status"):
+        with suppress(OSError):  # a process that ends meanwhile
+            status = path.read_text()
+            if re.search(rf"^PPid:\t{pid}$", status, re.MULTILINE):
+                actual.append(int(re.search(r"^Pid:\t(\d+)$", status, re.MULTILINE)[1]))
     return actual
