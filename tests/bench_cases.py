@@ -1,4 +1,4 @@
-"""What tests of the bench time, and workers without processes."""
+"""Cases that tests of the bench time, and workers without processes."""
 
 import json
 from typing import Any

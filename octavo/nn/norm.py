@@ -1,6 +1,6 @@
 """RMS norms: one by itself, after an addition if there is one; and one joined to the product that follows it.
 
-By itself, it is one autograd function, which hands on the residual stream beside what comes out of the norm: so the
+A norm by itself is one autograd function, which hands on the residual stream beside what comes out of the norm: so the
 gradients of both come back to one place, and are added where the norm's is computed.
 
 Joined, it is part of the autograd function of the product: its backward takes x as the product saves it. Autograd

@@ -1,6 +1,6 @@
 """q, k and v out of their product, with the norms of heads and the rotation by position, and the way back.
 
-By the kernel on a GPU, else by the specification.
+A GPU runs the kernel, any other device the specification.
 """
 
 from collections.abc import Sequence

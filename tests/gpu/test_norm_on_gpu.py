@@ -121,7 +121,7 @@ def test_norms_of_heads(heads, shifted):
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_functions(compiled):
-    """By way of the operators, with autograd: the gradients that torch finds step by step, in FP32."""
+    """Operators with autograd give the gradients that torch finds step by step, in FP32."""
     torch._dynamo.reset()
     heads = Heads(4, 2, 64)
     norms = tuple(new_norm(64, BF16, shifted=False, device="cuda") for _ in range(2))

@@ -165,7 +165,7 @@ def test_a_mask_by_position():
 
 
 def test_offsets_tell_sequences_apart():
-    """As collators for flash attention give them."""
+    """Collators for flash attention give offsets instead of positions."""
     reference, model = both()
     inputs = packed(sequences())
     del inputs["position_ids"]

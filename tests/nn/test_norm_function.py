@@ -50,7 +50,7 @@ def test_one_of_the_results_alone():
 
 
 def test_nothing_is_saved_but_the_input():
-    """Of a norm, h, or the sum, which is there anyway; of q, k and v nothing, unless heads have norms."""
+    """A norm saves h, or the sum, which is there anyway; q, k and v save nothing, unless heads have norms."""
     saved = []
     h, y = (torch.randn(5, WIDTH, requires_grad=True) for _ in range(2))
     norm, (cos, sin) = new_norm(WIDTH, torch.float32, shifted=False), angles(5, 16, torch.float32)

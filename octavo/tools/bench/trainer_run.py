@@ -1,6 +1,6 @@
 """The stock `transformers.Trainer` on a contender's model: a list of documents, and a collator that pads.
 
-As a user writes it: `convert_to_fp8(model)` before the Trainer, `OctavoCallback` in it for our models, AdamW as the
+A user writes the same: `convert_to_fp8(model)` before the Trainer, `OctavoCallback` in it for our models, AdamW as the
 Trainer brings it, `bf16=True`, gradients clipped, the loss logged every ten steps. Documents come in order, so that all
 contenders have the same batches.
 """
