@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from parity_summary import Baseline
@@ -58,7 +59,7 @@ def steps() -> str:
 def workloads() -> str:
     """Runs through padded and packed batches; without any, nothing."""
     return workload_markdown(
-        [result for kind in ("padded", "packed", "trainer") for result in read(f"*-{kind}-*.json")]
+        [result for kind in ("padded", "packed", "trainer", "sft") for result in read(f"*-{kind}-*.json")]
     )
 
 
@@ -104,6 +105,23 @@ def load() -> str:
         rows.append([row["way"], f"{loading['seconds']:.1f}", *(f"{size / 2**30:.2f}" for size in sizes)])
     headings = ["granularity", "seconds", "weights, GiB", "GPU peak, GiB", "host, GiB"]
     return provenance(result, "python benchmarks/load.py --preset 8b --ways block") + table(headings, rows)
+
+
+def first_step() -> str:
+    """The first step and the median of the later ones, of the newest file; without any, nothing."""
+    results = read("*-first-step.json")
+    if not results:
+        return ""
+    rows = [
+        [
+            f"{row['way']}, {row['recipe']}, {row['cache']} cache",
+            *figures(row, {"first": ".2f", "loading": ".1f"}),
+            f"{median(row['later']):.3f}",
+        ]
+        for row in results[-1]["rows"]
+    ]
+    heading = provenance(results[-1], "python benchmarks/first_step.py --preset 8b")
+    return heading + table(["", "first step, s", "loading, s", "later steps, s"], rows)
 
 
 def masters() -> str:
@@ -163,6 +181,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "kernels": kernels,
     "frozen-products": frozen_products,
     "longest": longest,
+    "first-step": first_step,
     "load": load,
     "masters": masters,
     "bdh-memory": bdh_memory,

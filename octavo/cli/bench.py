@@ -16,7 +16,7 @@ PRESETS = (
 )
 AGAINST = ("bf16-eager", "bf16-compiled", "octavo-bf16", "torchao", "torchao-row", "te", "unsloth", "peft")
 FIXED = "fixed"
-WORKLOADS = (FIXED, "padded", "packed", "trainer")
+WORKLOADS = (FIXED, "padded", "packed", "trainer", "sft")
 OPTIMIZERS = ("adamw", "adamw8bit", "adamw4bit", "adamwfp8")
 
 
@@ -54,8 +54,8 @@ def bench(
         option(
             "Contenders",
             "--against",
-            f"{', '.join(AGAINST)}: several by commas (default: all but peft; with a workload the first four, and peft "
-            "with LoRA).",
+            f"{', '.join(AGAINST)}: several by commas, or none (default: all but peft; with a workload the first four, "
+            "and peft with LoRA).",
         ),
     ] = None,
     compile: Annotated[
@@ -81,7 +81,7 @@ def bench(
             "Workload",
             "--workload",
             f"{', '.join(WORKLOADS)}: batches of one length; rows padded to the longest; documents packed into one "
-            "row; padded, by the stock Trainer of transformers (default: fixed).",
+            "row; padded, by the stock Trainer of transformers, or by TRL's SFTTrainer (default: fixed).",
         ),
     ] = FIXED,
     lengths: Annotated[
@@ -89,7 +89,8 @@ def bench(
         option(
             "Workload",
             "--lengths",
-            "lognormal, median 400, or uniform from 200, both up to 2,048 for a --seq of that (default: lognormal).",
+            "lognormal, median 400, or uniform from 200, both up to 2,048 for a --seq of that, or full: all of that "
+            "length (default: lognormal).",
         ),
     ] = None,
     gemm: Annotated[bool, option("Parts", "--gemm", "Time the model's GEMMs instead of its step.")] = False,
@@ -144,7 +145,7 @@ def bench(
             recipes=names(recipe or ("block,channel" if case.frozen else "delayed")),
             head=head,
             wgrad=wgrad,
-            against=names(against) if against is not None else default_against(case, workload),
+            against=_names(against) if against is not None else default_against(case, workload),
             compile=compile is not False,
             compile_ours=compile if compile is not None else workload == FIXED,
             optimizers=names(optimizer) if optimizer is not None else (),
@@ -156,3 +157,7 @@ def bench(
     except ValueError as error:
         raise UserError(str(error)) from error
     run_request(request, out=out, command=["octavo", *sys.argv[1:]], console=Console())
+
+
+def _names(against: str) -> list[str]:
+    return [] if against == "none" else names(against)

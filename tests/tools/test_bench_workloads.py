@@ -45,6 +45,7 @@ def test_lengths():
         name: [len(document) for document in make_documents(case, Workload("padded", name), 4000)] for name in LENGTHS
     }
     uniform, lognormal = lengths["uniform"], lengths["lognormal"]
+    assert set(lengths["full"]) == {2048}
     assert 200 <= min(uniform) < 210 and 2040 < max(uniform) <= 2048
     assert statistics.mean(uniform) == pytest.approx((200 + 2048) / 2, rel=0.03)
     assert statistics.median(lognormal) == pytest.approx(400, rel=0.05)
@@ -96,7 +97,8 @@ def test_padding_and_new_lengths_are_counted():
     actual = describe_batches([*batches[:4], *batches[2:4], *batches[6:]], 2)
     timed = [*batches[2:4], *batches[2:4], *batches[6:]]
     real = sum(int(batch.inputs["attention_mask"].sum()) for batch in timed)
-    assert actual["tokens"] == real
+    assert actual["tokens"] == real == sum(actual["real_tokens"])
+    assert actual["real_tokens"] == [int(batch.inputs["attention_mask"].sum()) for batch in timed]
     assert actual["padding"] == pytest.approx(1 - real / sum(b.inputs["labels"].numel() for b in timed))
     lengths = [batch.inputs["input_ids"].shape[1] for batch in batches]
     assert actual["batches"] == [[4, batch.inputs["input_ids"].shape[1]] for batch in timed]
@@ -161,6 +163,54 @@ def test_the_stock_trainer(bench, tmp_path, monkeypatch):
     losses = [row["figures"]["loss"] for row in rows.values()]
     assert losses[0] == pytest.approx(losses[1], rel=2e-3) and losses[0] != losses[1]
     assert [len(row["turns"][0]["times"]) for row in rows.values()] == [4, 4]
+
+
+def test_trl_trains_on_the_same_batches(bench, tmp_path, monkeypatch):
+    pytest.importorskip("trl")
+    from trl.trainer import sft_trainer
+
+    seen = []
+    collator = sft_trainer.DataCollatorForLanguageModeling
+    plain = collator.torch_call
+    monkeypatch.setattr(collator, "torch_call", lambda self, samples: seen.append(plain(self, samples)) or seen[-1])
+    lora = ("--mode", "lora", "--rank", "4", "--recipe", "channel", "--against", "peft")
+    code, output, error = bench("--workload", "sft", "--lengths", "uniform", *lora)
+    assert code == 0, error
+    assert "TRL's SFTTrainer, 4 rows padded to the longest" in output and "forward + backward + optimiser" in output
+    assert "padding computed" not in output
+    expected = make_batches(preset("tiny"), Workload("sft", "uniform"), 5)
+    assert len(seen) == 2 * 5
+    for batch, other in zip(seen, expected * 2, strict=True):
+        for name in ("labels", "attention_mask"):
+            assert torch.equal(batch[name], other.inputs[name])
+    peft, ours = read(tmp_path, "*-lora4-sft-uniform.json")["rows"]
+    assert peft["figures"]["loss"] == pytest.approx(ours["figures"]["loss"], rel=2e-3)
+    assert ours["figures"]["loss"] != peft["figures"]["loss"]
+    assert ours["figures"]["speedup_peft"] > 0 and len(ours["turns"][0]["times"]) == 4
+
+
+def test_without_trl_there_is_no_sft(invoke, monkeypatch):
+    monkeypatch.setattr("octavo.tools.bench.contenders.find_spec", lambda name: None if name == "trl" else object())
+    code, _, error = invoke("bench", "--preset", "tiny", "--workload", "sft", "--against", "none")
+    assert code == 2 and "trl is not installed: pip install trl" in error and error.count("\n") == 1
+
+
+def test_batches_of_one_length_against_nobody(bench, tmp_path):
+    code, _, error = bench("--workload", "padded", "--lengths", "full", "--against", "none", "--recipe", "delayed")
+    assert code == 0, error
+    result = read(tmp_path, "*-padded-full.json")
+    (row,) = result["rows"]
+    assert row["name"] == "octavo delayed" and row["figures"]["speedup_bf16"] is None
+    assert result["workload"]["padding"] == 0 and result["workload"]["new_lengths"] == 0
+    assert result["workload"]["real_tokens"] == [256] * 4
+
+
+@pytest.mark.parametrize(("lengths", "dynamic"), [("uniform", True), ("full", None)])
+def test_code_is_dynamic_where_lengths_change(monkeypatch, lengths, dynamic):
+    seen = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda _module, **options: seen.append(options["dynamic"]))
+    PreparedModel(preset("tiny"), Contender("bf16-compiled", "bf16", True), workload=Workload("padded", lengths))
+    assert seen == [dynamic] * 2
 
 
 def test_the_trainer_loss_is_of_the_last_steps():
@@ -244,6 +294,8 @@ def test_figures_of_a_made_up_run():
     eager, compiled, own, mine = (row["figures"] for row in rows)
     assert (eager["tokens_per_s"], compiled["tokens_per_s"]) == (100.0, 200.0)
     assert (eager["slowest_s"], eager["step_s"], eager["total_s"]) == (2.0, 1.0, 14.0)
+    # Milliseconds for a token, of `own`: 10, 5, 3.3, 2.5, 2.5. The fourth and fifth are settled, the median is of all.
+    assert own["slowest_per_token"] == pytest.approx(0.75) and eager["slowest_per_token"] == pytest.approx(1.0)
     assert mine["tokens_per_s"] == pytest.approx(500.0)
     assert mine["speedup_bf16"] == mine["speedup_bf16-compiled"] == pytest.approx(2.5)  # the faster one
     assert mine["speedup_bf16-eager"] == pytest.approx(5.0) and mine["speedup_peft"] is None

@@ -10,7 +10,7 @@ from octavo.numerics import FP8TrainingConfig
 from octavo.numerics.checks import check_choice
 from octavo.numerics.config import RECIPES
 from octavo.optim import OPTIMIZERS
-from octavo.tools.bench.workload import FIXED
+from octavo.tools.bench.workload import FIXED, TRAINERS
 from octavo.tools.shapes import Case
 from octavo.training.errors import UserError
 
@@ -131,8 +131,11 @@ def _check_workload(case: Case, workload: str, recipes: Sequence[str], optimizer
     for item in recipes:
         if "graphs" in item.split("+"):
             raise UserError(f"--recipe {item}: CUDA graphs are of one length; with --workload {workload} leave it out")
-    if workload == "trainer" and optimizers:
+    if workload in TRAINERS and optimizers:
         raise UserError(f"--optimizer {','.join(optimizers)}: the Trainer brings AdamW; leave it out")
+    for package in ("trl", "datasets") if workload == "sft" else ():
+        if find_spec(package) is None:
+            raise UserError(f"--workload sft: needs TRL, and {package} is not installed: pip install trl datasets")
 
 
 def _check_recipe(item: str, case: Case, *, whole: bool) -> None:

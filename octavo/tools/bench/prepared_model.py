@@ -152,7 +152,8 @@ class PreparedModel:
             self.model.compile(fullgraph=True)
             return
         # Ours as `convert_to_fp8(..., compile="layers")` does: the second length makes the code dynamic.
-        dynamic = True if self._workload is not None and not self._without_padding else None
+        changing = self._workload is not None and self._workload.lengths != "full"
+        dynamic = True if changing and not self._without_padding else None
         for layer in decoder_layers(self._plain):
             layer.compile(dynamic=dynamic)
         if self._workload is not None:

@@ -1,8 +1,9 @@
-"""The stock `transformers.Trainer` on a contender's model: a list of documents, and a collator that pads.
+"""Trainers on a contender's model: the stock one of transformers, or TRL's `SFTTrainer`; documents, and a collator.
 
 A user writes the same: `convert_to_fp8(model)` before the Trainer, `OctavoCallback` in it for our models, AdamW as the
 Trainer brings it, `bf16=True`, gradients clipped, the loss logged every ten steps. Documents come in order, so that all
-contenders have the same batches.
+contenders have the same batches. `SFTTrainer` pads with its own collator, on documents that are tokens already; it
+would recompute activations by default, which nobody needs here and is off for all.
 """
 
 import tempfile
@@ -35,28 +36,57 @@ def train(
     """Train for `warmup` and then `steps` optimiser steps, those on the clock; return the mean loss of the `last`."""
     case = prepared.case
     rows, total = case.tokens // case.seq, warmup + steps
-    documents = [{"input_ids": document} for document in make_documents(case, workload, total * rows)]
+    documents = make_documents(case, workload, total * rows)
     watch = _Watch(clock, warmup, total, last)
+    build = _build_sft if workload.name == "sft" else _build_stock
     with tempfile.TemporaryDirectory() as folder:
-        settings = TrainingArguments(
-            folder,
-            per_device_train_batch_size=rows,
-            max_steps=total,
-            learning_rate=LEARNING_RATE,
-            bf16=True,
-            logging_steps=LOGGING_STEPS,
-            save_strategy="no",
-            report_to="none",
-            train_sampling_strategy="sequential",
-            use_cpu=case.device == "cpu",
-            disable_tqdm=True,
-        )
+        settings = {
+            "output_dir": folder,
+            "per_device_train_batch_size": rows,
+            "max_steps": total,
+            "learning_rate": LEARNING_RATE,
+            "bf16": True,
+            "logging_steps": LOGGING_STEPS,
+            "save_strategy": "no",
+            "report_to": "none",
+            "train_sampling_strategy": "sequential",
+            "use_cpu": case.device == "cpu",
+            "disable_tqdm": True,
+        }
         callbacks = [*([OctavoCallback()] if contender.kind in OURS else []), watch]
-        trainer = Trainer(prepared.model, settings, _collate, documents, callbacks=callbacks)
+        trainer = build(prepared, settings, documents, callbacks)
         for printing in (PrinterCallback, ProgressCallback):
             trainer.remove_callback(printing)
         trainer.train()
     return watch.loss
+
+
+def _build_stock(
+    prepared: PreparedModel, settings: dict[str, Any], documents: Sequence[Tensor], callbacks: list[TrainerCallback]
+) -> Any:
+    samples: Any = [{"input_ids": document} for document in documents]
+    return Trainer(prepared.model, TrainingArguments(**settings), _collate, samples, callbacks=callbacks)
+
+
+def _build_sft(
+    prepared: PreparedModel, settings: dict[str, Any], documents: Sequence[Tensor], callbacks: list[TrainerCallback]
+) -> Any:
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    config = SFTConfig(**settings, max_length=prepared.case.seq, gradient_checkpointing=False)
+    samples = Dataset.from_dict({"input_ids": [document.tolist() for document in documents]})
+    return SFTTrainer(prepared.model, config, train_dataset=samples, processing_class=_tokenizer(), callbacks=callbacks)
+
+
+def _tokenizer() -> Any:
+    """Return a tokenizer for documents that are tokens already: it has a token to pad with, and nothing to do."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<eos>"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
 
 
 def _collate(samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:

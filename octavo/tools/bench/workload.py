@@ -4,11 +4,12 @@ Lengths of documents come from the seed, for a `--seq` of 2,048 tokens; they gro
 
     lognormal   median 400, most between 180 and 890, cut at 2,048: about the lengths of chats and instructions
     uniform     200 to 2,048
+    full        2,048, every one of them: batches of one length, by the clock of a workload
 
     padded    [B, longest of the batch]   attention_mask; labels, -100 for padding
     packed    [1, B · seq]                position_ids that start anew with each document; labels, -100 where one begins
 
-`trainer` has the batches of `padded`; its collator pads them (`trainer_run.py`). Tokens are random.
+`trainer` and `sft` have the batches of `padded`; a collator pads them (`trainer_run.py`). Tokens are random.
 """
 
 import math
@@ -26,8 +27,9 @@ from octavo.tools.shapes import Case
 from octavo.training.errors import UserError
 
 FIXED = "fixed"
-WORKLOADS = (FIXED, "padded", "packed", "trainer")
-LENGTHS = ("lognormal", "uniform")
+TRAINERS = ("trainer", "sft")  # of transformers, of TRL: they bring the optimiser
+WORKLOADS = (FIXED, "padded", "packed", *TRAINERS)
+LENGTHS = ("lognormal", "uniform", "full")
 LONGEST, SHORTEST, MEDIAN = 2048, 200, 400
 SPREAD = 0.8  # standard deviation of the logarithm of a length
 
@@ -127,6 +129,8 @@ class _Documents:
 
     def _length(self) -> int:
         longest = self._case.seq
+        if self._lengths == "full":
+            return longest
         if self._lengths == "uniform":
             shortest = max(2, longest * SHORTEST // LONGEST)
             return int(torch.randint(min(shortest, longest), longest + 1, (), generator=self._generator))

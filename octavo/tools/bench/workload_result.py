@@ -6,7 +6,7 @@ from typing import Any
 
 from octavo.tools.bench.contenders import BASELINE, OWN_BASELINE
 from octavo.tools.bench.result import TIMED, baseline_of, model_title
-from octavo.tools.bench.workload import Batch
+from octavo.tools.bench.workload import TRAINERS, Batch
 
 GIB = 2**30
 HUGGING_FACE = ("bf16-eager", BASELINE)
@@ -24,22 +24,29 @@ def describe_batches(batches: Sequence[Batch], warmup: int) -> dict[str, Any]:
         "tokens": tokens,
         "padding": 1 - tokens / size,
         "batches": [list(shape) for shape in shapes[warmup:]],
+        "real_tokens": [batch.tokens for batch in timed],
         "new_lengths": len(set(shapes)) - len(set(shapes[:warmup])),
     }
 
 
 def add_workload_figures(rows: Sequence[dict[str, Any]], tokens: Sequence[int]) -> None:
-    """Add the figures of every row that was timed. `tokens`: the real ones of each step."""
+    """Add the figures of every row that was timed. `tokens`: the real ones of each step.
+
+    `slowest_per_token`: the largest time for a token among the steps of `slowest_s`, over the median of all steps; one
+    that is slow for another reason than its length stands out here.
+    """
     timed = [row for row in rows if row["status"] == TIMED]
     for row in timed:
         (turn,) = row["turns"]
         times = turn["times"]
+        per_token = [seconds / count for seconds, count in zip(times, tokens, strict=True)]
         row["figures"] = {
             "tokens_per_s": sum(tokens) / sum(times),
             "total_s": sum(times),
             "whole_s": turn["whole_s"],  # with the warm-up
             "step_s": statistics.median(times),
             "slowest_s": max(times[SETTLED:] or times),
+            "slowest_per_token": max(per_token[SETTLED:] or per_token) / statistics.median(per_token),
             "peak_gib": None if turn["peak_bytes"] is None else turn["peak_bytes"] / GIB,
             "loss": turn["loss"],
         }
@@ -61,6 +68,7 @@ def workload_title(result: dict[str, Any]) -> str:
         "padded": f"{rows} rows padded to the longest",
         "packed": f"{rows} rows of {case['seq']:,} packed into one",
         "trainer": f"stock Trainer, {rows} rows padded to the longest",
+        "sft": f"TRL's SFTTrainer, {rows} rows padded to the longest",
     }[workload["name"]]
     return (
         f"{model_title(case)}, {batches}, {workload['lengths']} lengths up to {case['seq']:,}, "
@@ -70,6 +78,6 @@ def workload_title(result: dict[str, Any]) -> str:
 
 def steps_title(result: dict[str, Any]) -> str:
     """Return what a step of the result consists of."""
-    if result["kind"] == "trainer" or any(row.get("optimizer") for row in result["rows"]):
+    if result["kind"] in TRAINERS or any(row.get("optimizer") for row in result["rows"]):
         return "forward + backward + optimiser"
     return "forward + backward"

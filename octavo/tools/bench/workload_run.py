@@ -12,7 +12,7 @@ import torch
 from octavo.tools.bench.contenders import Contender
 from octavo.tools.bench.prepared_model import PreparedModel
 from octavo.tools.bench.timing import StepClock
-from octavo.tools.bench.workload import Batch, Workload, make_batches
+from octavo.tools.bench.workload import TRAINERS, Batch, Workload, make_batches
 from octavo.tools.shapes import Case
 
 LAST = 3  # steps whose mean loss is reported
@@ -23,7 +23,7 @@ def run_workload(case: Case, contender: Contender, workload: Workload, *, warmup
     prepared = PreparedModel(case, contender, workload=workload)
     clock = StepClock(case.device)
     start = time.perf_counter()
-    if workload.name == "trainer":
+    if workload.name in TRAINERS:
         from octavo.tools.bench.trainer_run import train
 
         loss = train(prepared, contender, workload, clock, warmup=warmup, steps=steps, last=LAST)
