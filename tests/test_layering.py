@@ -33,8 +33,8 @@ ONLY_IN = {
     "transformers": {"decoders", "hf", "sft", "tools/bench/random_model.py", "tools/bench/trainer_run.py"},
     "accelerate": {"hf"},
     "peft": {"hf", "sft"},
-    "trl": {"sft"},
-    "datasets": {"sft"},
+    "trl": {"sft", "tools/bench/trainer_run.py"},
+    "datasets": {"sft", "tools/bench/trainer_run.py"},
 }
 MODELS_USED_IN = {"models", "training", "tools"}
 # The files of `decoders` that import transformers, inside the functions that need it: importing octavo does not.
