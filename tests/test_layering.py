@@ -23,6 +23,7 @@ ORDER = [
     "convert",
     "hf",
     "training",
+    "rl",
     "tools",
     "sft",
     "cli",

@@ -1,0 +1,5 @@
+"""Reinforcement learning on one copy of FP8 weights: the trainer owns them, an engine owns a cache."""
+
+from octavo.rl.completions import Completion, Engine, Sampling
+
+__all__ = ["Completion", "Engine", "Sampling"]
