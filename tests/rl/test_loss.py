@@ -9,7 +9,7 @@ from decoder_cases import build
 from octavo import FastLanguageModel
 from octavo.rl.batches import Sample, pack
 from octavo.rl.loss import GRPOLoss, Tokens, Totals, gap_statistics, group_advantages, grpo_loss, token_logprobs
-from octavo.rl.policy import Policy
+from octavo.rl.learner import Learner
 
 TEMPERATURE = 0.7
 
@@ -109,15 +109,15 @@ def test_loss_and_every_gradient(model, loss):
     expected = reference_loss(model, made, olds, loss, longest)
     expected_gradients = gradients(model, expected)
 
-    policy, batches = Policy(model), pack(made, 40, torch.device("cpu"))
+    learner, batches = Learner(model), pack(made, 40, torch.device("cpu"))
     assert len(batches) > 2
     totals = Totals(len(made), sum(len(s.tokens) for s in made), len(batches), longest)
     old, parts = torch.cat(olds), []
     for batch in batches:
         mine, old = old[: len(batch.targets)], old[len(batch.targets) :]
-        reference = policy.reference(batch, TEMPERATURE) if loss.beta else None
+        reference = learner.reference(batch, TEMPERATURE) if loss.beta else None
         tokens = Tokens(mine, batch.rollout, reference, batch.sequence, batch.advantages, batch.lengths)
-        parts.append(grpo_loss(policy.logprobs(batch, TEMPERATURE), tokens, loss, totals))
+        parts.append(grpo_loss(learner.logprobs(batch, TEMPERATURE), tokens, loss, totals))
     actual = sum(part for part, _ in parts)
     assert sum(int(figures["clipped"]) for _, figures in parts) > 0
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)

@@ -1,4 +1,4 @@
-"""The model as GRPO sees it: log-probabilities of packed completions, with its adapters or without."""
+"""The model as GRPO trains it: log-probabilities of packed completions, with its adapters or without."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from octavo.rl.batches import MicroBatch
 from octavo.rl.loss import token_logprobs
 
 
-class Policy:
+class Learner:
     """A causal language model, with PEFT's adapters around it or trained as a whole."""
 
     def __init__(self, model: Any) -> None:
