@@ -69,7 +69,7 @@ _CURRENT: ContextVar[HeldWeights | None] = ContextVar("octavo_held", default=Non
 
 def current() -> HeldWeights | None:
     """Return the weights that are held at the moment; None outside `holding`."""
-    return _CURRENT.get()
+    return None if torch.compiler.is_compiling() else _CURRENT.get()  # Dynamo cannot read the variable
 
 
 @contextmanager
