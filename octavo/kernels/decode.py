@@ -110,6 +110,40 @@ def write_part(parts_ptr, lse_ptr, row, part, acc, top, total, wanted, PARTS, D:
 
 
 @triton.jit
+def attend_for_group(
+    pid, q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, prefix_lengths_ptr, suffix_lengths_ptr, slots_ptr, parts_ptr,
+    lse_ptr, P, H, G, N, window, scaling, softcap, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, BYTES: tl.constexpr,
+    PREFIX_PARTS: tl.constexpr, PARTS: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
+    WIDTH: tl.constexpr, KEYS: tl.constexpr, LEAST: tl.constexpr,
+):  # fmt: skip
+    """A part of a prompt, for slots of its group: as many as have room in `ROWS`."""
+    head, rest = pid % G, pid // G
+    blocks = tl.cdiv(N * R, ROWS)
+    part, rest = rest % PREFIX_PARTS, rest // PREFIX_PARTS
+    block, group = rest % blocks, rest // blocks
+    length = tl.load(prefix_lengths_ptr + group)
+    r, c = block * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)[None, :]
+    slot = tl.load(slots_ptr + group * N + r // R, mask=r < N * R, other=-1)
+    own = tl.load(suffix_lengths_ptr + slot, mask=slot >= 0, other=0)
+    wanted = own > 0
+    lowest = tl.zeros([ROWS], tl.int32)
+    if WINDOWED:
+        lowest = tl.maximum(length + own - window, 0)
+    start = tl.min(tl.where(wanted, tl.minimum(lowest, length), length), axis=0)
+    first, last = share(start, length, part, PREFIX_PARTS, KEYS, LEAST)
+    row = slot * H + head * R + r % R
+    q = tl.load(q_ptr + row[:, None] * D + c, mask=wanted[:, None] & (c < D), other=0.0)
+    acc = tl.zeros([ROWS, WIDTH], tl.float32)
+    top, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+    place = group.to(tl.int64) * P * G + head
+    acc, top, total = attend(
+        acc, top, total, q, k_ptr + place * D, v_ptr + place * D, k_scale_ptr + place, v_scale_ptr + place, first, last,
+        lowest, scaling, softcap, G, BYTES, CAPPED, D, WIDTH, KEYS,
+    )  # fmt: skip
+    write_part(parts_ptr, lse_ptr, row, part, acc, top, total, wanted, PARTS, D, WIDTH)
+
+
+@triton.jit
 def decode_kernel(
     q_ptr, prefix_k_ptr, prefix_v_ptr, prefix_ks_ptr, prefix_vs_ptr, prefix_lengths_ptr, group_of_ptr, suffix_k_ptr,
     suffix_v_ptr, suffix_ks_ptr, suffix_vs_ptr, suffix_lengths_ptr, slots_ptr, parts_ptr, lse_ptr,
@@ -123,72 +157,50 @@ def decode_kernel(
     tiles.follow(OVERLAPS)
     pid = tl.program_id(0)
     PARTS: tl.constexpr = PREFIX_PARTS + SUFFIX_PARTS
-    c = tl.arange(0, WIDTH)[None, :]
-    if pid < shared:
-        if SHARED:
-            head, rest = pid % G, pid // G
-            blocks = tl.cdiv(N * R, SHARED_ROWS)
-            part, rest = rest % PREFIX_PARTS, rest // PREFIX_PARTS
-            block, group = rest % blocks, rest // blocks
-            length = tl.load(prefix_lengths_ptr + group)
-            r = block * SHARED_ROWS + tl.arange(0, SHARED_ROWS)
-            slot = tl.load(slots_ptr + group * N + r // R, mask=r < N * R, other=-1)
-            own = tl.load(suffix_lengths_ptr + slot, mask=slot >= 0, other=0)
-            wanted = own > 0
-            lowest = tl.zeros([SHARED_ROWS], tl.int32)
-            if WINDOWED:
-                lowest = tl.maximum(length + own - window, 0)
-            start = tl.min(tl.where(wanted, tl.minimum(lowest, length), length), axis=0)
-            first, last = share(start, length, part, PREFIX_PARTS, KEYS, LEAST)
-            row = slot * H + head * R + r % R
-            q = tl.load(q_ptr + row[:, None] * D + c, mask=wanted[:, None] & (c < D), other=0.0)
-            acc = tl.zeros([SHARED_ROWS, WIDTH], tl.float32)
-            top, total = tl.full([SHARED_ROWS], float("-inf"), tl.float32), tl.zeros([SHARED_ROWS], tl.float32)
-            place = group.to(tl.int64) * PREFIX_P * G + head
-            acc, top, total = attend(
-                acc, top, total, q, prefix_k_ptr + place * D, prefix_v_ptr + place * D, prefix_ks_ptr + place,
-                prefix_vs_ptr + place, first, last, lowest, scaling, softcap, G, BYTES, CAPPED, D, WIDTH, KEYS,
+    if SHARED:
+        if pid < shared:
+            attend_for_group(
+                pid, q_ptr, prefix_k_ptr, prefix_v_ptr, prefix_ks_ptr, prefix_vs_ptr, prefix_lengths_ptr,
+                suffix_lengths_ptr, slots_ptr, parts_ptr, lse_ptr, PREFIX_P, H, G, N, window, scaling, softcap,
+                WINDOWED, CAPPED, BYTES, PREFIX_PARTS, PARTS, R, SHARED_ROWS, D, WIDTH, KEYS, LEAST,
             )  # fmt: skip
-            write_part(parts_ptr, lse_ptr, row, part, acc, top, total, wanted, PARTS, D, WIDTH)
-    else:
-        pid -= shared
-        head, rest = pid % G, pid // G
-        part, slot = rest % SUFFIX_PARTS, rest // SUFFIX_PARTS
-        own = tl.load(suffix_lengths_ptr + slot)
-        group = tl.load(group_of_ptr + slot)
-        length = tl.load(prefix_lengths_ptr + group, mask=group >= 0, other=0)
-        r = tl.arange(0, ROWS)
-        wanted = (r < R) & (own > 0)
-        lowest = 0
-        if WINDOWED:
-            lowest = tl.maximum(length + own - window, 0)
-        start = lowest
-        if SHARED:
-            start = tl.maximum(lowest, length)
-        first, last = share(start, tl.where(own > 0, length + own, start), part, SUFFIX_PARTS, KEYS, LEAST)
-        row = slot * H + head * R + r
-        q = tl.load(q_ptr + row[:, None] * D + c, mask=wanted[:, None] & (c < D), other=0.0)
-        acc = tl.zeros([ROWS, WIDTH], tl.float32)
-        top, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
-        every = tl.zeros([ROWS], tl.int32)  # what the window hides is before `first`
-        if not SHARED:
-            place = group.to(tl.int64) * PREFIX_P * G + head
-            acc, top, total = attend(
-                acc, top, total, q, prefix_k_ptr + place * D, prefix_v_ptr + place * D, prefix_ks_ptr + place,
-                prefix_vs_ptr + place, first, tl.minimum(last, length), every, scaling, softcap, G, BYTES, CAPPED,
-                D, WIDTH, KEYS,
-            )  # fmt: skip
-        place = slot.to(tl.int64) * SUFFIX_P * G + head
+            return
+    head, rest = (pid - shared) % G, (pid - shared) // G
+    part, slot = rest % SUFFIX_PARTS, rest // SUFFIX_PARTS
+    own = tl.load(suffix_lengths_ptr + slot)
+    group = tl.load(group_of_ptr + slot)
+    length = tl.load(prefix_lengths_ptr + group, mask=group >= 0, other=0)
+    r, c = tl.arange(0, ROWS), tl.arange(0, WIDTH)[None, :]
+    wanted = (r < R) & (own > 0)
+    start = 0
+    if WINDOWED:
+        start = tl.maximum(length + own - window, 0)
+    if SHARED:
+        start = tl.maximum(start, length)
+    first, last = share(start, tl.where(own > 0, length + own, start), part, SUFFIX_PARTS, KEYS, LEAST)
+    row = slot * H + head * R + r
+    q = tl.load(q_ptr + row[:, None] * D + c, mask=wanted[:, None] & (c < D), other=0.0)
+    acc = tl.zeros([ROWS, WIDTH], tl.float32)
+    top, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+    every = tl.zeros([ROWS], tl.int32)  # what the window hides is before `first`
+    if not SHARED:
+        place = group.to(tl.int64) * PREFIX_P * G + head
         acc, top, total = attend(
-            acc, top, total, q, suffix_k_ptr + place * D, suffix_v_ptr + place * D, suffix_ks_ptr + place,
-            suffix_vs_ptr + place, tl.maximum(first - length, 0), last - length, every, scaling, softcap, G, BYTES,
-            CAPPED, D, WIDTH, KEYS,
+            acc, top, total, q, prefix_k_ptr + place * D, prefix_v_ptr + place * D, prefix_ks_ptr + place,
+            prefix_vs_ptr + place, first, tl.minimum(last, length), every, scaling, softcap, G, BYTES, CAPPED, D,
+            WIDTH, KEYS,
         )  # fmt: skip
-        if WHOLE:
-            out = round_to(divided(acc, total), parts_ptr.dtype.element_ty)
-            tl.store(parts_ptr + row[:, None] * D + c, out, mask=(r < R)[:, None] & (c < D))
-        else:
-            write_part(parts_ptr, lse_ptr, row, PREFIX_PARTS + part, acc, top, total, wanted, PARTS, D, WIDTH)
+    place = slot.to(tl.int64) * SUFFIX_P * G + head
+    acc, top, total = attend(
+        acc, top, total, q, suffix_k_ptr + place * D, suffix_v_ptr + place * D, suffix_ks_ptr + place,
+        suffix_vs_ptr + place, tl.maximum(first - length, 0), last - length, every, scaling, softcap, G, BYTES, CAPPED,
+        D, WIDTH, KEYS,
+    )  # fmt: skip
+    if WHOLE:
+        out = round_to(divided(acc, total), parts_ptr.dtype.element_ty)
+        tl.store(parts_ptr + row[:, None] * D + c, out, mask=(r < R)[:, None] & (c < D))
+    else:
+        write_part(parts_ptr, lse_ptr, row, PREFIX_PARTS + part, acc, top, total, wanted, PARTS, D, WIDTH)
 
 
 @triton.jit

@@ -101,17 +101,16 @@ def rotary_and_store_kernel(
             b = weighted(b, inverse, wb, SHIFTED, dtype).to(tl.float32)
         cos_a, cos_b = load_halves(cos_ptr, token % R * D + c, inside, D)
         sin_a, sin_b = load_halves(sin_ptr, token % R * D + c, inside, D)
-        turned = round_to(product_of(a, cos_a, dtype) + product_of(-b, sin_a, dtype), dtype)
-        b = round_to(product_of(b, cos_b, dtype) + product_of(a, sin_b, dtype), dtype)
+        one = round_to(product_of(a, cos_a, dtype) + product_of(-b, sin_a, dtype), dtype)
+        other = round_to(product_of(b, cos_b, dtype) + product_of(a, sin_b, dtype), dtype)
         if head < H:
             out = q_ptr + (token * H + head) * D + c
-            tl.store(out, turned, mask=inside)
-            tl.store(out + D // 2, b, mask=inside)
+            tl.store(out, one, mask=inside)
+            tl.store(out + D // 2, other, mask=inside)
         else:
             row, kept = row_of(places_ptr, positions_ptr, t, T, P, G)
-            put(
-                keys_ptr, key_scales_ptr, row + head - H, c, turned.to(tl.float32), b.to(tl.float32), kept, D, BYTES
-            )  # fmt: skip
+            a, b = one.to(tl.float32), other.to(tl.float32)
+            put(keys_ptr, key_scales_ptr, row + head - H, c, a, b, kept, D, BYTES)
 
 
 def can_store(width: int, dtype: torch.dtype, cache: KVCache) -> bool:
