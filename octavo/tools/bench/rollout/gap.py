@@ -1,0 +1,105 @@
+"""How far generation is from a full forward of the same model, on a few of its own tokens.
+
+    gap         mean |Δ log p| of sampled tokens: the generator's against those of one forward over prompt and tokens
+    gap_p99     its 99th percentile
+    agreement   share of greedily chosen tokens that are the likeliest in a full forward over the same tokens before them
+    margin      mean difference of the two likeliest logits there
+
+With random weights, logits are nearly flat, and `margin` says how nearly: where it is small, tokens that differ say
+little. A real model's gap is measured by each step of `octavo grpo`.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.decoders.backbone import hidden_states
+from octavo.nn.linear import weights_only
+from octavo.rl.completions import Completion
+from octavo.rl.policy import Policy
+from octavo.tools.bench.rollout.generators import Generator, Native
+from octavo.tools.bench.rollout.models import causal_of
+from octavo.tools.bench.rollout.ways import Way
+
+SEQUENCES = 4
+TOKENS = 64  # of each of them, greedy
+
+
+def measure_gap(
+    model: Any, way: Way, generator: Generator, prompts: Sequence[Sequence[int]], done: Sequence[Completion]
+) -> dict[str, Any]:
+    """Return the figures above. `done`: completions of a timed run, whose log-probabilities are taken if it has them.
+
+    Octavo's own have two gaps: `gap`, to a forward with the products of the engine; `trainer_gap`, to one with FP8
+    products, as training has them by default.
+    """
+    few, tokens = prompts[:SEQUENCES], min(TOKENS, len(done[0].tokens))
+    if not done[0].logprobs:
+        done = generator.complete(few, 1, tokens, logprobs=True)
+    greedy = generator.complete(few, 1, tokens, greedy=True)
+    first = list({each.prompt: each for each in reversed(done)}.values())[:SEQUENCES]
+    forward = _Forward(model, way, generator)
+    figures: dict[str, Any] = {"gap_tokens": sum(len(each.logprobs) for each in first)}
+    if figures["gap_tokens"]:
+        figures |= _differences(forward, prompts, first, own=False)
+        if way.recipe is not None:
+            trainer = _differences(forward, prompts, first, own=True)
+            figures |= {f"trainer_{name}": value for name, value in trainer.items()}
+    figures |= _agreement(forward, prompts, greedy)
+    return figures
+
+
+class _Forward:
+    """FP32 logits of a full forward, without a cache."""
+
+    def __init__(self, model: Any, way: Way, generator: Generator) -> None:
+        self._model, self._way = model, way
+        self._policy: Policy | None = generator.engine.policy if isinstance(generator, Native) else None
+
+    @torch.no_grad()
+    def logits(self, prompt: Sequence[int], tokens: Sequence[int], *, own: bool) -> Tensor:
+        """Return the logits `[N, V]` that predict `tokens`. `own`: with the model's products instead of the engine's."""
+        causal = causal_of(self._model)
+        ids = torch.tensor([[*prompt, *tokens]], device=causal.lm_head.weight.device)
+        chosen = slice(len(prompt) - 1, ids.shape[1] - 1)
+        was_training = self._model.training
+        self._model.eval()
+        try:
+            if self._policy is None:
+                found: Tensor = self._model(input_ids=ids, use_cache=False).logits[0, chosen]
+                return found.float()
+            with self._products(own):
+                hidden, _, _ = hidden_states(causal, {"input_ids": ids}, ids)
+                return self._policy.logits(hidden[0, chosen])
+        finally:
+            self._model.train(was_training)
+
+    def _products(self, own: bool) -> AbstractContextManager[Any]:
+        return nullcontext() if own or self._way.products == "fp8" else weights_only()
+
+
+def _differences(
+    forward: _Forward, prompts: Sequence[Sequence[int]], done: Sequence[Completion], *, own: bool
+) -> dict[str, float]:
+    found = []
+    for each in done:
+        tokens = torch.tensor(each.tokens)
+        logits = forward.logits(prompts[each.prompt], each.tokens, own=own)
+        full = logits.log_softmax(-1).cpu().gather(1, tokens[:, None])[:, 0]
+        found.append((full - torch.tensor(each.logprobs)).abs())
+    delta = torch.cat(found).double()
+    nth = max(round(0.99 * len(delta)), 1)
+    return {"gap": float(delta.mean()), "gap_p99": float(delta.kthvalue(nth).values)}
+
+
+def _agreement(forward: _Forward, prompts: Sequence[Sequence[int]], done: Sequence[Completion]) -> dict[str, float]:
+    same, margins = [], []
+    for each in done:
+        logits = forward.logits(prompts[each.prompt], each.tokens, own=False)
+        best = logits.topk(2, dim=-1)
+        same.append(best.indices[:, 0].cpu() == torch.tensor(each.tokens))
+        margins.append((best.values[:, 0] - best.values[:, 1]).cpu())
+    return {"agreement": float(torch.cat(same).double().mean()), "margin": float(torch.cat(margins).double().mean())}
