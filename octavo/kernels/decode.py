@@ -55,22 +55,49 @@ def product(a, b):
 
 
 @triton.jit
+def of_pairs(words):
+    """Two E4M3 in each word of 16 bits, apart and in BF16: the lower ones, and the upper ones.
+
+    Threads exchange values for a product that contracts tokens: in bytes one by one, since those of a word belong to
+    one token, and in words as fast as BF16. So it is words that they exchange, and then take apart.
+    """
+    if tiles.INTERPRETED:
+        lower = (words & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+        upper = ((words >> 8) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+        return lower.to(tl.float32), upper.to(tl.float32)
+    return tl.inline_asm_elementwise(
+        """{.reg .b16 a, b, c, d; .reg .b32 e, f; .reg .f32 p, q, r, s;
+        mov.b32 {a, b}, $2; cvt.rn.f16x2.e4m3x2 e, a; cvt.rn.f16x2.e4m3x2 f, b;
+        mov.b32 {a, b}, e; mov.b32 {c, d}, f;
+        cvt.f32.f16 p, a; cvt.f32.f16 q, b; cvt.f32.f16 r, c; cvt.f32.f16 s, d;
+        cvt.rn.bf16x2.f32 $0, r, p; cvt.rn.bf16x2.f32 $1, s, q;}""",
+        "=r,=r,r", [words], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
 def attend(
-    acc, top, total, q, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, start, stop, lowest, scaling, softcap, G,
+    acc, odd, top, total, q, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, start, stop, lowest, scaling, softcap, G,
     BYTES: tl.constexpr, CAPPED: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Add keys start…stop of one place and head to a running softmax; row i sees those from `lowest[i]` on.
 
     `scaling` makes scores in powers of two of products, or, `CAPPED`, what tanh(x) = 2 sigmoid(2 x) − 1 takes; then
     `softcap` does.
-    `top`: the largest score so far; `total`: the sum of exp2(score − top); `acc`: that of the values times these.
+    `top`: the largest score so far; `total`: the sum of exp2(score − top); `acc`: that of the values times these, or
+    for pairs of bytes (`odd`), of those in even columns.
     """
-    c = tl.arange(0, WIDTH)
+    c, half = tl.arange(0, WIDTH), tl.arange(0, WIDTH // 2)
+    PAIRED: tl.constexpr = BYTES and q.dtype != tl.float32
     for first in range(start, stop, KEYS):
         j = first + tl.arange(0, KEYS)
         inside = j < stop
         k = tl.load(k_ptr + j[None, :] * (G * D) + c[:, None], mask=inside[None, :] & (c < D)[:, None], other=0.0)
-        v = tl.load(v_ptr + j[:, None] * (G * D) + c[None, :], mask=inside[:, None] & (c < D)[None, :], other=0.0)
+        if PAIRED:
+            words_ptr = v_ptr.to(tl.pointer_type(tl.int16)) + j[:, None] * (G * D // 2) + half[None, :]
+            v = tl.load(words_ptr, mask=inside[:, None] & (half < D // 2)[None, :], other=0)
+        else:
+            v = tl.load(v_ptr + j[:, None] * (G * D) + c[None, :], mask=inside[:, None] & (c < D)[None, :], other=0.0)
         s = product(q, k.to(q.dtype)) * scaling
         if BYTES:
             s *= tl.load(k_scale_ptr + j * G, mask=inside, other=0.0)[None, :]
@@ -83,27 +110,41 @@ def attend(
         total = total * fade + tl.sum(p, axis=1)
         if BYTES:
             p *= tl.load(v_scale_ptr + j * G, mask=inside, other=0.0)[None, :]
+        if PAIRED:
             # Not FP16, which has no room for small scales.
-            wide: tl.constexpr = tl.float32 if q.dtype == tl.float32 else tl.bfloat16
-            acc = acc * fade[:, None] + product(round_to(p, wide), v.to(wide))
+            even_v, odd_v = of_pairs(v)
+            p = round_to(p, tl.bfloat16)
+            acc = acc * fade[:, None] + product(p, even_v)
+            odd = odd * fade[:, None] + product(p, odd_v)
         else:
-            acc = acc * fade[:, None] + product(round_to(p, v.dtype), v)
+            acc = acc * fade[:, None] + product(round_to(p, q.dtype), v.to(q.dtype))
         top = higher
-    return acc, top, total
+    return acc, odd, top, total
 
 
 @triton.jit
-def divided(acc, total):
-    """acc / total, and zeros where nothing was seen."""
+def new_sums(ROWS: tl.constexpr, WIDTH: tl.constexpr, PAIRED: tl.constexpr):
+    """A running softmax that has seen nothing; see `attend`."""
+    ACROSS: tl.constexpr = WIDTH // 2 if PAIRED else WIDTH
+    acc, odd = tl.zeros([ROWS, ACROSS], tl.float32), tl.zeros([ROWS, ACROSS], tl.float32)
+    return acc, odd, tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+
+
+@triton.jit
+def divided(acc, odd, total, PAIRED: tl.constexpr):
+    """What a running softmax gives, and zeros where it saw nothing."""
+    if PAIRED:
+        acc = tl.interleave(acc, odd)
     return acc / tl.where(total != 0.0, total, 1.0)[:, None]
 
 
 @triton.jit
-def write_part(parts_ptr, lse_ptr, row, part, acc, top, total, wanted, PARTS, D: tl.constexpr, WIDTH: tl.constexpr):
+def write_part(
+    parts_ptr, lse_ptr, row, part, out, top, total, wanted, PARTS, D: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
     """Write the output and log-sum-exp of one part; rows that saw nothing have −∞."""
     c = tl.arange(0, WIDTH)[None, :]
     seen = total != 0.0
-    out = divided(acc, total)
     lse = tl.where(seen, top + tl.log2(tl.where(seen, total, 1.0)), float("-inf"))
     tl.store(lse_ptr + row * PARTS + part, lse, mask=wanted)
     tl.store(parts_ptr + (row * PARTS + part).to(tl.int64)[:, None] * D + c, out, mask=wanted[:, None] & (c < D))
@@ -133,14 +174,15 @@ def attend_for_group(
     first, last = share(start, length, part, PREFIX_PARTS, KEYS, LEAST)
     row = slot * H + head * R + r % R
     q = tl.load(q_ptr + row[:, None] * D + c, mask=wanted[:, None] & (c < D), other=0.0)
-    acc = tl.zeros([ROWS, WIDTH], tl.float32)
-    top, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+    PAIRED: tl.constexpr = BYTES and q.dtype != tl.float32
+    acc, odd, top, total = new_sums(ROWS, WIDTH, PAIRED)
     place = group.to(tl.int64) * P * G + head
-    acc, top, total = attend(
-        acc, top, total, q, k_ptr + place * D, v_ptr + place * D, k_scale_ptr + place, v_scale_ptr + place, first, last,
-        lowest, scaling, softcap, G, BYTES, CAPPED, D, WIDTH, KEYS,
+    acc, odd, top, total = attend(
+        acc, odd, top, total, q, k_ptr + place * D, v_ptr + place * D, k_scale_ptr + place, v_scale_ptr + place, first,
+        last, lowest, scaling, softcap, G, BYTES, CAPPED, D, WIDTH, KEYS,
     )  # fmt: skip
-    write_part(parts_ptr, lse_ptr, row, part, acc, top, total, wanted, PARTS, D, WIDTH)
+    out = divided(acc, odd, total, PAIRED)
+    write_part(parts_ptr, lse_ptr, row, part, out, top, total, wanted, PARTS, D, WIDTH)
 
 
 @triton.jit
@@ -180,27 +222,28 @@ def decode_kernel(
     first, last = share(start, tl.where(own > 0, length + own, start), part, SUFFIX_PARTS, KEYS, LEAST)
     row = slot * H + head * R + r
     q = tl.load(q_ptr + row[:, None] * D + c, mask=wanted[:, None] & (c < D), other=0.0)
-    acc = tl.zeros([ROWS, WIDTH], tl.float32)
-    top, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+    PAIRED: tl.constexpr = BYTES and q.dtype != tl.float32
+    acc, odd, top, total = new_sums(ROWS, WIDTH, PAIRED)
     every = tl.zeros([ROWS], tl.int32)  # what the window hides is before `first`
     if not SHARED:
         place = group.to(tl.int64) * PREFIX_P * G + head
-        acc, top, total = attend(
-            acc, top, total, q, prefix_k_ptr + place * D, prefix_v_ptr + place * D, prefix_ks_ptr + place,
+        acc, odd, top, total = attend(
+            acc, odd, top, total, q, prefix_k_ptr + place * D, prefix_v_ptr + place * D, prefix_ks_ptr + place,
             prefix_vs_ptr + place, first, tl.minimum(last, length), every, scaling, softcap, G, BYTES, CAPPED, D,
             WIDTH, KEYS,
         )  # fmt: skip
     place = slot.to(tl.int64) * SUFFIX_P * G + head
-    acc, top, total = attend(
-        acc, top, total, q, suffix_k_ptr + place * D, suffix_v_ptr + place * D, suffix_ks_ptr + place,
+    acc, odd, top, total = attend(
+        acc, odd, top, total, q, suffix_k_ptr + place * D, suffix_v_ptr + place * D, suffix_ks_ptr + place,
         suffix_vs_ptr + place, tl.maximum(first - length, 0), last - length, every, scaling, softcap, G, BYTES, CAPPED,
         D, WIDTH, KEYS,
     )  # fmt: skip
+    out = divided(acc, odd, total, PAIRED)
     if WHOLE:
-        out = round_to(divided(acc, total), parts_ptr.dtype.element_ty)
+        out = round_to(out, parts_ptr.dtype.element_ty)
         tl.store(parts_ptr + row[:, None] * D + c, out, mask=(r < R)[:, None] & (c < D))
     else:
-        write_part(parts_ptr, lse_ptr, row, PREFIX_PARTS + part, acc, top, total, wanted, PARTS, D, WIDTH)
+        write_part(parts_ptr, lse_ptr, row, PREFIX_PARTS + part, out, top, total, wanted, PARTS, D, WIDTH)
 
 
 @triton.jit
@@ -240,6 +283,7 @@ def can_decode(q: Tensor, prefix: KVCache, suffix: KVCache) -> bool:
         q.dtype in DTYPES
         and q.numel() > 0
         and q.shape[2] <= WIDEST
+        and (q.shape[2] % 2 == 0 or suffix.key_scales is None)
         and q.shape[1] // suffix.keys.shape[2] <= MOST_ROWS
         and all(cache.keys.dtype in (q.dtype, torch.uint8) for cache in caches)
         and all(x is None or x.is_contiguous() for cache in caches for x in cache)
@@ -305,7 +349,7 @@ def _build(q: Tensor, prefix: KVCache, suffix: KVCache, slots_of_group: Tensor |
         "WHOLE": whole, "SHARED": shared, "WINDOWED": how.window is not None, "CAPPED": how.softcap is not None,
         "BYTES": suffix.key_scales is not None, "PREFIX_PARTS": prefix_parts, "SUFFIX_PARTS": parts, "R": per_head,
         "ROWS": max(16, triton.next_power_of_2(per_head)), "SHARED_ROWS": rows, "D": d,
-        "WIDTH": max(16, triton.next_power_of_2(d)), "KEYS": tile.keys, "LEAST": tile.least,
+        "WIDTH": max(32, triton.next_power_of_2(d)), "KEYS": tile.keys, "LEAST": tile.least,
         "num_warps": tile.warps, "num_stages": tile.stages,
     }  # fmt: skip
     for_groups = blocks * g * prefix_parts

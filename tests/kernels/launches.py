@@ -298,7 +298,7 @@ def _cache(dtype: torch.dtype, places: int, positions: int, heads: int, width: i
 
 
 def _decode(dtype: torch.dtype) -> Iterator[Launch]:
-    few = torch.zeros(8, dtype=torch.int32)
+    few, whole = torch.zeros(8, dtype=torch.int32), tuning.HOPPER.decode._replace(least=4096)
     for bytes in (False, True):
         for h, g, d in ((32, 8, 128), (3, 3, 80)) if dtype == torch.bfloat16 else ((32, 8, 128),):
             prefix, suffix = (_cache(dtype, n, p, g, d, bytes=bytes) for n, p in ((2, 128), (8, 512)))
@@ -311,7 +311,6 @@ def _decode(dtype: torch.dtype) -> Iterator[Launch]:
                 f"decode {name} window and softcap",
                 lambda given=usual, t=table: decode.decode_attention(*given, 64, 30.0, t),
             )
-            whole = tuning.HOPPER.decode._replace(least=4096)
             yield f"decode {name} whole", lambda given=usual: decode.decode_attention(*given, tile=whole)
             kv, heads = torch.zeros(8, g, d, dtype=dtype), Heads(h, g, d)
             yield f"decode store {name}", lambda kv=kv, s=suffix: decode_store.store(kv, kv, s, few, few)
