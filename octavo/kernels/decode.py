@@ -39,9 +39,9 @@ _LAUNCHES = LaunchCache()
 
 
 @triton.jit
-def share(start, stop, part, PARTS: tl.constexpr, KEYS: tl.constexpr, LEAST: tl.constexpr):
-    """First and last of one of `PARTS` parts of start…stop: whole tiles, no part smaller than `LEAST`."""
-    size = tl.maximum(tl.cdiv(tl.cdiv(stop - start, PARTS), KEYS) * KEYS, LEAST)
+def share(start, stop, part, parts, least, KEYS: tl.constexpr):
+    """First and last of one of `parts` parts of start…stop: whole tiles, no part smaller than `least`."""
+    size = tl.maximum(tl.cdiv(tl.cdiv(stop - start, parts), KEYS) * KEYS, least)
     first = start + part * size
     return first, tl.minimum(first + size, stop)
 
@@ -140,27 +140,27 @@ def divided(acc, odd, total, PAIRED: tl.constexpr):
 
 @triton.jit
 def write_part(
-    parts_ptr, lse_ptr, row, part, out, top, total, wanted, PARTS, D: tl.constexpr, WIDTH: tl.constexpr
+    parts_ptr, lse_ptr, row, part, out, top, total, wanted, parts, D: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
     """Write the output and log-sum-exp of one part; rows that saw nothing have −∞."""
     c = tl.arange(0, WIDTH)[None, :]
     seen = total != 0.0
     lse = tl.where(seen, top + tl.log2(tl.where(seen, total, 1.0)), float("-inf"))
-    tl.store(lse_ptr + row * PARTS + part, lse, mask=wanted)
-    tl.store(parts_ptr + (row * PARTS + part).to(tl.int64)[:, None] * D + c, out, mask=wanted[:, None] & (c < D))
+    tl.store(lse_ptr + row * parts + part, lse, mask=wanted)
+    tl.store(parts_ptr + (row * parts + part).to(tl.int64)[:, None] * D + c, out, mask=wanted[:, None] & (c < D))
 
 
 @triton.jit
 def attend_for_group(
     pid, q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, prefix_lengths_ptr, suffix_lengths_ptr, slots_ptr, parts_ptr,
-    lse_ptr, P, H, G, N, window, scaling, softcap, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, BYTES: tl.constexpr,
-    PREFIX_PARTS: tl.constexpr, PARTS: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
-    WIDTH: tl.constexpr, KEYS: tl.constexpr, LEAST: tl.constexpr,
+    lse_ptr, P, H, G, N, prefix_parts, parts, least, window, scaling, softcap, WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr, BYTES: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
+    WIDTH: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """A part of a prompt, for slots of its group: as many as have room in `ROWS`."""
     head, rest = pid % G, pid // G
     blocks = tl.cdiv(N * R, ROWS)
-    part, rest = rest % PREFIX_PARTS, rest // PREFIX_PARTS
+    part, rest = rest % prefix_parts, rest // prefix_parts
     block, group = rest % blocks, rest // blocks
     length = tl.load(prefix_lengths_ptr + group)
     r, c = block * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)[None, :]
@@ -171,7 +171,7 @@ def attend_for_group(
     if WINDOWED:
         lowest = tl.maximum(length + own - window, 0)
     start = tl.min(tl.where(wanted, tl.minimum(lowest, length), length), axis=0)
-    first, last = share(start, length, part, PREFIX_PARTS, KEYS, LEAST)
+    first, last = share(start, length, part, prefix_parts, least, KEYS)
     row = slot * H + head * R + r % R
     q = tl.load(q_ptr + row[:, None] * D + c, mask=wanted[:, None] & (c < D), other=0.0)
     PAIRED: tl.constexpr = BYTES and q.dtype != tl.float32
@@ -182,33 +182,32 @@ def attend_for_group(
         last, lowest, scaling, softcap, G, BYTES, CAPPED, D, WIDTH, KEYS,
     )  # fmt: skip
     out = divided(acc, odd, total, PAIRED)
-    write_part(parts_ptr, lse_ptr, row, part, out, top, total, wanted, PARTS, D, WIDTH)
+    write_part(parts_ptr, lse_ptr, row, part, out, top, total, wanted, parts, D, WIDTH)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "shared", "prefix_parts", "suffix_parts", "least", "window"])
 def decode_kernel(
     q_ptr, prefix_k_ptr, prefix_v_ptr, prefix_ks_ptr, prefix_vs_ptr, prefix_lengths_ptr, group_of_ptr, suffix_k_ptr,
     suffix_v_ptr, suffix_ks_ptr, suffix_vs_ptr, suffix_lengths_ptr, slots_ptr, parts_ptr, lse_ptr,
-    PREFIX_P, SUFFIX_P, H, G, N, shared, window, scaling, softcap,
+    PREFIX_P, SUFFIX_P, H, G, N, shared, prefix_parts, suffix_parts, least, window, scaling, softcap,
     WHOLE: tl.constexpr, SHARED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, BYTES: tl.constexpr,
-    PREFIX_PARTS: tl.constexpr, SUFFIX_PARTS: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr,
-    SHARED_ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr, LEAST: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    R: tl.constexpr, ROWS: tl.constexpr, SHARED_ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+    KEYS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """`N`: slots in the table of a group. `shared`: so many programs, the first ones, are for groups."""
     tiles.follow(OVERLAPS)
     pid = tl.program_id(0)
-    PARTS: tl.constexpr = PREFIX_PARTS + SUFFIX_PARTS
     if SHARED:
         if pid < shared:
             attend_for_group(
                 pid, q_ptr, prefix_k_ptr, prefix_v_ptr, prefix_ks_ptr, prefix_vs_ptr, prefix_lengths_ptr,
-                suffix_lengths_ptr, slots_ptr, parts_ptr, lse_ptr, PREFIX_P, H, G, N, window, scaling, softcap,
-                WINDOWED, CAPPED, BYTES, PREFIX_PARTS, PARTS, R, SHARED_ROWS, D, WIDTH, KEYS, LEAST,
+                suffix_lengths_ptr, slots_ptr, parts_ptr, lse_ptr, PREFIX_P, H, G, N, prefix_parts,
+                prefix_parts + suffix_parts, least, window, scaling, softcap, WINDOWED, CAPPED, BYTES, R, SHARED_ROWS,
+                D, WIDTH, KEYS,
             )  # fmt: skip
             return
     head, rest = (pid - shared) % G, (pid - shared) // G
-    part, slot = rest % SUFFIX_PARTS, rest // SUFFIX_PARTS
+    part, slot = rest % suffix_parts, rest // suffix_parts
     own = tl.load(suffix_lengths_ptr + slot)
     group = tl.load(group_of_ptr + slot)
     length = tl.load(prefix_lengths_ptr + group, mask=group >= 0, other=0)
@@ -219,7 +218,7 @@ def decode_kernel(
         start = tl.maximum(length + own - window, 0)
     if SHARED:
         start = tl.maximum(start, length)
-    first, last = share(start, tl.where(own > 0, length + own, start), part, SUFFIX_PARTS, KEYS, LEAST)
+    first, last = share(start, tl.where(own > 0, length + own, start), part, suffix_parts, least, KEYS)
     row = slot * H + head * R + r
     q = tl.load(q_ptr + row[:, None] * D + c, mask=wanted[:, None] & (c < D), other=0.0)
     PAIRED: tl.constexpr = BYTES and q.dtype != tl.float32
@@ -243,7 +242,8 @@ def decode_kernel(
         out = round_to(out, parts_ptr.dtype.element_ty)
         tl.store(parts_ptr + row[:, None] * D + c, out, mask=(r < R)[:, None] & (c < D))
     else:
-        write_part(parts_ptr, lse_ptr, row, PREFIX_PARTS + part, out, top, total, wanted, PARTS, D, WIDTH)
+        parts = prefix_parts + suffix_parts
+        write_part(parts_ptr, lse_ptr, row, prefix_parts + part, out, top, total, wanted, parts, D, WIDTH)
 
 
 @triton.jit
@@ -347,14 +347,14 @@ def _build(q: Tensor, prefix: KVCache, suffix: KVCache, slots_of_group: Tensor |
     lse = out if whole else launches.make((slots * h, every), torch.float32)
     constants: dict[str, Any] = {
         "WHOLE": whole, "SHARED": shared, "WINDOWED": how.window is not None, "CAPPED": how.softcap is not None,
-        "BYTES": suffix.key_scales is not None, "PREFIX_PARTS": prefix_parts, "SUFFIX_PARTS": parts, "R": per_head,
-        "ROWS": max(16, triton.next_power_of_2(per_head)), "SHARED_ROWS": rows, "D": d,
-        "WIDTH": max(32, triton.next_power_of_2(d)), "KEYS": tile.keys, "LEAST": tile.least,
+        "BYTES": suffix.key_scales is not None, "R": per_head, "ROWS": max(16, triton.next_power_of_2(per_head)),
+        "SHARED_ROWS": rows, "D": d, "WIDTH": max(32, triton.next_power_of_2(d)), "KEYS": tile.keys,
         "num_warps": tile.warps, "num_stages": tile.stages,
     }  # fmt: skip
     for_groups = blocks * g * prefix_parts
     scaling = how.scaling * LOG2E if how.softcap is None else 2.0 * how.scaling / how.softcap
-    numbers = (*lengths, h, g, n, for_groups, how.window or 0, float(scaling), float((how.softcap or 1.0) * LOG2E))
+    cap = (how.softcap or 1.0) * LOG2E
+    numbers = (*lengths, h, g, n, for_groups, prefix_parts, parts, tile.least, how.window or 0, scaling, cap)
     tensors = (*range(12), 12 if shared else 0, apart, lse)
     launches.launch(decode_kernel, (for_groups + slots * g * parts,), tensors, numbers, constants)
     if not whole:
