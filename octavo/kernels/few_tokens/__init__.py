@@ -57,9 +57,9 @@ class _Side(NamedTuple):
         return self._three(self.matrices + len(self.adapters))
 
     def _three(self, first: int) -> list[int]:
-        """Three numbers: those of the adapters there are, then any."""
+        """Three numbers: those of the adapters there are, and again the first."""
         count = len(self.adapters)
-        return [first + i if i < count else self.w for i in range(MOST_ADAPTERS)]
+        return [first + (i if i < count else 0) if count else self.w for i in range(MOST_ADAPTERS)]
 
     @property
     def rank_constants(self) -> dict[str, int]:
@@ -90,6 +90,7 @@ def can_multiply(x: Tensor, weight: Quantized, adapters: Sequence[Low], norm: No
         and tuple(scale.shape) in shapes
         and len(adapters) <= MOST_ADAPTERS
         and all(0 < low.down.shape[0] <= LARGEST_RANK for low in adapters)
+        and len({matrix.dtype for low in adapters for matrix in (low.down, low.up)}) <= 1
         and (norm is None or (norm.weight.dtype == x.dtype and k <= WIDEST_NORM))
     )
 
@@ -115,9 +116,30 @@ def linear(
     norm: Norm | None = None,
 ) -> Tensor:
     """The kernels of `numerics.few_tokens.linear`."""
+    launches, given = linear_launches(x, weight, adapters, bias, residual, norm)
+    return launches.run(*given)[0]
+
+
+def linear_launches(
+    x: Tensor,
+    weight: Quantized,
+    adapters: Sequence[Low],
+    bias: Tensor | None,
+    residual: Tensor | None,
+    norm: Norm | None,
+) -> tuple[Launches, list[Tensor]]:
+    """The launches of `linear`, and the tensors that they take."""
     matrices = _matrices(adapters)
     given = [x.contiguous(), _words(weight.data), weight.scale, *matrices, *_some(bias, residual, _weight_of(norm))]
-    key = ("linear", _places(adapters), bias is None, residual is None, _norm_key(norm), weight.data.dtype, kind(*given))
+    key = (
+        "linear",
+        _places(adapters),
+        bias is None,
+        residual is None,
+        _norm_key(norm),
+        weight.data.dtype,
+        kind(*given),
+    )
     launches = _LAUNCHES.get(key)
     if launches is None:
         launches = Launches(given=len(given), overlaps=may_overlap(x.device))
@@ -127,7 +149,7 @@ def linear(
         x_at = _add_lay_out(launches, x, norm, norm_at)
         launches.results = (_add_linear(launches, x, x_at, side, bias_at, residual_at),)
         _LAUNCHES.add(key, launches)
-    return launches.run(*given)[0]
+    return launches, given
 
 
 def gated_mlp(
@@ -199,7 +221,6 @@ def _add_products(launches: Launches, x: Tensor, x_at: int, side: _Side) -> tupl
     t_parts = min(steps, tuning.adapter_parts[rows]) if side.adapters else 1
     out = launches.make((parts, m, n), torch.float32 if parts > 1 else x.dtype)
     t = launches.make((t_parts, m, max(1, sum(side.ranks))), torch.float32)
-    shared = {"PARTS": parts, "T_PARTS": t_parts, **side.rank_constants}
     mode = TENSOR if scale.dim() == 0 else CHANNEL if scale.shape == (n, 1) else BLOCKS
     constants = {
         "FORMAT": _FORMATS[side.weight.data.dtype], "MODE": mode.value, "EVEN": n % tile.n == 0 and k % BLOCK == 0,
@@ -208,8 +229,10 @@ def _add_products(launches: Launches, x: Tensor, x_at: int, side: _Side) -> tupl
     grid = (len(side.adapters) * t_parts + tiles * parts,)
     stride = scale.shape[1] if mode is BLOCKS else 0
     tensors = (x_at, side.w, side.scale, *side.downs(), out, t)
-    launches.launch(products_kernel, grid, tensors, (m, n, k, steps, stride), constants | shared)
-    return out, t, shared
+    launches.launch(
+        products_kernel, grid, tensors, (m, n, k, steps, stride, parts, t_parts), constants | side.rank_constants
+    )
+    return out, t, {"PARTS": parts, "T_PARTS": t_parts, **side.rank_constants}
 
 
 def _add_linear(

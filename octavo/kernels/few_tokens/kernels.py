@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from octavo.kernels import tiles
-from octavo.kernels.adapters.tiles import padded, product
+from octavo.kernels.adapters.tiles import choose, padded, product
 from octavo.kernels.few_tokens.tiles import adapted, from_words, in_dtype, sum_of_parts
 from octavo.kernels.norm import inverse_rms, weighted
 from octavo.numerics.quantize import BLOCK
@@ -56,10 +56,9 @@ def lay_out_kernel(
 
 @triton.jit
 def products_kernel(
-    x_ptr, w_ptr, scale_ptr, a0_ptr, a1_ptr, a2_ptr, parts_ptr, t_ptr, M, N, K, steps, stride_scale,
-    FORMAT: tl.constexpr, MODE: tl.constexpr, PARTS: tl.constexpr, T_PARTS: tl.constexpr,
-    RANK0: tl.constexpr, RANK1: tl.constexpr, RANK2: tl.constexpr, EVEN: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, OVERLAPS: tl.constexpr,
+    x_ptr, w_ptr, scale_ptr, a0_ptr, a1_ptr, a2_ptr, parts_ptr, t_ptr, M, N, K, steps, stride_scale, parts,
+    t_parts, FORMAT: tl.constexpr, MODE: tl.constexpr, RANK0: tl.constexpr, RANK1: tl.constexpr, RANK2: tl.constexpr,
+    EVEN: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Programs: parts of K of one adapter after the other, then tiles of outputs by parts of K.
 
@@ -69,35 +68,31 @@ def products_kernel(
     ADAPTERS: tl.constexpr = (RANK0 > 0) + (RANK1 > 0) + (RANK2 > 0)
     RANKS: tl.constexpr = RANK0 + RANK1 + RANK2
     pid = tl.program_id(0)
-    if pid < ADAPTERS * T_PARTS:
-        part = pid % T_PARTS
-        t_ptr += part * M * RANKS
-        if pid < T_PARTS:
-            _project(x_ptr, a0_ptr, t_ptr, part, M, K, steps, RANKS, RANK0, T_PARTS, TILE_M)
-        elif pid < 2 * T_PARTS:
-            if RANK1 > 0:
-                _project(x_ptr, a1_ptr, t_ptr + RANK0, part, M, K, steps, RANKS, RANK1, T_PARTS, TILE_M)
-        else:
-            if RANK2 > 0:
-                _project(x_ptr, a2_ptr, t_ptr + (RANK0 + RANK1), part, M, K, steps, RANKS, RANK2, T_PARTS, TILE_M)
+    if pid < ADAPTERS * t_parts:
+        i, part = pid // t_parts, pid % t_parts
+        rank = tl.where(i == 2, RANK2, tl.where(i == 1, RANK1, RANK0))
+        column = tl.where(i == 2, RANK0 + RANK1, tl.where(i == 1, RANK0, 0))
+        a_ptr = choose(i, a0_ptr, a1_ptr, a2_ptr)
+        PADDED: tl.constexpr = padded(max(RANK0, RANK1, RANK2))
+        t_ptr += part * M * RANKS + column
+        _project(x_ptr, a_ptr, t_ptr, part, t_parts, rank, M, K, steps, RANKS, PADDED, TILE_M)
     else:
-        pid -= ADAPTERS * T_PARTS
+        pid -= ADAPTERS * t_parts
         _multiply(
-            x_ptr, w_ptr, scale_ptr, parts_ptr, pid // PARTS, pid % PARTS, M, N, K, steps, stride_scale, FORMAT, MODE,
-            PARTS, EVEN, TILE_M, TILE_N,
+            x_ptr, w_ptr, scale_ptr, parts_ptr, pid // parts, pid % parts, parts, M, N, K, steps, stride_scale, FORMAT,
+            MODE, EVEN, TILE_M, TILE_N,
         )  # fmt: skip
 
 
 @triton.jit
 def _multiply(
-    x_ptr, w_ptr, scale_ptr, parts_ptr, tile, part, M, N, K, steps, stride_scale,
-    FORMAT: tl.constexpr, MODE: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    x_ptr, w_ptr, scale_ptr, parts_ptr, tile, part, parts, M, N, K, steps, stride_scale,
+    FORMAT: tl.constexpr, MODE: tl.constexpr, EVEN: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     n0 = tile * TILE_N
     n, m, c = n0 + tl.arange(0, TILE_N), tl.arange(0, TILE_M), tl.arange(0, _HALF)
-    each = tl.cdiv(steps, PARTS)
+    each = tl.cdiv(steps, parts)
     first = part * each
     last = tl.minimum(first + each, steps)
     w_ptrs = w_ptr + n[:, None].to(tl.int64) * (K // 2) + c[None, :]
@@ -133,29 +128,28 @@ def _multiply(
 
 @triton.jit
 def _project(
-    x_ptr, a_ptr, t_ptr, part, M, K, steps, RANKS: tl.constexpr, RANK: tl.constexpr, T_PARTS: tl.constexpr,
+    x_ptr, a_ptr, t_ptr, part, parts, rank, M, K, steps, RANKS: tl.constexpr, PADDED: tl.constexpr,
     TILE_M: tl.constexpr,
 ):  # fmt: skip
     """x' · Aᵀ over one part of K, to the columns of t that belong to this adapter."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    PADDED: tl.constexpr = padded(RANK)
     r, m, c = tl.arange(0, PADDED), tl.arange(0, TILE_M), tl.arange(0, _HALF)
     k = tl.arange(0, _BLOCK)
-    each = tl.cdiv(steps, T_PARTS)
+    each = tl.cdiv(steps, parts)
     first = part * each
     last = tl.minimum(first + each, steps)
     x_ptrs = x_ptr + m[:, None] * (steps * _BLOCK) + c[None, :]
     acc = tl.zeros([PADDED, TILE_M], tl.float32)
-    for i in range(first, last):
+    for i in tl.range(first, last, num_stages=2):  # more would take shared memory from the other programs
         step = tl.cast(i, tl.int32)
         column = step * _BLOCK + k
-        inside = (r[:, None] < RANK) & (column[None, :] < K)
+        inside = (r[:, None] < rank) & (column[None, :] < K)
         a = in_dtype(tl.load(a_ptr + r[:, None] * K + column[None, :], mask=inside, other=0.0), dtype)
         even, odd = tl.split(tl.reshape(a, [PADDED, _HALF, 2]))
         acc = product(even, tl.trans(tl.load(x_ptrs + step * _BLOCK)), acc)
         acc = product(odd, tl.trans(tl.load(x_ptrs + (step * _BLOCK + _HALF))), acc)
     where = m[None, :] * RANKS + r[:, None]
-    tl.store(t_ptr + where, acc, mask=(m[None, :] < M) & (r[:, None] < RANK))
+    tl.store(t_ptr + where, acc, mask=(m[None, :] < M) & (r[:, None] < rank))
 
 
 @triton.jit

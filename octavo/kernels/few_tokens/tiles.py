@@ -43,7 +43,11 @@ def from_words(words, FORMAT: tl.constexpr, dtype: tl.constexpr):
         high = ((words >> 8) & 0xFF).to(tl.uint8).to(FORMAT, bitcast=True).to(tl.float32)
         return low.to(dtype), high.to(dtype)
     code: tl.constexpr = _assembly(FORMAT, dtype)
-    return tl.inline_asm_elementwise(code, "=r,=r,r", [words], dtype=(dtype, dtype), is_pure=True, pack=2)
+    if dtype == tl.bfloat16:
+        pair = tl.inline_asm_elementwise(code, "=r,=r,r", [words], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=2)
+    else:
+        pair = tl.inline_asm_elementwise(code, "=r,=r,r", [words], (tl.float16, tl.float16), is_pure=True, pack=2)
+    return pair
 
 
 @triton.jit
