@@ -30,7 +30,8 @@ import torch
 
 from octavo.ops.decode import KVCache, decode_attention
 from octavo.tools.bench.kernels import copy_bandwidth
-from octavo.tools.bench.rollout.floor import DATASHEETS, Rates, Size, floor_of, kv_bytes, measure_rates
+from octavo.tools.bench.rollout.floor import DATASHEETS, Rates, floor_of, measure_rates
+from octavo.tools.rollouts import Size, kv_bytes
 from octavo.tools.bench.rollout.ways import make_ways
 from octavo.tools.bench.timing import device_time
 from octavo.tools.shapes import LLAMAS, Case, make_case
@@ -184,7 +185,7 @@ def rollouts(options: argparse.Namespace, wanted: Sequence[tuple[str, int]]) -> 
         figures["floor_share"] = turn["tokens_per_s"] / figures["floor_tokens_per_s"]
         rows.append(figures)
         say(line_of(each, size, figures))
-        if way.is_native and slots in options.profile:
+        if way.is_native and each == name and slots in options.profile:
             figures |= look_into(model, case, way, size)
     return rows
 

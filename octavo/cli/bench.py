@@ -6,8 +6,8 @@ from typing import Annotated
 
 from rich.console import Console
 
-from octavo.cli.bench_rollout import ROLLOUT_MODES, bench_rollouts, refuse
-from octavo.cli.options import RECIPES, names, option
+from octavo.cli.bench_rollout import ROLLOUT_MODES, bench_rollouts
+from octavo.cli.options import RECIPES, names, option, refuse
 from octavo.training.errors import UserError
 
 # These repeat octavo.tools.bench and octavo.optim, which take long to import; a test compares them.

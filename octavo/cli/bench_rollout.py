@@ -7,20 +7,13 @@ from typing import Any
 
 from rich.console import Console
 
-from octavo.cli.options import names
+from octavo.cli.options import names, refuse
 from octavo.training.errors import UserError
 
 ROLLOUT_MODES = ("rollout", "grpo")
 _GRPO_ONLY = ("mini-batches", "micro-batch-tokens", "standby")
 _TINY = {"slots": "4", "prompt": 16, "new-tokens": 16, "group": 2}
 _USUAL = {"slots": "64", "prompt": 128, "new-tokens": 512, "group": 8}
-
-
-def refuse(options: Mapping[str, Any], why: str) -> None:
-    """Raise for the first option that was given."""
-    for name, value in options.items():
-        if value is not None:
-            raise UserError(f"--{name}{'' if isinstance(value, bool) else f' {value}'}: {why}")
 
 
 def bench_rollouts(
@@ -35,7 +28,7 @@ def bench_rollouts(
 ) -> None:
     """Run the bench with the options of the command, None for those that were not given."""
     from octavo.tools.bench.request import run_request
-    from octavo.tools.bench.rollout.floor import Size
+    from octavo.tools.rollouts import Size
     from octavo.tools.bench.rollout.runner import RolloutBench
     from octavo.tools.bench.rollout.ways import AGAINST, DEFAULT_RECIPES, OWN, make_ways
     from octavo.tools.shapes import make_case

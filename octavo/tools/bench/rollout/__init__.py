@@ -3,7 +3,7 @@
 | file | what |
 | --- | --- |
 | `ways.py` | who generates, with which weights, cache and products |
-| `floor.py` | sizes of a rollout, and the time that reading its bytes takes |
+| `floor.py` | the time that reading a rollout's bytes takes; `../../rollouts.py` has its sizes |
 | `models.py`, `generators.py` | a model made ready for a way, and the four ways to complete prompts with it |
 | `measure.py`, `gap.py` | tokens a second and memory; how far generation is from a full forward |
 | `grpo_step.py` | rollout and update by `octavo.rl.grpo` |

@@ -1,4 +1,4 @@
-"""Sizes of a rollout, and its floor: the time that a decode step takes if memory is all that it waits for.
+"""The floor of a rollout: the time that a decode step takes if memory is all that it waits for.
 
 A step writes one token to each of S slots, which are groups of n completions of a prompt of P tokens. Over a run of T
 new tokens, a step reads
@@ -23,50 +23,16 @@ reads may be a little faster. Beside it stands the data sheet's.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
-from octavo.numerics.checks import check_positive_int
 from octavo.numerics.quantize import BLOCK
-from octavo.tools.bench.gemm import measure_ceilings
+from octavo.tools.bench.gemm import Gemm, gemm_rates
 from octavo.tools.bench.kernels import copy_bandwidth
+from octavo.tools.rollouts import BF16, FP32, Size, kv_bytes
 from octavo.tools.shapes import Case, usual_tokens
-
-BF16, FP32 = 2, 4
-
-
-@dataclass(frozen=True)
-class Size:
-    """A rollout: `slots` completions of `new_tokens` tokens, `group` of them for each prompt of `prompt` tokens."""
-
-    slots: int = 64
-    prompt: int = 128
-    new_tokens: int = 512
-    group: int = 8
-
-    def __post_init__(self) -> None:
-        for name in ("slots", "prompt", "new_tokens", "group"):
-            check_positive_int(name, getattr(self, name))
-        if self.slots % self.group:
-            raise ValueError(f"group={self.group}: completions of a prompt, so a divisor of slots={self.slots}")
-
-    @property
-    def prompts(self) -> int:
-        return self.slots // self.group
-
-    @property
-    def tokens(self) -> int:
-        """Generated tokens."""
-        return self.slots * self.new_tokens
-
-    @property
-    def length(self) -> int:
-        return self.prompt + self.new_tokens
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -95,13 +61,6 @@ class Floor:
 
     def to_dict(self) -> dict[str, Any]:
         return {"bytes": dict(self.read), "step_s": self.seconds, "tokens_per_s": self.tokens_per_s}
-
-
-def kv_bytes(case: Case, *, fp8: bool) -> int:
-    """Return the bytes of a token in the cache, over all layers."""
-    heads = case.config.get("num_key_value_heads") or case.config["num_attention_heads"]
-    one = case.head_dim + FP32 if fp8 else case.head_dim * BF16
-    return 2 * case.layers * int(heads) * one
 
 
 def read_bytes(case: Case, size: Size, *, recipe: str | None, fp8_kv: bool) -> dict[str, float]:
@@ -142,10 +101,11 @@ def floor_of(
 
 
 def measure_rates(case: Case) -> Rates:
-    """Return what this device does, measured now: a copy, and the best of the model's products."""
-    tokens = usual_tokens(case.name)
-    ceilings = measure_ceilings(replace(case, tokens=tokens, seq=tokens))
-    rates = Rates(copy_bandwidth(case.device), ceilings["bf16"], ceilings["fp8"])
+    """Return what this device does, measured now: a copy, and the largest of a layer's products, gate and up."""
+    linear = next(linear for linear in case.linears if linear.name == "gate_up")
+    products = gemm_rates(Gemm(linear.name, "y", usual_tokens(case.name), linear.n, linear.k), case)
+    assert products["bf16"] is not None
+    rates = Rates(copy_bandwidth(case.device), products["bf16"], products["fp8"])
     if case.device == "cuda":
         torch.cuda.empty_cache()
     return rates

@@ -11,7 +11,7 @@ import torch
 
 from octavo.rl.completions import Completion, Sampling
 from octavo.rl.engine import NativeEngine
-from octavo.tools.bench.rollout.floor import Size
+from octavo.tools.rollouts import Size
 from octavo.tools.bench.rollout.ways import Way
 
 Prompts = Sequence[Sequence[int]]

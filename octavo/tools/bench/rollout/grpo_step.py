@@ -17,7 +17,7 @@ from octavo.rl.products import set_products
 from octavo.rl.rewards import Rewards
 from octavo.rl.settings import GRPOSettings
 from octavo.rl.tasks import Task
-from octavo.tools.bench.rollout.floor import Size
+from octavo.tools.rollouts import Size
 from octavo.tools.bench.rollout.measure import MemoryMeter, make_prompts
 from octavo.tools.bench.rollout.ways import Way
 from octavo.tools.shapes import Case

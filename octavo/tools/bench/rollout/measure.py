@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from octavo.tools.bench.rollout.floor import Size
+from octavo.tools.rollouts import Size
 from octavo.tools.bench.rollout.gap import measure_gap
 from octavo.tools.bench.rollout.generators import generator_of
 from octavo.tools.bench.rollout.ways import Way

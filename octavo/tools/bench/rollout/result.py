@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from octavo.tools.bench.result import TIMED
-from octavo.tools.bench.rollout.floor import DATASHEETS, Rates, Size, floor_of
+from octavo.tools.bench.rollout.floor import DATASHEETS, Rates, floor_of
+from octavo.tools.rollouts import Size
 from octavo.tools.bench.rollout.ways import AGAINST, OWN, Way
 from octavo.tools.shapes import Case
 

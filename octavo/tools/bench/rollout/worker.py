@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any, TextIO
 
 from octavo.tools.bench.prepared_model import PreparedModel
-from octavo.tools.bench.rollout.floor import Size
+from octavo.tools.rollouts import Size
 from octavo.tools.bench.rollout.measure import GIB, MemoryMeter, measure
 from octavo.tools.bench.rollout.models import prepare
 from octavo.tools.bench.rollout.ways import Way
