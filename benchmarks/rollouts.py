@@ -30,10 +30,10 @@ import torch
 
 from octavo.ops.decode import KVCache, decode_attention
 from octavo.tools.bench.kernels import copy_bandwidth
-from octavo.tools.bench.rollout.floor import DATASHEETS, Rates, floor_of, measure_rates
-from octavo.tools.rollouts import Size, kv_bytes
+from octavo.tools.bench.rollout.floor import DATASHEETS, Rates, floor_of_way, measure_rates
 from octavo.tools.bench.rollout.ways import make_ways
 from octavo.tools.bench.timing import device_time
+from octavo.tools.rollouts import Size, kv_bytes
 from octavo.tools.shapes import LLAMAS, Case, make_case
 
 SECTIONS = ("few", "attention", "fp8", "bf16", "generate", "generate_batch")
@@ -177,9 +177,7 @@ def rollouts(options: argparse.Namespace, wanted: Sequence[tuple[str, int]]) -> 
     rows = []
     for each, slots in wanted:
         way, size = ways[each], size_of(options, slots)
-        turn = measure(
-            model, case, way, size, runs=1, peer_tokens=options.peer_tokens, gap=slots == options.slots[0]
-        )
+        turn = measure(model, case, way, size, runs=1, peer_tokens=options.peer_tokens, gap=slots == options.slots[0])
         used = Size(size.slots, size.prompt, turn["new_tokens"], size.group)
         figures = {"name": each, "slots": slots, **turn, **_floors(case, used, way, rates)}
         figures["floor_share"] = turn["tokens_per_s"] / figures["floor_tokens_per_s"]
@@ -191,12 +189,11 @@ def rollouts(options: argparse.Namespace, wanted: Sequence[tuple[str, int]]) -> 
 
 
 def _floors(case: Case, size: Size, way: Any, rates: Rates) -> dict[str, float]:
-    what = {"recipe": way.recipe, "fp8_kv": way.fp8_kv, "fp8_products": way.fp8_products}
-    floor = floor_of(case, size, rates, **what)
+    floor = floor_of_way(case, size, rates, way)
     figures = {"floor_tokens_per_s": floor.tokens_per_s, "floor_step_s": floor.seconds}
     if case.device == "cuda" and torch.cuda.get_device_name() in DATASHEETS:
         sheet = DATASHEETS[torch.cuda.get_device_name()]
-        figures["datasheet_tokens_per_s"] = floor_of(case, size, sheet, **what).tokens_per_s
+        figures["datasheet_tokens_per_s"] = floor_of_way(case, size, sheet, way).tokens_per_s
     return figures
 
 

@@ -101,9 +101,7 @@ def bench(
     slots: Annotated[
         str | None, option("Rollout", "--slots", "Completions at once: several by commas (default: 64; tiny: 4).")
     ] = None,
-    prompt: Annotated[
-        int | None, option("Rollout", "--prompt", "Tokens of a prompt (default: 128; tiny: 16).")
-    ] = None,
+    prompt: Annotated[int | None, option("Rollout", "--prompt", "Tokens of a prompt (default: 128; tiny: 16).")] = None,
     new_tokens: Annotated[
         int | None, option("Rollout", "--new-tokens", "Tokens of a completion (default: 512; tiny: 16).")
     ] = None,

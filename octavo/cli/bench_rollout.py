@@ -12,8 +12,8 @@ from octavo.training.errors import UserError
 
 ROLLOUT_MODES = ("rollout", "grpo")
 _GRPO_ONLY = ("mini-batches", "micro-batch-tokens", "standby")
-_TINY = {"slots": "4", "prompt": 16, "new-tokens": 16, "group": 2}
-_USUAL = {"slots": "64", "prompt": 128, "new-tokens": 512, "group": 8}
+_TINY: dict[str, Any] = {"slots": "4", "prompt": 16, "new-tokens": 16, "group": 2}
+_USUAL: dict[str, Any] = {"slots": "64", "prompt": 128, "new-tokens": 512, "group": 8}
 
 
 def bench_rollouts(
@@ -28,9 +28,9 @@ def bench_rollouts(
 ) -> None:
     """Run the bench with the options of the command, None for those that were not given."""
     from octavo.tools.bench.request import run_request
-    from octavo.tools.rollouts import Size
     from octavo.tools.bench.rollout.runner import RolloutBench
     from octavo.tools.bench.rollout.ways import AGAINST, DEFAULT_RECIPES, OWN, make_ways
+    from octavo.tools.rollouts import Size
     from octavo.tools.shapes import make_case
 
     if mode == "rollout":

@@ -33,7 +33,9 @@ def plan(
     micro_batch_tokens: Annotated[
         int | None, option("GRPO", "--micro-batch-tokens", "Tokens that are trained on at once (default: 8192).")
     ] = None,
-    head: Annotated[str | None, option("Training", "--head", "Head of FP8 options: bf16 or fp8 (default: bf16).")] = None,
+    head: Annotated[
+        str | None, option("Training", "--head", "Head of FP8 options: bf16 or fp8 (default: bf16).")
+    ] = None,
     compile: Annotated[
         bool | None, option("Training", "--compile/--no-compile", "Compile decoder layers (default: yes).")
     ] = None,
@@ -47,7 +49,7 @@ def plan(
     all: Annotated[bool, option("Output", "--all", "Show every option, with its memory by kind.")] = False,
     json: Annotated[Path | None, option("Output", "--json", "Also write all figures to this file.")] = None,
 ) -> None:
-    """Print the GPU memory of a training step, or of GRPO, before anything runs: no weights, no GPU, nothing to download.
+    """Print the GPU memory of training or of GRPO before anything runs: no weights, no GPU, nothing to download.
 
     For BF16 and each FP8 option; with --gpu also the largest batch of each, and the code of the advised one.
     """
@@ -86,12 +88,10 @@ def plan(
     run_plan(result, json=json, console=Console(), everything=all)
 
 
-def _plan_grpo(
-    model: str, model_options: dict[str, Any], options: dict[str, int | None], *, json: Path | None
-) -> None:
+def _plan_grpo(model: str, model_options: dict[str, Any], options: dict[str, int | None], *, json: Path | None) -> None:
     from octavo.tools.plan.grpo_run import GRPORequest, run_grpo_plan
 
-    given = {name.replace("-", "_"): value for name, value in options.items() if value is not None}
+    given: dict[str, Any] = {name.replace("-", "_"): value for name, value in options.items() if value is not None}
     try:
         request = GRPORequest(model, **model_options, **given)
     except ValueError as error:

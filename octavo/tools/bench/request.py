@@ -45,7 +45,9 @@ class BenchRequest:
             check_positive_int(name, getattr(self, name))
 
 
-def run_request(request: BenchRequest | RolloutBench, *, out: Path | None, command: Sequence[str], console: Console) -> Path:
+def run_request(
+    request: BenchRequest | RolloutBench, *, out: Path | None, command: Sequence[str], console: Console
+) -> Path:
     """Measure, show and write; return the path of the result file.
 
     The file is `out`, or lies in the folder `out`; by default in a checkout's results, or in the current folder.

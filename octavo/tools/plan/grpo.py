@@ -29,7 +29,9 @@ from octavo.tools.shapes import Case
 
 ROUND = 64  # tokens to whose multiples the cache's lengths are rounded up (`rl/engine.py`)
 PREFILL_TOKENS = 8192  # of prompts that go through the model together (`rl/engine.py`)
-LOGITS = 4  # tensors of logits' size while a token is chosen: logits, scaled, noise, their difference (`rl/sampling.py`)
+LOGITS = (
+    4  # tensors of logits' size while a token is chosen: logits, scaled, noise, their difference (`rl/sampling.py`)
+)
 STRIDE = 64
 MOST = 2**17
 
@@ -93,9 +95,7 @@ def grpo_options(case: Case, gpu: Gpu | None = None) -> list[GRPOOption]:
     bf16 = Option("own", compiled=False)
     fp8_products = not why_bf16_products(case, gpu)
     recipes = ("channel",) if fp8_products and not blocks_fit(case) else ("channel", "block")
-    fp8 = [
-        Option("fp8", recipe, compiled=False, adapter_bytes=FP32, fp8_products=fp8_products) for recipe in recipes
-    ]
+    fp8 = [Option("fp8", recipe, compiled=False, adapter_bytes=FP32, fp8_products=fp8_products) for recipe in recipes]
     options = []
     for kind in ("none", "layers"):
         own = replace(bf16, checkpointing=kind)
@@ -156,9 +156,7 @@ def _training(case: Case, option: Option) -> int:
     logits = max(stop - start for start, stop in bounds) * case.vocabulary * FP32
     saved = head.activations - head_bytes(case, option)["activations"]
     # The last norm's input and output, and the rows that are predicted from; their gradients, and logits' in BF16.
-    own = Moment(
-        "head", head.weights, 0, head.states, saved + 3 * rows, logits + logits // 2 + 2 * rows + WORKSPACE
-    )
+    own = Moment("head", head.weights, 0, head.states, saved + 3 * rows, logits + logits // 2 + 2 * rows + WORKSPACE)
     return max(moment.total for moment in (own, *memory.moments[1:]))
 
 

@@ -45,7 +45,7 @@ class GRPORequest:
         positions = self.case.config.get("max_position_embeddings")
         if isinstance(positions, int) and self.size.length > positions:
             raise UserError(
-                f"--prompt {self.prompt} --new-tokens {self.new_tokens}: {self.model} has {positions} positions for both"
+                f"--prompt {self.prompt} --new-tokens {self.new_tokens}: {self.model} has {positions} positions"
             )
 
     @cached_property

@@ -31,6 +31,7 @@ import torch
 from octavo.numerics.quantize import BLOCK
 from octavo.tools.bench.gemm import Gemm, gemm_rates
 from octavo.tools.bench.kernels import copy_bandwidth
+from octavo.tools.bench.rollout.ways import Way
 from octavo.tools.rollouts import BF16, FP32, Size, kv_bytes
 from octavo.tools.shapes import Case, usual_tokens
 
@@ -98,6 +99,11 @@ def floor_of(
     in_cache = (read["prefix"] + read["suffix"]) / rates.tb_per_s / 1e12
     step = in_layers + seconds(read["head"], head, rates.bf16) + in_cache
     return Floor(read, step, size.slots / step)
+
+
+def floor_of_way(case: Case, size: Size, rates: Rates, way: Way) -> Floor:
+    """Return the floor of a way to generate."""
+    return floor_of(case, size, rates, recipe=way.recipe, fp8_kv=way.fp8_kv, fp8_products=way.fp8_products)
 
 
 def measure_rates(case: Case) -> Rates:

@@ -2,7 +2,7 @@
 
     gap         mean |Δ log p| of sampled tokens: the generator's against those of one forward over prompt and tokens
     gap_p99     its 99th percentile
-    agreement   share of greedily chosen tokens that are the likeliest in a full forward over the same tokens before them
+    agreement   share of greedily chosen tokens that are the likeliest in a full forward, given the same tokens before
     margin      mean difference of the two likeliest logits there
 
 With random weights, logits are nearly flat, and `margin` says how nearly: where it is small, tokens that differ say
@@ -61,7 +61,7 @@ class _Forward:
 
     @torch.no_grad()
     def logits(self, prompt: Sequence[int], tokens: Sequence[int], *, own: bool) -> Tensor:
-        """Return the logits `[N, V]` that predict `tokens`. `own`: with the model's products instead of the engine's."""
+        """Return the logits `[N, V]` that predict `tokens`. `own`: with the model's products, not the engine's."""
         causal = causal_of(self._model)
         ids = torch.tensor([[*prompt, *tokens]], device=causal.lm_head.weight.device)
         chosen = slice(len(prompt) - 1, ids.shape[1] - 1)

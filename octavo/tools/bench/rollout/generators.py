@@ -1,6 +1,7 @@
 """The ways to complete prompts: Octavo's engine and transformers' two, behind one method.
 
-No completion ends early: no token stops one. Tokens are sampled at temperature 1 from the whole vocabulary, or greedily.
+No completion ends early: no token stops one. Tokens are sampled at temperature 1 from the whole vocabulary, or chosen
+greedily.
 """
 
 import copy
@@ -11,8 +12,8 @@ import torch
 
 from octavo.rl.completions import Completion, Sampling
 from octavo.rl.engine import NativeEngine
-from octavo.tools.rollouts import Size
 from octavo.tools.bench.rollout.ways import Way
+from octavo.tools.rollouts import Size
 
 Prompts = Sequence[Sequence[int]]
 
@@ -98,9 +99,7 @@ class Generate:
         tokens = out.sequences[:, ids.shape[1] :]
         found: list[list[float]] = [[] for _ in rows]
         if logprobs:
-            steps = [
-                logits.float().log_softmax(-1).gather(1, tokens[:, [i]]) for i, logits in enumerate(out.logits)
-            ]
+            steps = [logits.float().log_softmax(-1).gather(1, tokens[:, [i]]) for i, logits in enumerate(out.logits)]
             found = torch.cat(steps, dim=1).tolist()
         return [Completion(i // n, row, found[i], False) for i, row in enumerate(tokens.tolist())]
 

@@ -1,9 +1,9 @@
 """Whole steps of GRPO by `octavo.rl.grpo` itself: rollout, rewards, old log-probabilities, updates.
 
 Prompts are random tokens, rewards random numbers from the seed: what a step computes does not depend on either. With
-two or more mini-batches, a pass over all sequences computes old log-probabilities before the first update, as it does in
-a run; with one, the update's own forward has them. The first step compiles and allocates; it is not timed. Adapters are
-in BF16, AdamW's states too.
+two or more mini-batches, a pass over all sequences computes old log-probabilities before the first update, as it does
+in a run; with one, the update's own forward has them. The first step compiles and allocates; it is not timed. Adapters
+are in BF16, AdamW's states too.
 """
 
 import statistics
@@ -17,9 +17,9 @@ from octavo.rl.products import set_products
 from octavo.rl.rewards import Rewards
 from octavo.rl.settings import GRPOSettings
 from octavo.rl.tasks import Task
-from octavo.tools.rollouts import Size
 from octavo.tools.bench.rollout.measure import MemoryMeter, make_prompts
 from octavo.tools.bench.rollout.ways import Way
+from octavo.tools.rollouts import Size
 from octavo.tools.shapes import Case
 
 

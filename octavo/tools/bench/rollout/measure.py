@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from octavo.tools.rollouts import Size
 from octavo.tools.bench.rollout.gap import measure_gap
 from octavo.tools.bench.rollout.generators import generator_of
 from octavo.tools.bench.rollout.ways import Way
+from octavo.tools.rollouts import Size
 from octavo.tools.shapes import Case
 
 GIB = 2**30
@@ -27,9 +27,7 @@ WARM_TOKENS = 4  # of transformers' own, which record nothing for a length
 def make_prompts(case: Case, size: Size) -> list[list[int]]:
     """Return the prompts of a rollout: random, different, and the same for every way."""
     generator = torch.Generator().manual_seed(case.seed)
-    prompts: list[list[int]] = torch.randint(
-        case.vocabulary, (size.prompts, size.prompt), generator=generator
-    ).tolist()
+    prompts: list[list[int]] = torch.randint(case.vocabulary, (size.prompts, size.prompt), generator=generator).tolist()
     return prompts
 
 

@@ -1,17 +1,18 @@
 """Figures of rollouts and of GRPO's steps, from the workers' answers.
 
-A rollout's row is one way at one number of slots. `floor_share` is the share of the floor at the bandwidth of this run's
-copy, `datasheet_share` at that of the data sheet; both of tokens a second over the whole rollout. `step_share` is that
-of a decode step alone.
+A rollout's row is one way at one number of slots. `floor_share` is the share of the floor at the bandwidth of this
+run's copy, `datasheet_share` at that of the data sheet; both of tokens a second over the whole rollout. `step_share` is
+that of a decode step alone.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from octavo.tools.bench.result import TIMED
-from octavo.tools.bench.rollout.floor import DATASHEETS, Rates, floor_of
-from octavo.tools.rollouts import Size
+from octavo.tools.bench.rollout.floor import DATASHEETS, Rates, floor_of_way
 from octavo.tools.bench.rollout.ways import AGAINST, OWN, Way
+from octavo.tools.rollouts import Size
 from octavo.tools.shapes import Case
 
 
@@ -20,11 +21,10 @@ def add_rollout_figures(rows: Sequence[dict[str, Any]], case: Case, rates: Rates
     timed = [row for row in rows if row["status"] == TIMED]
     for row in timed:
         way, size, turn = Way(**row["way"]), Size(**row["size"]), row["turn"]
-        used = size if turn["new_tokens"] == size.new_tokens else Size(**{**row["size"], "new_tokens": turn["new_tokens"]})
-        what = {"recipe": way.recipe, "fp8_kv": way.fp8_kv, "fp8_products": way.fp8_products}
-        floor = floor_of(case, used, rates, **what)
+        used = replace(size, new_tokens=turn["new_tokens"])
+        floor = floor_of_way(case, used, rates, way)
         sheet = DATASHEETS.get(device)
-        by_sheet = None if sheet is None else floor_of(case, used, sheet, **what)
+        by_sheet = None if sheet is None else floor_of_way(case, used, sheet, way)
         row["figures"] = {
             **{name: turn[name] for name in ("tokens_per_s", "step_s", "prefill_s", "new_tokens")},
             "floor": floor.to_dict(),
@@ -44,8 +44,8 @@ def add_rollout_figures(rows: Sequence[dict[str, Any]], case: Case, rates: Rates
 def add_grpo_figures(rows: Sequence[dict[str, Any]]) -> None:
     """Add to every row that was timed its speed and memory against Octavo's own BF16.
 
-    `memory_two_copies`: against BF16 with a second copy of its weights, as an engine of its own would hold: counted, not
-    measured.
+    `memory_two_copies`: against BF16 with a second copy of its weights, as an engine with its own would hold. That copy
+    is counted, not measured.
     """
     timed = [row for row in rows if row["status"] == TIMED]
     for row in timed:

@@ -8,9 +8,9 @@ from octavo.numerics.checks import check_positive_int
 from octavo.tools.bench.processes import Process, WorkerError
 from octavo.tools.bench.result import FAILED, TIMED, device_name, without_folders
 from octavo.tools.bench.rollout.floor import measure_rates
-from octavo.tools.rollouts import Size
 from octavo.tools.bench.rollout.result import add_grpo_figures, add_rollout_figures
 from octavo.tools.bench.rollout.ways import Way
+from octavo.tools.rollouts import Size
 from octavo.tools.shapes import Case
 
 MODES = ("rollout", "grpo")

@@ -21,8 +21,8 @@ def rollout_title(result: dict[str, Any]) -> str:
     """Return a title for a result of rollouts or of GRPO's steps."""
     size = result["rollout"]["sizes"][0]
     title = (
-        f"{model_title(result['case'])}, completions of {size['new_tokens']:,} tokens, prompts of {size['prompt']:,} in "
-        f"groups of {size['group']}"
+        f"{model_title(result['case'])}, completions of {size['new_tokens']:,} tokens, prompts of {size['prompt']:,} "
+        f"in groups of {size['group']}"
     )
     rates = result["rates"]
     if rates is None:

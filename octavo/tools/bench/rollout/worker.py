@@ -1,4 +1,4 @@
-"""A way in its own process: `python -m octavo.tools.bench.rollout.worker`, driven by JSON lines as `bench/worker.py` is.
+"""A way in its own process: `python -m octavo.tools.bench.rollout.worker`, driven by JSON lines.
 
 The first line is `{"case": …, "way": …}`; every further line asks for something and gets one line back:
 
@@ -14,11 +14,11 @@ from collections.abc import Callable
 from typing import Any, TextIO
 
 from octavo.tools.bench.prepared_model import PreparedModel
-from octavo.tools.rollouts import Size
 from octavo.tools.bench.rollout.measure import GIB, MemoryMeter, measure
 from octavo.tools.bench.rollout.models import prepare
 from octavo.tools.bench.rollout.ways import Way
 from octavo.tools.bench.worker import answer_requests, serve_parent
+from octavo.tools.rollouts import Size
 from octavo.tools.shapes import Case
 
 
