@@ -31,7 +31,10 @@ ORDER = [
 # Rooms, folders or single files that may import what not everybody has.
 ONLY_IN = {
     "triton": {"kernels", "models/bdh/kernels"},
-    "transformers": {"decoders", "hf", "sft", "tools/bench/random_model.py", "tools/bench/trainer_run.py"},
+    "transformers": {
+        *("decoders", "hf", "sft", "tools/bench/random_model.py", "tools/bench/rollout/generators.py"),
+        "tools/bench/trainer_run.py",
+    },
     "accelerate": {"hf"},
     "peft": {"hf", "sft"},
     "trl": {"sft"},

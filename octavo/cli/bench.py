@@ -7,7 +7,7 @@ from typing import Annotated
 from rich.console import Console
 
 from octavo.cli.bench_rollout import ROLLOUT_MODES, bench_rollouts
-from octavo.cli.options import RECIPES, names, option, refuse
+from octavo.cli.options import RECIPES, check_mode, names, option, refuse
 from octavo.training.errors import UserError
 
 # These repeat octavo.tools.bench and octavo.optim, which take long to import; a test compares them.
@@ -148,6 +148,7 @@ def bench(
     from octavo.tools.bench.workload import make_workload
     from octavo.tools.shapes import make_case
 
+    check_mode(mode, ("full", "lora", *ROLLOUT_MODES))
     of_rollout = {
         "slots": slots, "prompt": prompt, "new-tokens": new_tokens, "group": group, "peer-tokens": peer_tokens,
         "mini-batches": mini_batches, "micro-batch-tokens": micro_batch_tokens, "standby": standby,

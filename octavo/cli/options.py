@@ -42,6 +42,12 @@ def names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",")]
 
 
+def check_mode(mode: str, allowed: Sequence[str]) -> None:
+    """Raise for a mode that a command does not have."""
+    if mode not in allowed:
+        raise UserError(f"mode={mode!r}: choose one of {', '.join(allowed)}")
+
+
 def refuse(options: Mapping[str, Any], why: str) -> None:
     """Raise for the first option that was given."""
     for name, value in options.items():

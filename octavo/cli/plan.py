@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 
 from octavo.cli.bench import PRESETS
-from octavo.cli.options import option, refuse
+from octavo.cli.options import check_mode, option, refuse
 from octavo.tools.plan.gpus import GPUS
 from octavo.training.errors import UserError
 
@@ -53,6 +53,7 @@ def plan(
 
     For BF16 and each FP8 option; with --gpu also the largest batch of each, and the code of the advised one.
     """
+    check_mode(mode, ("full", "lora", "grpo"))
     of_grpo = {
         "slots": slots, "prompt": prompt, "new-tokens": new_tokens, "group": group,
         "micro-batch-tokens": micro_batch_tokens,

@@ -235,8 +235,7 @@ def test_figures_of_grpo():
     def row(name, step, peak):
         turn = {"times": [step], "rollout_s": step / 2, "train_s": step / 2, "peak_gib": peak}
         turn |= dict.fromkeys(("gap_mean", "gap_p99", "gap_clip"), 0.0)
-        size = {"name": name, "size": GROUPS.to_dict(), "status": "timed", "turn": turn, "weights_gib": 15.0}
-        return size
+        return {"name": name, "size": GROUPS.to_dict(), "status": "timed", "turn": turn, "weights_gib": 15.0}
 
     rows = [row("bf16", 6.0, 45.0), row("channel", 4.0, 21.0)]
     add_grpo_figures(rows)
@@ -303,14 +302,14 @@ def test_what_is_refused(invoke: Bench, arguments, message):
 
 
 def test_a_way_that_fails_leaves_the_others(bench: Bench, tmp_path: Path, monkeypatch):
-    def failing(self, *_):
-        raise runner.WorkerError("out of memory in /home/somebody/file.py")
-
-    monkeypatch.setattr(ProcessHere, "request", lambda self, do, **k: self._asked.append({"do": do, **k}))
     answer = ProcessHere.answer
-    monkeypatch.setattr(
-        ProcessHere, "answer", lambda self: failing(self) if self._worker.way.name == "bf16" else answer(self)
-    )
+
+    def failing(self):
+        if self._worker.way.name == "bf16":
+            raise runner.WorkerError("out of memory in /home/somebody/file.py")
+        return answer(self)
+
+    monkeypatch.setattr(ProcessHere, "answer", failing)
     code, output, _ = bench(
         "--mode", "rollout", "--against", "bf16", "--recipe", "channel", "--out", str(tmp_path / "x.json")
     )

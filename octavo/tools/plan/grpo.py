@@ -75,7 +75,7 @@ class GRPOMemory:
 
     @property
     def bound_by(self) -> str:
-        """What the peak belongs to."""
+        """The part of a run that its peak belongs to."""
         return max(("decoding", "prefill", "training"), key=lambda name: int(getattr(self, name)))
 
     def to_dict(self) -> dict[str, Any]:

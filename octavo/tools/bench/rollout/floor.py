@@ -38,7 +38,7 @@ from octavo.tools.shapes import Case, usual_tokens
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device does: TB/s of memory, and TFLOP/s of products in BF16 and in FP8 (None: it has none)."""
+    """Rates of a device: TB/s of its memory, and TFLOP/s of products in BF16 and in FP8 (None: it has none)."""
 
     tb_per_s: float
     bf16: float

@@ -27,7 +27,7 @@ class RolloutProcess(Process):
 
 @dataclass(frozen=True)
 class RolloutBench:
-    """What is run: ways at sizes. `runs`: timed rollouts or steps of each; `training`: options of GRPO's steps."""
+    """Ways to run, at sizes. `runs`: timed rollouts or steps of each; `training`: options of GRPO's steps."""
 
     mode: str
     case: Case
