@@ -75,8 +75,8 @@ class NativeEngine:
             raise ValueError(f"max_length={max_length}: the model has {positions} positions")
         self.max_length = max_length if max_length is not None else positions
         self.memory_share = memory_share
-        self.graphs = self.policy.device.type == "cuda" if graphs is None else graphs
-        if self.graphs and self.policy.device.type != "cuda":
+        self._wants_graphs = graphs
+        if graphs and self.policy.device.type != "cuda":
             raise ValueError(f"graphs=True: the model is on {self.policy.device}; CUDA graphs are for a GPU")
         self._cache: RolloutCache | None = None
         self._size: CacheSize | None = None
@@ -85,6 +85,11 @@ class NativeEngine:
         self._recorded: list[Any] = []
         self._generator = torch.Generator(self.policy.device)
         self._statistics: dict[str, float] = {}
+
+    @property
+    def graphs(self) -> bool:
+        """Whether steps are CUDA graphs."""
+        return self.policy.device.type == "cuda" and self._wants_graphs is not False
 
     def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> list[Completion]:
         """Complete each prompt n times with the weights as they are now, in the order of the prompts."""
@@ -95,6 +100,7 @@ class NativeEngine:
             self._statistics = {"prefills": 0.0, "tokens": 0.0, "seconds": 0.0}
             return []
         started = time.perf_counter()
+        self._follow()
         limits = [self._limit(prompt, sampling) for prompt in given]
         schedule = Schedule(given, limits, n, slots=self.slots)
         stop_ids = self.policy.stop_ids() if sampling.stop_ids is None else sampling.stop_ids
@@ -192,6 +198,15 @@ class NativeEngine:
             for step in self._steps.values():
                 step.forget()
             self._recorded = state
+
+    def _follow(self) -> None:
+        """Start anew where the model has been moved or cast since the last rollout."""
+        policy = self.policy
+        place = policy.place()
+        if place != (policy.device, policy.dtype):
+            self.standby()
+            policy.device, policy.dtype = place
+            self._generator = torch.Generator(policy.device)
 
     def _cache_size(self) -> CacheSize:
         assert self._cache is not None

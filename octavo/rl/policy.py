@@ -38,17 +38,19 @@ class Policy:
         self.config = self.model.config
         self.attentions = _attentions(self.model)
         _check_rotation(self.config)
-        _check_scales(self.model)
-        self.device = _device_of(self.model)
         embedding = self.model.get_input_embeddings()
-        self.dtype: torch.dtype = embedding.weight.dtype
+        self.device, self.dtype = self.place()
         self.vocabulary = min(embedding.weight.shape[0], _base(self.model.lm_head).out_features)
         self.hidden_size = int(self.config.hidden_size)
         self.positions: int | None = getattr(self.config, "max_position_embeddings", None)
         self.held = HeldWeights()
         self._copies: dict[int, Tensor] = {}
         self._head: Tensor | None = None
-        self._mask = plainly_causal(embedding.weight.detach())
+
+    def place(self) -> tuple[torch.device, torch.dtype]:
+        """Return where the model is now, and in which dtype it computes. Its linears are checked, too."""
+        _check_scales(self.model)
+        return _device_of(self.model), self.model.get_input_embeddings().weight.dtype
 
     def cache_format(self, kv_dtype: str) -> CacheFormat:
         """Return what a cache holds of one token."""
@@ -67,9 +69,10 @@ class Policy:
 
     def hidden(self, attends: Attends, ids: Tensor, positions: Tensor) -> Tensor:
         """Return the last hidden states `[B, S, H]` of tokens at these positions, which attend by a cache."""
+        mask = plainly_causal(ids)
         with decoding(self.config, attends):
             outputs = self.model.model(
-                input_ids=ids, position_ids=positions, attention_mask=self._mask, use_cache=False, return_dict=True
+                input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False, return_dict=True
             )
         states: Tensor = outputs.last_hidden_state
         return states
