@@ -28,7 +28,7 @@ from octavo.rl.policy import PRODUCTS, Policy
 from octavo.rl.sampling import choose
 from octavo.rl.schedule import Schedule
 from octavo.rl.slots import Slots
-from octavo.rl.step import Step
+from octavo.rl.step import Recorder, Step
 
 _ROUND = 64  # positions are rounded up to it, so that a slightly longer prompt needs no other cache
 _STRIDE = 8  # steps between two looks at which slots have ended: each waits for the GPU
@@ -82,7 +82,8 @@ class NativeEngine:
         self._size: CacheSize | None = None
         self._hidden: Tensor | None = None
         self._steps: dict[int, Step] = {}
-        self._recorded: list[Any] = []
+        self._recorded: list[Any] = []  # the state of the modules that graphs were recorded of
+        self._recorder: Recorder | None = None
         self._generator = torch.Generator(self.policy.device)
         self._statistics: dict[str, float] = {}
 
@@ -110,8 +111,7 @@ class NativeEngine:
             step = self._step(schedule.slots)
             step.slots.reset(stop_ids, sampling.temperature)
             if self.graphs:
-                self._forget_stale_graphs()
-                step.record(sampling)
+                self._record(step, sampling)
             self._generator.manual_seed(_seed(sampling))
             steps = self._run(schedule, step, sampling)
         done = schedule.completions()
@@ -125,7 +125,7 @@ class NativeEngine:
             self._size = self._cache.size
         self._cache = self._hidden = None
         self._steps.clear()
-        self._recorded = []
+        self._recorded, self._recorder = [], None
         self.policy.release()
         if self.policy.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -191,13 +191,23 @@ class NativeEngine:
             self._steps[count] = Step(self.policy, slots, self._generator)
         return self._steps[count]
 
-    def _forget_stale_graphs(self) -> None:
-        """Drop graphs that were recorded of modules that have changed since: another adapter, other memory."""
+    def _record(self, step: Step, sampling: Sampling) -> None:
+        """Record a graph where there is none. Those of modules that have changed since are dropped: other adapters."""
         state = self.policy.state()
         if state != self._recorded:
-            for step in self._steps.values():
-                step.forget()
+            for each in self._steps.values():
+                each.forget()
             self._recorded = state
+        if self._recorder is None:
+            self._recorder = Recorder(self.policy.device)
+        complete = False
+        try:
+            step.record(sampling, self._recorder)
+            complete = True
+        finally:
+            if not complete:  # the generator waits for the end of a recording that broke off
+                self._steps.clear()
+                self._generator, self._recorder = torch.Generator(self.policy.device), None
 
     def _follow(self) -> None:
         """Start anew where the model has been moved or cast since the last rollout."""
