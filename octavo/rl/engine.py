@@ -8,7 +8,7 @@
     step      one token for all slots (`slots.py`): a CUDA graph on a GPU, as it is elsewhere
     refill    a slot that has ended gets the next completion; a place whose completions are complete the next prompt
 
-A graph is recorded for each number of slots, and is valid as long as the cache, the copies of weights and the modules
+A graph is recorded for each number of slots (and of slots that share a prompt), and is valid as long as the cache, the copies of weights and the modules
 are where they were (`decoders/graph_state.py`). `standby` frees the cache and the graphs with it, and the next rollout
 records them again: that costs a few steps' time, and no address has to outlive its memory.
 """
@@ -81,7 +81,7 @@ class NativeEngine:
         self._cache: RolloutCache | None = None
         self._size: CacheSize | None = None
         self._hidden: Tensor | None = None
-        self._steps: dict[int, Step] = {}
+        self._steps: dict[tuple[int, int], Step] = {}
         self._recorded: list[Any] = []  # the state of the modules that graphs were recorded of
         self._recorder: Recorder | None = None
         self._generator = torch.Generator(self.policy.device)
@@ -108,7 +108,7 @@ class NativeEngine:
         self._check_stops(stop_ids)
         with self.policy.rollout(self.products):
             self._make_room(schedule.size(_ROUND))
-            step = self._step(schedule.slots)
+            step = self._step(schedule.slots, schedule.together)
             step.slots.reset(stop_ids, sampling.temperature)
             if self.graphs:
                 self._record(step, sampling)
@@ -184,12 +184,13 @@ class NativeEngine:
         hidden = self.policy.hidden(attends, ids[None], attends.positions.long()[None])[0]
         return hidden[attends.offsets[1:].long() - 1]
 
-    def _step(self, count: int) -> Step:
-        if count not in self._steps:
+    def _step(self, count: int, together: int) -> Step:
+        key = (count, together)
+        if key not in self._steps:
             assert self._cache is not None
-            slots = Slots(count, self._cache, self.policy.vocabulary, self.policy.device)
-            self._steps[count] = Step(self.policy, slots, self._generator)
-        return self._steps[count]
+            slots = Slots(count, together, self._cache, self.policy.vocabulary, self.policy.device)
+            self._steps[key] = Step(self.policy, slots, self._generator)
+        return self._steps[key]
 
     def _record(self, step: Step, sampling: Sampling) -> None:
         """Record a graph where there is none. Those of modules that have changed since are dropped: other adapters."""
