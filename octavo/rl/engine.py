@@ -8,9 +8,10 @@
     step      one token for all slots (`slots.py`): a CUDA graph on a GPU, as it is elsewhere
     refill    a slot that has ended gets the next completion; a place whose completions are complete the next prompt
 
-A graph is recorded for each number of slots (and of slots that share a prompt), and is valid as long as the cache, the copies of weights and the modules
-are where they were (`decoders/graph_state.py`). `standby` frees the cache and the graphs with it, and the next rollout
-records them again: that costs a few steps' time, and no address has to outlive its memory.
+A graph is recorded for each number of slots (and of slots that share a prompt). It is valid as long as the cache, the
+copies of weights and the modules are where they were (`decoders/graph_state.py`). `standby` frees the cache and the
+graphs with it, and the next rollout records them again: that costs a few steps' time, and no address has to outlive its
+memory.
 """
 
 import os

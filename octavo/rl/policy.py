@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from octavo.decoders import match
 from octavo.decoders.attention import plainly_causal
 from octavo.decoders.decoding import Attends, decoding
+from octavo.decoders.fuse import fused_for_decoding
 from octavo.decoders.graph_state import state_of
 from octavo.decoders.hooks import is_hooked
 from octavo.nn.held import HeldWeights, holding
@@ -100,6 +101,7 @@ class Policy:
             stack.enter_context(torch.no_grad())
             stack.enter_context(torch.autocast(self.device.type, enabled=False))
             stack.enter_context(_evaluating(self.model))
+            stack.enter_context(fused_for_decoding(self.model))
             stack.enter_context(_uncompiled())
             stack.enter_context(self._with_copies())
             stack.enter_context(holding(self.held))
