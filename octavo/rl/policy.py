@@ -83,10 +83,12 @@ class Policy:
         head = self.model.lm_head
         if self._head is not None:
             logits = hidden.float() @ self._head.t()
-        elif _is_plain(head) and hidden.device.type == "cuda" and hidden.dtype != torch.float32:
-            logits = torch.mm(hidden, head.weight.detach().t(), out_dtype=torch.float32)
-        else:
+        elif not _is_plain(head):
             logits = head(hidden).float()
+        elif head.weight.dtype == torch.float32:
+            logits = hidden.float() @ head.weight.t()
+        else:
+            logits = torch.mm(hidden.to(head.weight.dtype), head.weight.t(), out_dtype=torch.float32)
         bound = getattr(self.config, "final_logit_softcapping", None)
         return logits if bound is None else bound * torch.tanh(logits / bound)
 

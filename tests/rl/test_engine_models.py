@@ -237,3 +237,11 @@ def test_autocast_does_not_reach_a_rollout():
     expected = engine.generate(PROMPTS, 1, GREEDY)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert engine.generate(PROMPTS, 1, GREEDY) == expected
+
+
+def test_a_head_in_fp32_beside_a_bf16_model():
+    """What TRL's `cast_lm_head_to_fp32` makes of a model."""
+    model = plain(dtype=torch.bfloat16, tie_word_embeddings=False)
+    expected = NativeEngine(model, slots=5).generate(PROMPTS, 1, GREEDY)
+    model.lm_head.float()
+    assert NativeEngine(model, slots=5).generate(PROMPTS, 1, GREEDY) == expected
