@@ -27,12 +27,13 @@ import torch
 from torch import Tensor
 
 from octavo.kernels import few_tokens as kernels
+from octavo.kernels.tiles import multiprocessors
 from octavo.kernels.tuning import HOPPER, FewTokenTiles, ProductTile, Tile
 from octavo.numerics import Quantized
 from octavo.numerics.few_tokens import Low
 from octavo.numerics.norm import Norm
 
-BF16 = torch.bfloat16
+BF16, DEVICE = torch.bfloat16, "cuda"
 HIDDEN, FEATURES, RANK = 4096, 14336, 32
 SHAPES = {"qkv": (6144, HIDDEN), "o": (HIDDEN, HIDDEN), "gate_up": (2 * FEATURES, HIDDEN), "down": (HIDDEN, FEATURES)}
 OUTPUTS = {"qkv": (4096, 1024, 1024), "o": (HIDDEN,), "gate_up": (FEATURES, FEATURES), "down": (HIDDEN,)}
@@ -51,7 +52,7 @@ ADAPTER_PARTS = (2, 4, 16)
 
 class Config(NamedTuple):
     tile: ProductTile
-    parts: int | None  # None: as `parts_of` says
+    parts: int
     finish: Tile = FINISHES[0]
     adapter_parts: int = 8
     overlaps: bool = True
@@ -72,15 +73,15 @@ class Case(NamedTuple):
 def set_config(config: Config | None) -> None:
     """Have the kernels use this in place of what `tuning.py` has; None: that again."""
     kernels._LAUNCHES.clear()
+    kernels.tuning_for, kernels.parts_of, kernels.may_overlap = HONEST  # type: ignore[assignment]
     if config is None:
-        kernels.tuning_for, kernels.parts_of, kernels.may_overlap = HONEST  # type: ignore[assignment]
         return
     every = dict.fromkeys(CANDIDATES, config.tile)
     parts = dict.fromkeys(CANDIDATES, config.adapter_parts)
     tiles = HOPPER.few_tokens._replace(products=every, adapter_parts=parts, finish=config.finish)
     kernels.tuning_for = lambda _: HOPPER._replace(few_tokens=tiles)  # type: ignore[assignment]
     kernels.may_overlap = lambda _: config.overlaps  # type: ignore[assignment]
-    kernels.parts_of = HONEST[1] if config.parts is None else lambda *_: config.parts  # type: ignore[assignment]
+    kernels.parts_of = lambda *_: config.parts  # type: ignore[assignment]
 
 
 HONEST = kernels.tuning_for, kernels.parts_of, kernels.may_overlap
@@ -90,7 +91,7 @@ def make_case(name: str, granularity: str, copies: int | None = None, *, values:
     n, k = SHAPES[name]
     count = -(-DISTINCT // (n * k)) if copies is None else copies
     shape = {"tensor": (), "channel": (n, 1), "block": (-(-n // 128), -(-k // 128))}[granularity]
-    draw = partial(torch.randn if values else torch.empty, device="cuda")
+    draw = partial(torch.randn if values else torch.empty, device=DEVICE)
     weights = []
     for _ in range(count):
         data = draw(n, k).clamp_(-4, 4).to(torch.float8_e4m3fn)
@@ -104,7 +105,7 @@ def make_case(name: str, granularity: str, copies: int | None = None, *, values:
 
 def inputs(case: Case, tokens: int) -> tuple[Tensor, Tensor]:
     n, k = case.weights[0].data.shape
-    return torch.randn(tokens, k, device="cuda").to(BF16), torch.randn(tokens, n, device="cuda").to(BF16)
+    return torch.randn(tokens, k, device=DEVICE).to(BF16), torch.randn(tokens, n, device=DEVICE).to(BF16)
 
 
 def excess(case: Case, x: Tensor, residual: Tensor, y: Tensor) -> float:
@@ -186,7 +187,7 @@ def choices(name: str, tokens: int) -> Iterator[Config]:
     n, k = SHAPES[name]
     rows, steps = kernels.tile_of_tokens(tokens), -(-k // 128)
     for tile in CANDIDATES[rows]:
-        slots = tile.programs * torch.cuda.get_device_properties(0).multi_processor_count
+        slots = tile.programs * multiprocessors(torch.device(DEVICE))
         tunings = (FewTokenTiles(start=start, part=part) for start, part in ((0.5, 0.05), (3.0, 0.25), (8.0, 1.0)))
         for parts in sorted({HONEST[1](-(-n // tile.n), steps, tokens, slots, tuning) for tuning in tunings}):
             yield Config(tile, parts)
@@ -237,14 +238,14 @@ def distinct(jobs: Sequence[Job]) -> list[Job]:
     by_code = {}
     for job in jobs:
         assert job.config is not None
-        parts = job.config.parts or 0
+        parts = job.config.parts
         by_code[len(OUTPUTS[job.name]), job.tokens, job.config.tile, min(parts, 2), parts % 16 == 0] = job
     return list(by_code.values())
 
 
 def copy_rate() -> float:
     """Bytes read and written by a copy, per second."""
-    a = torch.empty(2**29, dtype=torch.uint8, device="cuda")
+    a = torch.empty(2**29, dtype=torch.uint8, device=DEVICE)
     b = torch.empty_like(a)
     return 2 * a.numel() / time_graph(lambda _: b.copy_(a), 4, budget=2e-2)
 
@@ -252,7 +253,7 @@ def copy_rate() -> float:
 def time_bf16(case: Case, tokens: int) -> float:
     """`torch.mm` alone, by weights in BF16."""
     x, _ = inputs(case, tokens)
-    weights = [torch.randn(case.weights[0].data.shape, device="cuda", dtype=BF16) for _ in case.weights]
+    weights = [torch.randn(case.weights[0].data.shape, device=DEVICE, dtype=BF16) for _ in case.weights]
     return time_graph(lambda i: torch.mm(x, weights[i].t()), len(weights))
 
 
@@ -319,8 +320,8 @@ def sweep_whole(case: Case, tokens: int, configs: Sequence[Config]) -> tuple[Tim
 def layer(tokens: int, copies: int | None = None) -> list[tuple[str, Callable[[int], Tensor], int]]:
     """What a decoder layer multiplies, with norms and residuals: its name, call i, and how many there are."""
     qkv, o, gate_up, down = (make_case(name, "block", copies) for name in SHAPES)
-    x = torch.randn(tokens, HIDDEN, device="cuda").to(BF16)
-    norm = Norm((torch.rand(HIDDEN, device="cuda") + 0.5).to(BF16), 1e-5)
+    x = torch.randn(tokens, HIDDEN, device=DEVICE).to(BF16)
+    norm = Norm((torch.rand(HIDDEN, device=DEVICE) + 0.5).to(BF16), 1e-5)
 
     def mlp(i: int) -> Tensor:
         adapters = (gate_up.adapters, down.adapters)
@@ -369,7 +370,6 @@ def main() -> int:
     last = [Job("linear", *each, granularity) for each in todo for granularity in ("block", "channel")]
     compile_all(pool, [*last, *(Job("layer", "", m, None) for m in tokens)])
     pool.shutdown()
-    print(f"{time.perf_counter() - began:.0f} s so far")
     print("linear     M      µs   GB/s  share  BF16 mm  ratio  dequantised", flush=True)
     for name in shapes:
         channel = make_case(name, "channel")

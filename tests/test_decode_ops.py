@@ -36,8 +36,8 @@ OPCHECK = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
 def test_a_step(compiled):
     """Stores, and attends to what was stored."""
     made = new_decode()
-    qkv, (cos, sin) = torch.randn(5, HEADS.features), angles(5, 64, torch.float32)
-    slots, positions = torch.arange(5, dtype=torch.int32), made.suffix_lengths - 1
+    qkv, (cos, sin) = torch.randn(6, HEADS.features), angles(6, 64, torch.float32)
+    slots, positions = torch.arange(6, dtype=torch.int32), made.suffix_lengths - 1
 
     def step(qkv, suffix):
         q = decode.rotary_and_store(qkv, cos, sin, HEADS, None, suffix, slots, positions)
@@ -63,7 +63,7 @@ def test_what_is_refused():
         call(*made[:-1], 0.3, 0)
     with pytest.raises(ValueError, match="softcap=-1"):
         call(*made[:-1], 0.3, None, -1.0)
-    with pytest.raises(ValueError, match=r"suffix_lengths.*5 of torch.int32"):
+    with pytest.raises(ValueError, match=r"suffix_lengths.*6 of torch.int32"):
         call(*made._replace(suffix_lengths=made.suffix_lengths.long())[:-1], 0.3)
     with pytest.raises(ValueError, match="slots_of_group"):
         call(*made[:-1], 0.3, slots_of_group=made.slots_of_group[:1])
@@ -73,10 +73,10 @@ def test_what_is_refused():
         call(*made._replace(prefix=new_cache(3, 40, 2, 64, torch.float32, bytes=True))[:-1], 0.3)
     with pytest.raises(ValueError, match="both scales"):
         call(
-            *made._replace(suffix=new_cache(5, 9, 2, 64, torch.float32, bytes=True)._replace(key_scales=None))[:-1], 0.3
+            *made._replace(suffix=new_cache(6, 9, 2, 64, torch.float32, bytes=True)._replace(key_scales=None))[:-1], 0.3
         )
     with pytest.raises(ValueError, match="one for each token and head"):
-        bytes = new_cache(5, 9, 2, 64, torch.float32, bytes=True)
+        bytes = new_cache(6, 9, 2, 64, torch.float32, bytes=True)
         decode.store(k, k, bytes._replace(key_scales=torch.ones(())), ints(0, 1), ints(0, 0))
     with pytest.raises(ValueError, match=r"\[T, 2, 64\]"):
         decode.store(k[:, :1], k[:, :1], made.suffix, ints(0, 1), ints(0, 0))

@@ -36,12 +36,24 @@ def _assembly(format, dtype):
 
 
 @triton.jit
+def _decoded(byte, FORMAT: tl.constexpr):
+    """Bytes as FP32. The interpreter's own conversion knows neither NaN nor infinity."""
+    bits = byte.to(tl.int32) & 0x7F
+    is_e4m3: tl.constexpr = FORMAT == tl.float8e4nv  # noqa: SIM300
+    if is_e4m3:
+        value = (bits << 20).to(tl.float32, bitcast=True) * 2.0**120
+        value = tl.where(bits == 0x7F, float("nan"), value)
+    else:
+        value = (bits << 21).to(tl.float32, bitcast=True) * 2.0**112
+        value = tl.where(bits == 0x7C, float("inf"), tl.where(bits > 0x7C, float("nan"), value))
+    return tl.where((byte & 0x80) != 0, -value, value)
+
+
+@triton.jit
 def from_words(words, FORMAT: tl.constexpr, dtype: tl.constexpr):
     """The lower and the upper byte of each word, as numbers."""
     if tiles.INTERPRETED:
-        low = (words & 0xFF).to(tl.uint8).to(FORMAT, bitcast=True).to(tl.float32)
-        high = ((words >> 8) & 0xFF).to(tl.uint8).to(FORMAT, bitcast=True).to(tl.float32)
-        return low.to(dtype), high.to(dtype)
+        return _decoded(words, FORMAT).to(dtype), _decoded(words >> 8, FORMAT).to(dtype)
     code: tl.constexpr = _assembly(FORMAT, dtype)
     if dtype == tl.bfloat16:
         pair = tl.inline_asm_elementwise(code, "=r,=r,r", [words], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=2)
@@ -78,7 +90,9 @@ def adapted(
         row = n - first
         present = (row[:, None] >= 0) & (row[:, None] < size) & (r[None, :] < RANK)
         b = tl.load(b_ptr + row[:, None] * RANK + r[None, :], mask=present, other=0.0)
-        total += scaling * product(t, tl.trans(in_dtype(b, dtype)))
+        # Not what is multiplied by zeros in the place of a B that is not there: t may be infinite.
+        mine = (row[None, :] >= 0) & (row[None, :] < size)
+        total += tl.where(mine, scaling * product(t, tl.trans(in_dtype(b, dtype))), 0.0)
     return total
 
 
