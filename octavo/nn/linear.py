@@ -6,6 +6,9 @@ Scaling state lives in three rows of a `FP8ScalingManager`, beside the module: n
 `.to(dtype)`. `nn/linear_function.py` has the equations.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Self
 
 import torch
@@ -19,6 +22,31 @@ from octavo.numerics.config import Recipe, check_config
 from octavo.ops.linear import LinearSpec, linear_spec
 from octavo.ops.weight import Weight
 from octavo.support import announce_emulation, require_tensor_cores
+
+_WEIGHTS_ONLY: ContextVar[bool] = ContextVar("octavo_weights_only", default=False)
+
+
+@contextmanager
+def weights_only() -> Iterator[None]:
+    """Take the inputs of frozen linears as they are, within this block and in this thread: only weights are in FP8.
+
+    So log-probabilities of generated tokens do not depend on how inputs are rounded to FP8; and with few tokens, on a
+    GPU, kernels read each weight once (`numerics/few_tokens.py`). Trained linears keep their products. A compiled model
+    keeps what held when it was traced: enter the block before its first call.
+    """
+    token = _WEIGHTS_ONLY.set(True)
+    try:
+        yield
+    finally:
+        _WEIGHTS_ONLY.reset(token)
+
+
+def _is_weights_only() -> bool:
+    return _WEIGHTS_ONLY.get()
+
+
+# As `torch.compiler.assume_constant_result`, without importing Dynamo, which does not know context variables.
+_is_weights_only._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def change_class(module: Any, cls: type[nn.Module]) -> None:
@@ -73,10 +101,11 @@ class LinearInFP8(nn.Linear):
             )
         autocast = torch.is_autocast_enabled(input.device.type)
         recipe, accumulation = self.recipe, self.config.fast_accumulation
+        in_fp8 = self.fp8_products and (self.is_trained or not _is_weights_only())
         fields = (
-            recipe.x if self.fp8_products else None,
+            recipe.x if in_fp8 else None,
             recipe.w if self.is_trained else None,
-            recipe.g if self.fp8_products else None,
+            recipe.g if in_fp8 else None,
             torch.get_autocast_dtype(input.device.type) if autocast else input.dtype,
             # Evaluation may forget `no_grad`: it is to leave no trace either.
             torch.is_grad_enabled() and self.training,
