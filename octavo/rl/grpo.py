@@ -89,7 +89,7 @@ class GRPO:
 
         rows = [prompt.row for prompt in chosen for _ in range(settings.completions)]
         texts = [self.tokenizer.decode(each.tokens, skip_special_tokens=True) for each in completions]
-        scores = self._score(rows, texts, completions)
+        scores = self.score(rows, texts, completions)
 
         rewards = scores.rewards.view(len(chosen), settings.completions)
         advantages = group_advantages(rewards, settings.scale_rewards).flatten().tolist()
@@ -148,7 +148,8 @@ class GRPO:
             )
         return completions
 
-    def _score(self, rows: Sequence[dict[str, Any]], texts: list[str], completions: Sequence[Completion]) -> Scores:
+    def score(self, rows: Sequence[dict[str, Any]], texts: list[str], completions: Sequence[Completion]) -> Scores:
+        """Reward completions, each with the row of its prompt."""
         answers: list[Any] = [
             text if isinstance(row["prompt"], str) else [{"role": "assistant", "content": text}]
             for row, text in zip(rows, texts, strict=True)
@@ -182,9 +183,7 @@ class GRPO:
             means["kl"] = None  # not computed: JSON's null, and a dash in the progress
         return {**means, **gap, "train_tokens": settings.iterations * sum(b.tokens for part in packed for b in part)}
 
-    def _optimizer_step(
-        self, number: int, batches: Sequence[MicroBatch], olds: list[Tensor | None]
-    ) -> dict[str, Any]:
+    def _optimizer_step(self, number: int, batches: Sequence[MicroBatch], olds: list[Tensor | None]) -> dict[str, Any]:
         """Take one optimiser step; fill in the old log-probabilities that are None: those of this very forward."""
         settings, learner = self.settings, self.learner
         tokens = sum(len(batch.targets) for batch in batches)

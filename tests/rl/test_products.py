@@ -22,9 +22,7 @@ def run(module, products, *, dtype=torch.float32):
     """y, dx, dA and dB of one linear with an adapter."""
     generator = torch.Generator().manual_seed(1)
     assert set_products(module, products) == 1
-    x, g, a, b = (
-        torch.randn(*shape, generator=generator, dtype=dtype) for shape in ((M, K), (M, N), (R, K), (N, R))
-    )
+    x, g, a, b = (torch.randn(*shape, generator=generator, dtype=dtype) for shape in ((M, K), (M, N), (R, K), (N, R)))
     leaves = [each.requires_grad_() for each in (x, a, b)]
     adapters = Adapters((Adapter(0, N, 0.5),), (a,), (b,))
     y = linear(x, module.as_weight(), module.spec(x), module.states, bias=module.bias, adapters=adapters)
