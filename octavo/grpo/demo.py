@@ -26,7 +26,7 @@ WRONG = 0.65  # of the examples
 STEPS, BATCH, RATE, RISE = 600, 128, 2e-3, 50
 LETTERS = ["<pad>", "<eos>", *"0123456789>"]
 PAD, EOS, FIRST = 0, 1, 2
-SIZES = {
+SIZES: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 2,

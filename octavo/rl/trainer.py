@@ -44,9 +44,9 @@ class OctavoGRPOTrainer(GRPOTrainer):
         self.use_vllm = True  # from here on, this says that there are log-probabilities of the rollout
 
     def _sampling(self) -> Sampling:
-        args = self.args
+        args: Any = self.args
         return Sampling(
-            max_new_tokens=self.max_completion_length,
+            max_new_tokens=args.max_completion_length,
             temperature=self.temperature,
             top_k=args.top_k if args.top_k and args.top_k > 0 else None,
             top_p=args.top_p if args.top_p < 1 else None,
