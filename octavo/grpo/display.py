@@ -46,7 +46,7 @@ class Display:
     def step(self, row: dict[str, Any], log: bool) -> None:
         """Advance the bar, and print a line if `log`."""
         kl = "–" if row["kl"] is None else f"{row['kl']:.3f}"
-        figures = f"reward {row['reward']:.3f}  KL {kl}  length {row['length']:.1f}  gap {row['gap_mean']:.4f}"
+        figures = f"reward {row['reward']:.3f}  KL {kl}  length {row['length']:.1f}  gap {row['gap_mean']:.1e}"
         self.advance(figures)
         if log:
             speed = f"rollout {row['rollout_tokens_per_s']:,.0f} tokens/s  training {row['train_tokens_per_s']:,.0f}"
@@ -55,9 +55,11 @@ class Display:
     def results(self, result: dict[str, Any]) -> None:
         table = Table(title="Mean reward", title_justify="left")
         cells = {
-            "first tenth": f"{result['reward_before']:.3f}",
-            "last tenth": f"{result['reward']:.3f}",
-            "gap, mean |Δ log p|": f"{result['gap_mean']:.4f}",
+            "before": f"{result['reward_before']:.3f}",
+            "after": f"{result['reward_after']:.3f}",
+            "first step": f"{result['reward_first']:.3f}",
+            "last tenth of steps": f"{result['reward_last']:.3f}",
+            "gap, mean |Δ log p|": f"{result['gap_mean']:.1e}",
             "rollout, tokens/s": f"{result['rollout_tokens_per_s']:,.0f}",
             "training, tokens/s": f"{result['train_tokens_per_s']:,.0f}",
         }

@@ -25,7 +25,6 @@ from octavo.grpo.settings import RunSettings
 from octavo.hf.export import save_merged
 from octavo.nn.report import REPORT as MODEL_REPORT
 from octavo.rl.grpo import GRPO
-from octavo.rl.settings import seed_of
 from octavo.support import check_fp8_support
 from octavo.tools.rl_report import write_rl_report
 from octavo.training.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
@@ -33,7 +32,7 @@ from octavo.training.files import disk_errors, read_object, write_json
 from octavo.training.run_folder import ADAPTER, CONFIG, METRICS, PRODUCTS, SAMPLES, SUMMARY, WHOLE_MODEL, Metrics
 from octavo.training.signals import StopSignals
 
-SHOWN = 8  # prompts with completions before and after
+SHOWN = 8  # prompts whose completions are shown
 
 
 class Session:
@@ -89,10 +88,10 @@ class Session:
         """Write what the run has led to."""
         self._write_samples("after")
         self._save_model()
-        result = self._result()
+        samples = read_object(self.folder / SAMPLES, "start anew in another --out")
+        result = {"reward_before": samples["before"], "reward_after": samples["after"], **self._result()}
         write_json(self.folder / SUMMARY, {self.settings.precision: result})
-        samples = read_object(self.folder / SAMPLES, "start anew in another --out")["samples"]
-        self.display.samples(samples)
+        self.display.samples(samples["samples"])
         self.display.results(result)
         with disk_errors(self.folder):
             report = write_rl_report(self.folder)
@@ -116,20 +115,20 @@ class Session:
         write_json(self.folder / CONFIG, facts)
 
     def _write_samples(self, when: str) -> None:
-        """Write completions of the first prompts, one each, sampled with one seed before and after."""
+        """Complete the task's first prompts once each, sampled with one seed before and after; write their rewards."""
         grpo, path = self.grpo, self.folder / SAMPLES
-        prompts = grpo.prompts.all[:SHOWN]
-        sampling = self.settings.sampling(0, grpo.stop_ids)
-        grpo.model.eval()
-        random = torch.get_rng_state()
-        completions = grpo.engine.generate([prompt.ids for prompt in prompts], 1, sampling)
-        torch.set_rng_state(random)
+        prompts = grpo.prompts.all[: self.settings.prompts * self.settings.completions]
+        completions = grpo.complete([prompt.ids for prompt in prompts], 1, step=0)
         texts = [grpo.tokenizer.decode(each.tokens, skip_special_tokens=True) for each in completions]
         scores = grpo.score([prompt.row for prompt in prompts], texts, completions)
-        samples = read_object(path, "")["samples"] if when == "after" else [{"prompt": p.text} for p in prompts]
-        for sample, text, reward in zip(samples, texts, scores.rewards.tolist(), strict=True):
+        written = {"prompts": len(prompts), "samples": [{"prompt": prompt.text} for prompt in prompts[:SHOWN]]}
+        if when == "after":
+            written = read_object(path, "start anew in another --out")
+        known = scores.rewards[scores.rewards.isfinite()]
+        written[when] = float(known.mean())
+        for sample, text, reward in zip(written["samples"], texts, scores.rewards.tolist(), strict=False):
             sample[when] = {"text": text, "reward": None if math.isnan(reward) else reward}
-        write_json(path, {"seed": seed_of(self.settings.seed, "completions", 0), "samples": samples})
+        write_json(path, written)
 
     def _save_model(self) -> None:
         model, tokenizer = self.grpo.model, self.grpo.tokenizer
@@ -143,7 +142,7 @@ class Session:
                 tokenizer.save_pretrained(str(self.folder / ADAPTER))
 
     def _result(self) -> dict[str, Any]:
-        """Return the figures of `summary.json`: means of the first and the last tenth of steps, medians of speed."""
+        """Return the figures of `summary.json`: of the first step, means of the last tenth, medians of speed."""
         rows = self.metrics.rows()
         tenth = max(len(rows) // 10, 1)
 
@@ -151,8 +150,8 @@ class Session:
             return statistics.fmean(row[name] for row in part)
 
         return {
-            "reward_before": mean("reward", rows[:tenth]),
-            "reward": mean("reward", rows[-tenth:]),
+            "reward_first": rows[0]["reward"],
+            "reward_last": mean("reward", rows[-tenth:]),
             **{name: mean(name, rows) for name in ("gap_mean", "gap_p99", "gap_k3", "gap_exp", "gap_clip")},
             "equal_groups": sum(row["equal_groups"] for row in rows),
             "groups": sum(row["groups"] for row in rows),

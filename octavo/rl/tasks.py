@@ -96,7 +96,8 @@ def _rewards_of(module: ModuleType, path: Path) -> Rewards:
         functions = [
             function
             for name, function in vars(module).items()
-            if inspect.isfunction(function) and function.__module__ == module.__name__ and not name.startswith("_")
+            if name != "PROMPTS" and not name.startswith("_")
+            if inspect.isfunction(function) and function.__module__ == module.__name__
         ]
     if not functions:
         raise UserError(

@@ -32,7 +32,7 @@ def write_rl_report(folder: Path) -> Path:
     if not rows:
         raise ValueError(f"{folder / METRICS}: no steps in it; {_HINT}")
     config = read_object(folder / CONFIG, _HINT)
-    samples = read_object(folder / SAMPLES, _HINT)["samples"] if (folder / SAMPLES).exists() else []
+    samples = read_object(folder / SAMPLES, _HINT).get("samples", []) if (folder / SAMPLES).exists() else []
     result = next(iter(read_object(folder / SUMMARY, _HINT).values())) if (folder / SUMMARY).exists() else {}
     window = max(5, len(rows) // 15 | 1)  # odd, as a centred window is
     planned, last = config.get("steps"), rows[-1]["step"]
@@ -67,9 +67,14 @@ def _subtitle(config: dict[str, Any]) -> str:
 
 def _cards(rows: list[dict[str, Any]], config: dict[str, Any], result: dict[str, Any]) -> list[str]:
     tenth = max(len(rows) // 10, 1)
-    before, after = (sum(row["reward"] for row in part) / tenth for part in (rows[:tenth], rows[-tenth:]))
+    last = sum(row["reward"] for row in rows[-tenth:]) / tenth
     cards = [
-        card("Reward", f"{after:.3f}", f"mean of the last 10 % of steps; {before:.3f} in the first"),
+        card("Reward", f"{last:.3f}", f"mean of the last 10 % of steps; {rows[0]['reward']:.3f} in the first step")
+    ]
+    if "reward_after" in result:
+        note = f"of one completion of each of the first prompts; {result['reward_before']:.3f} before training"
+        cards.append(card("Reward after", f"{result['reward_after']:.3f}", note))
+    cards += [
         card("Gap", f"{result.get('gap_mean', rows[-1]['gap_mean']):.2g}", "mean |Δ log p| of rollout and trainer"),
         card("Gap, exp |Δ|", f"{result.get('gap_exp', rows[-1]['gap_exp']):.4f}", "mean; up to 1.05 is usual"),
     ]
