@@ -58,10 +58,10 @@ class Display:
             "before": f"{result['reward_before']:.3f}",
             "after": f"{result['reward_after']:.3f}",
             "first step": f"{result['reward_first']:.3f}",
-            "last tenth of steps": f"{result['reward_last']:.3f}",
-            "gap, mean |Δ log p|": f"{result['gap_mean']:.1e}",
-            "rollout, tokens/s": f"{result['rollout_tokens_per_s']:,.0f}",
-            "training, tokens/s": f"{result['train_tokens_per_s']:,.0f}",
+            "last steps": f"{result['reward_last']:.3f}",
+            "mean gap": f"{result['gap_mean']:.1e}",
+            "rollout tok/s": f"{result['rollout_tokens_per_s']:,.0f}",
+            "training tok/s": f"{result['train_tokens_per_s']:,.0f}",
         }
         for heading in cells:
             table.add_column(heading, justify="right")
@@ -70,7 +70,7 @@ class Display:
 
     def samples(self, samples: Sequence[dict[str, Any]]) -> None:
         """Show some prompts with completions from before and after."""
-        table = Table(title="Completions of one prompt each, sampled", title_justify="left")
+        table = Table(title="Samples", title_justify="left")
         for heading in ("prompt", "before", "after"):
             table.add_column(heading, overflow="ellipsis", max_width=40)
         for sample in samples[:4]:

@@ -4,14 +4,10 @@ import commands
 import pytest
 import torch
 from decoder_cases import build
+from rl_cases import REWARDS
 from trainer_cases import BYTES, byte_tokenizer
 
 commands._CONTEXT.set_forkserver_preload(["torch._dynamo", "octavo.cli", "octavo.grpo.run", "octavo.hf.lora"])
-
-REWARDS = """
-def share(completions, **_):
-    return [sum(c in "abcdefgh" for c in text) / max(len(text), 1) for text in completions]
-"""
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -17,7 +17,7 @@ def score(*functions, weights=None, texts=("a", "b", "c"), **columns):
     return Rewards(functions, weights).score(prompts, list(texts), ids, columns)
 
 
-def failing(completions):
+def failing(**_):
     raise KeyError("answer")
 
 
@@ -25,12 +25,12 @@ def failing(completions):
     ("function", "words"),
     [
         (failing, r"reward function failing raised KeyError: 'answer' \(test_tasks.py:\d+\); mend it"),
-        (lambda completions: [1.0], "returned 1 rewards for 3 completions"),
-        (lambda completions: None, "returned None: a list with a number for each completion"),
-        (lambda completions: 1.0, "returned 1.0: a list with a number"),
-        (lambda completions: ["good", 1, 1], "gave 'good' for a completion: a number, or None"),
-        (lambda completions: [None] * 3, "no completion has a reward: .* gave None or NaN for all 3"),
-        (lambda completions: [math.nan] * 3, "no completion has a reward: .* gave None or NaN for all 3"),
+        (lambda **_: [1.0], "returned 1 rewards for 3 completions"),
+        (lambda **_: None, "returned None: a list with a number for each completion"),
+        (lambda **_: 1.0, "returned 1.0: a list with a number"),
+        (lambda **_: ["good", 1, 1], "gave 'good' for a completion: a number, or None"),
+        (lambda **_: [None] * 3, "no completion has a reward: .* gave None or NaN for all 3"),
+        (lambda **_: [math.nan] * 3, "no completion has a reward: .* gave None or NaN for all 3"),
     ],
 )
 def test_what_reward_functions_do_wrong(function, words):
@@ -40,8 +40,8 @@ def test_what_reward_functions_do_wrong(function, words):
 
 def test_rewards_are_weighed_and_none_is_no_opinion():
     scores = score(
-        lambda completions, **_: [1.0, None, None],
-        lambda prompts, completion_ids: torch.tensor([2.0, 3.0, math.nan]),
+        lambda **_: [1.0, None, None],
+        lambda **_: torch.tensor([2.0, 3.0, math.nan]),
         weights=[1.0, 0.5],
     )
     assert scores.rewards[:2].tolist() == [2.0, 1.5] and math.isnan(scores.rewards[2]) and scores.unscored == 1
@@ -91,7 +91,7 @@ def test_a_python_file(tmp_path):
 def test_reasoning_gym_is_named_where_it_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     for name in ("chain_sum", "reasoning-gym:chain_sum"):
-        with pytest.raises(UserError, match="TASK chain_sum.* needs the package reasoning-gym: pip install"):
+        with pytest.raises(UserError, match=r"TASK chain_sum.* needs the package reasoning-gym: pip install"):
             read_task(name)
 
 
@@ -108,7 +108,7 @@ def test_reasoning_gym(monkeypatch):
         def score_answer(self, answer, entry):
             return 1.0 if answer == entry["answer"] else 0.01
 
-    def create_dataset(name, size, seed):
+    def create_dataset(name, size, **_):
         if name != "chain_sum":
             raise ValueError(f"Dataset {name!r} not registered")
         return Sums(size)
