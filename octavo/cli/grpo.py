@@ -10,7 +10,7 @@ from rich.console import Console
 from octavo.cli.options import option
 from octavo.training.errors import UserError
 
-NEEDED = ("transformers", "peft", "datasets")
+NEEDED = ("transformers", "peft")
 
 
 # None means "not given": then a default holds, or the resumed run's setting.

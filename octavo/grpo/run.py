@@ -17,11 +17,11 @@ from octavo.grpo.display import Display
 from octavo.grpo.model import load, make_engine, stop_ids
 from octavo.grpo.session import Session
 from octavo.grpo.settings import RunSettings
+from octavo.hf.quiet import quiet_transformers
 from octavo.rl.grpo import GRPO
 from octavo.rl.learner import Learner
 from octavo.rl.prompts import Prompts
 from octavo.rl.tasks import Task, read_task
-from octavo.sft.quiet import quiet
 from octavo.support import check_fp8_support, leave_emulation_unannounced
 from octavo.training.checkpoint import list_checkpoints
 from octavo.training.errors import RunError, UserError
@@ -47,7 +47,7 @@ def train_grpo(
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise UserError("device='cuda': torch sees no CUDA device here; use --device cpu")
     display, stop = Display(console or Console()), StopSignals()
-    with stop.caught(), quiet():
+    with stop.caught(), quiet_transformers():
         _opening(settings, display)
         task = _read_task(settings)
         display.say(f"Task: {task.description or task.name}; rewards: {', '.join(task.rewards.names)}", "dim")
