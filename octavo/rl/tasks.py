@@ -4,7 +4,7 @@
 | --------------------- | ------------------------------------------------ | -------------------------------------- |
 | `FILE.jsonl`          | a row each: `prompt`, a text or messages         | a Python file, or `answer` in each row |
 | `FILE.py`             | `PROMPTS`: rows, or texts, or a function of them | the functions of the file              |
-| `reasoning-gym:NAME`  | from the package                                 | the package's own score of an answer   |
+| `reasoning-gym:NAME`  | from the package; `NAME,max_terms=2` sets options | the package's own score of an answer  |
 
 Other columns of a row are handed to reward functions, as TRL does. In a Python file, the reward functions are those in
 the list `REWARDS`, or else all public functions that are defined there; `WEIGHTS` may weigh them.
@@ -155,11 +155,14 @@ def _gym_task(name: str, rewards: Rewards | None, seed: int, named: bool) -> Tas
         import reasoning_gym
     except ImportError as error:
         what = f"TASK {name}" if named else f"TASK {name}: no such file, and as a task of reasoning-gym it"
-        raise UserError(f"{what} needs the package reasoning-gym: pip install reasoning-gym") from error
+        raise UserError(f"{what} needs the package reasoning-gym ({error}): pip install reasoning-gym") from error
+    name, *pairs = name.split(",")
+    options = dict(pair.partition("=")[::2] for pair in pairs)
     try:
-        dataset: Any = reasoning_gym.create_dataset(name, size=GYM_SIZE, seed=seed)
-    except ValueError as error:
-        raise UserError(f"TASK {name}: no file, and no task of reasoning-gym: {error}") from error
+        numbers = {option: json.loads(value) for option, value in options.items()}
+        dataset: Any = reasoning_gym.create_dataset(name, size=GYM_SIZE, seed=seed, **numbers)
+    except (ValueError, TypeError, AssertionError) as error:
+        raise UserError(f"TASK {name}: no file, and no task of reasoning-gym: {error or numbers}") from error
 
     def score(completions: Sequence[Any], entry: Sequence[Any]) -> list[float]:
         return [

@@ -91,7 +91,9 @@ def test_a_python_file(tmp_path):
 def test_reasoning_gym_is_named_where_it_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     for name in ("chain_sum", "reasoning-gym:chain_sum"):
-        with pytest.raises(UserError, match=r"TASK chain_sum.* needs the package reasoning-gym: pip install"):
+        with pytest.raises(
+            UserError, match=r"TASK chain_sum.* needs the package reasoning-gym .*: pip install reasoning-gym"
+        ):
             read_task(name)
 
 
@@ -122,5 +124,6 @@ def test_reasoning_gym(monkeypatch):
     scores = task.rewards.score([row["prompt"] for row in rows], completions, [[1], [1]], task.columns(rows))
     assert scores.rewards.tolist() == pytest.approx([1.0, 0.01]) and scores.means.keys() == {"chain_sum"}
     assert rows[0]["prompt"][0]["content"].startswith("0 + 1?\nGive the final answer")
+    assert read_task("chain_sum,max_terms=3").name == "chain_sum"
     with pytest.raises(UserError, match="no file, and no task of reasoning-gym: Dataset 'sums' not registered"):
         read_task("sums")
