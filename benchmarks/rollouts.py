@@ -8,7 +8,8 @@
 | --- | --- |
 | few | `few_tokens.py --quick`: products with tiles as they are |
 | attention | decode attention at the sizes below, caches in BF16 and in FP8 |
-| fp8 | FP8 weights and LoRA: 64 slots, the kernels of a step, then with FP8 keys and values, 1 and 256 slots |
+| fp8 | FP8 weights and LoRA: 64 slots, the kernels of a step, then with FP8 keys and values, 1 and 256 slots,
+|     | the latter also with FP8 products |
 | bf16 | BF16 weights and LoRA, 64 slots, and the kernels of a step |
 | generate, generate_batch | transformers' own in BF16, 64 slots, `--peer-tokens` new tokens each |
 
@@ -37,6 +38,7 @@ from octavo.tools.rollouts import Size, kv_bytes
 from octavo.tools.shapes import LLAMAS, Case, make_case
 
 SECTIONS = ("few", "attention", "fp8", "bf16", "generate", "generate_batch")
+FEW = 128  # slots that the few-token kernels take
 LAYERS = 8  # whose caches an attention's graph goes through, so that none is in L2
 
 
@@ -139,8 +141,12 @@ def _attention_calls(case: Case, size: Size, fp8: bool, device: str) -> list[Any
 
 def fp8(options: argparse.Namespace) -> list[dict[str, Any]]:
     first, *others = options.slots
-    ways = [options.recipe, f"{options.recipe}+fp8-kv"]
-    return rollouts(options, [(name, first) for name in ways] + [(options.recipe, slots) for slots in others])
+    plain, products = options.recipe, f"{options.recipe}+fp8-products"
+    wanted = [(plain, first), (f"{plain}+fp8-kv", first)]
+    for slots in others:
+        # Beyond few tokens, activations as they are mean dequantised weights: FP8 products are the other choice.
+        wanted += [(name, slots) for name in ((plain, products) if slots > FEW else (plain,))]
+    return rollouts(options, wanted)
 
 
 def bf16(options: argparse.Namespace) -> list[dict[str, Any]]:

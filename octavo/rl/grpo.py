@@ -82,14 +82,14 @@ class GRPO:
         started = time.perf_counter()
 
         chosen = self.prompts.of_step(number)
-        completions = self._generate(number, [prompt.ids for prompt in chosen])
+        completions = self.complete([prompt.ids for prompt in chosen], settings.completions, number)
         if self.standby:
             self.engine.standby()
         rollout_s = time.perf_counter() - started
 
         rows = [prompt.row for prompt in chosen for _ in range(settings.completions)]
         texts = [self.tokenizer.decode(each.tokens, skip_special_tokens=True) for each in completions]
-        scores = self._score(rows, texts, completions)
+        scores = self.score(rows, texts, completions)
 
         rewards = scores.rewards.view(len(chosen), settings.completions)
         advantages = group_advantages(rewards, settings.scale_rewards).flatten().tolist()
@@ -127,28 +127,29 @@ class GRPO:
         shown = [prompt.text for prompt in chosen for _ in range(settings.completions)]
         return row, Rollout(shown, completions, texts, scores.rewards.tolist())
 
-    def _generate(self, number: int, prompts: Sequence[Sequence[int]]) -> list[Completion]:
-        settings, engine = self.settings, self.engine
+    def complete(self, prompts: Sequence[Sequence[int]], n: int, step: int) -> list[Completion]:
+        """Complete prompts as step `step` does, n times each; whatever goes wrong in the engine is one clear line."""
+        engine = self.engine
         self.model.eval()
         try:
-            completions = engine.generate(prompts, settings.completions, settings.sampling(number, self.stop_ids))
+            completions = engine.generate(prompts, n, self.settings.sampling(step, self.stop_ids))
         except UserError:
             raise
         except Exception as error:  # an engine may fail in any way: out of memory, a process that died
-            message = (str(error) or type(error).__name__).splitlines()[0]
+            message = (str(error) or "no words").splitlines()[0]
             raise RunError(
-                f"the {engine.name} engine failed in step {number}: {type(error).__name__}: {message}; continue with "
-                "--resume, with fewer --completions or --max-new-tokens in a new run if memory is short"
+                f"the {engine.name} engine failed at step {step}: {type(error).__name__}: {message}; continue with "
+                "--resume, or start anew with other numbers"
             ) from error
-        expected = [i for i in range(len(prompts)) for _ in range(settings.completions)]
-        if [each.prompt for each in completions] != expected:
+        if [each.prompt for each in completions] != [i for i in range(len(prompts)) for _ in range(n)]:
             raise RunError(
-                f"the {engine.name} engine returned {len(completions)} completions in step {number}: "
-                f"{settings.completions} for each of {len(prompts)} prompts were asked for, in order"
+                f"the {engine.name} engine returned {len(completions)} completions at step {step}, for {len(prompts)} "
+                f"prompts: {n} of each were asked for, in order"
             )
         return completions
 
-    def _score(self, rows: Sequence[dict[str, Any]], texts: list[str], completions: Sequence[Completion]) -> Scores:
+    def score(self, rows: Sequence[dict[str, Any]], texts: list[str], completions: Sequence[Completion]) -> Scores:
+        """Reward completions, each with the row of its prompt."""
         answers: list[Any] = [
             text if isinstance(row["prompt"], str) else [{"role": "assistant", "content": text}]
             for row, text in zip(rows, texts, strict=True)
@@ -182,9 +183,7 @@ class GRPO:
             means["kl"] = None  # not computed: JSON's null, and a dash in the progress
         return {**means, **gap, "train_tokens": settings.iterations * sum(b.tokens for part in packed for b in part)}
 
-    def _optimizer_step(
-        self, number: int, batches: Sequence[MicroBatch], olds: list[Tensor | None]
-    ) -> dict[str, Any]:
+    def _optimizer_step(self, number: int, batches: Sequence[MicroBatch], olds: list[Tensor | None]) -> dict[str, Any]:
         """Take one optimiser step; fill in the old log-probabilities that are None: those of this very forward."""
         settings, learner = self.settings, self.learner
         tokens = sum(len(batch.targets) for batch in batches)

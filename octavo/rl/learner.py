@@ -34,9 +34,9 @@ class Learner:
                 "load_in_fp8='tensor': inputs then have one scale for a whole batch, and a token's probability depends "
                 "on its batch-mates; load the model with 'channel' or 'block'"
             )
-        self.head = head
+        self.head: nn.Linear = head
         self.positions: int | None = getattr(text, "max_position_embeddings", None)
-        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.parameters: list[nn.Parameter] = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if not self.parameters:
             raise ValueError("none of the model's weights is trained: add adapters (FastLanguageModel.get_peft_model)")
 

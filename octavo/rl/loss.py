@@ -96,7 +96,7 @@ class Tokens(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """What an optimiser step consists of. `longest`: tokens that a completion may have."""
+    """Sizes of an optimiser step. `longest`: tokens that a completion may have."""
 
     sequences: int
     tokens: int

@@ -47,7 +47,8 @@ class Rewards:
         if not all(isinstance(weight, int | float) and math.isfinite(weight) for weight in weights):
             raise ValueError(f"weights={weights!r}: finite numbers, one for each reward function")
         self.functions, self.weights = list(functions), weights
-        self.names = [name_of(function) for function in functions]
+        names = [name_of(function) for function in functions]
+        self.names = [n if names.count(n) == 1 else f"{n} {names[: i + 1].count(n)}" for i, n in enumerate(names)]
 
     def score(
         self,

@@ -65,9 +65,9 @@ class GRPOSettings(GRPOLoss):
             self._check(name, isinstance(value, int) and value >= 0, "a whole number, 0 or more")
         if self.sampling(1).is_truncated and self.correction != "none":
             raise ValueError(
-                f"top_k={self.top_k}, top_p={self.top_p} with correction={self.correction!r}: log-probabilities are not "
-                "those that tokens are drawn from, so nothing can be corrected by them; leave top-k and top-p out, or "
-                "set correction='none'"
+                f"top_k={self.top_k}, top_p={self.top_p} with correction={self.correction!r}: log-probabilities are "
+                "not those that tokens are drawn from, and correct nothing; leave top-k and top-p out, or set "
+                "correction='none'"
             )
 
     def _check(self, name: str, holds: bool, wanted: str) -> None:

@@ -1,10 +1,10 @@
 """Tasks: prompts, and the functions that reward their completions.
 
-| source           | prompts                                            | rewards                                       |
-| ---------------- | -------------------------------------------------- | --------------------------------------------- |
-| `FILE.jsonl`     | a row each: `prompt`, a text or messages           | a Python file, or `answer` in each row        |
-| `FILE.py`        | `PROMPTS`: rows, or texts, or a function of them   | the functions of the file                     |
-| `reasoning-gym`  | `reasoning-gym:NAME`, from the package             | the package's own score of an answer          |
+| source                | prompts                                          | rewards                                |
+| --------------------- | ------------------------------------------------ | -------------------------------------- |
+| `FILE.jsonl`          | a row each: `prompt`, a text or messages         | a Python file, or `answer` in each row |
+| `FILE.py`             | `PROMPTS`: rows, or texts, or a function of them | the functions of the file              |
+| `reasoning-gym:NAME`  | from the package; `NAME,max_terms=2` sets options | the package's own score of an answer  |
 
 Other columns of a row are handed to reward functions, as TRL does. In a Python file, the reward functions are those in
 the list `REWARDS`, or else all public functions that are defined there; `WEIGHTS` may weigh them.
@@ -96,10 +96,13 @@ def _rewards_of(module: ModuleType, path: Path) -> Rewards:
         functions = [
             function
             for name, function in vars(module).items()
-            if inspect.isfunction(function) and function.__module__ == module.__name__ and not name.startswith("_")
+            if name != "PROMPTS" and not name.startswith("_")
+            if inspect.isfunction(function) and function.__module__ == module.__name__
         ]
     if not functions:
-        raise UserError(f"{path}: no reward function in it; define one: def f(completions, **columns) -> list of numbers")
+        raise UserError(
+            f"{path}: no reward function in it; define one: def f(completions, **columns) -> list of numbers"
+        )
     try:
         return Rewards(functions, getattr(module, "WEIGHTS", None))
     except ValueError as error:
@@ -110,7 +113,9 @@ def _python_task(path: Path, rewards: Rewards | None) -> Task:
     module = _load(path)
     prompts = getattr(module, "PROMPTS", None)
     if prompts is None:
-        raise UserError(f"{path}: no PROMPTS in it; define a list of texts or rows, or give a .jsonl and --rewards {path}")
+        raise UserError(
+            f"{path}: no PROMPTS in it; define a list of texts or rows, or give a .jsonl and --rewards {path}"
+        )
     rows = [{"prompt": row} if isinstance(row, str) else row for row in (prompts() if callable(prompts) else prompts)]
     for number, row in enumerate(rows, start=1):
         _check_row(row, f"{path}: PROMPTS, entry {number}")
@@ -150,11 +155,14 @@ def _gym_task(name: str, rewards: Rewards | None, seed: int, named: bool) -> Tas
         import reasoning_gym
     except ImportError as error:
         what = f"TASK {name}" if named else f"TASK {name}: no such file, and as a task of reasoning-gym it"
-        raise UserError(f"{what} needs the package reasoning-gym: pip install reasoning-gym") from error
+        raise UserError(f"{what} needs the package reasoning-gym ({error}): pip install reasoning-gym") from error
+    name, *pairs = name.split(",")
+    options = dict(pair.partition("=")[::2] for pair in pairs)
     try:
-        dataset: Any = reasoning_gym.create_dataset(name, size=GYM_SIZE, seed=seed)
-    except ValueError as error:
-        raise UserError(f"TASK {name}: no file, and no task of reasoning-gym: {error}") from error
+        numbers = {option: json.loads(value) for option, value in options.items()}
+        dataset: Any = reasoning_gym.create_dataset(name, size=GYM_SIZE, seed=seed, **numbers)
+    except (ValueError, TypeError, AssertionError) as error:
+        raise UserError(f"TASK {name}: no file, and no task of reasoning-gym: {error or numbers}") from error
 
     def score(completions: Sequence[Any], entry: Sequence[Any]) -> list[float]:
         return [

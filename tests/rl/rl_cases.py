@@ -9,6 +9,11 @@ from octavo.rl.completions import Completion
 from octavo.rl.rewards import Rewards
 from octavo.rl.tasks import Task
 
+REWARDS = """
+def share(completions, **_):
+    return [sum(c in "abcdefgh" for c in text) / max(len(text), 1) for text in completions]
+"""
+
 
 def adapted(folder, *, dtype=torch.float32, recipe="channel", products=False, rank=4, **changes):
     """LoRA over a Llama on bytes, frozen in FP8."""

@@ -101,7 +101,7 @@ def test_truncated_completions_can_be_left_out(start):
 def test_prompts_of_a_step_depend_on_seed_and_step(start):
     run = start()
     chosen = [[prompt.text for prompt in run.prompts.of_step(number)] for number in (1, 2, 3, 4)]
-    assert sorted(sum(chosen[:3], [])) == sorted(f"say {i}:" for i in range(6))
+    assert sorted(text for texts in chosen[:3] for text in texts) == sorted(f"say {i}:" for i in range(6))
     assert chosen == [[prompt.text for prompt in start().prompts.of_step(number)] for number in (1, 2, 3, 4)]
 
 

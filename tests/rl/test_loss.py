@@ -8,8 +8,8 @@ from decoder_cases import build
 
 from octavo import FastLanguageModel
 from octavo.rl.batches import Sample, pack
-from octavo.rl.loss import GRPOLoss, Tokens, Totals, gap_statistics, group_advantages, grpo_loss, token_logprobs
 from octavo.rl.learner import Learner
+from octavo.rl.loss import GRPOLoss, Tokens, Totals, gap_statistics, group_advantages, grpo_loss, token_logprobs
 
 TEMPERATURE = 0.7
 
@@ -35,7 +35,9 @@ def samples(count=7):
     generator = torch.Generator().manual_seed(2)
     made = []
     for i in range(count):
-        prompt, tokens = (torch.randint(1, 160, (n,), generator=generator).tolist() for n in (3 + i % 3, 2 + 3 * (i % 4)))
+        prompt, tokens = (
+            torch.randint(1, 160, (n,), generator=generator).tolist() for n in (3 + i % 3, 2 + 3 * (i % 4))
+        )
         noise = torch.randn(len(tokens), generator=generator)
         made.append(Sample(prompt, tokens, (-3 + noise).tolist(), float(torch.randn((), generator=generator))))
     return made

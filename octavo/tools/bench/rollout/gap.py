@@ -86,10 +86,10 @@ def _differences(
 ) -> dict[str, float]:
     found = []
     for each in done:
-        tokens = torch.tensor(each.tokens)
         logits = forward.logits(prompts[each.prompt], each.tokens, own=own)
-        full = logits.log_softmax(-1).cpu().gather(1, tokens[:, None])[:, 0]
-        found.append((full - torch.tensor(each.logprobs)).abs())
+        tokens = torch.tensor(each.tokens, device=logits.device)
+        full = logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
+        found.append((full.cpu() - torch.tensor(each.logprobs)).abs())
     delta = torch.cat(found).double()
     nth = max(round(0.99 * len(delta)), 1)
     return {"gap": float(delta.mean()), "gap_p99": float(delta.kthvalue(nth).values)}
