@@ -21,7 +21,7 @@ from octavo.tools.bench.rollout.floor import DATASHEETS, Rates, floor_of, read_b
 from octavo.tools.bench.rollout.generators import generator_of
 from octavo.tools.bench.rollout.measure import make_prompts, measure
 from octavo.tools.bench.rollout.models import prepare
-from octavo.tools.bench.rollout.profile import LiveStep, kernel_lines
+from octavo.tools.bench.rollout.profile import WARM, LiveStep, kernel_lines
 from octavo.tools.bench.rollout.result import add_grpo_figures, add_rollout_figures
 from octavo.tools.bench.rollout.ways import AGAINST, Way, make_ways
 from octavo.tools.bench.rollout.worker import RolloutWorker, serve
@@ -185,6 +185,16 @@ def test_the_gap_sees_a_rollout_of_other_weights(monkeypatch):
     assert measure(model, case, way, SHORT, runs=1)["gap"] > 10 * honest
 
 
+def test_trainers_products_have_another_gap():
+    case = tiny()
+    (way,) = make_ways("rollout", ["channel"], [])
+    turn = measure(prepare(case, way).model, case, way, SHORT, runs=1)
+    assert turn["trainer_gap"] > 1.5 * turn["gap"]
+    (way,) = make_ways("rollout", ["channel+fp8-products"], [])
+    turn = measure(prepare(case, way).model, case, way, SHORT, runs=1)
+    assert turn["trainer_gap"] == turn["gap"]
+
+
 def test_prompts_and_tokens_come_from_the_seed():
     case = tiny()
     prompts = make_prompts(case, SHORT)
@@ -202,7 +212,8 @@ def test_kernels_of_a_live_step():
     generator = generator_of(prepare(case, way).model, way, SHORT, 0)
     generator.complete(make_prompts(case, SHORT), 2, 6)
     step = LiveStep(generator.engine, 4, 3)
-    assert step.seconds(2) > 0
+    written = generator.engine._steps
+    assert step.seconds(2) > 0 and all(int(each.slots.lengths.max()) == 3 + WARM + 2 for each in written.values())
     kernels = step.kernels()
     attention = next(row for row in kernels if row["name"] == "octavo::decode_attention")
     assert attention["launches"] == case.layers

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from octavo.decoders.backbone import hidden_states
 from octavo.nn.linear import weights_only
+from octavo.ops import loss as ops_loss
 from octavo.rl.completions import Completion
-from octavo.rl.policy import Policy
-from octavo.tools.bench.rollout.generators import Generator, Native
+from octavo.tools.bench.rollout.generators import Generator
 from octavo.tools.bench.rollout.models import causal_of
 from octavo.tools.bench.rollout.ways import Way
 
@@ -36,12 +36,13 @@ def measure_gap(
     Octavo's own have two gaps: `gap`, to a forward with the products of the engine; `trainer_gap`, to one with FP8
     products, as training has them by default.
     """
-    few, tokens = prompts[:SEQUENCES], min(TOKENS, len(done[0].tokens))
-    if not done[0].logprobs:
-        done = generator.complete(few, 1, tokens, logprobs=True)
-    greedy = generator.complete(few, 1, tokens, greedy=True)
-    first = list({each.prompt: each for each in reversed(done)}.values())[:SEQUENCES]
-    forward = _Forward(model, way, generator)
+    tokens, n = min(TOKENS, len(done[0].tokens)), len(done) // len(prompts)
+    if not way.is_native:
+        prompts, n = prompts[:SEQUENCES], 1
+        done = generator.complete(prompts, n, tokens, logprobs=True)
+    greedy = _few(generator.complete(prompts, n, tokens, greedy=True))  # in as many slots as were timed
+    first = _few(done)
+    forward = _Forward(model, way)
     figures: dict[str, Any] = {"gap_tokens": sum(len(each.logprobs) for each in first)}
     if figures["gap_tokens"]:
         figures |= _differences(forward, prompts, first, own=False)
@@ -52,12 +53,16 @@ def measure_gap(
     return figures
 
 
-class _Forward:
-    """FP32 logits of a full forward, without a cache."""
+def _few(done: Sequence[Completion]) -> list[Completion]:
+    """The first completion of each of the first prompts."""
+    return list({each.prompt: each for each in reversed(done)}.values())[::-1][:SEQUENCES]
 
-    def __init__(self, model: Any, way: Way, generator: Generator) -> None:
+
+class _Forward:
+    """FP32 logits of a full forward without a cache; Octavo's own as `rl/loss.py` computes them."""
+
+    def __init__(self, model: Any, way: Way) -> None:
         self._model, self._way = model, way
-        self._policy: Policy | None = generator.engine.policy if isinstance(generator, Native) else None
 
     @torch.no_grad()
     def logits(self, prompt: Sequence[int], tokens: Sequence[int], *, own: bool) -> Tensor:
@@ -68,12 +73,15 @@ class _Forward:
         was_training = self._model.training
         self._model.eval()
         try:
-            if self._policy is None:
+            if not self._way.is_native:
                 found: Tensor = self._model(input_ids=ids, use_cache=False).logits[0, chosen]
                 return found.float()
             with self._products(own):
                 hidden, _, _ = hidden_states(causal, {"input_ids": ids}, ids)
-                return self._policy.logits(hidden[0, chosen])
+            weight = causal.lm_head.weight
+            logits = torch.empty(len(tokens), len(weight), dtype=torch.float32, device=weight.device)
+            ops_loss.product_(logits, hidden[0, chosen], weight.t(), add=False)
+            return logits
         finally:
             self._model.train(was_training)
 

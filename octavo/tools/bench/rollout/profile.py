@@ -20,7 +20,8 @@ class LiveStep:
     """The step of an engine that has just completed a rollout of `slots` completions. `length`: of each of them."""
 
     def __init__(self, engine: NativeEngine, slots: int, length: int) -> None:
-        self._engine, self._step = engine, engine._steps[slots]
+        self._engine = engine
+        self._step = next(step for step in engine._steps.values() if step.slots.count == slots)
         self._sampling = Sampling(stop_ids=())
         self._length = length
 
