@@ -32,8 +32,9 @@ def weights_only() -> Iterator[None]:
     """Take the inputs of frozen linears as they are, within this block and in this thread: only weights are in FP8.
 
     So log-probabilities of generated tokens do not depend on how inputs are rounded to FP8; and with few tokens, on a
-    GPU, kernels read each weight once (`numerics/few_tokens.py`). Trained linears keep their products. A compiled model
-    keeps what held when it was traced: enter the block before its first call.
+    GPU, kernels read each weight once (`numerics/few_tokens.py`). Trained linears keep their products, unless their
+    weights are held in FP8 (`held.py`). A compiled model keeps what held when it was traced: enter the block before its
+    first call.
     """
     token = _WEIGHTS_ONLY.set(True)
     try:
@@ -104,11 +105,11 @@ class LinearInFP8(nn.Linear):
         autocast = torch.is_autocast_enabled(input.device.type)
         recipe, accumulation = self.recipe, self.config.fast_accumulation
         is_stored = not self.is_trained or held.current() is not None  # in FP8, for this call
-        fp8_products = self.fp8_products and not (is_stored and _is_weights_only())
+        in_fp8 = self.fp8_products and not (is_stored and _is_weights_only())
         fields = (
-            recipe.x if fp8_products and self.fp8_forward else None,
+            recipe.x if in_fp8 and self.fp8_forward else None,
             None if is_stored else recipe.w,
-            recipe.g if fp8_products else None,
+            recipe.g if in_fp8 else None,
             torch.get_autocast_dtype(input.device.type) if autocast else input.dtype,
             # Evaluation may forget `no_grad`: it is to leave no trace either.
             torch.is_grad_enabled() and self.training,

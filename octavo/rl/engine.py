@@ -242,8 +242,9 @@ class NativeEngine:
                 f"(memory_share={self.memory_share}): lower slots={self.slots}, max_length={self.max_length} or "
                 f"max_new_tokens, or set kv_dtype='fp8' (now {self.kv_dtype!r})"
             )
-        self._cache = RolloutCache(size, form, device)
-        self._hidden = torch.zeros(size.places, self.policy.hidden_size, dtype=self.policy.dtype, device=device)
+        with torch.inference_mode(False):
+            self._cache = RolloutCache(size, form, device)
+            self._hidden = torch.zeros(size.places, self.policy.hidden_size, dtype=self.policy.dtype, device=device)
 
     def _limit(self, prompt: Sequence[int], sampling: Sampling) -> int:
         """How many tokens a completion of this prompt may have."""
