@@ -64,18 +64,20 @@ def test_seed_decides():
 
 
 def test_stop_tokens_end_completions():
-    model = plain()
-    engine = NativeEngine(model, slots=2)
-    whole = engine.generate(PROMPTS, 1, GREEDY)
-    stop = whole[0].tokens[3]
-    completions = engine.generate(PROMPTS, 1, Sampling(max_new_tokens=12, temperature=0, stop_ids=(stop, 159)))
+    """Sampled without refilling, so that each slot draws the same numbers with and without stop tokens."""
+    engine = NativeEngine(plain(), slots=4)
+    options = {"max_new_tokens": 12, "temperature": 1.5, "seed": 3}
+    whole = engine.generate(PROMPTS, 1, Sampling(**options))
+    stops = (whole[0].tokens[3], whole[1].tokens[0])
+    assert stops[0] not in whole[0].tokens[:3]
+    completions = engine.generate(PROMPTS, 1, Sampling(**options, stop_ids=stops))
     for completion, longer in zip(completions, whole, strict=True):
-        ends = [i for i, token in enumerate(longer.tokens) if token in (stop, 159)]
+        ends = [i for i, token in enumerate(longer.tokens) if token in stops]
         expected = longer.tokens[: ends[0] + 1] if ends else longer.tokens
         assert completion.tokens == expected
         assert completion.stopped == bool(ends)
         assert len(completion.logprobs) == len(completion.tokens)
-    assert completions[0].stopped and len(completions[0].tokens) <= 4
+    assert [len(c.tokens) for c in completions[:2]] == [4, 1]
     assert engine.statistics()["no_stop_ids"] == 0
 
 
