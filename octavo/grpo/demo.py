@@ -2,7 +2,7 @@
 
     4172>1247        a prompt up to `>`, then its completion; 10,000 different prompts
 
-A model of 0.1 M weights is made on this machine, from examples of which two thirds are wrong: the same digits, in any
+A model of 84,000 weights is made on this machine, from examples of which two thirds are wrong: the same digits, in any
 order. That takes a minute. Sampled from, it gives the right order in a good third of its completions, as its examples
 do. GRPO then sees no example any more: it completes prompts, and a function says which of the completions are sorted.
 """

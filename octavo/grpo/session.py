@@ -121,7 +121,10 @@ class Session:
         completions = grpo.complete([prompt.ids for prompt in prompts], 1, step=0)
         texts = [grpo.tokenizer.decode(each.tokens, skip_special_tokens=True) for each in completions]
         scores = grpo.score([prompt.row for prompt in prompts], texts, completions)
-        written = {"prompts": len(prompts), "samples": [{"prompt": prompt.text} for prompt in prompts[:SHOWN]]}
+        written: dict[str, Any] = {
+            "prompts": len(prompts),
+            "samples": [{"prompt": prompt.text} for prompt in prompts[:SHOWN]],
+        }
         if when == "after":
             written = read_object(path, "start anew in another --out")
         known = scores.rewards[scores.rewards.isfinite()]

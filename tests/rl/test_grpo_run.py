@@ -72,6 +72,19 @@ def test_the_command_killed_and_resumed_to_the_bit(byte_model, prompts, rewards,
     assert any(p.abs().max() > 0 for name, p in adapted.named_parameters() if "lora_B" in name)
 
 
+def test_ctrl_c_saves_and_says_how_to_go_on(byte_model, prompts, rewards, tmp_path):
+    folder = tmp_path / "run"
+    process = Command("grpo", byte_model, prompts, "--rewards", rewards, *FLAGS, "--steps", "500", "--out", str(folder))
+    while not (folder / "metrics.jsonl").exists() or not rewards_of(folder):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate()
+    assert process.returncode == 130 and f"Continue with: octavo grpo --resume --out {folder}" in output
+    (checkpoint,) = list_checkpoints(folder)[-1:]
+    assert int(checkpoint.name.removeprefix("checkpoint-")) == len(rewards_of(folder)) < 500
+
+
 def test_the_small_run_a_little_shorter(tmp_path):
     """The run without arguments, with fewer steps of both kinds: its reward rises from below 0.5 to above 0.8."""
     folder = train_grpo(settings_from_options({"steps": 50, "device": "cpu"}), out=tmp_path / "run", warm_up=450)

@@ -130,6 +130,19 @@ def test_loss_and_every_gradient(model, loss):
         assert gradient.abs().max() > 1e-4, name
 
 
+def test_means_over_tokens_of_micro_batches():
+    """`bnpo` is the mean over micro-batches of each one's mean over its tokens; `dapo` that of all tokens."""
+    sizes, losses = (3, 5), {}
+    for kind in ("bnpo", "dapo"):
+        parts = []
+        for size in sizes:
+            old = torch.zeros(size)
+            tokens = Tokens(old, old, None, old.long(), torch.tensor([float(size)]), torch.tensor([size]))
+            parts.append(grpo_loss(old, tokens, GRPOLoss(loss_type=kind), Totals(2, sum(sizes), 2, 9))[0])
+        losses[kind] = float(sum(parts))
+    assert losses == {"bnpo": pytest.approx(-4.0), "dapo": pytest.approx(-(9 + 25) / 8)}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_chunks_of_logprobs(dtype, monkeypatch):
     monkeypatch.setattr("octavo.rl.loss.CHUNK_BYTES", 1)  # 128 tokens

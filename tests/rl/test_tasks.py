@@ -91,9 +91,7 @@ def test_a_python_file(tmp_path):
 def test_reasoning_gym_is_named_where_it_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     for name in ("chain_sum", "reasoning-gym:chain_sum"):
-        with pytest.raises(
-            UserError, match=r"TASK chain_sum.* needs the package reasoning-gym .*: pip install reasoning-gym"
-        ):
+        with pytest.raises(UserError, match=r"TASK chain_sum.* needs the package reasoning-gym .*: pip install"):
             read_task(name)
 
 
