@@ -35,20 +35,20 @@ GIB = 2**30
 WAYS = ("bf16", "octavo-bf16", *FROZEN)
 
 
-def longest(fits: Callable[[int], bool], first: int) -> int:
+def longest(fits: Callable[[int], bool], first: int, stride: int = STRIDE) -> int:
     """Return the largest multiple of the stride that fits, if all smaller ones do; 0 if none. Starts at `first`."""
-    low, high = 0, max(first // STRIDE, 1)
-    while fits(high * STRIDE):
+    low, high = 0, max(first // stride, 1)
+    while fits(high * stride):
         low, high = high, high + max(high // 8, 1)
     if low == 0:
         step = max(high // 8, 1)
-        while high - step > 0 and not fits((high - step) * STRIDE):
+        while high - step > 0 and not fits((high - step) * stride):
             high -= step
         low = max(high - step, 0)
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle * STRIDE) else (low, middle)
-    return low * STRIDE
+        low, high = (middle, high) if fits(middle * stride) else (low, middle)
+    return low * stride
 
 
 def contender_of(way: str) -> Contender:

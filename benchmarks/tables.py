@@ -16,7 +16,7 @@ from typing import Any
 
 from parity_summary import Baseline
 
-from octavo.tools.bench.table import markdown, workload_markdown
+from octavo.tools.bench.table import markdown, rollout_markdown, workload_markdown
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -61,6 +61,23 @@ def workloads() -> str:
     return workload_markdown(
         [result for kind in ("padded", "packed", "trainer", "sft") for result in read(f"*-{kind}-*.json")]
     )
+
+
+def rollouts() -> str:
+    """Rollouts, and whole steps of GRPO; without any, nothing."""
+    return rollout_markdown([result for kind in ("rollout", "grpo") for result in read(f"*-{kind}*.json")])
+
+
+def longest_completions() -> str:
+    """The longest completion of GRPO that fits; without a measurement, nothing."""
+    parts = []
+    for result in read("*-completions*.json"):
+        formats = {"longest": ",", "planned": ",", "peak_gib": ".1f"}
+        rows = [[row["way"], *figures(row, formats)] for row in result["rows"]]
+        command = " ".join(result["command"]).split(" --out ")[0]
+        heading = provenance(result, f"python benchmarks/{command}")
+        parts.append(heading + table(["", "longest completion that fits", "planned", "peak, GiB"], rows))
+    return "\n\n".join(parts)
 
 
 def kernels() -> str:
@@ -178,6 +195,8 @@ def autocast() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "steps": steps,
     "workloads": workloads,
+    "rollouts": rollouts,
+    "longest-completions": longest_completions,
     "kernels": kernels,
     "frozen-products": frozen_products,
     "longest": longest,

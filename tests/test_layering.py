@@ -23,22 +23,27 @@ ORDER = [
     "convert",
     "hf",
     "training",
+    "rl",
     "tools",
     "sft",
+    "grpo",
     "cli",
 ]
 # Rooms, folders or single files that may import what not everybody has.
 ONLY_IN = {
     "triton": {"kernels", "models/bdh/kernels"},
-    "transformers": {"decoders", "hf", "sft", "tools/bench/random_model.py", "tools/bench/trainer_run.py"},
+    "transformers": {
+        *("decoders", "hf", "sft", "grpo", "tools/bench/random_model.py", "tools/bench/rollout/generators.py"),
+        "tools/bench/trainer_run.py",
+    },
     "accelerate": {"hf"},
-    "peft": {"hf", "sft"},
-    "trl": {"sft", "tools/bench/trainer_run.py"},
+    "peft": {"hf", "sft", "grpo", "rl/learner.py"},
+    "trl": {"sft", "rl/trainer.py", "tools/bench/trainer_run.py"},
     "datasets": {"sft", "tools/bench/trainer_run.py"},
 }
 MODELS_USED_IN = {"models", "training", "tools"}
 # The files of `decoders` that import transformers, inside the functions that need it: importing octavo does not.
-USES_TRANSFORMERS = {"decoders/attention.py", "decoders/causal_lm.py", "decoders/match.py"}
+USES_TRANSFORMERS = {"decoders/attention.py", "decoders/causal_lm.py", "decoders/decoding.py", "decoders/match.py"}
 MODULES = sorted(ROOT.rglob("*.py"))
 
 

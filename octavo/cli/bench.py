@@ -6,7 +6,8 @@ from typing import Annotated
 
 from rich.console import Console
 
-from octavo.cli.options import RECIPES, names, option
+from octavo.cli.bench_rollout import ROLLOUT_MODES, bench_rollouts
+from octavo.cli.options import RECIPES, check_mode, names, option, refuse
 from octavo.training.errors import UserError
 
 # These repeat octavo.tools.bench and octavo.optim, which take long to import; a test compares them.
@@ -16,6 +17,7 @@ PRESETS = (
 )
 AGAINST = ("bf16-eager", "bf16-compiled", "octavo-bf16", "torchao", "torchao-row", "te", "unsloth", "peft")
 FIXED = "fixed"
+ROLLOUT_AGAINST = ("generate", "generate_batch", "bf16")
 WORKLOADS = (FIXED, "padded", "packed", "trainer", "sft")
 OPTIMIZERS = ("adamw", "adamw8bit", "adamw4bit", "adamwfp8")
 
@@ -26,7 +28,10 @@ def bench(
         Path | None, option("Model", "--config", "Or a Hugging Face config.json of a dense decoder.")
     ] = None,
     layers: Annotated[int | None, option("Model", "--layers", "Layers, instead of the model's.")] = None,
-    mode: Annotated[str, option("Model", "--mode", "full or lora (default: full).")] = "full",
+    mode: Annotated[
+        str,
+        option("Model", "--mode", "full, lora, rollout (generation) or grpo (whole steps of it); default: full."),
+    ] = "full",
     rank: Annotated[
         int | None, option("Model", "--rank", "Rank of LoRA's adapters (default: 32); 0: the frozen base alone.")
     ] = None,
@@ -42,7 +47,8 @@ def bench(
             "--recipe",
             f"{', '.join(RECIPES)}: several by commas; +fp8-head, +wgrad-channel, +graphs and "
             "+fp8-activations go with one. "
-            "With LoRA: block, channel, current; +weights-only multiplies in BF16.",
+            "With LoRA: block, channel, current; +weights-only multiplies in BF16. "
+            "Rollouts: channel, block; +fp8-kv, +fp8-products; grpo also +weights-only, +fp8-dgrad.",
         ),
     ] = None,
     head: Annotated[str, option("Contenders", "--head", "bf16, fp8 or both (default: bf16).")] = "bf16",
@@ -55,7 +61,7 @@ def bench(
             "Contenders",
             "--against",
             f"{', '.join(AGAINST)}: several by commas, or none (default: all but peft; with a workload the first four, "
-            "and peft with LoRA).",
+            f"and peft with LoRA). Rollouts: {', '.join(ROLLOUT_AGAINST)}, or none (default: all; grpo: bf16).",
         ),
     ] = None,
     compile: Annotated[
@@ -93,6 +99,32 @@ def bench(
             "length (default: lognormal).",
         ),
     ] = None,
+    slots: Annotated[
+        str | None, option("Rollout", "--slots", "Completions at once: several by commas (default: 64; tiny: 4).")
+    ] = None,
+    prompt: Annotated[int | None, option("Rollout", "--prompt", "Tokens of a prompt (default: 128; tiny: 16).")] = None,
+    new_tokens: Annotated[
+        int | None, option("Rollout", "--new-tokens", "Tokens of a completion (default: 512; tiny: 16).")
+    ] = None,
+    group: Annotated[
+        int | None, option("Rollout", "--group", "Completions of a prompt, or fewer with fewer slots (default: 8).")
+    ] = None,
+    peer_tokens: Annotated[
+        int | None,
+        option("Rollout", "--peer-tokens", "New tokens of transformers' own, instead of as many as ours."),
+    ] = None,
+    mini_batches: Annotated[
+        int | None,
+        option("Rollout", "--mini-batches", "grpo: updates of a step; from 2 on after a pass of its own (default: 2)."),
+    ] = None,
+    micro_batch_tokens: Annotated[
+        int | None,
+        option("Rollout", "--micro-batch-tokens", "grpo: tokens that are trained on at once (default: 8192)."),
+    ] = None,
+    standby: Annotated[
+        bool | None,
+        option("Rollout", "--standby/--no-standby", "grpo: free the cache while training (default: yes)."),
+    ] = None,
     gemm: Annotated[bool, option("Parts", "--gemm", "Time the model's GEMMs instead of its step.")] = False,
     kernels: Annotated[bool, option("Parts", "--kernels", "Time quantising instead of the step.")] = False,
     rounds: Annotated[int | None, option("Run", "--rounds", "Turns of every contender (default: 3).")] = None,
@@ -108,7 +140,7 @@ def bench(
     ] = None,
     force: Annotated[bool, option("Run", "--force", "On a CPU, large models too.")] = False,
 ) -> None:
-    """Time a training step in FP8 against BF16 and other libraries, on your own device.
+    """Time a training step in FP8 against BF16 and other libraries, on your own device; or generation.
 
     Correctness first; then every contender in a process of its own, interleaved. Random weights, nothing is downloaded.
     """
@@ -117,6 +149,26 @@ def bench(
     from octavo.tools.bench.workload import make_workload
     from octavo.tools.shapes import make_case
 
+    check_mode(mode, ("full", "lora", *ROLLOUT_MODES))
+    of_rollout = {
+        "slots": slots, "prompt": prompt, "new-tokens": new_tokens, "group": group, "peer-tokens": peer_tokens,
+        "mini-batches": mini_batches, "micro-batch-tokens": micro_batch_tokens, "standby": standby,
+    }  # fmt: skip
+    if mode in ROLLOUT_MODES:
+        of_step = {
+            "tokens": tokens, "seq": seq, "compile": compile, "optimizer": optimizer, "lengths": lengths,
+            "steps": steps, "head": head if head != "bf16" else None, "wgrad": wgrad if wgrad != "recipe" else None,
+            "workload": workload if workload != FIXED else None, "gemm": gemm or None, "kernels": kernels or None,
+            "warmup": warmup if warmup != 3 else None,
+        }  # fmt: skip
+        refuse(of_step, f"--mode {mode} has none; leave it out")
+        model = {
+            "preset": preset, "config": config, "layers": layers, "rank": rank, "targets": targets, "seed": seed,
+            "device": device, "force": force,
+        }  # fmt: skip
+        bench_rollouts(mode, model, of_rollout, recipe=recipe, against=against, rounds=rounds, out=out)
+        return
+    refuse(of_rollout, "is of rollouts; add --mode rollout or --mode grpo, or leave it out")
     if gemm and kernels:
         raise UserError("--gemm and --kernels time different parts: give one of them")
     if optimizer is not None and (gemm or kernels):

@@ -1,9 +1,11 @@
 """Helpers to declare the options of commands."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import typer
+
+from octavo.training.errors import UserError
 
 # These repeat octavo.numerics, which takes long to import; a test compares them.
 RECIPES = ("delayed", "current", "channel", "block", "mx")
@@ -38,3 +40,16 @@ def in_words(choices: Sequence[str]) -> str:
 def names(text: str) -> list[str]:
     """Parse `one,two`."""
     return [name.strip() for name in text.split(",")]
+
+
+def check_mode(mode: str, allowed: Sequence[str]) -> None:
+    """Raise for a mode that a command does not have."""
+    if mode not in allowed:
+        raise UserError(f"mode={mode!r}: choose one of {', '.join(allowed)}")
+
+
+def refuse(options: Mapping[str, Any], why: str) -> None:
+    """Raise for the first option that was given."""
+    for name, value in options.items():
+        if value is not None:
+            raise UserError(f"--{name}{'' if isinstance(value, bool) else f' {value}'}: {why}")

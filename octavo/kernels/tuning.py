@@ -86,6 +86,19 @@ class LinearTile(NamedTuple):
     warps: int
 
 
+class DecodeTile(NamedTuple):
+    """How attention reads a cache: tiles of so many keys; parts enough for so many `programs` a multiprocessor.
+
+    `least`: keys of a part, where there are as many; a multiple of `keys`.
+    """
+
+    keys: int
+    warps: int
+    stages: int
+    programs: int
+    least: int
+
+
 class NormTile(NamedTuple):
     """Whole rows, one at least, in a program of `elements`, a warp for each `per_warp`; `programs` as in `Tile`."""
 
@@ -209,6 +222,34 @@ class GemmTiles(NamedTuple):
     cublas_blocks: bool = True  # cuBLASLt takes scales per block of 1×128 and 128×128
 
 
+class ProductTile(NamedTuple):
+    """Outputs of a tile, and how a kernel walks along its weights; `programs` that fit on a multiprocessor."""
+
+    n: int
+    warps: int
+    stages: int
+    programs: int
+
+
+class FewTokenTiles(NamedTuple):
+    """By the tokens of a tile, of which there is one: 16, 32, 64 or 128. Not yet measured."""
+
+    products: Mapping[int, ProductTile] = {
+        16: ProductTile(64, warps=4, stages=5, programs=4),
+        32: ProductTile(64, warps=4, stages=5, programs=3),
+        64: ProductTile(128, warps=4, stages=4, programs=2),
+        128: ProductTile(128, warps=8, stages=3, programs=1),
+    }
+    # Parts of K for `x · Aᵀ`: each has few outputs, and they are to be done no later than all the others.
+    adapter_parts: Mapping[int, int] = {16: 8, 32: 8, 64: 4, 128: 4}
+    most_parts: int = 16
+    finish: Tile = Tile(16, 64, warps=4)
+    lay_out: LinearTile = LinearTile(1024, 4)
+    # Cost of a program's start and end, and of a part's sums for each 64 tokens, in steps of 128 columns.
+    start: float = 3.0
+    part: float = 0.25
+
+
 @dataclass(frozen=True)
 class Rates:
     """Rates of a GPU, per second.
@@ -231,6 +272,7 @@ class Tuning(NamedTuple):
     gated: GatedTiles = GatedTiles()
     adapters: AdapterTiles = AdapterTiles()
     gemm: GemmTiles = GemmTiles()
+    few_tokens: FewTokenTiles = FewTokenTiles()
     # A program walks over one token's logits; then tiles of tokens by logits. Not measured separately.
     cross_entropy: LinearTile = LinearTile(2048, 4)
     cross_entropy_gradient: Tile = Tile(128, 64, warps=4)
@@ -240,6 +282,12 @@ class Tuning(NamedTuple):
     norm_sum: Tile = Tile(32, 64, warps=4)
     rotary: LinearTile = LinearTile(4096, 4)
     rotary_programs: int = 8  # with norms of heads, for each multiprocessor
+    # Attention of tokens that are generated, over a cache in 16 bits or in bytes, and what stores into it. Not yet
+    # measured (`benchmarks/decode_attention.py`).
+    decode: DecodeTile = DecodeTile(64, warps=4, stages=3, programs=6, least=128)
+    decode_bytes: DecodeTile = DecodeTile(64, warps=4, stages=3, programs=6, least=128)
+    decode_merge_warps: int = 1
+    decode_store: LinearTile = LinearTile(1024, 2)
     rescale: LinearTile = LinearTile(4096, 8)
     rescale_programs: int = 1056  # 8 for each of 132 multiprocessors
     adamw: LinearTile = LinearTile(1024, 4)  # 512 in 2 warps and 2,048 in 4 or 8 are up to 5 % slower

@@ -6,12 +6,16 @@ Scaling state lives in three rows of a `FP8ScalingManager`, beside the module: n
 `.to(dtype)`. `nn/linear_function.py` has the equations.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from octavo.nn import held
 from octavo.nn.fp8_only import OffloadedWeight
 from octavo.nn.linear_function import linear
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
@@ -19,6 +23,32 @@ from octavo.numerics.config import Recipe, check_config
 from octavo.ops.linear import LinearSpec, linear_spec
 from octavo.ops.weight import Weight
 from octavo.support import announce_emulation, require_tensor_cores
+
+_WEIGHTS_ONLY: ContextVar[bool] = ContextVar("octavo_weights_only", default=False)
+
+
+@contextmanager
+def weights_only() -> Iterator[None]:
+    """Take the inputs of frozen linears as they are, within this block and in this thread: only weights are in FP8.
+
+    So log-probabilities of generated tokens do not depend on how inputs are rounded to FP8; and with few tokens, on a
+    GPU, kernels read each weight once (`numerics/few_tokens.py`). Trained linears keep their products, unless their
+    weights are held in FP8 (`held.py`). A compiled model keeps what held when it was traced: enter the block before its
+    first call.
+    """
+    token = _WEIGHTS_ONLY.set(True)
+    try:
+        yield
+    finally:
+        _WEIGHTS_ONLY.reset(token)
+
+
+def _is_weights_only() -> bool:
+    return _WEIGHTS_ONLY.get()
+
+
+# As `torch.compiler.assume_constant_result`, without importing Dynamo, which does not know context variables.
+_is_weights_only._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def change_class(module: Any, cls: type[nn.Module]) -> None:
@@ -42,6 +72,7 @@ class LinearInFP8(nn.Linear):
     state_x: Tensor  # scaling state of the input
     state_g: Tensor  # scaling state of the gradient
     fp8_products: bool = True  # compute products in FP8; else a frozen weight is dequantised for each of them
+    fp8_forward: bool = True  # with `fp8_products`: False has y in high precision, and dx alone is an FP8 product
     input_is_saved: bool = False  # the module before saves it for its own backward: adapters then save it as it is, too
 
     @property
@@ -73,10 +104,12 @@ class LinearInFP8(nn.Linear):
             )
         autocast = torch.is_autocast_enabled(input.device.type)
         recipe, accumulation = self.recipe, self.config.fast_accumulation
+        is_stored = not self.is_trained or held.current() is not None  # in FP8, for this call
+        in_fp8 = self.fp8_products and not (is_stored and _is_weights_only())
         fields = (
-            recipe.x if self.fp8_products else None,
-            recipe.w if self.is_trained else None,
-            recipe.g if self.fp8_products else None,
+            recipe.x if in_fp8 and self.fp8_forward else None,
+            None if is_stored else recipe.w,
+            recipe.g if in_fp8 else None,
             torch.get_autocast_dtype(input.device.type) if autocast else input.dtype,
             # Evaluation may forget `no_grad`: it is to leave no trace either.
             torch.is_grad_enabled() and self.training,
@@ -171,6 +204,9 @@ class FP8Linear(LinearInFP8):
     def as_weight(self, *others: "FP8Linear") -> Weight:
         """Return the weight as products take it, with those side by side of others that share its scaling state."""
         members = (self, *others)
+        holder = held.current()
+        if holder is not None:
+            return holder.weight(members)
         if self.fp8_only is None:
             return Weight([member.weight for member in members], state=self.state_w)
         weights = [member.fp8_only.data for member in members if member.fp8_only is not None]

@@ -86,8 +86,10 @@ def linear_and_input(
 
     If there is a norm, the gradients of both come back to one place, and are added where the norm's is computed.
     """
-    save_x = how_to_save(x, weight, spec, norm, adapters, x_is_saved=x_is_saved)
     flat = None if residual is None else residual.reshape(-1, residual.shape[-1])
+    if not torch.is_grad_enabled():
+        return _without_gradients(x, weight, spec, states[0], bias, norm, adapters, flat), x
+    save_x = how_to_save(x, weight, spec, norm, adapters, x_is_saved=x_is_saved)
     stored = (*weight.parts, *weight.scales) if weight.is_stored else ()
     trained = weight.trained
     counts = len(trained), len(adapters.positions), len(weight.parts)
@@ -96,6 +98,27 @@ def linear_and_input(
         adapters.positions, counts, *states, weight.state, *trained, *adapters.downs, *adapters.ups, *stored,
     )  # fmt: skip
     return y.reshape(*x.shape[:-1], y.shape[-1]), x if h is None else h.reshape(x.shape)
+
+
+def _without_gradients(
+    x: Tensor,
+    weight: Weight,
+    spec: LinearSpec,
+    state_x: Tensor,
+    bias: Tensor | None,
+    norm: Norm | None,
+    adapters: Adapters,
+    residual: Tensor | None,
+) -> Tensor:
+    """Nothing is saved, and the norm is part of the operator."""
+    rows = x.reshape(-1, x.shape[-1])
+    norm_weight, eps = (None, 0.0) if norm is None else norm[:2]
+    call = Call.encode(spec, "", False, x.dtype, adapters)
+    y = ops.linear(
+        rows if spec.x or norm else as_dtype(rows, spec.out_dtype), state_x, list(weight.parts), list(weight.scales),
+        weight.state, bias, residual, norm_weight, eps, adapters.matrices, call,
+    )[0]  # fmt: skip
+    return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
 def how_to_save(
@@ -141,9 +164,9 @@ class _Linear(torch.autograd.Function):
         h = x
         x, inverse = (h, None) if norm_weight is None else normed(h, norm_weight, norm_eps)
         x = x if spec.x else as_dtype(x, spec.out_dtype)
-        call = Call.encode(spec, "" if save_x == AS_IS else save_x, h.dtype, adapters)
+        call = Call.encode(spec, "" if save_x == AS_IS else save_x, True, h.dtype, adapters)
         y, *saved, t, w_scale = ops.linear(
-            x, state_x, list(parts), list(scales), state_w, bias, residual, adapters.matrices, call
+            x, state_x, list(parts), list(scales), state_w, bias, residual, None, 0.0, adapters.matrices, call
         )
         if save_x == AS_IS:
             saved = [x if inverse is None else h, *saved[1:]]

@@ -197,7 +197,6 @@ def test_a_bad_config_is_named(invoke: Invoke, tmp_path: Path, changes: dict, wo
         (["9b"], ["MODEL 9b", "8b", "config.json"]),
         (["."], ["MODEL .", "no config.json"]),
         (["broken.json"], ["MODEL broken.json", "not a JSON file"]),
-        (["8b", "--mode", "grpo"], ["mode='grpo'", "full, lora"]),
         (["8b", "--mode", "half"], ["mode='half'", "full, lora"]),
         (["8b", "--batch", "0"], ["batch=0", "at least 1"]),
         (["8b", "--seq", "-5"], ["seq=-5"]),

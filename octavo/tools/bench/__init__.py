@@ -9,6 +9,7 @@
 | `worker.py`, `processes.py` | one contender in a process of its own, and the parent's end of it |
 | `workload.py`, `workload_run.py`, `trainer_run.py` | batches of changing lengths, and a run through them |
 | `request.py`, `runner.py` | a checked request, and its interleaved run |
+| `rollout/` | `--mode rollout` and `--mode grpo` |
 | `gemm.py`, `kernels.py`, `timing.py` | the parts: GEMMs, quantising, device time |
 | `result.py`, `workload_result.py`, `show.py`, `plot.py`, `table.py` | figures, the file, terminal, picture, Markdown |
 """

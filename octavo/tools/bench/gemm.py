@@ -66,12 +66,13 @@ def gemms(case: Case) -> list[Gemm]:
 
 def measure_ceilings(case: Case) -> dict[str, Any]:
     """Return the best TFLOP/s of BF16 and of FP8 over the model's shapes; FP8 is None without tensor cores for it."""
-    shapes: list[dict[str, Any]] = [{**asdict(gemm), **_rates(gemm, case)} for gemm in gemms(case)]
+    shapes: list[dict[str, Any]] = [{**asdict(gemm), **gemm_rates(gemm, case)} for gemm in gemms(case)]
     fp8 = [shape["fp8"] for shape in shapes if shape["fp8"] is not None]
     return {"bf16": max(shape["bf16"] for shape in shapes), "fp8": max(fp8) if fp8 else None, "shapes": shapes}
 
 
-def _rates(gemm: Gemm, case: Case) -> dict[str, float | None]:
+def gemm_rates(gemm: Gemm, case: Case) -> dict[str, float | None]:
+    """Return TFLOP/s of one product in BF16 and in FP8; None where there are no tensor cores for it."""
     a = torch.randn(gemm.m, gemm.k, device=case.device, dtype=torch.bfloat16)
     b = torch.randn(gemm.n, gemm.k, device=case.device, dtype=torch.bfloat16)
     rates: dict[str, float | None] = {"bf16": gemm.tflops(_time(lambda: torch.mm(a, b.t()), case)), "fp8": None}

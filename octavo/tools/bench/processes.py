@@ -20,10 +20,13 @@ class WorkerError(Exception):
     """Failure of a worker, in one line."""
 
 
-class WorkerProcess:
-    """A running worker, in a session of its own: Ctrl-C reaches the parent alone, which then kills it."""
+class Process:
+    """A running worker, in a session of its own: Ctrl-C reaches the parent alone, which then kills it.
 
-    def __init__(self, case: Case, contender: Contender, workers: int, workload: Workload | None = None) -> None:
+    `module`: to run; `setup`: its first line; `workers`: how many there are.
+    """
+
+    def __init__(self, module: str, setup: dict[str, Any], workers: int) -> None:
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
         environment = {
             "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads would take cores from the worker being timed
@@ -33,7 +36,7 @@ class WorkerProcess:
             "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0],
         }
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "octavo.tools.bench.worker"],
+            [sys.executable, "-m", module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
@@ -41,8 +44,7 @@ class WorkerProcess:
             start_new_session=True,
             env=environment,
         )
-        batches = None if workload is None else workload.to_dict()
-        self._send({"case": case.to_dict(), "contender": contender.to_dict(), "workload": batches})
+        self._send(setup)
 
     def request(self, do: str, **arguments: Any) -> None:
         """Send a request without waiting; `answer` waits."""
@@ -82,3 +84,12 @@ class WorkerProcess:
         self._stderr.seek(0)
         lines = self._stderr.read().decode(errors="replace").strip().splitlines()
         return f"exit code {code}" + (f": {lines[-1].strip()[:300]}" if lines else "")
+
+
+class WorkerProcess(Process):
+    """A contender of a training step."""
+
+    def __init__(self, case: Case, contender: Contender, workers: int, workload: Workload | None = None) -> None:
+        batches = None if workload is None else workload.to_dict()
+        setup = {"case": case.to_dict(), "contender": contender.to_dict(), "workload": batches}
+        super().__init__("octavo.tools.bench.worker", setup, workers)

@@ -14,6 +14,7 @@ from octavo.tools.bench.gemm import bench_gemms
 from octavo.tools.bench.kernels import bench_kernels
 from octavo.tools.bench.plot import write_plot
 from octavo.tools.bench.result import check_out, describe, write_result
+from octavo.tools.bench.rollout.runner import RolloutBench, run_rollout_bench
 from octavo.tools.bench.runner import run_bench, run_workload_bench
 from octavo.tools.bench.show import show
 from octavo.tools.bench.workload import Workload
@@ -44,7 +45,9 @@ class BenchRequest:
             check_positive_int(name, getattr(self, name))
 
 
-def run_request(request: BenchRequest, *, out: Path | None, command: Sequence[str], console: Console) -> Path:
+def run_request(
+    request: BenchRequest | RolloutBench, *, out: Path | None, command: Sequence[str], console: Console
+) -> Path:
     """Measure, show and write; return the path of the result file.
 
     The file is `out`, or lies in the folder `out`; by default in a checkout's results, or in the current folder.
@@ -66,7 +69,9 @@ def run_request(request: BenchRequest, *, out: Path | None, command: Sequence[st
     return path
 
 
-def _measure(request: BenchRequest, say: Any) -> dict[str, Any]:
+def _measure(request: BenchRequest | RolloutBench, say: Any) -> dict[str, Any]:
+    if isinstance(request, RolloutBench):
+        return run_rollout_bench(request, say)
     if request.kind == "gemm":
         return bench_gemms(request.case)
     if request.kind == "kernels":

@@ -96,7 +96,7 @@ def describe(case: Case, command: Sequence[str], measured: dict[str, Any]) -> di
         "case": case.to_dict(),
         "parameters": case.parameters,
         "matmul_parameters": case.matmul_parameters,
-        **({} if "workload" in measured else flops),  # the formula is of full batches
+        **({} if measured.keys() & {"workload", "rollout"} else flops),  # the formula is of steps with full batches
         **measured,
     }
 

@@ -10,6 +10,7 @@ from rich.text import Text
 from octavo.tools.bench.contenders import BASELINE, OWN_BASELINE
 from octavo.tools.bench.gemm import KINDS
 from octavo.tools.bench.result import TIMED, title
+from octavo.tools.bench.rollout.show import rollout_tables
 from octavo.tools.bench.workload_result import FASTER, steps_title, workload_title
 
 PIPE_WIDTH = 180
@@ -17,9 +18,13 @@ PIPE_WIDTH = 180
 
 def show(console: Console, result: dict[str, Any]) -> None:
     """Print the tables of a result of any kind, then the contenders without figures, and why."""
-    tables = {"step": _step_tables, "gemm": _gemm_tables, "kernels": _kernel_tables}.get(
-        result["kind"], _workload_tables
-    )
+    tables = {
+        "step": _step_tables,
+        "gemm": _gemm_tables,
+        "kernels": _kernel_tables,
+        "rollout": rollout_tables,
+        "grpo": rollout_tables,
+    }.get(result["kind"], _workload_tables)
     # A file or a pipe has no width of its own, and rich would squeeze the tables into 80 columns.
     wide = console if console.is_terminal else Console(file=console.file, width=PIPE_WIDTH)
     for table in tables(result):

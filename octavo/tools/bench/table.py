@@ -1,4 +1,4 @@
-"""Markdown tables of result files: one for each timed training step, and one for each run through a workload.
+"""Markdown tables of result files: one for each training step, run through a workload, rollout and step of GRPO.
 
 Every row of a file is in its table, including the rows that lose or fail, with the date, the GPU, the versions and the
 command behind it. `benchmarks/tables.py` of the repository writes the page that shows them.
@@ -10,6 +10,7 @@ from typing import Any
 
 from octavo.tools.bench.contenders import BASELINE, OWN_BASELINE
 from octavo.tools.bench.result import TIMED, title
+from octavo.tools.bench.rollout.show import CELLS, rollout_title
 from octavo.tools.bench.show import ratio
 from octavo.tools.bench.workload_result import FASTER, steps_title, workload_title
 
@@ -32,6 +33,11 @@ def workload_markdown(results: Sequence[dict[str, Any]]) -> str:
         heading = f"{workload_title(result)}; {steps_title(result)}"
         parts.append(_table(result, heading, _WORKLOAD_HEADINGS, _workload_cells))
     return "\n\n".join(parts)
+
+
+def rollout_markdown(results: Sequence[dict[str, Any]]) -> str:
+    """Return one table for each result of rollouts or of GRPO's steps."""
+    return "\n\n".join(_table(result, rollout_title(result), *CELLS[result["kind"]]) for result in results)
 
 
 def _one(result: dict[str, Any]) -> str:

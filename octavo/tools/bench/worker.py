@@ -127,7 +127,7 @@ def scaling_rates(scaling: FP8ScalingManager | None) -> dict[str, dict[str, floa
 
 
 def serve(requests: TextIO, answers: TextIO) -> None:
-    """Answer requests until the input ends or something fails."""
+    """Answer requests for a contender of a training step."""
     setup = json.loads(requests.readline())
     workload = Workload(**setup["workload"]) if setup.get("workload") else None
     worker = Worker(Case.from_dict(setup["case"]), Contender(**setup["contender"]), workload)
@@ -138,6 +138,11 @@ def serve(requests: TextIO, answers: TextIO) -> None:
         "time": worker.time,
         "run": worker.run,
     }
+    answer_requests(commands, requests, answers)
+
+
+def answer_requests(commands: dict[str, Callable[..., dict[str, Any]]], requests: TextIO, answers: TextIO) -> None:
+    """Answer requests until the input ends or something fails."""
     for line in iter(requests.readline, ""):
         request = json.loads(line)
         try:
@@ -157,11 +162,12 @@ def in_one_line(error: BaseException) -> str:
     return "".join(traceback.format_exception_only(error)).strip().splitlines()[0][:300]
 
 
-def main() -> None:
+def serve_parent(serve: Callable[[TextIO, TextIO], None]) -> None:
+    """Serve the process that has started this one."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     serve(sys.stdin, answers)
 
 
 if __name__ == "__main__":
-    main()
+    serve_parent(serve)
