@@ -96,7 +96,7 @@ class NativeEngine:
     def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> list[Completion]:
         """Complete each prompt n times with the weights as they are now, in the order of the prompts."""
         check_positive_int("n", n)
-        given = [list(prompt) for prompt in prompts]
+        given = [[_as_int(token) for token in prompt] for prompt in prompts]
         self._check(given, sampling)
         if not given:
             self._statistics = {"prefills": 0.0, "tokens": 0.0, "seconds": 0.0}
@@ -310,8 +310,13 @@ def _batches(fresh: Sequence[tuple[int, list[int]]]) -> list[list[tuple[int, lis
     return batches
 
 
+def _as_int(token: Any) -> Any:
+    """The token as an int, if it is an integer of NumPy's or torch's; anything else as it is."""
+    return token.__index__() if hasattr(token, "__index__") and not isinstance(token, float) else token
+
+
 def _seed(sampling: Sampling) -> int:
-    return sampling.seed if sampling.seed is not None else int(torch.randint(2**63 - 1, ()))
+    return sampling.seed if sampling.seed is not None else int(torch.randint(2**63 - 1, (), device="cpu"))
 
 
 def _check_finite(completions: Sequence[Completion]) -> None:
