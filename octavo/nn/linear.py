@@ -6,12 +6,16 @@ Scaling state lives in three rows of a `FP8ScalingManager`, beside the module: n
 `.to(dtype)`. `nn/linear_function.py` has the equations.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from octavo.nn import held
 from octavo.nn.fp8_only import OffloadedWeight
 from octavo.nn.linear_function import linear
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
@@ -30,6 +34,19 @@ def change_class(module: Any, cls: type[nn.Module]) -> None:
         type(module).__bases__ = (cls,)
     else:
         module.__class__ = cls
+
+
+_WEIGHTS_ONLY: ContextVar[bool] = ContextVar("octavo_weights_only", default=False)
+
+
+@contextmanager
+def weights_only() -> Iterator[None]:
+    """Have linears whose FP8 weight is there already multiply it, dequantised, with activations as they are."""
+    token = _WEIGHTS_ONLY.set(True)
+    try:
+        yield
+    finally:
+        _WEIGHTS_ONLY.reset(token)
 
 
 class LinearInFP8(nn.Linear):
@@ -73,10 +90,12 @@ class LinearInFP8(nn.Linear):
             )
         autocast = torch.is_autocast_enabled(input.device.type)
         recipe, accumulation = self.recipe, self.config.fast_accumulation
+        quantized_already = not self.is_trained or held.current() is not None
+        fp8_products = self.fp8_products and not (quantized_already and _WEIGHTS_ONLY.get())
         fields = (
-            recipe.x if self.fp8_products else None,
+            recipe.x if fp8_products else None,
             recipe.w if self.is_trained else None,
-            recipe.g if self.fp8_products else None,
+            recipe.g if fp8_products else None,
             torch.get_autocast_dtype(input.device.type) if autocast else input.dtype,
             # Evaluation may forget `no_grad`: it is to leave no trace either.
             torch.is_grad_enabled() and self.training,
@@ -171,6 +190,9 @@ class FP8Linear(LinearInFP8):
     def as_weight(self, *others: "FP8Linear") -> Weight:
         """Return the weight as products take it, with those side by side of others that share its scaling state."""
         members = (self, *others)
+        holder = held.current()
+        if holder is not None:
+            return holder.weight(members)
         if self.fp8_only is None:
             return Weight([member.weight for member in members], state=self.state_w)
         weights = [member.fp8_only.data for member in members if member.fp8_only is not None]
