@@ -111,7 +111,8 @@ class VLLMEngine:
             llm = self._start()
             llm.reset_prefix_cache()  # keys and values of weights that have changed since
             self._logits.scale = self._scale / (1.0 if sampling.is_greedy else sampling.temperature)
-            self._held.refresh()
+            with torch.inference_mode():  # in which vLLM computes, and so made them
+                self._held.refresh()
             devices = [self.device] if self.device.type == "cuda" else []
             with torch.random.fork_rng(devices):
                 torch.manual_seed(seed)
