@@ -35,7 +35,7 @@ def is_layer(module: nn.Module) -> bool:
 
 
 def is_causal_lm(module: nn.Module) -> bool:
-    return _is_of_family(module, "ForCausalLM") and type(getattr(module, "lm_head", None)) is nn.Linear
+    return is_of_family(module, "ForCausalLM") and type(getattr(module, "lm_head", None)) is nn.Linear
 
 
 def is_plain_norm(module: Any) -> bool:
@@ -55,14 +55,15 @@ def norm_of(module: Any) -> Norm | None:
     return Norm(module.weight, module.eps, shifted=True) if is_shifted_norm(module) else None
 
 
-def _is_of_family(module: nn.Module, kind: str) -> bool:
+def is_of_family(module: nn.Module, kind: str) -> bool:
+    """Whether this is the module of that kind (`Attention`, `ForCausalLM`, …) of a family that is known here."""
     cls = type(module)
     return cls.__module__.startswith("transformers.models.") and cls.__name__ in {f + kind for f in FAMILIES}
 
 
 def _is_own(module: nn.Module, kind: str) -> bool:
     """Whether the module runs the forward of its class: one put in its place, as Accelerate does, calls the old one."""
-    return _is_of_family(module, kind) and "forward" not in module.__dict__
+    return is_of_family(module, kind) and "forward" not in module.__dict__
 
 
 def _has_linears(module: nn.Module, names: tuple[str, ...]) -> bool:

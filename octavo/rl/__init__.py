@@ -1,5 +1,6 @@
 """Reinforcement learning on one copy of FP8 weights: the trainer owns them, an engine owns a cache."""
 
 from octavo.rl.completions import Completion, Engine, Sampling
+from octavo.rl.engine import NativeEngine
 
-__all__ = ["Completion", "Engine", "Sampling"]
+__all__ = ["Completion", "Engine", "NativeEngine", "Sampling"]

@@ -1,0 +1,241 @@
+"""The model of a trainer, as a rollout uses it: checked once, and unchanged by it.
+
+A rollout runs the model's own forward. While it lasts, the model evaluates (no dropout, no checkpointing), adapters
+are in the dtype of the activations, trained weights are held in FP8 (`nn/held.py`), and products take activations as
+they are, unless the model's own FP8 products are asked for. Afterwards, and after an error, all is as it was.
+
+Adapters are never merged: rounding to FP8 again would eat updates below an FP8 step. PEFT keeps them in FP32 beside a
+BF16 model; a BF16 copy is made for each rollout, in the same memory each time.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.decoders import match
+from octavo.decoders.attention import plainly_causal
+from octavo.decoders.decoding import Attends, decoding
+from octavo.decoders.graph_state import state_of
+from octavo.decoders.hooks import is_hooked
+from octavo.nn.held import HeldWeights, holding
+from octavo.nn.linear import LinearInFP8, weights_only
+from octavo.rl.cache import CacheFormat
+
+PRODUCTS = ("weights", "fp8")
+_FIXED_ROPE = ("default", "linear", "llama3", "yarn", "proportional")  # others depend on the longest sequence so far
+_ADAPTERS = (".lora_A.", ".lora_B.")
+
+
+class Policy:
+    """A causal language model of a known family, with or without PEFT's adapters around it."""
+
+    def __init__(self, model: Any) -> None:
+        self.model: Any = _without_peft(model)
+        self.config = self.model.config
+        self.attentions = _attentions(self.model)
+        _check_rotation(self.config)
+        _check_scales(self.model)
+        self.device = _device_of(self.model)
+        embedding = self.model.get_input_embeddings()
+        self.dtype: torch.dtype = embedding.weight.dtype
+        self.vocabulary = min(embedding.weight.shape[0], _base(self.model.lm_head).out_features)
+        self.hidden_size = int(self.config.hidden_size)
+        self.positions: int | None = getattr(self.config, "max_position_embeddings", None)
+        self.held = HeldWeights()
+        self._copies: dict[int, Tensor] = {}
+        self._head: Tensor | None = None
+        self._mask = plainly_causal(embedding.weight.detach())
+
+    def cache_format(self, kv_dtype: str) -> CacheFormat:
+        """Return what a cache holds of one token."""
+        first = self.attentions[0]
+        dtype = {"auto": self.dtype, "bf16": torch.bfloat16, "fp8": torch.uint8}[kv_dtype]
+        heads = _base(first.k_proj).out_features // first.head_dim
+        return CacheFormat(len(self.attentions), heads, first.head_dim, dtype)
+
+    def stop_ids(self) -> tuple[int, ...]:
+        """Return the tokens that end a sequence, as the model says; () if it does not."""
+        for holder in (getattr(self.model, "generation_config", None), self.config):
+            found = getattr(holder, "eos_token_id", None)
+            if found is not None:
+                return tuple(found) if isinstance(found, list | tuple) else (int(found),)
+        return ()
+
+    def hidden(self, attends: Attends, ids: Tensor, positions: Tensor) -> Tensor:
+        """Return the last hidden states `[B, S, H]` of tokens at these positions, which attend by a cache."""
+        with decoding(self.config, attends):
+            outputs = self.model.model(
+                input_ids=ids, position_ids=positions, attention_mask=self._mask, use_cache=False, return_dict=True
+            )
+        states: Tensor = outputs.last_hidden_state
+        return states
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Compute FP32 logits `[T, V]` of hidden states `[T, H]`: products of BF16 are summed, and kept, in FP32."""
+        head = self.model.lm_head
+        if self._head is not None:
+            logits = hidden.float() @ self._head.t()
+        elif _is_plain(head) and hidden.device.type == "cuda" and hidden.dtype != torch.float32:
+            logits = torch.mm(hidden, head.weight.detach().t(), out_dtype=torch.float32)
+        else:
+            logits = head(hidden).float()
+        bound = getattr(self.config, "final_logit_softcapping", None)
+        return logits if bound is None else bound * torch.tanh(logits / bound)
+
+    def state(self) -> list[Any]:
+        """Return what a recorded step depends on (`decoders/graph_state.py`); to be asked inside `rollout`."""
+        return state_of(self.model)
+
+    @contextmanager
+    def rollout(self, products: str) -> Iterator[None]:
+        """Have the model generate. `products`: "weights" or "fp8"."""
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(torch.autocast(self.device.type, enabled=False))
+            stack.enter_context(_evaluating(self.model))
+            stack.enter_context(_uncompiled())
+            stack.enter_context(self._with_copies())
+            stack.enter_context(holding(self.held))
+            self.held.refresh()
+            if products == "weights":
+                stack.enter_context(weights_only())
+            head = self.model.lm_head
+            if self.device.type != "cuda" and _is_plain(head) and head.weight.dtype != torch.float32:
+                self._head = head.weight.detach().float()  # a CPU has no product that sums BF16 into FP32
+            stack.callback(setattr, self, "_head", None)
+            yield
+
+    def release(self) -> None:
+        """Free the copies of weights that rollouts share."""
+        self.held.release()
+        self._copies.clear()
+
+    @contextmanager
+    def _with_copies(self) -> Iterator[None]:
+        """Give modules copies of their adapters in the dtype of the activations, where those are in another."""
+        modules = dict(self.model.named_modules())
+        found = [
+            (module._parameters, parameter)
+            for part in _ADAPTERS  # first all A, then all B: those of one product lie side by side
+            for name, module in modules.items()
+            if part in f".{name}."
+            for parameter in [module._parameters.get("weight")]
+            if parameter is not None and parameter.dtype != self.dtype
+        ]
+        copies = self._copies_of([parameter for _, parameter in found])
+        try:
+            for (own, _), copy in zip(found, copies, strict=True):
+                own["weight"] = copy
+            yield
+        finally:
+            for own, parameter in found:
+                own["weight"] = parameter
+
+    def _copies_of(self, parameters: Sequence[nn.Parameter]) -> list[Any]:
+        """Return the parameters' values as they are now, in the memory of the last time, if they are the same ones."""
+        if [id(p) for p in parameters] != list(self._copies):
+            flat = torch.empty(sum(p.numel() for p in parameters), dtype=self.dtype, device=self.device)
+            parts = flat.split([p.numel() for p in parameters])
+            self._copies = {id(p): part.view(p.shape) for p, part in zip(parameters, parts, strict=True)}
+        copies = list(self._copies.values())
+        if copies:
+            torch._foreach_copy_(copies, [p.detach() for p in parameters])
+        return copies
+
+
+def _without_peft(model: Any) -> Any:
+    """The causal language model inside PEFT's wrapper, with the adapters in its layers."""
+    for name, config in getattr(model, "peft_config", {}).items():
+        if getattr(config, "is_prompt_learning", False):
+            raise ValueError(f"adapter {name!r} learns a prompt ({type(config).__name__}): the engine takes LoRA")
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not match.is_of_family(inner, "ForCausalLM"):
+        raise ValueError(
+            f"{type(inner).__name__} is no causal language model that the native engine knows "
+            f"({', '.join(match.FAMILIES)}): its attention cannot be reached; use the model's own generate, or vLLM"
+        )
+    return inner
+
+
+def _attentions(model: Any) -> list[Any]:
+    found = [module for module in model.modules() if match.is_of_family(module, "Attention")]
+    indices = [getattr(module, "layer_idx", None) for module in found]
+    if indices != list(range(model.config.num_hidden_layers)):
+        raise ValueError(
+            f"{type(model).__name__} has {model.config.num_hidden_layers} layers and attentions of layers {indices}: "
+            "the native engine needs one of its family's own in each layer"
+        )
+    return found
+
+
+def _check_rotation(config: Any) -> None:
+    """Raise for a rotation by position that changes as sequences grow: cached keys would have the old one."""
+    given = getattr(config, "rope_parameters", None) or {}
+    each = [value for value in given.values() if isinstance(value, dict)] or [given]
+    for one in each:
+        kind = one.get("rope_type", "default")
+        if kind not in _FIXED_ROPE:
+            raise ValueError(
+                f"rope_type={kind!r} rotates by the length of the longest sequence, and keys in a cache would keep the "
+                f"old rotation; the native engine takes {', '.join(_FIXED_ROPE)}"
+            )
+
+
+def _check_scales(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if not isinstance(module, LinearInFP8):
+            continue
+        granularities = {getattr(module, "granularity", None), module.recipe.x.granularity, module.recipe.w.granularity}
+        if "tensor" in granularities:
+            raise ValueError(
+                f"{name} is in FP8 with granularity='tensor': one scale for a whole batch lets a token's probability "
+                "depend on its neighbours; for reinforcement learning use 'channel' or 'block' (load_in_fp8='channel')"
+            )
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) != 1 or next(iter(devices)).type == "meta":
+        raise ValueError(
+            f"the weights are on {', '.join(sorted(map(str, devices)))}: the native engine takes a model on one device "
+            "(device_map={'': 0})"
+        )
+    return devices.pop()
+
+
+def _base(module: Any) -> Any:
+    """A linear without what PEFT has put around it."""
+    while hasattr(module, "base_layer") or hasattr(module, "original_module"):
+        module = module.base_layer if hasattr(module, "base_layer") else module.original_module
+    return module
+
+
+def _is_plain(head: Any) -> bool:
+    return type(head) is nn.Linear and head.bias is None and not is_hooked(head)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Have all modules evaluate; afterwards each is as it was, whatever its neighbours are."""
+    training = [module for module in model.modules() if module.training]
+    try:
+        for module in training:
+            module.training = False
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Run what was compiled for training as it was written: a step of one token would compile it again."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield

@@ -1,0 +1,110 @@
+"""The completions that are being written: one row of tensors on the device for each slot.
+
+A slot holds the newest token, which has yet to go through the model, and how many before it have (`lengths`). A step
+
+    1  puts `token` at position prefix + lengths, stores its k and v, and gets logits for the next one
+    2  chooses the next token, appends it and its log-probability
+    3  ends the slot if that is a stop token, or if the completion has reached its limit
+
+all by masks, so that a step is the same operations on the same memory whatever the slots hold. That makes it a CUDA
+graph. An ended slot computes on, stores nothing and appends nothing, until it gets another completion.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from octavo.rl.cache import Decode, RolloutCache
+
+
+class Slots:
+    """State of `count` slots. `stops[V]`: which tokens end a completion."""
+
+    def __init__(self, count: int, cache: RolloutCache, vocabulary: int, device: torch.device) -> None:
+        self.count, self.device = count, device
+        places, length = cache.size.places, cache.size.suffix
+        self.index = torch.arange(count, dtype=torch.int32, device=device)
+        self.group_of = torch.full((count,), -1, dtype=torch.int32, device=device)
+        self.slots_of_group = torch.full((places, count), -1, dtype=torch.int32, device=device)
+        self.lengths = torch.zeros(count, dtype=torch.int32, device=device)
+        self.limits = torch.zeros(count, dtype=torch.int32, device=device)
+        self.active = torch.zeros(count, dtype=torch.bool, device=device)
+        self.token = torch.zeros(count, dtype=torch.int64, device=device)
+        self.tokens = torch.zeros(count, length, dtype=torch.int64, device=device)
+        self.logprobs = torch.zeros(count, length, dtype=torch.float32, device=device)
+        self.stops = torch.zeros(vocabulary, dtype=torch.bool, device=device)
+        self.temperature = torch.ones((), dtype=torch.float32, device=device)
+        self._cache = cache
+
+    def reset(self, stop_ids: Sequence[int], temperature: float) -> None:
+        """Empty all slots, for another rollout."""
+        self.active.fill_(False)
+        self.group_of.fill_(-1)
+        self.slots_of_group.fill_(-1)
+        self.lengths.zero_()
+        self.stops.fill_(False)
+        self.stops[torch.tensor(stop_ids, dtype=torch.int64, device=self.device)] = True
+        self.temperature.fill_(temperature or 1.0)
+
+    def positions(self) -> Tensor:
+        """Return the position of each slot's newest token; 0 for an empty slot."""
+        before = self._cache.prefix_lengths[self.group_of.clamp(min=0).long()]
+        return torch.where(self.active, before + self.lengths, 0).long()
+
+    def decode(self) -> Decode:
+        """Return how the newest tokens attend."""
+        return Decode(
+            self._cache,
+            places=torch.where(self.active, self.index, -1),
+            positions=self.lengths.clone(),
+            lengths=torch.where(self.active, self.lengths + 1, 0),
+            group_of=self.group_of,
+            slots_of_group=self.slots_of_group,
+        )
+
+    def append(self, token: Tensor, logprob: Tensor) -> None:
+        """Add the chosen tokens to the completions that are still being written, and end those that are complete."""
+        where = (self.lengths + 1).clamp(max=self.tokens.shape[1] - 1).long()[:, None]
+        for rows, new in ((self.tokens, token), (self.logprobs, logprob)):
+            old = rows.gather(1, where)[:, 0]
+            rows.scatter_(1, where, torch.where(self.active, new, old)[:, None])
+        self.token.copy_(torch.where(self.active, token, self.token))
+        self.lengths.add_(self.active)
+        self.active.logical_and_(~(self.stops[token] | (self.lengths + 1 >= self.limits)))
+
+    def start(
+        self, slots: Sequence[int], places: Sequence[int], limits: Sequence[int], first: tuple[Tensor, Tensor]
+    ) -> None:
+        """Begin completions in these slots, with their first tokens and log-probabilities."""
+        index = torch.tensor(slots, device=self.device)
+        token, logprob = first
+        limit = torch.tensor(limits, dtype=torch.int32, device=self.device)
+        self.group_of[index] = torch.tensor(places, dtype=torch.int32, device=self.device)
+        self.lengths[index] = 0
+        self.limits[index] = limit
+        self.token[index] = token
+        self.tokens[index, 0] = token
+        self.logprobs[index, 0] = logprob
+        self.active[index] = ~self.stops[token] & (limit > 1)
+
+    def set_groups(self, members: Sequence[Sequence[int]]) -> None:
+        """Say which slots each place has: the inverse of `group_of`."""
+        rows = [[*slots, *[-1] * (self.count - len(slots))] for slots in members]
+        self.slots_of_group.copy_(torch.tensor(rows, dtype=torch.int32))
+
+    def ended(self, slots: Sequence[int]) -> list[int]:
+        """Return those of these slots whose completion is complete. Waits for the device."""
+        active = self.active.tolist()
+        return [slot for slot in slots if not active[slot]]
+
+    def read(self, slots: Sequence[int]) -> list[tuple[list[int], list[float], bool]]:
+        """Return tokens and log-probabilities of these slots, and whether a stop token ended them."""
+        index = torch.tensor(slots, device=self.device)
+        counts = (self.lengths[index] + 1).tolist()
+        tokens, logprobs = self.tokens[index].cpu(), self.logprobs[index].cpu()
+        stopped = self.stops[self.token[index]].tolist()
+        return [
+            (tokens[row, :count].tolist(), logprobs[row, :count].tolist(), stop)
+            for row, (count, stop) in enumerate(zip(counts, stopped, strict=True))
+        ]

@@ -1,0 +1,58 @@
+"""One token for all slots: as it is on a CPU, and a CUDA graph on a GPU."""
+
+import torch
+
+from octavo.rl.completions import Sampling
+from octavo.rl.policy import Policy
+from octavo.rl.sampling import choose
+from octavo.rl.slots import Slots
+
+_Way = tuple[bool, int | None, float | None]
+
+
+class Step:
+    """The step of so many slots, with a graph for each way to sample; temperature and stop tokens are data to it."""
+
+    def __init__(self, policy: Policy, slots: Slots, generator: torch.Generator) -> None:
+        self.policy, self.slots, self.generator = policy, slots, generator
+        self._graphs: dict[_Way, torch.cuda.CUDAGraph] = {}
+
+    def run(self, sampling: Sampling) -> None:
+        """Write one token to each slot whose completion is not complete."""
+        graph = self._graphs.get(_way(sampling))
+        if graph is None:
+            self._compute(sampling)
+        else:
+            graph.replay()
+
+    def record(self, sampling: Sampling) -> None:
+        """Record a graph, if there is none yet. All slots must be empty: then a step changes nothing."""
+        way = _way(sampling)
+        if way in self._graphs:
+            return
+        stream = torch.cuda.Stream(self.slots.device)
+        stream.wait_stream(torch.cuda.current_stream(self.slots.device))
+        with torch.cuda.device(self.slots.device), torch.cuda.stream(stream):
+            for _ in range(2):  # kernels are compiled, and libraries take their memory
+                self._compute(sampling)
+        torch.cuda.current_stream(self.slots.device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        graph.register_generator_state(self.generator)
+        with torch.cuda.device(self.slots.device), torch.cuda.graph(graph, stream=stream):
+            self._compute(sampling)
+        self._graphs[way] = graph
+
+    def forget(self) -> None:
+        """Drop the graphs."""
+        self._graphs.clear()
+
+    def _compute(self, sampling: Sampling) -> None:
+        slots = self.slots
+        hidden = self.policy.hidden(slots.decode(), slots.token[:, None], slots.positions()[:, None])[:, 0]
+        slots.append(*choose(self.policy.logits(hidden), sampling, slots.temperature, self.generator))
+
+
+def _way(sampling: Sampling) -> _Way:
+    if sampling.is_greedy:
+        return True, None, None
+    return False, sampling.top_k, sampling.top_p
