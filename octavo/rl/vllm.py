@@ -12,8 +12,8 @@ Log-probabilities are those of `Completion`: vLLM's logits are scaled by 1 / tem
 its raw log-probabilities are the log-softmax over the whole vocabulary, whether top-k or top-p cut it afterwards.
 
 vLLM runs in the trainer's process (`VLLM_ENABLE_V1_MULTIPROCESSING=0`): modules cannot be shared with another one. The
-engine starts with the first `generate`, when adapters are there. Shown on CPUs; on a GPU, layers are captured in CUDA
-graphs of decoding alone, not compiled.
+engine starts with the first `generate`, when adapters are there. Shown on CPUs; on a GPU, decoding is captured in CUDA
+graphs, and nothing is compiled.
 """
 
 import importlib.util
@@ -21,20 +21,17 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from octavo.nn.frozen import FP8FrozenLinear
-from octavo.nn.held import HeldWeights, holding
-from octavo.nn.linear import weights_only
 from octavo.numerics.checks import check_choice, check_positive_int
 from octavo.rl.completions import Completion, Sampling
+from octavo.rl.policy import PRODUCTS, Policy
 
-PRODUCTS = ("weights_only", "fp8")
 _IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
 # Unless somebody has set them. Threads of this process are the trainer's, and stay where they are.
 _ENVIRONMENT = {_IN_PROCESS: "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
@@ -45,91 +42,79 @@ def is_installed() -> bool:
 
 
 class VLLMEngine:
-    """Completes prompts by vLLM with the weights of a model that somebody else owns (`completions.Engine`)."""
+    """Completes prompts by vLLM with the weights of a model that somebody else owns (`completions.Engine`).
+
+    `model`: of a family that Octavo knows, with or without PEFT's LoRA, in FP8 or not. `slots`: completions that are
+    written at once. `max_length`: tokens of a prompt and its completion together, at most; None: the model's positions.
+    `products`: "weights" multiplies activations as they are with FP8 weights; "fp8" keeps the model's own.
+    `memory_share`: of the device's memory, for vLLM, which is to say for its cache; `cache_bytes` says instead how
+    large that is. `can_stand_by`: have `standby` free the cache, which takes a GPU, and an allocator without
+    `expandable_segments:True`. `options`: further arguments of `vllm.LLM`.
+    """
 
     name = "vllm"
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Any,
         *,
-        max_length: int | None = None,
         slots: int = 64,
-        products: str = "weights_only",
-        gpu_memory_utilization: float = 0.6,
+        max_length: int | None = None,
+        products: str = "weights",
+        memory_share: float = 0.6,
         cache_bytes: int | None = None,
         can_stand_by: bool = False,
         **options: Any,
     ) -> None:
-        """Prepare an engine for this model of transformers, or of PEFT around one. It starts when it is first used.
-
-        `max_length`: of prompt and completion together; None is what the model has positions for. `slots`: completions
-        that run at a time. `products`: "weights_only" multiplies FP8 weights, dequantised, with activations as they
-        are; "fp8" as the model itself does. `gpu_memory_utilization`: share of the memory that vLLM may take, which is
-        its cache; `cache_bytes` says instead how large that is. `can_stand_by`: `standby` gives the cache's memory
-        back; on a GPU, and not with `expandable_segments:True`. `options`: further arguments of `vllm.LLM`.
-        """
         check_choice("products", products, PRODUCTS)
-        check_positive_int("slots", slots)
-        if max_length is not None:
-            check_positive_int("max_length", max_length)
-        if cache_bytes is not None:
-            check_positive_int("cache_bytes", cache_bytes)
-        if not is_installed():
-            raise ModuleNotFoundError("engine='vllm': vLLM is not installed; pip install vllm, or take engine='native'")
-        if os.environ.get(_IN_PROCESS, "0") != "0":
-            raise ValueError(
-                f"{_IN_PROCESS}={os.environ[_IN_PROCESS]}: another process cannot share the trainer's modules; set it "
-                "to 0, or leave it out"
-            )
-        self.model = model
-        self.trainer: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
-        _check_shareable(self.trainer)
-        self.max_length, self.slots, self.products = max_length, slots, products
-        self.gpu_memory_utilization, self.cache_bytes = gpu_memory_utilization, cache_bytes
-        self.can_stand_by = can_stand_by and self.device.type == "cuda"
-        self.options = options
+        for name, value in (("slots", slots), ("max_length", max_length), ("cache_bytes", cache_bytes)):
+            if value is not None:
+                check_positive_int(name, value)
+        if not 0 < memory_share <= 1:
+            raise ValueError(f"memory_share={memory_share!r}: a share of the memory, above 0 to 1")
+        _check_process()
+        self.policy = Policy(model)
+        _check_embedding(self.policy.model.get_input_embeddings())
+        positions = self.policy.positions
+        if max_length is not None and positions is not None and max_length > positions:
+            raise ValueError(f"max_length={max_length}: the model has {positions} positions")
+        self.max_length = max_length if max_length is not None else positions
+        if self.max_length is None:
+            raise ValueError("max_length=None: the model names no number of positions; say how long completions get")
+        self.slots, self.products, self.options = slots, products, options
+        self.memory_share, self.cache_bytes = memory_share, cache_bytes
+        self.can_stand_by = can_stand_by and self.policy.device.type == "cuda"
+        self._folder = tempfile.TemporaryDirectory(prefix="octavo-vllm-")  # of the configuration, which vLLM reads
         self._llm: Any = None
+        self._logits: Any = None  # vLLM's module that scales logits
         self._is_awake = True
-        self._held = HeldWeights()
-        self._statistics = {"prefills": 0.0, "tokens": 0.0, "seconds": 0.0}
-        self._folder = tempfile.TemporaryDirectory(prefix="octavo-vllm-")
-
-    @property
-    def device(self) -> torch.device:
-        device: torch.device = self.trainer.get_input_embeddings().weight.device
-        return device
+        self._statistics: dict[str, float] = {}
 
     def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> list[Completion]:
-        """Complete each prompt n times: completions of the first prompt, of the second, and so on."""
+        """Complete each prompt n times with the weights as they are now, in the order of the prompts."""
         check_positive_int("n", n)
-        self._check_prompts(prompts, sampling)
+        given = [list(prompt) for prompt in prompts]
+        self._check(given)
+        started = time.perf_counter()
+        seed = int(torch.randint(2**63 - 1, ())) if sampling.seed is None else sampling.seed
+        done: list[Completion] = []
         self.wake()
-        start = time.perf_counter()
-        seed = int(torch.randint(2**62, ())) if sampling.seed is None else sampling.seed
-        with self._computing():
+        # vLLM computes in inference mode, and copies that are made there can be written there alone.
+        with torch.inference_mode(), self.policy.rollout(self.products), self._own_random_numbers():
             llm = self._start()
             llm.reset_prefix_cache()  # keys and values of weights that have changed since
-            self._logits.scale = self._scale / (1.0 if sampling.is_greedy else sampling.temperature)
-            with torch.inference_mode():  # in which vLLM computes, and so made them
-                self._held.refresh()
-            devices = [self.device] if self.device.type == "cuda" else []
-            with torch.random.fork_rng(devices):
-                torch.manual_seed(seed)
-                outputs = llm.generate(
-                    [{"prompt_token_ids": list(prompt)} for prompt in prompts], self._parameters(n, sampling),
-                    use_tqdm=False,
-                )  # fmt: skip
-        completions = [_completion(i, part) for i, output in enumerate(outputs) for part in output.outputs]
-        tokens = sum(len(completion.tokens) for completion in completions)
-        # Each completion is a request of its own to vLLM, which takes whole pages of a prompt from the one before.
-        prefills, seconds = float(len(completions)), time.perf_counter() - start
-        self._statistics = {"prefills": prefills, "tokens": float(tokens), "seconds": seconds}
-        return completions
+            self._logits.scale = 1.0 if sampling.is_greedy else 1.0 / sampling.temperature
+            torch.manual_seed(seed)
+            inputs = [{"prompt_token_ids": prompt} for prompt in given]
+            outputs = llm.generate(inputs, self._parameters(n, sampling), use_tqdm=False)
+        for index, output in enumerate(outputs):
+            done += [_completion(index, part) for part in output.outputs]
+        self._note(done, time.perf_counter() - started)
+        return done
 
     def standby(self) -> None:
-        """Give the memory of the cache back. On a CPU, or without `can_stand_by`, vLLM keeps it."""
-        self._held.release()
+        """Free the cache and the copies of weights. On a CPU, or without `can_stand_by`, vLLM keeps its cache."""
+        self.policy.release()
         if self._llm is not None and self._is_awake and self.can_stand_by:
             self._llm.sleep(level=0)
             self._llm.release_kv_cache_memory()
@@ -138,117 +123,69 @@ class VLLMEngine:
     def wake(self) -> None:
         """Take the memory of the cache again; `generate` does so itself."""
         if not self._is_awake:
-            self._llm.wake_up(["kv_cache"])
-            self._llm.wake_up(["scheduling"])
+            self._llm.wake_up(["kv_cache", "scheduling"])
             self._is_awake = True
 
     def statistics(self) -> dict[str, float]:
-        """Figures of the last `generate`: prefills, tokens, seconds."""
+        """Figures of the last `generate`.
+
+        `prefills`: requests to vLLM, one for each completion, which take whole pages of their prompt from one another;
+        `tokens`: generated; `seconds`; `tokens_per_second`; `stopped`: the share that a stop token ended.
+        """
         return dict(self._statistics)
 
     def own_weight_bytes(self) -> int:
-        """Count the bytes of weights that vLLM holds and the trainer does not, by their storage."""
-        theirs = {tensor.untyped_storage().data_ptr() for tensor in _weights_of(self.trainer)}
-        own = {tensor.untyped_storage().data_ptr(): tensor for tensor in _weights_of(self._vllm_model())}
-        mine = sum(tensor.untyped_storage().nbytes() for place, tensor in own.items() if place not in theirs)
-        return mine + self._held.nbytes
+        """Count the bytes of Parameters that vLLM has and the trainer has not, by where they are in memory."""
+        theirs = {parameter.untyped_storage().data_ptr() for parameter in self.policy.model.parameters()}
+        own = {parameter.untyped_storage().data_ptr(): parameter for parameter in self.vllm_model().parameters()}
+        return sum(own[place].untyped_storage().nbytes() for place in own.keys() - theirs)
 
-    @contextmanager
-    def _computing(self) -> Iterator[None]:
-        """Have the trainer's modules compute as in evaluation, without gradients, by the products asked for."""
-        trained = [module for module in self.trainer.modules() if module.training]
-        with ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
-            stack.enter_context(holding(self._held))
-            if self.products == "weights_only":
-                stack.enter_context(weights_only())
-            for module in trained:
-                module.training = False
-            try:
-                yield
-            finally:
-                for module in trained:
-                    module.training = True
+    def vllm_model(self) -> nn.Module:
+        """Return vLLM's model, started if it is not yet."""
+        with torch.inference_mode(), self.policy.rollout(self.products), self._own_random_numbers():
+            model: nn.Module = self._start().llm_engine.model_executor.driver_worker.get_model()
+        return model
 
     def _start(self) -> Any:
         """vLLM's engine, started if it is not yet."""
         if self._llm is None:
             folder = Path(self._folder.name)
-            self._write_config(folder)
-            with _as_it_was(), torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            _write_config(self.policy.model, folder)
+            with _as_it_was():
                 from vllm import LLM
 
                 from octavo.rl import vllm_layers
 
-                with vllm_layers.sharing(self.trainer):
+                with vllm_layers.sharing(self.policy):
                     self._llm = LLM(model=str(folder), **self._arguments(vllm_layers.METHOD) | self.options)
-                self._logits = vllm_layers.SharedLoader.scale_of(self._vllm_model())
-                self._scale = self._logits.scale
+                model = self._llm.llm_engine.model_executor.driver_worker.get_model()
+                self._logits = vllm_layers.logits_processor(model)
         return self._llm
 
     def _arguments(self, method: str) -> dict[str, Any]:
-        dtype = self.trainer.get_input_embeddings().weight.dtype
         arguments: dict[str, Any] = {
             "quantization": method,
             "load_format": method,
             "skip_tokenizer_init": True,
-            "dtype": str(dtype).removeprefix("torch."),
-            "max_model_len": self._positions(),
+            "dtype": str(self.policy.dtype).removeprefix("torch."),
+            "max_model_len": self.max_length,
             "max_num_seqs": self.slots,
-            "gpu_memory_utilization": self.gpu_memory_utilization,
+            "gpu_memory_utilization": self.memory_share,
+            "kv_cache_memory_bytes": self.cache_bytes,
             "logprobs_mode": "raw_logprobs",
             "enable_prefix_caching": True,
             "disable_log_stats": True,
         }
-        if self.cache_bytes is not None:
-            arguments["kv_cache_memory_bytes"] = self.cache_bytes
-        if self.device.type == "cuda":
-            # Dynamo would trace into the trainer's modules; graphs of decoding alone are what it is for here.
-            arguments["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-            arguments["enable_sleep_mode"] = self.can_stand_by
-        else:
-            arguments["enforce_eager"] = True
-        return arguments
-
-    def _write_config(self, folder: Path) -> None:
-        """Write the model's configuration, which is all that vLLM reads; nothing in it is quantised."""
-        config = self.trainer.config.to_dict()
-        config.pop("quantization_config", None)
-        config["architectures"] = [type(self.trainer).__name__]
-        type(self.trainer.config).from_dict(config).save_pretrained(folder)
-
-    def _vllm_model(self) -> nn.Module:
-        worker = self._start().llm_engine.model_executor.driver_worker
-        model: nn.Module = worker.get_model()
-        return model
-
-    def _positions(self) -> int:
-        limit = getattr(self.trainer.config, "max_position_embeddings", None)
-        known = [length for length in (self.max_length, limit) if length is not None]
-        if not known:
-            raise ValueError("max_length=None: the model names no number of positions; say how long completions get")
-        return min(known)
-
-    def _check_prompts(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
-        if not len(prompts):
-            raise ValueError("prompts is empty: there is nothing to complete")
-        vocabulary = self.trainer.get_output_embeddings().weight.shape[0]
-        for i, prompt in enumerate(prompts):
-            if not len(prompt):
-                raise ValueError(f"prompts[{i}] is empty: it needs at least one token")
-            if not (0 <= min(prompt) and max(prompt) < vocabulary):
-                wrong = min(prompt) if min(prompt) < 0 else max(prompt)
-                raise ValueError(f"prompts[{i}] has the token {wrong}; the model knows 0 to {vocabulary - 1}")
-            if len(prompt) + sampling.max_new_tokens > self._positions():
-                raise ValueError(
-                    f"prompts[{i}] has {len(prompt)} tokens, and max_new_tokens={sampling.max_new_tokens}: together "
-                    f"more than the {self._positions()} positions of the engine"
-                )
+        if self.policy.device.type == "cuda":
+            # Dynamo would trace into the trainer's modules. Graphs of decoding are what a GPU needs.
+            graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+            return arguments | {"compilation_config": graphs, "enable_sleep_mode": self.can_stand_by}
+        return arguments | {"enforce_eager": True}
 
     def _parameters(self, n: int, sampling: Sampling) -> Any:
         from vllm import SamplingParams
 
-        stops = self._stop_ids() if sampling.stop_ids is None else sampling.stop_ids
+        stops = self.policy.stop_ids() if sampling.stop_ids is None else sampling.stop_ids
         return SamplingParams(
             n=n,
             temperature=0.0 if sampling.is_greedy else 1.0,  # logits are scaled already
@@ -261,39 +198,76 @@ class VLLMEngine:
             detokenize=False,
         )
 
-    def _stop_ids(self) -> tuple[int, ...]:
-        """The ends of sequence that the model names."""
-        for config in (getattr(self.trainer, "generation_config", None), self.trainer.config):
-            found = getattr(config, "eos_token_id", None)
-            if found is not None:
-                return (found,) if isinstance(found, int) else tuple(found)
-        return ()
+    @contextmanager
+    def _own_random_numbers(self) -> Iterator[None]:
+        """Leave the trainer's random numbers alone: vLLM sets a seed when it starts, and draws from the same."""
+        devices = [self.policy.device] if self.policy.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            yield
+
+    def _check(self, prompts: Sequence[Sequence[int]]) -> None:
+        vocabulary = self.policy.vocabulary
+        for index, prompt in enumerate(prompts):
+            if not prompt:
+                raise ValueError(f"prompt {index} is empty: give it at least one token (the start of a sequence)")
+            wrong = [token for token in prompt if not (isinstance(token, int) and 0 <= token < vocabulary)]
+            if wrong:
+                raise ValueError(
+                    f"prompt {index} has the token {wrong[0]!r}; the model's vocabulary is 0 to {vocabulary - 1}: is "
+                    "this the tokenizer of another model?"
+                )
+            if len(prompt) >= self.max_length:
+                raise ValueError(
+                    f"prompt {index} has {len(prompt)} tokens, and {self.max_length} positions leave no room for a "
+                    "completion: shorten it"
+                )
+
+    def _note(self, done: Sequence[Completion], seconds: float) -> None:
+        tokens = sum(len(completion.tokens) for completion in done)
+        self._statistics = {
+            "prefills": float(len(done)),
+            "tokens": float(tokens),
+            "seconds": seconds,
+            "tokens_per_second": tokens / seconds,
+            "stopped": sum(completion.stopped for completion in done) / max(len(done), 1),
+        }
 
 
 def _completion(prompt: int, part: Any) -> Completion:
     tokens = list(part.token_ids)
     logprobs = [places[token].logprob for token, places in zip(tokens, part.logprobs, strict=True)]
+    if any(value != value for value in logprobs):
+        raise ValueError(
+            f"a completion of prompt {prompt} has a log-probability that is NaN: the model's logits are not finite; "
+            "its weights or adapters have NaN or infinity in them"
+        )
     return Completion(prompt, tokens, logprobs, stopped=part.finish_reason == "stop")
 
 
-def _check_shareable(trainer: Any) -> None:
-    granularities = {m.granularity for m in trainer.modules() if isinstance(m, FP8FrozenLinear) and m.fp8_products}
-    if "tensor" in granularities:
+def _check_process() -> None:
+    if not is_installed():
+        raise ModuleNotFoundError("engine='vllm': vLLM is not installed; install it, or take engine='native'")
+    if os.environ.get(_IN_PROCESS, "0") != "0":
         raise ValueError(
-            "granularity='tensor': one scale for a whole batch, so that a token's probability would depend on its "
-            "batch-mates; load the model with load_in_fp8='channel' or 'block'"
+            f"{_IN_PROCESS}={os.environ[_IN_PROCESS]}: another process cannot share the trainer's modules; set it to 0"
         )
-    embedding = trainer.get_input_embeddings()
+
+
+def _check_embedding(embedding: Any) -> None:
     if not isinstance(embedding, nn.Embedding):
         raise ValueError(
-            f"the embedding is a {type(embedding).__name__}: vLLM shares plain ones; train adapters on linears alone, "
+            f"the embedding is a {type(embedding).__name__}: vLLM shares plain ones; have adapters on linears alone, "
             "or take engine='native'"
         )
 
 
-def _weights_of(model: nn.Module) -> Iterator[torch.Tensor]:
-    for module in model.modules():
-        yield from module.parameters(recurse=False)
+def _write_config(model: Any, folder: Path) -> None:
+    """Write the configuration of a model for vLLM, to which nothing in it is quantised."""
+    config = model.config.to_dict()
+    config.pop("quantization_config", None)
+    plain = type(model.config).from_dict(config)
+    plain.architectures = [type(model).__name__]
+    plain.save_pretrained(folder)
 
 
 @contextmanager

@@ -28,19 +28,20 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from octavo.decoders.products import linear_group
+from octavo.rl.policy import Policy
 
 METHOD = "octavo_shared"  # of the quantisation, and of the loader
-_TRAINER: ContextVar[Any] = ContextVar("octavo_vllm_trainer")
+_POLICY: ContextVar[Policy] = ContextVar("octavo_vllm_policy")
 
 
 @contextmanager
-def sharing(trainer: nn.Module) -> Iterator[None]:
+def sharing(policy: Policy) -> Iterator[None]:
     """Have the engine that is built meanwhile compute with this model's modules: vLLM passes names, no objects."""
-    token = _TRAINER.set(trainer)
+    token = _POLICY.set(policy)
     try:
         yield
     finally:
-        _TRAINER.reset(token)
+        _POLICY.reset(token)
 
 
 @register_quantization_config(METHOD)
@@ -49,7 +50,7 @@ class SharedConfig(QuantizationConfig):
 
     def __init__(self) -> None:
         super().__init__()
-        self.trainer = _TRAINER.get()
+        self.trainer = _POLICY.get().model
 
     def get_name(self) -> str:
         return METHOD
@@ -97,30 +98,18 @@ class SharedLinears(LinearMethodBase):
 class SharedEmbeddings(QuantizeMethodBase):
     """Embedding and head by the trainer's: any vocabulary as it is, where vLLM's own are padded to a multiple of 64."""
 
-    def __init__(self, trainer: Any) -> None:
-        self.trainer = trainer
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
 
     def create_weights(self, layer: nn.Module, *args: Any, **kwargs: Any) -> None:
         """Make nothing: the weights are the trainer's."""
 
     def embedding(self, layer: nn.Module, ids: Tensor) -> Tensor:  # noqa: ARG002
         # Not the module itself, which may scale what it looks up, as vLLM does on its own.
-        return nn.functional.embedding(ids, self.trainer.get_input_embeddings().weight)
+        return nn.functional.embedding(ids, self.policy.model.get_input_embeddings().weight)
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: ARG002
-        return fp32_logits(self.trainer.get_output_embeddings(), x)
-
-
-def fp32_logits(head: Any, x: Tensor) -> Tensor:
-    """Logits `[T, V]` in FP32: rounded to BF16, they are a third of the gap between a rollout and its trainer."""
-    if type(head) is not nn.Linear:
-        output: Tensor = head(x)  # with adapters
-        return output.float()
-    if x.is_cuda and x.dtype == head.weight.dtype != torch.float32:
-        logits = torch.mm(x, head.weight.t(), out_dtype=torch.float32)
-    else:
-        logits = x.float() @ head.weight.float().t()
-    return logits if head.bias is None else logits + head.bias.float()
+        return self.policy.logits(x)
 
 
 @register_model_loader(METHOD)
@@ -131,8 +120,8 @@ class SharedLoader(BaseModelLoader):
         """Get nothing: the model is here."""
 
     def load_weights(self, model: nn.Module, model_config: Any) -> None:  # noqa: ARG002
-        trainer = _TRAINER.get()
-        embeddings = SharedEmbeddings(trainer)
+        policy = _POLICY.get()
+        embeddings = SharedEmbeddings(policy)
         for name, module in list(model.named_modules()):
             if isinstance(module, VocabParallelEmbedding):
                 module.quant_method = embeddings
@@ -140,12 +129,14 @@ class SharedLoader(BaseModelLoader):
                 for key, _ in list(module.named_parameters(recurse=False)):
                     module.register_parameter(key, None)  # padded embeddings, and biases that the trainer adds
             else:
-                _share(name, module, trainer)
+                _share(name, module, policy.model)
 
-    @staticmethod
-    def scale_of(model: nn.Module) -> LogitsProcessor:
-        """The module of a model that scales its logits, last of all."""
-        return next(module for module in model.modules() if isinstance(module, LogitsProcessor))
+
+def logits_processor(model: nn.Module) -> LogitsProcessor:
+    """Return the module of a model of vLLM that bends and scales its logits. It only scales them from here on."""
+    found: LogitsProcessor = next(module for module in model.modules() if isinstance(module, LogitsProcessor))
+    found.soft_cap = None  # `Policy.logits` has bent them
+    return found
 
 
 def _share(name: str, module: nn.Module, trainer: nn.Module) -> None:

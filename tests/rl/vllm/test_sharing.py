@@ -14,7 +14,7 @@ from octavo import FastLanguageModel
 from octavo.rl import Sampling
 
 pytest.importorskip("vllm")
-from octavo.rl.vllm import VLLMEngine  # noqa: E402
+from octavo.rl.vllm import VLLMEngine
 
 PROMPTS = [[5, 9, 33], [7, 8, 2, 61, 90, 14, 3], [44], list(range(20, 53))]
 SHAPES = {"head_dim": 32, "max_position_embeddings": 96}  # vLLM's attention on a CPU takes heads of 32 and more
@@ -110,17 +110,17 @@ def test_no_weights_of_its_own_and_no_word_after_a_step(folder, family, granular
 def test_what_vllm_holds_is_tables_and_a_cache(folder):
     """Whatever is no Parameter is a table of rotations, or one of the scales that its attention has anyway."""
     engine = engine_for(load(folder))
-    names = [name for name, _ in engine._vllm_model().named_buffers()]
+    names = [name for name, _ in engine.vllm_model().named_buffers()]
     assert all("rotary_emb" in name or name.endswith("_scale") for name in names)
     assert engine.own_weight_bytes() == 0
-    trainer = dict(engine.trainer.named_parameters())
-    for name, parameter in engine._vllm_model().named_parameters():
+    trainer = dict(engine.policy.model.named_parameters())
+    for name, parameter in engine.vllm_model().named_parameters():
         assert parameter is trainer[name]  # norms; no linear, embedding or head has a Parameter
 
 
 def test_planted_copy_is_counted(folder):
     engine = engine_for(load(folder))
-    norm = engine._vllm_model().model.norm
+    norm = engine.vllm_model().model.norm
     norm.weight = torch.nn.Parameter(norm.weight.detach().clone())
     assert engine.own_weight_bytes() == norm.weight.nbytes
 
@@ -185,33 +185,32 @@ def test_trained_weights_are_held(folder):
     for _ in range(2):
         completions = engine.generate(PROMPTS, 1, Sampling(max_new_tokens=6, seed=1))
         assert gap(model, completions) < 0.1
-        assert engine.own_weight_bytes() == engine._held.nbytes > 0
+        assert engine.policy.held.nbytes > 0 == engine.own_weight_bytes()
         train(model, optimizer, steps=2)
     assert gap(model, completions) > 0.1
     engine.standby()
-    assert engine.own_weight_bytes() == 0
+    assert engine.policy.held.nbytes == 0
 
 
 @pytest.mark.parametrize(
-    ("prompts", "sampling", "message"),
+    ("prompts", "message"),
     [
-        ([], Sampling(), "prompts is empty"),
-        ([[1], []], Sampling(max_new_tokens=8), r"prompts\[1\] is empty"),
-        ([[1, 160]], Sampling(), r"prompts\[0\] has the token 160; the model knows 0 to 159"),
-        ([[1] * 90], Sampling(max_new_tokens=10), r"90 tokens, and max_new_tokens=10: together more than the 96"),
+        ([[1], []], "prompt 1 is empty"),
+        ([[1, 160]], "prompt 0 has the token 160; the model's vocabulary is 0 to 159"),
+        ([[1] * 96], "prompt 0 has 96 tokens, and 96 positions leave no room"),
     ],
 )
-def test_prompts_that_cannot_be_completed(folder, prompts, sampling, message):
+def test_prompts_that_cannot_be_completed(folder, prompts, message):
     with pytest.raises(ValueError, match=message):
-        VLLMEngine(load(folder)).generate(prompts, 1, sampling)
+        VLLMEngine(load(folder)).generate(prompts, 1, Sampling())
 
 
 def test_what_is_refused(folder, monkeypatch):
     model = load(folder, load_in_fp8="tensor", fp8_products=True)
-    with pytest.raises(ValueError, match="granularity='tensor': .*batch-mates"):
+    with pytest.raises(ValueError, match=r"granularity='tensor': .*neighbours"):
         VLLMEngine(model)
     with pytest.raises(ValueError, match="products='bf16'"):
         VLLMEngine(load(folder), products="bf16")
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    with pytest.raises(ValueError, match="VLLM_ENABLE_V1_MULTIPROCESSING=1: .*set it to 0"):
+    with pytest.raises(ValueError, match=r"VLLM_ENABLE_V1_MULTIPROCESSING=1: .*set it to 0"):
         VLLMEngine(load(folder))
