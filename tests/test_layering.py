@@ -39,7 +39,7 @@ ONLY_IN = {
 }
 MODELS_USED_IN = {"models", "training", "tools"}
 # The files of `decoders` that import transformers, inside the functions that need it: importing octavo does not.
-USES_TRANSFORMERS = {"decoders/attention.py", "decoders/causal_lm.py", "decoders/match.py"}
+USES_TRANSFORMERS = {"decoders/attention.py", "decoders/causal_lm.py", "decoders/decoding.py", "decoders/match.py"}
 MODULES = sorted(ROOT.rglob("*.py"))
 
 

@@ -15,6 +15,7 @@ from contextvars import ContextVar
 from functools import cache
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from octavo.decoders import attention
@@ -70,6 +71,8 @@ _CURRENT: ContextVar[_Decoding | None] = ContextVar("octavo_decoding", default=N
 
 def current() -> Attends | None:
     """Return the cache that attention uses at the moment; None outside `decoding`."""
+    if torch.compiler.is_compiling():  # Dynamo cannot read the variable; a model that generates is not compiled
+        return None
     found = _CURRENT.get()
     return None if found is None else found.cache
 

@@ -12,11 +12,12 @@ original would, and calls it where the fused products cannot be used.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from octavo.decoders import decoding
 from octavo.decoders.attention import NAME, attention_of
 from octavo.decoders.classes import ORIGINAL, is_fused
 from octavo.decoders.hooks import is_hooked
@@ -29,7 +30,16 @@ from octavo.nn.rotary import rotary
 from octavo.numerics import FP8TrainingConfig
 from octavo.numerics.config import Recipe
 from octavo.numerics.norm import Norm
-from octavo.numerics.rotary import Heads
+from octavo.numerics.rotary import Heads, Norms
+
+
+class _Rotation(NamedTuple):
+    """The rotation of q and k by position, `cos` and `sin[B, S, D]`, and norms of their heads before it."""
+
+    cos: Tensor
+    sin: Tensor
+    heads: Heads
+    norms: Norms | None
 
 
 class _Precomputed:
@@ -69,12 +79,15 @@ def _attention(
     the original computes them where that is not possible.
     """
     attend = None if _bends_scores(module) else attention_of(module.config)
-    heads = None if attend is None else _rotated(module, qkv, kwargs.get("position_embeddings"))
-    if attend is None or heads is None:
+    rotation = None if attend is None else _rotation(module, qkv, kwargs.get("position_embeddings"))
+    if attend is None or rotation is None:
         return original(_Precomputed(module, _split(module, qkv), residual), **kwargs)
+    out = _decoded(module, qkv, rotation)
+    if out is not None:
+        return module.o_proj(out) if residual is None else module.o_proj(out, residual=residual), None
     taken = ("hidden_states", "position_embeddings", "attention_mask", "past_key_values")
     rest = {name: value for name, value in kwargs.items() if name not in taken}
-    query, key, value = (x.transpose(1, 2) for x in heads)
+    query, key, value = (x.transpose(1, 2) for x in rotary(qkv, *rotation))
     cache = kwargs.get("past_key_values")
     if cache is not None:
         key, value = cache.update(key, value, module.layer_idx)
@@ -98,8 +111,22 @@ def _window_of(module: Any) -> int | None:
     return getattr(holder, "sliding_window", None)
 
 
-def _rotated(module: Any, qkv: Tensor, positions: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor] | None:
-    """q, k and v, `[B, S, heads, D]`, after norms of heads and rotation; None if the original has to compute those."""
+def _decoded(module: Any, qkv: Tensor, rotation: _Rotation) -> Tensor | None:
+    """Attend by the cache of a model that generates, `[..., H·D]`; None if there is none, or if it takes q, k and v."""
+    cache = decoding.current()
+    if cache is None:
+        return None
+    cos, sin, heads, norms = rotation
+    cos, sin = (x.expand(*qkv.shape[:2], -1).flatten(0, 1) for x in (cos, sin))
+    out = cache.attend_rotated(
+        module.layer_idx, qkv.flatten(0, 1), cos, sin, heads, norms, scaling=module.scaling,
+        window=_window_of(module), softcap=None,
+    )  # fmt: skip
+    return None if out is None else out.reshape(*qkv.shape[:-1], -1)
+
+
+def _rotation(module: Any, qkv: Tensor, positions: tuple[Tensor, Tensor] | None) -> _Rotation | None:
+    """How q and k are rotated, with the norms of their heads; None if the original has to do that."""
     width = module.head_dim
     if positions is None:
         return None
@@ -113,7 +140,7 @@ def _rotated(module: Any, qkv: Tensor, positions: tuple[Tensor, Tensor] | None) 
             return None
         norms = (of_q, of_k)
     q, k, _ = (getattr(module, name).out_features // width for name in QKV)
-    return rotary(qkv, cos, sin, Heads(q, k, width), norms)
+    return _Rotation(cos, sin, Heads(q, k, width), norms)
 
 
 def _split(module: Any, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -157,7 +157,7 @@ def _build(qkv: Tensor, cos: Tensor, heads: Heads, norms: Norms | None) -> Launc
     launches = Launches(given=3 if norms is None else 5)
     results = tuple(launches.make((tokens, count, d), qkv.dtype) for count in (h, g, g))
     tile, constants = _tile(heads, norms, qkv.device)
-    constants |= _apart(qkv.dtype)
+    constants |= apart(qkv.dtype)
     weights = (0, 0) if norms is None else (3, 4)
     eps = 0.0 if norms is None else float(norms[0].eps)
     grid = (h + 2 * g, -(-tokens // tile))  # the heads of a token lie side by side
@@ -167,7 +167,7 @@ def _build(qkv: Tensor, cos: Tensor, heads: Heads, norms: Norms | None) -> Launc
     return launches
 
 
-def _apart(dtype: torch.dtype) -> dict[str, bool]:
+def apart(dtype: torch.dtype) -> dict[str, bool]:
     """Keep products and their sum apart: joined into one instruction, a product would not be rounded.
 
     To BF16 they are rounded by an instruction of their own, which nothing is joined with.
@@ -205,7 +205,7 @@ def _build_backward(
     tensors = (0, 1, 2, *((0, 3, 4, 0, 0) if norms is None else (5, 3, 4, 6, 7)), dqkv, parts)
     strides = (dq.stride(0), dq.stride(1), dk.stride(0), dk.stride(1), dv.stride(0), dv.stride(1))
     eps = 0.0 if norms is None else float(norms[0].eps)
-    constants |= {"NEEDS_W": any(needs)} | _apart(dq.dtype)
+    constants |= {"NEEDS_W": any(needs)} | apart(dq.dtype)
     grid = (h + 2 * g, programs)
     numbers = (tokens, cos.shape[0], h, g, *strides, eps)
     launches.launch(rotary_backward_kernel, grid, tensors, numbers, constants)

@@ -86,6 +86,19 @@ class LinearTile(NamedTuple):
     warps: int
 
 
+class DecodeTile(NamedTuple):
+    """How attention reads a cache: tiles of so many keys; parts enough for so many `programs` a multiprocessor.
+
+    `least`: keys of a part, where there are as many; a multiple of `keys`.
+    """
+
+    keys: int
+    warps: int
+    stages: int
+    programs: int
+    least: int
+
+
 class NormTile(NamedTuple):
     """Whole rows, one at least, in a program of `elements`, a warp for each `per_warp`; `programs` as in `Tile`."""
 
@@ -240,6 +253,12 @@ class Tuning(NamedTuple):
     norm_sum: Tile = Tile(32, 64, warps=4)
     rotary: LinearTile = LinearTile(4096, 4)
     rotary_programs: int = 8  # with norms of heads, for each multiprocessor
+    # Attention of tokens that are generated, over a cache in 16 bits or in bytes, and what stores into it. Not yet
+    # measured (`benchmarks/decode_attention.py`).
+    decode: DecodeTile = DecodeTile(64, warps=4, stages=3, programs=6, least=128)
+    decode_bytes: DecodeTile = DecodeTile(64, warps=4, stages=3, programs=6, least=128)
+    decode_merge_warps: int = 1
+    decode_store: LinearTile = LinearTile(1024, 2)
     rescale: LinearTile = LinearTile(4096, 8)
     rescale_programs: int = 1056  # 8 for each of 132 multiprocessors
     adamw: LinearTile = LinearTile(1024, 4)  # 512 in 2 warps and 2,048 in 4 or 8 are up to 5 % slower

@@ -55,7 +55,7 @@ class HeldWeights:
 
 
 def _quantized(members: Sequence[Any]) -> Quantized:
-    """What the trainer multiplies with: the weights quantised as one operand, or the FP8 values if there is no else."""
+    """Quantise the weights as one operand, as the trainer does; FP8-only ones are returned as they are."""
     first = members[0]
     if first.fp8_only is not None:
         parts: list[Tensor] = [member.fp8_only.data for member in members]
@@ -69,7 +69,7 @@ _CURRENT: ContextVar[HeldWeights | None] = ContextVar("octavo_held", default=Non
 
 def current() -> HeldWeights | None:
     """Return the weights that are held at the moment; None outside `holding`."""
-    return _CURRENT.get()
+    return None if torch.compiler.is_compiling() else _CURRENT.get()  # Dynamo cannot read the variable
 
 
 @contextmanager

@@ -91,7 +91,8 @@ class LinearInFP8(nn.Linear):
         autocast = torch.is_autocast_enabled(input.device.type)
         recipe, accumulation = self.recipe, self.config.fast_accumulation
         quantized_already = not self.is_trained or held.current() is not None
-        fp8_products = self.fp8_products and not (quantized_already and _WEIGHTS_ONLY.get())
+        weights_alone = quantized_already and not torch.compiler.is_compiling() and _WEIGHTS_ONLY.get()
+        fp8_products = self.fp8_products and not weights_alone
         fields = (
             recipe.x if fp8_products else None,
             recipe.w if self.is_trained else None,

@@ -10,6 +10,7 @@ positions are int32 tensors on the device, and nothing waits for them.
 import torch
 from torch import Tensor
 
+from octavo.kernels.tuning import is_known_gpu
 from octavo.numerics import decode as spec
 from octavo.numerics.decode import KVCache
 from octavo.numerics.norm import Norm
@@ -114,7 +115,12 @@ def _decode_store(
 ) -> None:
     """Keys and values into a cache; see `store`."""
     cache = KVCache(cache_keys, cache_values, key_scales, value_scales)
-    spec.store(keys, values, cache, places, positions)
+    if _has_kernels(keys, cache):
+        from octavo.kernels import decode_store as kernels  # brings Triton
+
+        if kernels.can_store(keys.shape[2], keys.dtype, cache):
+            return kernels.store(keys, values, cache, places, positions)
+    return spec.store(keys, values, cache, places, positions)
 
 
 def _rotary_and_store_fake(qkv: Tensor, heads: list[int]) -> Tensor:
@@ -140,7 +146,13 @@ def _rotary_and_store(
     """q, with k and v stored; `weights`: of the norms of q and k, if there are any. See `rotary_and_store`."""
     cache = KVCache(cache_keys, cache_values, key_scales, value_scales)
     norms = (Norm(weights[0], eps, shifted), Norm(weights[1], eps, shifted)) if weights else None
-    return spec.rotary_and_store(qkv, cos, sin, Heads(*heads), norms, cache, places, positions)
+    split = Heads(*heads)
+    if _has_kernels(qkv, cache):
+        from octavo.kernels import decode_store as kernels
+
+        if kernels.can_rotate_and_store(qkv, cos, sin, split, norms, cache):
+            return kernels.rotary_and_store(qkv, cos, sin, split, norms, cache, places, positions)
+    return spec.rotary_and_store(qkv, cos, sin, split, norms, cache, places, positions)
 
 
 def _decode_attention_fake(q: Tensor) -> Tensor:
@@ -170,7 +182,17 @@ def _decode_attention(
     prefix = KVCache(prefix_keys, prefix_values, prefix_key_scales, prefix_value_scales)
     suffix = KVCache(suffix_keys, suffix_values, suffix_key_scales, suffix_value_scales)
     given = (q, prefix, prefix_lengths, group_of, suffix, suffix_lengths, scaling, window or None, softcap or None)
+    if _has_kernels(q, suffix):
+        from octavo.kernels import decode as kernels
+
+        if kernels.can_decode(q, prefix, suffix):
+            return kernels.decode_attention(*given, slots_of_group)
     return spec.decode_attention(*given, slots_of_group)
+
+
+def _has_kernels(x: Tensor, cache: KVCache) -> bool:
+    """Whether the GPU runs kernels: it need not have FP8 tensor cores unless the cache holds bytes."""
+    return x.is_cuda and is_known_gpu(x.device, fp8=cache.key_scales is not None)
 
 
 def _check_cache(name: str, cache: KVCache, like: Tensor) -> None:

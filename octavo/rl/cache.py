@@ -51,7 +51,7 @@ class CacheSize:
 
 @dataclass(frozen=True)
 class CacheFormat:
-    """What a cache holds of one token: heads of k and v of each layer, their width, and their dtype.
+    """Contents of a cache for one token: heads of k and v of each layer, their width, and their dtype.
 
     `dtype`: of keys and values; uint8 for E4M3 with an FP32 scale for each token and head.
     """

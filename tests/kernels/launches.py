@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from octavo import FP8TrainingConfig
-from octavo.kernels import adamw, cross_entropy, gated, norm, quantize, rotary, split
+from octavo.kernels import adamw, cross_entropy, decode, decode_store, gated, norm, quantize, rotary, split, tuning
 from octavo.kernels.adapters import gradients, outputs
 from octavo.kernels.gated import blocks, low_rank
 from octavo.kernels.gemm import triton as gemm_triton
@@ -22,6 +22,7 @@ from octavo.models.bdh.kernels import scores as bdh_scores
 from octavo.numerics import E4M3, E5M2, Quantized
 from octavo.numerics.activation import ACTIVATIONS
 from octavo.numerics.adamw import Step, with_levels
+from octavo.numerics.decode import KVCache
 from octavo.numerics.norm import Norm
 from octavo.numerics.rotary import Heads
 from octavo.numerics.scaling import new_states
@@ -43,7 +44,7 @@ def launches(dtype: torch.dtype, rounding: str) -> Iterator[Launch]:
     for part in (_quantize, _gated, _gated_blocks, _bdh):
         yield from part(dtype, rounding)
     if rounding == "nearest":
-        for part in (_cross_entropy, _adamw, _low_rank, _norm, _rotary):
+        for part in (_cross_entropy, _adamw, _low_rank, _norm, _rotary, _decode):
             yield from part(dtype)
         if dtype == torch.bfloat16:
             yield from _gemm()
@@ -287,6 +288,42 @@ def _rotary(dtype: torch.dtype) -> Iterator[Launch]:
                     *g, qkv if norms else None, cos, cos, heads, norms
                 ),
             )
+
+
+def _cache(dtype: torch.dtype, places: int, positions: int, heads: int, width: int, *, bytes: bool) -> KVCache:
+    shape = (places, positions, heads, width)
+    if bytes:
+        return KVCache(*(torch.zeros(shape, dtype=torch.uint8) for _ in range(2)), *torch.ones(2, *shape[:3]).unbind())
+    return KVCache(*(torch.zeros(shape, dtype=dtype) for _ in range(2)))
+
+
+def _decode(dtype: torch.dtype) -> Iterator[Launch]:
+    few = torch.zeros(8, dtype=torch.int32)
+    for bytes in (False, True):
+        for h, g, d in ((32, 8, 128), (3, 3, 80)) if dtype == torch.bfloat16 else ((32, 8, 128),):
+            prefix, suffix = (_cache(dtype, n, p, g, d, bytes=bytes) for n, p in ((2, 128), (8, 512)))
+            q, name = torch.zeros(8, h, d, dtype=dtype), f"{d} {'bytes' if bytes else 'plain'}"
+            lengths, table = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 4, dtype=torch.int32)
+            usual = (q, prefix, lengths, few, suffix, few, 0.1)
+            yield f"decode {name} shared", lambda given=usual, t=table: decode.decode_attention(*given, None, None, t)
+            yield f"decode {name} alone", lambda given=usual: decode.decode_attention(*given)
+            yield (
+                f"decode {name} window and softcap",
+                lambda given=usual, t=table: decode.decode_attention(*given, 64, 30.0, t),
+            )
+            whole = tuning.HOPPER.decode._replace(least=4096)
+            yield f"decode {name} whole", lambda given=usual: decode.decode_attention(*given, tile=whole)
+            kv, heads = torch.zeros(8, g, d, dtype=dtype), Heads(h, g, d)
+            yield f"decode store {name}", lambda kv=kv, s=suffix: decode_store.store(kv, kv, s, few, few)
+            qkv, cos = torch.zeros(8, heads.features, dtype=dtype), torch.zeros(8, d, dtype=dtype)
+            plain = Norm(torch.zeros(d, dtype=dtype), 1e-5)
+            for norms in (None, (plain, plain)):
+                yield (
+                    f"decode rotary and store {name}{'' if norms is None else ' norms'}",
+                    lambda x=qkv, c=cos, h=heads, n=norms, s=suffix: decode_store.rotary_and_store(
+                        x, c, c, h, n, s, few, few
+                    ),
+                )
 
 
 def _low_rank(dtype: torch.dtype) -> Iterator[Launch]:

@@ -1,7 +1,6 @@
 """The native engine against transformers' `generate` and against full forwards of the same model."""
 
 import pytest
-import torch
 from rollout_cases import FAMILIES, PROMPTS, adapted, frozen, gaps, hf_generate
 
 from octavo.rl import NativeEngine, Sampling

@@ -1,0 +1,184 @@
+"""`model.generate` by an engine: what stock TRL, and any script that calls `generate`, then uses.
+
+    attach(model, engine)     model.generate(...) samples with the engine, where the call asks for what it can do
+    detach(model)             model.generate is transformers' again
+
+The rule: a call goes to the engine if it is greedy or samples, by temperature, top-k and top-p alone, from rows of
+tokens that are padded on the left, and asks for tokens alone. Anything else (beams, penalties, processors, scores,
+images, …) goes to transformers' `generate` as before, and a warning says so once for each reason. Rows with equal
+prompts are one group, and go through the model once.
+"""
+
+import logging
+from collections import Counter
+from types import MethodType
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from octavo.rl.completions import Engine, Sampling
+
+logger = logging.getLogger("octavo")
+
+_GENERATE = "generate"
+# Fields of transformers' GenerationConfig that the engine follows, or that do not change what is sampled.
+_FOLLOWED = {
+    "max_length", "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "eos_token_id", "pad_token_id",
+    "num_return_sequences",
+}  # fmt: skip
+_IRRELEVANT = {
+    "bos_token_id", "decoder_start_token_id", "use_cache", "disable_compile", "compile_config", "cache_implementation",
+    "cache_config", "max_matching_ngram_size", "transformers_version", "generation_kwargs", "is_assistant",
+    "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold", "assistant_lookbehind",
+    "target_lookbehind", "assistant_early_exit", "prefill_chunk_size", "length_penalty", "early_stopping",
+}  # fmt: skip
+# Values that ask for nothing; so do None, False and whatever is empty.
+_NEUTRAL = {
+    "num_beams": 1, "num_beam_groups": 1, "repetition_penalty": 1.0, "encoder_repetition_penalty": 1.0,
+    "typical_p": 1.0, "renormalize_logits": False, "diversity_penalty": 0.0, "min_length": 0, "guidance_scale": 1.0,
+}  # fmt: skip
+_LONGEST = 20  # new tokens, where nobody says how many: transformers' own default
+_TOP_K = 50  # likewise
+_POSITIONAL = (
+    "inputs", "generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "synced_gpus",
+    "assistant_model", "streamer", "negative_prompt_ids", "negative_prompt_attention_mask", "custom_generate",
+)  # fmt: skip
+
+
+def attach(model: Any, engine: Engine) -> None:
+    """Have `model.generate` use an engine, which was made for this model. The model may be PEFT's or get adapters."""
+    inner = _inner(model)
+    if not callable(getattr(inner, _GENERATE, None)):
+        raise ValueError(f"{type(inner).__name__} has no generate: attach an engine to a causal language model")
+    detach(model)
+    inner.__dict__[_GENERATE] = _Generate(inner, engine)
+
+
+def detach(model: Any) -> None:
+    """Give a model its own `generate` back; nothing happens if it has it."""
+    inner = _inner(model)
+    if isinstance(inner.__dict__.get(_GENERATE), _Generate):
+        del inner.__dict__[_GENERATE]
+
+
+def attached(model: Any) -> Engine | None:
+    """Return the engine that `model.generate` uses; None if there is none."""
+    found = _inner(model).__dict__.get(_GENERATE)
+    return found.engine if isinstance(found, _Generate) else None
+
+
+def fallbacks(model: Any) -> Counter[str]:
+    """Return how many calls of `model.generate` went to transformers instead of the engine, by reason."""
+    found = _inner(model).__dict__.get(_GENERATE)
+    return Counter(found.fallbacks) if isinstance(found, _Generate) else Counter()
+
+
+def _inner(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+class _Generate:
+    """In the place of a model's `generate`. A copy of the model has its own again."""
+
+    def __init__(self, model: nn.Module, engine: Engine) -> None:
+        self.model, self.engine = model, engine
+        self.fallbacks: Counter[str] = Counter()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        named = dict(zip(_POSITIONAL, args, strict=False)) | kwargs
+        settings = _settings(self.model, named)
+        reason = _why_not(self.model, named, settings)
+        if reason:
+            self.fallbacks[reason] += 1
+            if self.fallbacks[reason] == 1:
+                logger.warning("octavo: model.generate runs without the engine: %s", reason)
+            return self._original()(*args, **kwargs)
+        ids: Tensor = named["input_ids"] if named.get("inputs") is None else named["inputs"]
+        return _completed(self.engine, ids, named.get("attention_mask"), settings)
+
+    def _original(self) -> Any:
+        cls: Any = type(self.model)
+        return MethodType(cls.generate, self.model)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied: Any = memo[id(self.model)]
+        return MethodType(type(copied).generate, copied)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("an engine is attached to this model, which cannot be pickled: call octavo.rl.detach(model)")
+
+
+def _settings(model: Any, named: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a generation configuration: as given by name, else as given whole, else as the model has them."""
+    given = named.get("generation_config")
+    layers = [model.generation_config.to_dict(), {} if given is None else given.to_dict()]
+    merged = {name: value for layer in layers for name, value in layer.items() if value is not None}
+    return merged | {name: value for name, value in named.items() if name in layers[0]}
+
+
+def _why_not(model: nn.Module, named: dict[str, Any], settings: dict[str, Any]) -> str:
+    """Why a call is not the engine's to answer; empty if it is."""
+    known = {*_POSITIONAL[:2], "input_ids", "attention_mask", *settings}
+    for name, value in named.items():
+        if name not in known and value is not None and value is not False:
+            return f"{name} is given"
+    for name, value in settings.items():
+        asks = bool(value) and value != _NEUTRAL.get(name)
+        if asks and name not in _FOLLOWED and name not in _IRRELEVANT and not name.startswith("_"):
+            return f"{name}={value!r}"
+    ids = named.get("input_ids") if named.get("inputs") is None else named["inputs"]
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point():
+        return "input_ids is no matrix of tokens"
+    mask = named.get("attention_mask")
+    if mask is None:
+        pad = settings.get("pad_token_id")
+        return "padding without an attention_mask" if pad is not None and bool((ids == pad).any()) else ""
+    if not isinstance(mask, Tensor) or mask.shape != ids.shape:
+        return "attention_mask has another shape than input_ids"
+    if not bool(mask.bool().int().diff(dim=1).ge(0).all()):
+        return "rows are not padded on the left alone"
+    if any(hasattr(module, "lora_A") and module._forward_pre_hooks for module in model.modules()):
+        return "rows have adapters of their own (adapter_names)"
+    return ""
+
+
+def _completed(engine: Engine, ids: Tensor, mask: Tensor | None, settings: dict[str, Any]) -> Tensor:
+    """Rows with their completions, padded on the right, as `generate` returns them."""
+    real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+    prompts = [row[kept].tolist() for row, kept in zip(ids.cpu(), real.cpu(), strict=True)]
+    n = settings.get("num_return_sequences") or 1
+    completions = engine.generate(prompts, n, _sampling(settings, ids.shape[1]))
+    longest = max(len(completion.tokens) for completion in completions)
+    stops = _as_tuple(settings.get("eos_token_id"))
+    pad = settings.get("pad_token_id")
+    fill = pad if pad is not None else stops[0] if stops else 0
+    rows = [[*completion.tokens, *[fill] * (longest - len(completion.tokens))] for completion in completions]
+    new = torch.tensor(rows, dtype=ids.dtype, device=ids.device)
+    return torch.cat([ids.repeat_interleave(n, dim=0), new], dim=1)
+
+
+def _sampling(settings: dict[str, Any], length: int) -> Sampling:
+    """How the engine is to sample. `length`: of the rows with their padding, which `max_length` counts, too."""
+    new, whole = settings.get("max_new_tokens"), settings.get("max_length")
+    new = new if new is not None else _LONGEST if whole is None else whole - length
+    if new < 1:
+        raise ValueError(f"max_length={whole}: the rows have {length} tokens already; set max_new_tokens")
+    sampled = bool(settings.get("do_sample"))
+    temperature = settings.get("temperature", 1.0) if sampled else 0.0
+    top_k, top_p = settings.get("top_k", _TOP_K), settings.get("top_p", 1.0)
+    return Sampling(
+        max_new_tokens=new,
+        temperature=temperature,
+        top_k=top_k if sampled and top_k and top_k > 0 else None,
+        top_p=top_p if sampled and top_p < 1 else None,
+        stop_ids=_as_tuple(settings.get("eos_token_id")),
+    )
+
+
+def _as_tuple(tokens: Any) -> tuple[int, ...]:
+    if tokens is None:
+        return ()
+    if isinstance(tokens, Tensor):
+        tokens = tokens.tolist()
+    return tuple(tokens) if isinstance(tokens, list | tuple) else (int(tokens),)
