@@ -35,6 +35,7 @@ ONLY_IN = {
     "accelerate": {"hf"},
     "peft": {"hf", "sft"},
     "trl": {"sft"},
+    "vllm": {"rl/vllm.py", "rl/vllm_layers.py"},
     "datasets": {"sft"},
 }
 MODELS_USED_IN = {"models", "training", "tools"}

@@ -33,12 +33,14 @@ from octavo.rl.completions import Completion, Sampling
 from octavo.rl.policy import PRODUCTS, Policy
 
 _IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
+_PAGE = 128  # tokens of a page of vLLM's on a CPU, of which the last of a completion is partly filled
 # Unless somebody has set them. Threads of this process are the trainer's, and stay where they are.
 _ENVIRONMENT = {_IN_PROCESS: "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
 
 
 def is_installed() -> bool:
-    return importlib.util.find_spec("vllm") is not None
+    found = importlib.util.find_spec("vllm")
+    return found is not None and found.origin is not None  # a mere folder of that name has none
 
 
 class VLLMEngine:
@@ -78,9 +80,10 @@ class VLLMEngine:
         positions = self.policy.positions
         if max_length is not None and positions is not None and max_length > positions:
             raise ValueError(f"max_length={max_length}: the model has {positions} positions")
-        self.max_length = max_length if max_length is not None else positions
-        if self.max_length is None:
+        longest = max_length if max_length is not None else positions
+        if longest is None:
             raise ValueError("max_length=None: the model names no number of positions; say how long completions get")
+        self.max_length: int = longest
         self.slots, self.products, self.options = slots, products, options
         self.memory_share, self.cache_bytes = memory_share, cache_bytes
         self.can_stand_by = can_stand_by and self.policy.device.type == "cuda"
@@ -171,7 +174,7 @@ class VLLMEngine:
             "max_model_len": self.max_length,
             "max_num_seqs": self.slots,
             "gpu_memory_utilization": self.memory_share,
-            "kv_cache_memory_bytes": self.cache_bytes,
+            "kv_cache_memory_bytes": self._cache_bytes(),
             "logprobs_mode": "raw_logprobs",
             "enable_prefix_caching": True,
             "disable_log_stats": True,
@@ -181,6 +184,14 @@ class VLLMEngine:
             graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
             return arguments | {"compilation_config": graphs, "enable_sleep_mode": self.can_stand_by}
         return arguments | {"enforce_eager": True}
+
+    def _cache_bytes(self) -> int | None:
+        """Bytes of vLLM's cache, where we say how many. On a CPU it would fill its share of the memory, used or not."""
+        if self.cache_bytes is not None or self.policy.device.type == "cuda":
+            return self.cache_bytes
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        tokens = self.slots * (self.max_length + _PAGE)
+        return min(tokens * self.policy.cache_format("auto").bytes_per_token, int(self.memory_share * memory))
 
     def _parameters(self, n: int, sampling: Sampling) -> Any:
         from vllm import SamplingParams
