@@ -166,7 +166,7 @@ def test_seeds_and_stops(folder):
 
 
 def test_fp8_products_and_bf16(folder):
-    """With products as the model's own, a rounding that flips moves a token's probability: see `docs/rl.md`."""
+    """With products as the model's own, a rounding that flips moves the probabilities of all tokens after it."""
     model = adapted(load(folder, dtype=torch.bfloat16, fp8_products=True))
     engine = engine_for(model, products="fp8")
     own = gap(model, engine.generate(PROMPTS, 2, Sampling(max_new_tokens=6, seed=1)))
