@@ -47,8 +47,8 @@ def new_cache(places: int, positions: int, heads: int, width: int, dtype: torch.
 def new_decode(
     *,
     prefix: tuple[int, ...] = (9, 0, 37),
-    suffix: tuple[int, ...] = (3, 0, 70, 1, 33),
-    groups: tuple[int, ...] = (2, 0, 0, -1, 1),
+    suffix: tuple[int, ...] = (3, 0, 70, 1, 33, 12),
+    groups: tuple[int, ...] = (2, 0, 0, -1, 1, 2),
     positions: tuple[int, int] = (40, 75),
     heads: tuple[int, int, int] = (4, 2, 64),
     dtype: torch.dtype = torch.float32,

@@ -8,7 +8,8 @@ The driver walks the model, counts the pieces, and writes the sentences of `repo
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -250,6 +251,28 @@ def fuse_all(model: nn.Module, report: ConversionReport) -> None:
     fuse_frozen(model, report)
     if not fuse_loss(dict(model.named_modules()), report, Frozen(model)):
         report.fused.append(f"nothing fused: {type(model).__name__} is not one of {', '.join(match.FAMILIES)}")
+
+
+@contextmanager
+def fused_for_decoding(model: nn.Module) -> Iterator[None]:
+    """Fuse what is not fused already and can be without FP8, as long as a model generates: norms, rotation, cache."""
+    forwards: dict[str, Callable[..., Any]] = {
+        "Attention": attention_forward,
+        "DecoderLayer": layer_forward,
+        "RMSNorm": norm_forward,
+    }
+    taken = []
+    try:
+        for module in model.modules():
+            for kind, forward in forwards.items():
+                own = match.is_of_family(module, kind) and "forward" not in module.__dict__
+                if own and not is_fused(module) and (kind != "DecoderLayer" or match.is_layer(module)):
+                    take_class(module, forward)
+                    taken.append(module)
+        yield
+    finally:
+        for module in taken:
+            give_class_back(module)
 
 
 def choose_products(model: nn.Module) -> str:

@@ -39,9 +39,9 @@ _LAUNCHES = LaunchCache()
 
 
 @triton.jit
-def share(start, stop, part, PARTS: tl.constexpr, KEYS: tl.constexpr, LEAST: tl.constexpr):
-    """First and last of one of `PARTS` parts of start…stop: whole tiles, no part smaller than `LEAST`."""
-    size = tl.maximum(tl.cdiv(tl.cdiv(stop - start, PARTS), KEYS) * KEYS, LEAST)
+def share(start, stop, part, parts, least, KEYS: tl.constexpr):
+    """First and last of one of `parts` parts of start…stop: whole tiles, no part smaller than `least`."""
+    size = tl.maximum(tl.cdiv(tl.cdiv(stop - start, parts), KEYS) * KEYS, least)
     first = start + part * size
     return first, tl.minimum(first + size, stop)
 
@@ -55,22 +55,49 @@ def product(a, b):
 
 
 @triton.jit
+def of_pairs(words):
+    """Two E4M3 in each word of 16 bits, apart and in BF16: the lower ones, and the upper ones.
+
+    Threads exchange values for a product that contracts tokens: in bytes one by one, since those of a word belong to
+    one token, and in words as fast as BF16. So it is words that they exchange, and then take apart.
+    """
+    if tiles.INTERPRETED:
+        lower = (words & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+        upper = ((words >> 8) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+        return lower.to(tl.float32), upper.to(tl.float32)
+    return tl.inline_asm_elementwise(
+        """{.reg .b16 a, b, c, d; .reg .b32 e, f; .reg .f32 p, q, r, s;
+        mov.b32 {a, b}, $2; cvt.rn.f16x2.e4m3x2 e, a; cvt.rn.f16x2.e4m3x2 f, b;
+        mov.b32 {a, b}, e; mov.b32 {c, d}, f;
+        cvt.f32.f16 p, a; cvt.f32.f16 q, b; cvt.f32.f16 r, c; cvt.f32.f16 s, d;
+        cvt.rn.bf16x2.f32 $0, r, p; cvt.rn.bf16x2.f32 $1, s, q;}""",
+        "=r,=r,r", [words], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
 def attend(
-    acc, top, total, q, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, start, stop, lowest, scaling, softcap, G,
+    acc, odd, top, total, q, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, start, stop, lowest, scaling, softcap, G,
     BYTES: tl.constexpr, CAPPED: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Add keys start…stop of one place and head to a running softmax; row i sees those from `lowest[i]` on.
 
     `scaling` makes scores in powers of two of products, or, `CAPPED`, what tanh(x) = 2 sigmoid(2 x) − 1 takes; then
     `softcap` does.
-    `top`: the largest score so far; `total`: the sum of exp2(score − top); `acc`: that of the values times these.
+    `top`: the largest score so far; `total`: the sum of exp2(score − top); `acc`: that of the values times these, or
+    for pairs of bytes (`odd`), of those in even columns.
     """
-    c = tl.arange(0, WIDTH)
+    c, half = tl.arange(0, WIDTH), tl.arange(0, WIDTH // 2)
+    PAIRED: tl.constexpr = BYTES and q.dtype != tl.float32
     for first in range(start, stop, KEYS):
         j = first + tl.arange(0, KEYS)
         inside = j < stop
         k = tl.load(k_ptr + j[None, :] * (G * D) + c[:, None], mask=inside[None, :] & (c < D)[:, None], other=0.0)
-        v = tl.load(v_ptr + j[:, None] * (G * D) + c[None, :], mask=inside[:, None] & (c < D)[None, :], other=0.0)
+        if PAIRED:
+            words_ptr = v_ptr.to(tl.pointer_type(tl.int16)) + j[:, None] * (G * D // 2) + half[None, :]
+            v = tl.load(words_ptr, mask=inside[:, None] & (half < D // 2)[None, :], other=0)
+        else:
+            v = tl.load(v_ptr + j[:, None] * (G * D) + c[None, :], mask=inside[:, None] & (c < D)[None, :], other=0.0)
         s = product(q, k.to(q.dtype)) * scaling
         if BYTES:
             s *= tl.load(k_scale_ptr + j * G, mask=inside, other=0.0)[None, :]
@@ -83,43 +110,57 @@ def attend(
         total = total * fade + tl.sum(p, axis=1)
         if BYTES:
             p *= tl.load(v_scale_ptr + j * G, mask=inside, other=0.0)[None, :]
+        if PAIRED:
             # Not FP16, which has no room for small scales.
-            wide: tl.constexpr = tl.float32 if q.dtype == tl.float32 else tl.bfloat16
-            acc = acc * fade[:, None] + product(round_to(p, wide), v.to(wide))
+            even_v, odd_v = of_pairs(v)
+            p = round_to(p, tl.bfloat16)
+            acc = acc * fade[:, None] + product(p, even_v)
+            odd = odd * fade[:, None] + product(p, odd_v)
         else:
-            acc = acc * fade[:, None] + product(round_to(p, v.dtype), v)
+            acc = acc * fade[:, None] + product(round_to(p, q.dtype), v.to(q.dtype))
         top = higher
-    return acc, top, total
+    return acc, odd, top, total
 
 
 @triton.jit
-def divided(acc, total):
-    """acc / total, and zeros where nothing was seen."""
+def new_sums(ROWS: tl.constexpr, WIDTH: tl.constexpr, PAIRED: tl.constexpr):
+    """A running softmax that has seen nothing; see `attend`."""
+    ACROSS: tl.constexpr = WIDTH // 2 if PAIRED else WIDTH
+    acc, odd = tl.zeros([ROWS, ACROSS], tl.float32), tl.zeros([ROWS, ACROSS], tl.float32)
+    return acc, odd, tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+
+
+@triton.jit
+def divided(acc, odd, total, PAIRED: tl.constexpr):
+    """What a running softmax gives, and zeros where it saw nothing."""
+    if PAIRED:
+        acc = tl.interleave(acc, odd)
     return acc / tl.where(total != 0.0, total, 1.0)[:, None]
 
 
 @triton.jit
-def write_part(parts_ptr, lse_ptr, row, part, acc, top, total, wanted, PARTS, D: tl.constexpr, WIDTH: tl.constexpr):
+def write_part(
+    parts_ptr, lse_ptr, row, part, out, top, total, wanted, parts, D: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
     """Write the output and log-sum-exp of one part; rows that saw nothing have −∞."""
     c = tl.arange(0, WIDTH)[None, :]
     seen = total != 0.0
-    out = divided(acc, total)
     lse = tl.where(seen, top + tl.log2(tl.where(seen, total, 1.0)), float("-inf"))
-    tl.store(lse_ptr + row * PARTS + part, lse, mask=wanted)
-    tl.store(parts_ptr + (row * PARTS + part).to(tl.int64)[:, None] * D + c, out, mask=wanted[:, None] & (c < D))
+    tl.store(lse_ptr + row * parts + part, lse, mask=wanted)
+    tl.store(parts_ptr + (row * parts + part).to(tl.int64)[:, None] * D + c, out, mask=wanted[:, None] & (c < D))
 
 
 @triton.jit
 def attend_for_group(
     pid, q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, prefix_lengths_ptr, suffix_lengths_ptr, slots_ptr, parts_ptr,
-    lse_ptr, P, H, G, N, window, scaling, softcap, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, BYTES: tl.constexpr,
-    PREFIX_PARTS: tl.constexpr, PARTS: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
-    WIDTH: tl.constexpr, KEYS: tl.constexpr, LEAST: tl.constexpr,
+    lse_ptr, P, H, G, N, prefix_parts, parts, least, window, scaling, softcap, WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr, BYTES: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
+    WIDTH: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """A part of a prompt, for slots of its group: as many as have room in `ROWS`."""
     head, rest = pid % G, pid // G
     blocks = tl.cdiv(N * R, ROWS)
-    part, rest = rest % PREFIX_PARTS, rest // PREFIX_PARTS
+    part, rest = rest % prefix_parts, rest // prefix_parts
     block, group = rest % blocks, rest // blocks
     length = tl.load(prefix_lengths_ptr + group)
     r, c = block * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)[None, :]
@@ -130,43 +171,43 @@ def attend_for_group(
     if WINDOWED:
         lowest = tl.maximum(length + own - window, 0)
     start = tl.min(tl.where(wanted, tl.minimum(lowest, length), length), axis=0)
-    first, last = share(start, length, part, PREFIX_PARTS, KEYS, LEAST)
+    first, last = share(start, length, part, prefix_parts, least, KEYS)
     row = slot * H + head * R + r % R
     q = tl.load(q_ptr + row[:, None] * D + c, mask=wanted[:, None] & (c < D), other=0.0)
-    acc = tl.zeros([ROWS, WIDTH], tl.float32)
-    top, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+    PAIRED: tl.constexpr = BYTES and q.dtype != tl.float32
+    acc, odd, top, total = new_sums(ROWS, WIDTH, PAIRED)
     place = group.to(tl.int64) * P * G + head
-    acc, top, total = attend(
-        acc, top, total, q, k_ptr + place * D, v_ptr + place * D, k_scale_ptr + place, v_scale_ptr + place, first, last,
-        lowest, scaling, softcap, G, BYTES, CAPPED, D, WIDTH, KEYS,
+    acc, odd, top, total = attend(
+        acc, odd, top, total, q, k_ptr + place * D, v_ptr + place * D, k_scale_ptr + place, v_scale_ptr + place, first,
+        last, lowest, scaling, softcap, G, BYTES, CAPPED, D, WIDTH, KEYS,
     )  # fmt: skip
-    write_part(parts_ptr, lse_ptr, row, part, acc, top, total, wanted, PARTS, D, WIDTH)
+    out = divided(acc, odd, total, PAIRED)
+    write_part(parts_ptr, lse_ptr, row, part, out, top, total, wanted, parts, D, WIDTH)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "shared", "prefix_parts", "suffix_parts", "least", "window"])
 def decode_kernel(
     q_ptr, prefix_k_ptr, prefix_v_ptr, prefix_ks_ptr, prefix_vs_ptr, prefix_lengths_ptr, group_of_ptr, suffix_k_ptr,
     suffix_v_ptr, suffix_ks_ptr, suffix_vs_ptr, suffix_lengths_ptr, slots_ptr, parts_ptr, lse_ptr,
-    PREFIX_P, SUFFIX_P, H, G, N, shared, window, scaling, softcap,
+    PREFIX_P, SUFFIX_P, H, G, N, shared, prefix_parts, suffix_parts, least, window, scaling, softcap,
     WHOLE: tl.constexpr, SHARED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, BYTES: tl.constexpr,
-    PREFIX_PARTS: tl.constexpr, SUFFIX_PARTS: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr,
-    SHARED_ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr, LEAST: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    R: tl.constexpr, ROWS: tl.constexpr, SHARED_ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+    KEYS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """`N`: slots in the table of a group. `shared`: so many programs, the first ones, are for groups."""
     tiles.follow(OVERLAPS)
     pid = tl.program_id(0)
-    PARTS: tl.constexpr = PREFIX_PARTS + SUFFIX_PARTS
     if SHARED:
         if pid < shared:
             attend_for_group(
                 pid, q_ptr, prefix_k_ptr, prefix_v_ptr, prefix_ks_ptr, prefix_vs_ptr, prefix_lengths_ptr,
-                suffix_lengths_ptr, slots_ptr, parts_ptr, lse_ptr, PREFIX_P, H, G, N, window, scaling, softcap,
-                WINDOWED, CAPPED, BYTES, PREFIX_PARTS, PARTS, R, SHARED_ROWS, D, WIDTH, KEYS, LEAST,
+                suffix_lengths_ptr, slots_ptr, parts_ptr, lse_ptr, PREFIX_P, H, G, N, prefix_parts,
+                prefix_parts + suffix_parts, least, window, scaling, softcap, WINDOWED, CAPPED, BYTES, R, SHARED_ROWS,
+                D, WIDTH, KEYS,
             )  # fmt: skip
             return
     head, rest = (pid - shared) % G, (pid - shared) // G
-    part, slot = rest % SUFFIX_PARTS, rest // SUFFIX_PARTS
+    part, slot = rest % suffix_parts, rest // suffix_parts
     own = tl.load(suffix_lengths_ptr + slot)
     group = tl.load(group_of_ptr + slot)
     length = tl.load(prefix_lengths_ptr + group, mask=group >= 0, other=0)
@@ -177,30 +218,32 @@ def decode_kernel(
         start = tl.maximum(length + own - window, 0)
     if SHARED:
         start = tl.maximum(start, length)
-    first, last = share(start, tl.where(own > 0, length + own, start), part, SUFFIX_PARTS, KEYS, LEAST)
+    first, last = share(start, tl.where(own > 0, length + own, start), part, suffix_parts, least, KEYS)
     row = slot * H + head * R + r
     q = tl.load(q_ptr + row[:, None] * D + c, mask=wanted[:, None] & (c < D), other=0.0)
-    acc = tl.zeros([ROWS, WIDTH], tl.float32)
-    top, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+    PAIRED: tl.constexpr = BYTES and q.dtype != tl.float32
+    acc, odd, top, total = new_sums(ROWS, WIDTH, PAIRED)
     every = tl.zeros([ROWS], tl.int32)  # what the window hides is before `first`
     if not SHARED:
         place = group.to(tl.int64) * PREFIX_P * G + head
-        acc, top, total = attend(
-            acc, top, total, q, prefix_k_ptr + place * D, prefix_v_ptr + place * D, prefix_ks_ptr + place,
+        acc, odd, top, total = attend(
+            acc, odd, top, total, q, prefix_k_ptr + place * D, prefix_v_ptr + place * D, prefix_ks_ptr + place,
             prefix_vs_ptr + place, first, tl.minimum(last, length), every, scaling, softcap, G, BYTES, CAPPED, D,
             WIDTH, KEYS,
         )  # fmt: skip
     place = slot.to(tl.int64) * SUFFIX_P * G + head
-    acc, top, total = attend(
-        acc, top, total, q, suffix_k_ptr + place * D, suffix_v_ptr + place * D, suffix_ks_ptr + place,
+    acc, odd, top, total = attend(
+        acc, odd, top, total, q, suffix_k_ptr + place * D, suffix_v_ptr + place * D, suffix_ks_ptr + place,
         suffix_vs_ptr + place, tl.maximum(first - length, 0), last - length, every, scaling, softcap, G, BYTES, CAPPED,
         D, WIDTH, KEYS,
     )  # fmt: skip
+    out = divided(acc, odd, total, PAIRED)
     if WHOLE:
-        out = round_to(divided(acc, total), parts_ptr.dtype.element_ty)
+        out = round_to(out, parts_ptr.dtype.element_ty)
         tl.store(parts_ptr + row[:, None] * D + c, out, mask=(r < R)[:, None] & (c < D))
     else:
-        write_part(parts_ptr, lse_ptr, row, PREFIX_PARTS + part, acc, top, total, wanted, PARTS, D, WIDTH)
+        parts = prefix_parts + suffix_parts
+        write_part(parts_ptr, lse_ptr, row, prefix_parts + part, out, top, total, wanted, parts, D, WIDTH)
 
 
 @triton.jit
@@ -240,6 +283,7 @@ def can_decode(q: Tensor, prefix: KVCache, suffix: KVCache) -> bool:
         q.dtype in DTYPES
         and q.numel() > 0
         and q.shape[2] <= WIDEST
+        and (q.shape[2] % 2 == 0 or suffix.key_scales is None)
         and q.shape[1] // suffix.keys.shape[2] <= MOST_ROWS
         and all(cache.keys.dtype in (q.dtype, torch.uint8) for cache in caches)
         and all(x is None or x.is_contiguous() for cache in caches for x in cache)
@@ -303,14 +347,14 @@ def _build(q: Tensor, prefix: KVCache, suffix: KVCache, slots_of_group: Tensor |
     lse = out if whole else launches.make((slots * h, every), torch.float32)
     constants: dict[str, Any] = {
         "WHOLE": whole, "SHARED": shared, "WINDOWED": how.window is not None, "CAPPED": how.softcap is not None,
-        "BYTES": suffix.key_scales is not None, "PREFIX_PARTS": prefix_parts, "SUFFIX_PARTS": parts, "R": per_head,
-        "ROWS": max(16, triton.next_power_of_2(per_head)), "SHARED_ROWS": rows, "D": d,
-        "WIDTH": max(16, triton.next_power_of_2(d)), "KEYS": tile.keys, "LEAST": tile.least,
+        "BYTES": suffix.key_scales is not None, "R": per_head, "ROWS": max(16, triton.next_power_of_2(per_head)),
+        "SHARED_ROWS": rows, "D": d, "WIDTH": max(32, triton.next_power_of_2(d)), "KEYS": tile.keys,
         "num_warps": tile.warps, "num_stages": tile.stages,
     }  # fmt: skip
     for_groups = blocks * g * prefix_parts
     scaling = how.scaling * LOG2E if how.softcap is None else 2.0 * how.scaling / how.softcap
-    numbers = (*lengths, h, g, n, for_groups, how.window or 0, float(scaling), float((how.softcap or 1.0) * LOG2E))
+    cap = (how.softcap or 1.0) * LOG2E
+    numbers = (*lengths, h, g, n, for_groups, prefix_parts, parts, tile.least, how.window or 0, scaling, cap)
     tensors = (*range(12), 12 if shared else 0, apart, lse)
     launches.launch(decode_kernel, (for_groups + slots * g * parts,), tensors, numbers, constants)
     if not whole:

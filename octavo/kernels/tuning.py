@@ -222,6 +222,34 @@ class GemmTiles(NamedTuple):
     cublas_blocks: bool = True  # cuBLASLt takes scales per block of 1×128 and 128×128
 
 
+class ProductTile(NamedTuple):
+    """Outputs of a tile, and how a kernel walks along its weights; `programs` that fit on a multiprocessor."""
+
+    n: int
+    warps: int
+    stages: int
+    programs: int
+
+
+class FewTokenTiles(NamedTuple):
+    """By the tokens of a tile, of which there is one: 16, 32, 64 or 128. Not yet measured."""
+
+    products: Mapping[int, ProductTile] = {
+        16: ProductTile(64, warps=4, stages=5, programs=4),
+        32: ProductTile(64, warps=4, stages=5, programs=3),
+        64: ProductTile(128, warps=4, stages=4, programs=2),
+        128: ProductTile(128, warps=8, stages=3, programs=1),
+    }
+    # Parts of K for `x · Aᵀ`: each has few outputs, and they are to be done no later than all the others.
+    adapter_parts: Mapping[int, int] = {16: 8, 32: 8, 64: 4, 128: 4}
+    most_parts: int = 16
+    finish: Tile = Tile(16, 64, warps=4)
+    lay_out: LinearTile = LinearTile(1024, 4)
+    # Cost of a program's start and end, and of a part's sums for each 64 tokens, in steps of 128 columns.
+    start: float = 3.0
+    part: float = 0.25
+
+
 @dataclass(frozen=True)
 class Rates:
     """Rates of a GPU, per second.
@@ -244,6 +272,7 @@ class Tuning(NamedTuple):
     gated: GatedTiles = GatedTiles()
     adapters: AdapterTiles = AdapterTiles()
     gemm: GemmTiles = GemmTiles()
+    few_tokens: FewTokenTiles = FewTokenTiles()
     # A program walks over one token's logits; then tiles of tokens by logits. Not measured separately.
     cross_entropy: LinearTile = LinearTile(2048, 4)
     cross_entropy_gradient: Tile = Tile(128, 64, warps=4)

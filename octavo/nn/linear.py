@@ -90,12 +90,12 @@ class LinearInFP8(nn.Linear):
             )
         autocast = torch.is_autocast_enabled(input.device.type)
         recipe, accumulation = self.recipe, self.config.fast_accumulation
-        quantized_already = not self.is_trained or held.current() is not None
-        weights_alone = quantized_already and not torch.compiler.is_compiling() and _WEIGHTS_ONLY.get()
+        is_stored = not self.is_trained or held.current() is not None  # in FP8, for this call
+        weights_alone = is_stored and not torch.compiler.is_compiling() and _WEIGHTS_ONLY.get()
         fp8_products = self.fp8_products and not weights_alone
         fields = (
             recipe.x if fp8_products else None,
-            recipe.w if self.is_trained else None,
+            None if is_stored else recipe.w,
             recipe.g if fp8_products else None,
             torch.get_autocast_dtype(input.device.type) if autocast else input.dtype,
             # Evaluation may forget `no_grad`: it is to leave no trace either.

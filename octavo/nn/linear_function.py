@@ -91,8 +91,9 @@ def linear_and_input(
     stored = (*weight.parts, *weight.scales) if weight.is_stored else ()
     trained = weight.trained
     counts = len(trained), len(adapters.positions), len(weight.parts)
+    saving = (save_x, torch.is_grad_enabled())
     y, h = _Linear.apply(
-        x.reshape(-1, x.shape[-1]), bias, flat, *(NO_NORM if norm is None else norm[:2]), spec, save_x,
+        x.reshape(-1, x.shape[-1]), bias, flat, *(NO_NORM if norm is None else norm[:2]), spec, saving,
         adapters.positions, counts, *states, weight.state, *trained, *adapters.downs, *adapters.ups, *stored,
     )  # fmt: skip
     return y.reshape(*x.shape[:-1], y.shape[-1]), x if h is None else h.reshape(x.shape)
@@ -127,7 +128,7 @@ class _Linear(torch.autograd.Function):
         norm_weight: Tensor | None,
         norm_eps: float | None,
         spec: LinearSpec,
-        save_x: str,
+        saving: tuple[str, bool],
         positions: tuple[Adapter, ...],
         counts: tuple[int, int, int],
         state_x: Tensor,
@@ -138,12 +139,14 @@ class _Linear(torch.autograd.Function):
         """y, and x if a norm comes before: what else is added to that gradient costs no pass of its own."""
         trained, adapters, stored = _sort(tensors, counts, positions)
         parts, scales = (stored[: counts[2]], stored[counts[2] :]) if stored else (trained, [])
-        h = x
-        x, inverse = (h, None) if norm_weight is None else normed(h, norm_weight, norm_eps)
-        x = x if spec.x else as_dtype(x, spec.out_dtype)
-        call = Call.encode(spec, "" if save_x == AS_IS else save_x, h.dtype, adapters)
+        (save_x, saves), h = saving, x
+        # Where nothing is saved, the norm is part of the operator.
+        later, now = ((None, 0.0), (norm_weight, norm_eps)) if saves else ((norm_weight, norm_eps or 0.0), NO_NORM)
+        x, inverse = normed(h, *now)
+        x = x if spec.x or later[0] is not None else as_dtype(x, spec.out_dtype)
+        call = Call.encode(spec, "" if save_x == AS_IS else save_x, saves, h.dtype, adapters)
         y, *saved, t, w_scale = ops.linear(
-            x, state_x, list(parts), list(scales), state_w, bias, residual, adapters.matrices, call
+            x, state_x, list(parts), list(scales), state_w, bias, residual, *later, adapters.matrices, call
         )
         if save_x == AS_IS:
             saved = [x if inverse is None else h, *saved[1:]]

@@ -105,13 +105,15 @@ class _GatedMLP(torch.autograd.Function):
         adapters = _sort(matrices, positions)
         weights = _weights(trained, stored, sizes)
         spec, (save_x, saves_gate_up) = mlp.linear, saves
-        h = x
-        x, inverse = normed(h, norm_weight, norm_eps)
-        x = x if spec.x else as_dtype(x, spec.out_dtype)
+        h, joins = x, norm_weight is not None and not saves_gate_up and not trained
+        # Where nothing is saved, the norm is part of the operator.
+        later, now = ((norm_weight, norm_eps or 0.0), NO_NORM) if joins else ((None, 0.0), (norm_weight, norm_eps))
+        x, inverse = normed(h, *now)
+        x = x if spec.x or joins else as_dtype(x, spec.out_dtype)
         call = MLPCall.encode(mlp, sizes[0] == 0, "" if save_x == AS_IS else save_x, saves_gate_up, h, *adapters)
         y, *saved, w_scale, w_down_scale = ops.gated_mlp(
             x, state_x, state_h, *weights[0], state_w, *weights[1], state_w_down, h if residual else None,
-            list(matrices), call,
+            *later, list(matrices), call,
         )  # fmt: skip
         if save_x == AS_IS:
             saved = [x if inverse is None else h, *saved[1:]]

@@ -15,7 +15,10 @@ import torch
 from torch import Tensor
 
 from octavo.numerics import OperandRecipe, Quantized
+from octavo.numerics.norm import Norm
+from octavo.ops import few_tokens
 from octavo.ops.adapters import (
+    NO_ADAPTERS,
     AdapterGradients,
     Adapters,
     add_to,
@@ -25,6 +28,7 @@ from octavo.ops.adapters import (
     project_down,
 )
 from octavo.ops.gemm import multiply
+from octavo.ops.norm import rms_norm
 from octavo.ops.quantize import (
     as_dtype,
     fake_quantize,
@@ -34,7 +38,7 @@ from octavo.ops.quantize import (
     quantize_group,
     transpose_bytes,
 )
-from octavo.ops.register import operator
+from octavo.ops.register import empty, operator, or_empty
 from octavo.ops.weight import Weight
 from octavo.support import has_fp8_tensor_cores
 
@@ -79,27 +83,29 @@ class Call(NamedTuple):
 
     spec: LinearSpec
     save_x: str  # "rows", "columns" (as dw wants it) or "" for nothing
+    saves: bool  # anything is saved for backward, which there may be
     x_dtype: torch.dtype  # dtype of the gradient of x
     positions: tuple[str, ...]  # of the adapters of each product
 
     @staticmethod
-    def encode(spec: LinearSpec, save_x: str, x_dtype: torch.dtype, *adapters: Adapters) -> str:
-        return "|".join([spec.text, save_x, str(x_dtype), *(each.encode() for each in adapters)])
+    def encode(spec: LinearSpec, save_x: str, saves: bool, x_dtype: torch.dtype, *adapters: Adapters) -> str:
+        return "|".join([spec.text, save_x, str(int(saves)), str(x_dtype), *(each.encode() for each in adapters)])
 
     @staticmethod
     @cache
     def decode(text: str) -> "Call":
-        x, w, g, flags, dtype, save_x, x_dtype, *positions = text.split("|")
+        x, w, g, flags, dtype, save_x, saves, x_dtype, *positions = text.split("|")
         recipes = [OperandRecipe.decode(recipe) if recipe else None for recipe in (x, w, g)]
         dtypes = [getattr(torch, name.removeprefix("torch.")) for name in (dtype, x_dtype)]
         spec = LinearSpec(recipes[0], recipes[1], recipes[2], dtypes[0], *(flag == "1" for flag in flags))
-        return Call(spec, save_x, dtypes[1], tuple(positions))
+        return Call(spec, save_x, saves == "1", dtypes[1], tuple(positions))
 
 
 def _linear_fake(x: Tensor, weights: list[Tensor], matrices: list[Tensor], call: str) -> Any:
-    spec, save_x, _, (positions,) = Call.decode(call)
+    spec, save_x, saves, _, (positions,) = Call.decode(call)
     y = x.new_empty([x.shape[0], sum(w.shape[0] for w in weights)], dtype=spec.out_dtype)
-    t = new_projected(x, Adapters.decode(positions, matrices), x.shape[0], spec.out_dtype)
+    adapters = Adapters.decode(positions, matrices) if saves else NO_ADAPTERS
+    t = new_projected(x, adapters, x.shape[0], spec.out_dtype)
     return y, *fake_saved_input(x, spec, save_x), t, fake_used_scale(x, weights, spec)
 
 
@@ -112,16 +118,25 @@ def linear(
     state_w: Tensor | None,
     bias: Tensor | None,
     residual: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_eps: float,
     matrices: list[Tensor],
     call: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """y; x as saved, and its scale; `x · Aᵀ`; the weight's scale. Empty where there is no such thing.
+    """y; x as saved, and its scale; `x · Aᵀ`; the weight's scale. Empty where there is no such thing, or none is saved.
 
-    `matrices`: of the adapters, all A, then all B. The weight's scale is for `linear_backward`; see
-    `Weight.used_scale`.
+    `norm_weight`: x has yet to go through this norm; given only where nothing is saved. `matrices`: of the adapters,
+    all A, then all B. The weight's scale is for `linear_backward`; see `Weight.used_scale`.
     """
-    spec, save_x, _, (positions,) = Call.decode(call)
+    spec, save_x, saves, _, (positions,) = Call.decode(call)
     dtype, adapters, weight = spec.out_dtype, Adapters.decode(positions, matrices), Weight(weights, scales, state_w)
+    norm = None if norm_weight is None else Norm(norm_weight, norm_eps)
+    if not saves and takes_few_tokens(spec):
+        few = few_tokens.linear(x, weight, adapters, bias, residual, norm, dtype)
+        if few is not None:
+            x_empty, scale_empty = empty(x, 2)
+            return few, x_empty, scale_empty, x.new_empty(0, dtype=dtype), x.new_empty(0, dtype=torch.float32)
+    x = x if norm is None else rms_norm(x, None, norm.weight, norm.eps, norm.shifted)[1]
     x_q, x_saved = quantize_input(padded(x, spec), state_x, spec, save_x)
     w = weight.forward_operand(spec.w, spec.record, None if spec.x else dtype)
     # y_MN = x_MK · w_NKᵀ
@@ -132,11 +147,17 @@ def linear(
     t = project_down(x, adapters, dtype)
     if matrices or residual is not None:
         add_to(y, t, adapters, residual)
+    t = t if saves else x.new_empty(0, dtype=dtype)
     return y, x_saved.data, separate_scale(x_saved, x_q), t, w_scale
 
 
+def takes_few_tokens(spec: LinearSpec) -> bool:
+    """Whether there may be kernels for few tokens: products in high precision by a frozen weight."""
+    return spec.x is None and spec.w is None and not spec.emulate
+
+
 def _backward_fake(g: Tensor, weights: list[Tensor], matrices: list[Tensor], call: str, needs: list[bool]) -> Any:
-    _, _, x_dtype, (positions,) = Call.decode(call)
+    _, _, _, x_dtype, (positions,) = Call.decode(call)
     dx = g.new_empty([g.shape[0], weights[0].shape[1]], dtype=x_dtype) if needs[0] else g.new_empty(0)
     adapters = Adapters.decode(positions, matrices)
     return dx, fake_grad_weight(g, weights, needs[1]), *fake_gradients(g, adapters, *needs[2:])
@@ -159,7 +180,7 @@ def linear_backward(
     `saved`: x, its scale and `x · Aᵀ` as `linear` gave them, or x in high precision with an empty scale; None where
     nothing was saved. `needs`: of x, w, any A, any B.
     """
-    spec, save_x, x_dtype, (positions,) = Call.decode(call)
+    spec, save_x, _, x_dtype, (positions,) = Call.decode(call)
     adapters, weight = Adapters.decode(positions, matrices), Weight(weights, scales, state_w)
     x, x_scale, t = saved
     needs_x, needs_w, needs_a, needs_b = needs
@@ -240,16 +261,6 @@ def padded(x: Tensor, spec: LinearSpec) -> Tensor:
 def first_rows(y: Tensor, rows: int) -> Tensor:
     """Drop rows of padding. Returns y itself when there are none: a view cannot be modified in place as an output."""
     return y if y.shape[0] == rows else y[:rows]
-
-
-def empty(like: Tensor, count: int) -> list[Tensor]:
-    """Return separate empty tensors: an operator returns tensors, and never one twice."""
-    return [like.new_empty(0) for _ in range(count)]
-
-
-def or_empty(x: Tensor | None, like: Tensor) -> Tensor:
-    """Return x, or an empty tensor in its place."""
-    return like.new_empty(0) if x is None else x
 
 
 def separate_scale(q: Quantized, other: Quantized) -> Tensor:

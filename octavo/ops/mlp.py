@@ -19,7 +19,10 @@ import torch
 from torch import Tensor
 
 from octavo.numerics import Quantized
+from octavo.numerics.norm import Norm
+from octavo.ops import few_tokens
 from octavo.ops.adapters import (
+    NO_ADAPTERS,
     AdapterGradients,
     Adapters,
     add_to,
@@ -39,20 +42,20 @@ from octavo.ops.gemm import multiply
 from octavo.ops.linear import (
     Call,
     LinearSpec,
-    empty,
     fake_grad_weight,
     fake_padded,
     fake_saved_input,
     fake_used_scale,
     first_rows,
     input_columns,
-    or_empty,
     padded,
     quantize_gradient,
     quantize_input,
     separate_scale,
+    takes_few_tokens,
 )
-from octavo.ops.register import operator
+from octavo.ops.norm import rms_norm
+from octavo.ops.register import empty, operator, or_empty
 from octavo.ops.weight import Weight
 
 CHUNK = 2**27  # elements of gate and up, or of their gradient, that are there at a time: 4,096 tokens of an 8B
@@ -75,7 +78,7 @@ class MLPCall(NamedTuple):
     activation: str
     saves_fp8: bool  # save gate and up in FP8
     in_chunks: bool
-    saves_gate_up: bool
+    saves_gate_up: bool  # else nothing is saved at all
     save_x: str
     x_dtype: torch.dtype  # dtype of the gradient of x
     positions: tuple[str, ...]  # of the adapters of gate and up, and of down
@@ -85,15 +88,17 @@ class MLPCall(NamedTuple):
         spec = mlp.linear
         # Beside frozen weights always in FP8, unless products are in high precision and results in FP32.
         saves_fp8 = (spec.x is not None or spec.out_dtype != torch.float32) if in_chunks else mlp.saves_fp8
-        flags = f"{int(saves_fp8)}{int(in_chunks)}{int(saves_gate_up or not in_chunks)}"
-        return f"{mlp.activation}|{flags}|{Call.encode(spec, save_x, x.dtype, *adapters)}"
+        saves = saves_gate_up or not in_chunks
+        return (
+            f"{mlp.activation}|{int(saves_fp8)}{int(in_chunks)}|{Call.encode(spec, save_x, saves, x.dtype, *adapters)}"
+        )
 
     @staticmethod
     @cache
     def decode(text: str) -> "MLPCall":
         activation, flags, call = text.split("|", 2)
-        spec, save_x, x_dtype, positions = Call.decode(call)
-        saves_fp8, in_chunks, saves_gate_up = (flag == "1" for flag in flags)
+        spec, save_x, saves_gate_up, x_dtype, positions = Call.decode(call)
+        saves_fp8, in_chunks = (flag == "1" for flag in flags)
         return MLPCall(spec, activation, saves_fp8, in_chunks, saves_gate_up, save_x, x_dtype, positions)
 
     def adapters(self, matrices: Sequence[Tensor]) -> tuple[Adapters, Adapters]:
@@ -125,7 +130,8 @@ def _mlp_fake(x: Tensor, weights: list[Tensor], down: list[Tensor], matrices: li
     saved = how.new_saved(x, rows, sum(w.shape[0] for w in weights))
     one_scale = not how.in_chunks and spec.x is not None and spec.x.granularity == "tensor"
     h_scale = x.new_empty(() if one_scale else 0, dtype=torch.float32)
-    projected = [new_projected(x, adapters, rows, spec.out_dtype) for adapters in how.adapters(matrices)]
+    adapters = how.adapters(matrices) if how.saves_gate_up else (NO_ADAPTERS, NO_ADAPTERS)
+    projected = [new_projected(x, each, rows, spec.out_dtype) for each in adapters]
     w_scales = [fake_used_scale(x, w, spec) for w in (weights, down)]
     return y, *fake_saved_input(x, spec, how.save_x), *saved, *projected, h_scale, *w_scales
 
@@ -142,18 +148,28 @@ def gated_mlp(
     scales_down: list[Tensor],
     state_w_down: Tensor | None,
     residual: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_eps: float,
     matrices: list[Tensor],
     call: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """y plus `residual`; x, and gate and up, as saved, with their scales; `x · Aᵀ` and `h · Aᵀ`; scales for backward.
 
     Those are the scales of h, of gate and up, and of down; see `Weight.used_scale`. Empty where there is no such thing.
-    `weights`: gate and up. `matrices`: of the adapters, all A, then all B, of gate and up, then of down.
+    `weights`: gate and up. `norm_weight`: x has yet to go through this norm; given only where nothing is saved.
+    `matrices`: of the adapters, all A, then all B, of gate and up, then of down.
     """
     how = MLPCall.decode(call)
     adapters, adapters_down = how.adapters(matrices)
     gate_up_side = Side(Weight(weights, scales, state_w), state_x, adapters)
     down_side = Side(Weight(down, scales_down, state_w_down), state_h, adapters_down)
+    norm = None if norm_weight is None else Norm(norm_weight, norm_eps)
+    if not how.saves_gate_up and takes_few_tokens(how.spec):
+        products = (gate_up_side.weight, down_side.weight), (adapters, adapters_down)
+        y = few_tokens.gated_mlp(x, *products, how.activation, residual, norm, how.spec.out_dtype)
+        if y is not None:
+            return _with_nothing_saved(y, x, how)
+    x = x if norm is None else rms_norm(x, None, norm.weight, norm.eps, norm.shifted)[1]
     return (_in_chunks if how.in_chunks else _whole)(x, gate_up_side, down_side, residual, how)
 
 
@@ -178,9 +194,8 @@ def _whole(x: Tensor, gate_up_side: Side, down_side: Side, residual: Tensor | No
     if residual is not None:
         y.add_(residual)
     h_scale = h.scale if spec.x.granularity == "tensor" else down_side.state.new_empty(0)
-    t, t_down = (x.new_empty(0, dtype=dtype) for _ in range(2))
     scales = (h_scale, w_scale, w_down_scale)
-    return y, x_saved.data, separate_scale(x_saved, x_mk), *saved, t, t_down, *scales
+    return y, x_saved.data, separate_scale(x_saved, x_mk), *saved, *_nothing_projected(x, how), *scales
 
 
 def _in_chunks(x: Tensor, gate_up_side: Side, down_side: Side, residual: Tensor | None, how: MLPCall) -> Any:
@@ -215,7 +230,16 @@ def _in_chunks(x: Tensor, gate_up_side: Side, down_side: Side, residual: Tensor 
         add_to(y[chunk], t_down[chunk], adapters_down, None if residual is None else residual[chunk])
         del h_q
     scale = separate_scale(x_saved, x_q)
-    return first_rows(y, tokens), x_saved.data, scale, *(saved or empty(x, 2)), t, t_down, *_no_scales(x)
+    projected = (t, t_down) if how.saves_gate_up else _nothing_projected(x, how)
+    return first_rows(y, tokens), x_saved.data, scale, *(saved or empty(x, 2)), *projected, *_no_scales(x)
+
+
+def _nothing_projected(like: Tensor, how: MLPCall) -> list[Tensor]:
+    return [like.new_empty(0, dtype=how.spec.out_dtype) for _ in range(2)]
+
+
+def _with_nothing_saved(y: Tensor, like: Tensor, how: MLPCall) -> Any:
+    return y, *empty(like, 4), *_nothing_projected(like, how), *_no_scales(like)
 
 
 def _no_scales(like: Tensor) -> list[Tensor]:

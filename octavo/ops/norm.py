@@ -6,9 +6,8 @@ from torch import Tensor
 from octavo.numerics import norm as spec
 from octavo.numerics.norm import Norm
 from octavo.numerics.quantize import Quantized
-from octavo.ops.linear import or_empty
 from octavo.ops.quantize import unpack_scale
-from octavo.ops.register import operator
+from octavo.ops.register import operator, or_empty
 from octavo.support import has_fp8_tensor_cores
 
 

@@ -86,3 +86,13 @@ def check_values(what: str, operands: dict[str, Any]) -> None:
             f"{next(iter(real.values()))}. Weights that were offloaded come back when their own module is called; else "
             "give the model its weights (model.to_empty, then load_state_dict)"
         )
+
+
+def empty(like: Tensor, count: int) -> list[Tensor]:
+    """Return separate empty tensors: an operator returns tensors, and never one twice."""
+    return [like.new_empty(0) for _ in range(count)]
+
+
+def or_empty(x: Tensor | None, like: Tensor) -> Tensor:
+    """Return x, or an empty tensor in its place."""
+    return like.new_empty(0) if x is None else x

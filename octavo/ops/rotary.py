@@ -10,8 +10,7 @@ from torch import Tensor
 from octavo.numerics import rotary as spec
 from octavo.numerics.norm import Norm
 from octavo.numerics.rotary import Heads, Norms
-from octavo.ops.linear import or_empty
-from octavo.ops.register import operator
+from octavo.ops.register import operator, or_empty
 from octavo.support import has_fp8_tensor_cores
 
 

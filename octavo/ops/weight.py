@@ -94,6 +94,15 @@ class Weight(NamedTuple):
         """The dtype of dw: the weight's own; for FP8 weights, that of g."""
         return g.dtype if self.is_stored else self.parts[0].dtype
 
+    def as_one(self) -> Quantized | None:
+        """Stored parts as one weight in FP8, without a copy; None if they are not that, or lie apart."""
+        if not self.is_stored:
+            return None
+        if len(self.parts) == 1:
+            return Quantized(self.parts[0], self.scales[0])
+        one = are_neighbours(self.parts) and are_neighbours(self.scales) and can_join(self.parts, self.scales)
+        return Quantized(joined(self.parts), joined(self.scales)) if one else None
+
     def _joined(self, dtype: torch.dtype | None) -> Quantized:
         """Stored parts as one: in FP8, or dequantised to `dtype`, with an empty scale."""
         one = len(self.parts) == 1

@@ -8,9 +8,10 @@
     step      one token for all slots (`slots.py`): a CUDA graph on a GPU, as it is elsewhere
     refill    a slot that has ended gets the next completion; a place whose completions are complete the next prompt
 
-A graph is recorded for each number of slots, and is valid as long as the cache, the copies of weights and the modules
-are where they were (`decoders/graph_state.py`). `standby` frees the cache and the graphs with it, and the next rollout
-records them again: that costs a few steps' time, and no address has to outlive its memory.
+A graph is recorded for each number of slots (and of slots that share a prompt). It is valid as long as the cache, the
+copies of weights and the modules are where they were (`decoders/graph_state.py`). `standby` frees the cache and the
+graphs with it, and the next rollout records them again: that costs a few steps' time, and no address has to outlive its
+memory.
 """
 
 import os
@@ -28,7 +29,7 @@ from octavo.rl.policy import PRODUCTS, Policy
 from octavo.rl.sampling import choose
 from octavo.rl.schedule import Schedule
 from octavo.rl.slots import Slots
-from octavo.rl.step import Step
+from octavo.rl.step import Recorder, Step
 
 _ROUND = 64  # positions are rounded up to it, so that a slightly longer prompt needs no other cache
 _STRIDE = 8  # steps between two looks at which slots have ended: each waits for the GPU
@@ -75,16 +76,22 @@ class NativeEngine:
             raise ValueError(f"max_length={max_length}: the model has {positions} positions")
         self.max_length = max_length if max_length is not None else positions
         self.memory_share = memory_share
-        self.graphs = self.policy.device.type == "cuda" if graphs is None else graphs
-        if self.graphs and self.policy.device.type != "cuda":
+        self._wants_graphs = graphs
+        if graphs and self.policy.device.type != "cuda":
             raise ValueError(f"graphs=True: the model is on {self.policy.device}; CUDA graphs are for a GPU")
         self._cache: RolloutCache | None = None
         self._size: CacheSize | None = None
         self._hidden: Tensor | None = None
-        self._steps: dict[int, Step] = {}
-        self._recorded: list[Any] = []
+        self._steps: dict[tuple[int, int], Step] = {}
+        self._recorded: list[Any] = []  # the state of the modules that graphs were recorded of
+        self._recorder: Recorder | None = None
         self._generator = torch.Generator(self.policy.device)
         self._statistics: dict[str, float] = {}
+
+    @property
+    def graphs(self) -> bool:
+        """Whether steps are CUDA graphs."""
+        return self.policy.device.type == "cuda" and self._wants_graphs is not False
 
     def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> list[Completion]:
         """Complete each prompt n times with the weights as they are now, in the order of the prompts."""
@@ -95,17 +102,17 @@ class NativeEngine:
             self._statistics = {"prefills": 0.0, "tokens": 0.0, "seconds": 0.0}
             return []
         started = time.perf_counter()
+        self._follow()
         limits = [self._limit(prompt, sampling) for prompt in given]
         schedule = Schedule(given, limits, n, slots=self.slots)
         stop_ids = self.policy.stop_ids() if sampling.stop_ids is None else sampling.stop_ids
         self._check_stops(stop_ids)
         with self.policy.rollout(self.products):
             self._make_room(schedule.size(_ROUND))
-            step = self._step(schedule.slots)
+            step = self._step(schedule.slots, schedule.together)
             step.slots.reset(stop_ids, sampling.temperature)
             if self.graphs:
-                self._forget_stale_graphs()
-                step.record(sampling)
+                self._record(step, sampling)
             self._generator.manual_seed(_seed(sampling))
             steps = self._run(schedule, step, sampling)
         done = schedule.completions()
@@ -119,7 +126,7 @@ class NativeEngine:
             self._size = self._cache.size
         self._cache = self._hidden = None
         self._steps.clear()
-        self._recorded = []
+        self._recorded, self._recorder = [], None
         self.policy.release()
         if self.policy.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -178,20 +185,40 @@ class NativeEngine:
         hidden = self.policy.hidden(attends, ids[None], attends.positions.long()[None])[0]
         return hidden[attends.offsets[1:].long() - 1]
 
-    def _step(self, count: int) -> Step:
-        if count not in self._steps:
+    def _step(self, count: int, together: int) -> Step:
+        key = (count, together)
+        if key not in self._steps:
             assert self._cache is not None
-            slots = Slots(count, self._cache, self.policy.vocabulary, self.policy.device)
-            self._steps[count] = Step(self.policy, slots, self._generator)
-        return self._steps[count]
+            slots = Slots(count, together, self._cache, self.policy.vocabulary, self.policy.device)
+            self._steps[key] = Step(self.policy, slots, self._generator)
+        return self._steps[key]
 
-    def _forget_stale_graphs(self) -> None:
-        """Drop graphs that were recorded of modules that have changed since: another adapter, other memory."""
+    def _record(self, step: Step, sampling: Sampling) -> None:
+        """Record a graph where there is none. Those of modules that have changed since are dropped: other adapters."""
         state = self.policy.state()
         if state != self._recorded:
-            for step in self._steps.values():
-                step.forget()
+            for each in self._steps.values():
+                each.forget()
             self._recorded = state
+        if self._recorder is None:
+            self._recorder = Recorder(self.policy.device)
+        complete = False
+        try:
+            step.record(sampling, self._recorder)
+            complete = True
+        finally:
+            if not complete:  # the generator waits for the end of a recording that broke off
+                self._steps.clear()
+                self._generator, self._recorder = torch.Generator(self.policy.device), None
+
+    def _follow(self) -> None:
+        """Start anew where the model has been moved or cast since the last rollout."""
+        policy = self.policy
+        place = policy.place()
+        if place != (policy.device, policy.dtype):
+            self.standby()
+            policy.device, policy.dtype = place
+            self._generator = torch.Generator(policy.device)
 
     def _cache_size(self) -> CacheSize:
         assert self._cache is not None

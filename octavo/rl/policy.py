@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from octavo.decoders import match
 from octavo.decoders.attention import plainly_causal
 from octavo.decoders.decoding import Attends, decoding
+from octavo.decoders.fuse import fused_for_decoding
 from octavo.decoders.graph_state import state_of
 from octavo.decoders.hooks import is_hooked
 from octavo.nn.held import HeldWeights, holding
@@ -38,17 +39,19 @@ class Policy:
         self.config = self.model.config
         self.attentions = _attentions(self.model)
         _check_rotation(self.config)
-        _check_scales(self.model)
-        self.device = _device_of(self.model)
         embedding = self.model.get_input_embeddings()
-        self.dtype: torch.dtype = embedding.weight.dtype
+        self.device, self.dtype = self.place()
         self.vocabulary = min(embedding.weight.shape[0], _base(self.model.lm_head).out_features)
         self.hidden_size = int(self.config.hidden_size)
         self.positions: int | None = getattr(self.config, "max_position_embeddings", None)
         self.held = HeldWeights()
         self._copies: dict[int, Tensor] = {}
         self._head: Tensor | None = None
-        self._mask = plainly_causal(embedding.weight.detach())
+
+    def place(self) -> tuple[torch.device, torch.dtype]:
+        """Return where the model is now, and in which dtype it computes. Its linears are checked, too."""
+        _check_scales(self.model)
+        return _device_of(self.model), self.model.get_input_embeddings().weight.dtype
 
     def cache_format(self, kv_dtype: str) -> CacheFormat:
         """Return what a cache holds of one token."""
@@ -67,9 +70,10 @@ class Policy:
 
     def hidden(self, attends: Attends, ids: Tensor, positions: Tensor) -> Tensor:
         """Return the last hidden states `[B, S, H]` of tokens at these positions, which attend by a cache."""
+        mask = plainly_causal(ids)
         with decoding(self.config, attends):
             outputs = self.model.model(
-                input_ids=ids, position_ids=positions, attention_mask=self._mask, use_cache=False, return_dict=True
+                input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False, return_dict=True
             )
         states: Tensor = outputs.last_hidden_state
         return states
@@ -79,10 +83,12 @@ class Policy:
         head = self.model.lm_head
         if self._head is not None:
             logits = hidden.float() @ self._head.t()
-        elif _is_plain(head) and hidden.device.type == "cuda" and hidden.dtype != torch.float32:
-            logits = torch.mm(hidden, head.weight.detach().t(), out_dtype=torch.float32)
-        else:
+        elif not _is_plain(head):
             logits = head(hidden).float()
+        elif head.weight.dtype == torch.float32:
+            logits = hidden.float() @ head.weight.t()
+        else:
+            logits = torch.mm(hidden.to(head.weight.dtype), head.weight.t(), out_dtype=torch.float32)
         bound = getattr(self.config, "final_logit_softcapping", None)
         return logits if bound is None else bound * torch.tanh(logits / bound)
 
@@ -97,6 +103,7 @@ class Policy:
             stack.enter_context(torch.no_grad())
             stack.enter_context(torch.autocast(self.device.type, enabled=False))
             stack.enter_context(_evaluating(self.model))
+            stack.enter_context(fused_for_decoding(self.model))
             stack.enter_context(_uncompiled())
             stack.enter_context(self._with_copies())
             stack.enter_context(holding(self.held))

@@ -35,7 +35,9 @@ class Schedule:
         self._n = n
         total = len(prompts) * n
         self.slots = min(slots, 1 << (total - 1).bit_length())  # few sizes, of which each is a graph
-        smallest = min(len(group.waiting) for group in self._groups)
+        sizes = [len(group.waiting) for group in self._groups]
+        smallest = min(sizes)
+        self.together = min(self.slots, 1 << (max(sizes) - 1).bit_length())  # completions of one prompt at once
         self.places = min(len(self._groups), self.slots, 2 * -(-self.slots // smallest))
         self._free_slots = list(range(min(self.slots, total)))
         self._free_places = list(range(self.places))

@@ -19,14 +19,14 @@ from octavo.rl.cache import Decode, RolloutCache
 
 
 class Slots:
-    """State of `count` slots. `stops[V]`: which tokens end a completion."""
+    """State of `count` slots, of which at most `together` have one prompt. `stops[V]`: tokens that end a completion."""
 
-    def __init__(self, count: int, cache: RolloutCache, vocabulary: int, device: torch.device) -> None:
+    def __init__(self, count: int, together: int, cache: RolloutCache, vocabulary: int, device: torch.device) -> None:
         self.count, self.device = count, device
         places, length = cache.size.places, cache.size.suffix
         self.index = torch.arange(count, dtype=torch.int32, device=device)
         self.group_of = torch.full((count,), -1, dtype=torch.int32, device=device)
-        self.slots_of_group = torch.full((places, count), -1, dtype=torch.int32, device=device)
+        self.slots_of_group = torch.full((places, together), -1, dtype=torch.int32, device=device)
         self.lengths = torch.zeros(count, dtype=torch.int32, device=device)
         self.limits = torch.zeros(count, dtype=torch.int32, device=device)
         self.active = torch.zeros(count, dtype=torch.bool, device=device)
@@ -90,7 +90,8 @@ class Slots:
 
     def set_groups(self, members: Sequence[Sequence[int]]) -> None:
         """Say which slots each place has: the inverse of `group_of`."""
-        rows = [[*slots, *[-1] * (self.count - len(slots))] for slots in members]
+        together = self.slots_of_group.shape[1]
+        rows = [[*slots, *[-1] * (together - len(slots))] for slots in members]
         self.slots_of_group.copy_(torch.tensor(rows, dtype=torch.int32))
 
     def ended(self, slots: Sequence[int]) -> list[int]:

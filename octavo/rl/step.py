@@ -1,4 +1,8 @@
-"""One token for all slots: as it is on a CPU, and a CUDA graph on a GPU."""
+"""One token for all slots: as it is on a CPU, and a CUDA graph on a GPU.
+
+Graphs run one after another and leave nothing but the state of the slots, so all of them share one pool of memory for
+what is in between. They are recorded on one stream: libraries keep a workspace for each stream that they have seen.
+"""
 
 import torch
 
@@ -8,6 +12,15 @@ from octavo.rl.sampling import choose
 from octavo.rl.slots import Slots
 
 _Way = tuple[bool, int | None, float | None]
+
+
+class Recorder:
+    """Where graphs are recorded: a stream and a pool of memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+        self.pool = torch.cuda.graph_pool_handle()
 
 
 class Step:
@@ -25,21 +38,22 @@ class Step:
         else:
             graph.replay()
 
-    def record(self, sampling: Sampling) -> None:
+    def record(self, sampling: Sampling, recorder: Recorder) -> None:
         """Record a graph, if there is none yet. All slots must be empty: then a step changes nothing."""
         way = _way(sampling)
         if way in self._graphs:
             return
-        stream = torch.cuda.Stream(self.slots.device)
-        stream.wait_stream(torch.cuda.current_stream(self.slots.device))
-        with torch.cuda.device(self.slots.device), torch.cuda.stream(stream):
-            for _ in range(2):  # kernels are compiled, and libraries take their memory
+        stream, current = recorder.stream, torch.cuda.current_stream(recorder.device)
+        with torch.cuda.device(recorder.device):  # a graph is of the current device
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):
+                for _ in range(2):  # kernels are compiled, and libraries take their memory
+                    self._compute(sampling)
+            current.wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            graph.register_generator_state(self.generator)
+            with torch.cuda.graph(graph, pool=recorder.pool, stream=stream):
                 self._compute(sampling)
-        torch.cuda.current_stream(self.slots.device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        graph.register_generator_state(self.generator)
-        with torch.cuda.device(self.slots.device), torch.cuda.graph(graph, stream=stream):
-            self._compute(sampling)
         self._graphs[way] = graph
 
     def forget(self) -> None:

@@ -298,7 +298,8 @@ def _cache(dtype: torch.dtype, places: int, positions: int, heads: int, width: i
 
 
 def _decode(dtype: torch.dtype) -> Iterator[Launch]:
-    few = torch.zeros(8, dtype=torch.int32)
+    few, whole = torch.zeros(8, dtype=torch.int32), tuning.HOPPER.decode._replace(least=4096)
+    many = tuning.HOPPER.decode._replace(programs=400)
     for bytes in (False, True):
         for h, g, d in ((32, 8, 128), (3, 3, 80)) if dtype == torch.bfloat16 else ((32, 8, 128),):
             prefix, suffix = (_cache(dtype, n, p, g, d, bytes=bytes) for n, p in ((2, 128), (8, 512)))
@@ -306,12 +307,11 @@ def _decode(dtype: torch.dtype) -> Iterator[Launch]:
             lengths, table = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 4, dtype=torch.int32)
             usual = (q, prefix, lengths, few, suffix, few, 0.1)
             yield f"decode {name} shared", lambda given=usual, t=table: decode.decode_attention(*given, None, None, t)
-            yield f"decode {name} alone", lambda given=usual: decode.decode_attention(*given)
+            yield f"decode {name} alone", lambda given=usual: decode.decode_attention(*given, tile=many)
             yield (
                 f"decode {name} window and softcap",
                 lambda given=usual, t=table: decode.decode_attention(*given, 64, 30.0, t),
             )
-            whole = tuning.HOPPER.decode._replace(least=4096)
             yield f"decode {name} whole", lambda given=usual: decode.decode_attention(*given, tile=whole)
             kv, heads = torch.zeros(8, g, d, dtype=dtype), Heads(h, g, d)
             yield f"decode store {name}", lambda kv=kv, s=suffix: decode_store.store(kv, kv, s, few, few)

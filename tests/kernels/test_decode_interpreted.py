@@ -85,7 +85,7 @@ def test_what_is_not_finite_stays_where_it_is_seen(tile, shared):
 
 
 def test_scores_that_are_huge():
-    """The merge subtracts the largest log-sum-exp. Scores of some 1,000 differ by 1,000 half steps, and so do shares."""
+    """The merge subtracts the largest log-sum-exp. Scores of 1,000 differ by 1,000 half steps, and so do shares."""
     made = new_decode()
     for shared in (True, False):
         actual = kernels.decode_attention(

@@ -1,13 +1,13 @@
 """Tiny models for rollouts: a base frozen in FP8, adapters with values, prompts of different lengths."""
 
-import decoder_cases
-import peft
+import decoder_cases  # which skips tests where there is no transformers
+import pytest
 import torch
-from torch import nn
 
 from octavo.decoders.fuse import fuse_loaded
-from octavo.hf.lora import install
 from octavo.nn.frozen import FP8FrozenLinear
+
+peft = pytest.importorskip("peft")
 
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 VOCABULARY = decoder_cases.SIZES["vocab_size"]
@@ -49,6 +49,8 @@ def frozen(family="Llama", granularity="block", dtype=torch.float32, *, products
 
 def adapted(model, r=4, seed=0, autocast=True):
     """The model with adapters on every linear, none of them zero."""
+    from octavo.hf.lora import install  # which needs PEFT
+
     install()
     config = peft.LoraConfig(r=r, lora_alpha=8, target_modules=list(LINEARS), task_type="CAUSAL_LM")
     adapted = peft.get_peft_model(model, config, autocast_adapter_dtype=autocast)
@@ -68,7 +70,7 @@ def hf_generate(model, prompts, new, **options):
     """What transformers' generate gives, prompt by prompt: without padding, which would round elsewhere."""
     found = []
     for prompt in prompts:
-        ids = torch.tensor([prompt])
+        ids = torch.tensor([prompt], device=model.device)
         out = model.generate(
             input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, **options
         )
@@ -81,8 +83,8 @@ def full_logprobs(model, prompt, tokens, temperature=1.0):
     """Log-probabilities of a completion from one forward over all of it."""
     training = model.training
     model.eval()
-    ids = torch.tensor([[*prompt, *tokens]])
-    logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float() / temperature
+    ids = torch.tensor([[*prompt, *tokens]], device=model.device)
+    logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float().cpu() / temperature
     model.train(training)
     return logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
 
@@ -94,7 +96,3 @@ def gaps(model, prompts, completions, temperature=1.0):
         expected = full_logprobs(model, prompts[completion.prompt], completion.tokens, temperature)
         found.append((torch.tensor(completion.logprobs) - expected).abs())
     return torch.cat(found)
-
-
-def linears(model):
-    return [module for module in model.modules() if isinstance(module, nn.Linear)]

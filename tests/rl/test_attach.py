@@ -1,0 +1,154 @@
+"""`model.generate` by the engine: the calls of scripts and of stock TRL, and those that stay transformers'."""
+
+import copy
+import logging
+import pickle
+
+import pytest
+import torch
+import transformers
+from rollout_cases import PROMPTS, adapted, frozen, plain
+
+from octavo.rl import NativeEngine, Sampling, attach, attached, detach, fallbacks
+
+PAD = 0
+
+
+def left_padded(prompts=PROMPTS):
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[PAD] * (longest - len(p)) + p for p in prompts])
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@pytest.fixture
+def model():
+    return adapted(frozen(products=False)).eval()
+
+
+def test_greedy_rows_are_those_of_generate(model):
+    expected = model.generate(**left_padded(), max_new_tokens=10, do_sample=False)
+    engine = NativeEngine(model, slots=3)
+    attach(model, engine)
+    assert attached(model) is engine and attached(model.get_base_model()) is engine
+    assert torch.equal(model.generate(**left_padded(), max_new_tokens=10, do_sample=False), expected)
+    assert engine.statistics()["prefills"] == len(PROMPTS)
+    assert not fallbacks(model)
+    detach(model)
+    detach(model)
+    assert attached(model) is None
+    assert torch.equal(model.generate(**left_padded(), max_new_tokens=10, do_sample=False), expected)
+
+
+def test_ends_are_padded_as_by_generate(model):
+    plain_rows = model.generate(**left_padded(), max_new_tokens=10, do_sample=False)
+    stop = int(plain_rows[1, -6])
+    options = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": [stop], "pad_token_id": 155}
+    expected = model.generate(**left_padded(), **options)
+    attach(model, NativeEngine(model, slots=3))
+    assert (expected == 155).any()
+    assert torch.equal(model.generate(**left_padded(), **options), expected)
+
+
+def test_the_call_of_stock_trl(model):
+    """Prompts are repeated for their group; the configuration is TRL's."""
+    engine = NativeEngine(model, slots=8)
+    attach(model, engine)
+    config = transformers.GenerationConfig(
+        max_new_tokens=6, do_sample=True, pad_token_id=PAD, bos_token_id=1, eos_token_id=[2], temperature=0.9,
+        top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0, cache_implementation=None, disable_compile=True,
+    )  # fmt: skip
+    batch = {name: x.repeat_interleave(4, dim=0) for name, x in left_padded().items()}
+    rows = model.generate(**batch, generation_config=config)
+    assert not fallbacks(model)
+    assert engine.statistics()["prefills"] == len(PROMPTS)
+    assert torch.equal(rows[:, : batch["input_ids"].shape[1]], batch["input_ids"])
+    assert len({tuple(row) for row in rows.tolist()}) > 8
+
+
+def test_samples_by_the_settings_of_the_call(model, monkeypatch):
+    engine = NativeEngine(model)
+    attach(model, engine)
+    asked = []
+    original = engine.generate
+    monkeypatch.setattr(engine, "generate", lambda p, n, s: asked.append((n, s)) or original(p, n, s))
+    model.generation_config.temperature = 0.5
+    model.generate(torch.tensor([[5, 6]]), max_new_tokens=2, do_sample=True, num_return_sequences=3)
+    assert asked.pop() == (3, Sampling(max_new_tokens=2, temperature=0.5, top_k=50, stop_ids=()))
+    model.generate(input_ids=torch.tensor([[5, 6]]), max_length=5, do_sample=True, top_k=0, top_p=0.5)
+    assert asked.pop() == (1, Sampling(max_new_tokens=3, temperature=0.5, top_p=0.5, stop_ids=()))
+    config = transformers.GenerationConfig(temperature=0.7, do_sample=True, top_k=7, eos_token_id=4)
+    model.generate(input_ids=torch.tensor([[5, 6]]), generation_config=config)
+    assert asked.pop() == (1, Sampling(max_new_tokens=20, temperature=0.7, top_k=7, stop_ids=(4,)))
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"num_beams": 2}, "num_beams=2"),
+        ({"repetition_penalty": 1.3}, "repetition_penalty=1.3"),
+        ({"min_new_tokens": 2}, "min_new_tokens=2"),
+        ({"return_dict_in_generate": True}, "return_dict_in_generate=True"),
+        ({"logits_processor": transformers.LogitsProcessorList([lambda _, scores: scores])}, "logits_processor is"),
+        ({"min_p": 0.1, "do_sample": True}, "min_p=0.1"),
+    ],
+)
+def test_other_calls_are_transformers_own(model, options, reason, caplog):
+    expected = model.generate(**left_padded(), max_new_tokens=4, **options) if "do_sample" not in options else None
+    attach(model, NativeEngine(model))
+    with caplog.at_level(logging.WARNING, logger="octavo"):
+        for _ in range(2):
+            found = model.generate(**left_padded(), max_new_tokens=4, **options)
+    rows = [x if isinstance(x, torch.Tensor) else x.sequences for x in (found, expected) if x is not None]
+    assert expected is None or torch.equal(*rows)
+    assert [text for text in fallbacks(model) if text.startswith(reason)]
+    assert sum("runs without the engine" in r.getMessage() for r in caplog.records) == 1
+
+
+def test_padding_that_is_not_on_the_left(model):
+    attach(model, NativeEngine(model))
+    ids = torch.tensor([[5, 6, PAD], [5, 6, 7]])
+    model.generate(ids, attention_mask=(ids != PAD).int(), max_new_tokens=2)
+    model.generate(ids, pad_token_id=PAD, max_new_tokens=2)
+    assert set(fallbacks(model)) == {"rows are not padded on the left alone", "padding without an attention_mask"}
+
+
+def test_a_prompt_that_is_too_long_is_an_error(model):
+    attach(model, NativeEngine(model))
+    with pytest.raises(ValueError, match="prompt 0 has 64 tokens, and 64 positions leaves no room"):
+        model.generate(torch.ones(1, 64, dtype=torch.int64), max_new_tokens=4)
+
+
+def test_adapters_may_come_after_the_engine():
+    base = frozen(products=False)
+    engine = NativeEngine(base, slots=3)
+    attach(base, engine)
+    without = base.generate(**left_padded(), max_new_tokens=8, do_sample=False)
+    model = adapted(base).eval()
+    assert attached(model) is engine
+    found = model.generate(**left_padded(), max_new_tokens=8, do_sample=False)
+    assert not torch.equal(found, without)
+    detach(model)
+    assert torch.equal(model.generate(**left_padded(), max_new_tokens=8, do_sample=False), found)
+
+
+def test_copies_have_a_generate_of_their_own():
+    model = plain().eval()
+    engine = NativeEngine(model)
+    attach(model, engine)
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        copied.lm_head.weight.neg_()
+    before = engine.statistics()
+    rows = copied.generate(**left_padded(), max_new_tokens=4, do_sample=False)
+    assert engine.statistics() == before
+    assert not torch.equal(rows, model.generate(**left_padded(), max_new_tokens=4, do_sample=False))
+    with pytest.raises(TypeError, match=r"cannot be pickled: call octavo.rl.detach\(model\)"):
+        pickle.dumps(model)
+    detach(model)
+    pickle.dumps(model)
+
+
+def test_attaching_to_something_else():
+    with pytest.raises(ValueError, match="Linear has no generate"):
+        attach(torch.nn.Linear(2, 2), NativeEngine(plain()))
