@@ -59,6 +59,7 @@ class LinearInFP8(nn.Linear):
     state_x: Tensor  # scaling state of the input
     state_g: Tensor  # scaling state of the gradient
     fp8_products: bool = True  # compute products in FP8; else a frozen weight is dequantised for each of them
+    fp8_forward: bool = True  # with `fp8_products`: False has y in high precision, and dx alone is an FP8 product
     input_is_saved: bool = False  # the module before saves it for its own backward: adapters then save it as it is, too
 
     @property
@@ -94,7 +95,7 @@ class LinearInFP8(nn.Linear):
         weights_alone = is_stored and not torch.compiler.is_compiling() and _WEIGHTS_ONLY.get()
         fp8_products = self.fp8_products and not weights_alone
         fields = (
-            recipe.x if fp8_products else None,
+            recipe.x if fp8_products and self.fp8_forward else None,
             None if is_stored else recipe.w,
             recipe.g if fp8_products else None,
             torch.get_autocast_dtype(input.device.type) if autocast else input.dtype,

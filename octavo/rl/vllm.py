@@ -49,6 +49,7 @@ class VLLMEngine:
     `model`: of a family that Octavo knows, with or without PEFT's LoRA, in FP8 or not. `slots`: completions that are
     written at once. `max_length`: tokens of a prompt and its completion together, at most; None: the model's positions.
     `products`: "weights" multiplies activations as they are with FP8 weights; "fp8" keeps the model's own.
+    `exact_logprobs`: refuse top-k and top-p, with which the log-probabilities are not those that were sampled from.
     `memory_share`: of the device's memory, for vLLM, which is to say for its cache; `cache_bytes` says instead how
     large that is. `can_stand_by`: have `standby` free the cache, which takes a GPU, and an allocator without
     `expandable_segments:True`. `options`: further arguments of `vllm.LLM`.
@@ -63,6 +64,7 @@ class VLLMEngine:
         slots: int = 64,
         max_length: int | None = None,
         products: str = "weights",
+        exact_logprobs: bool = False,
         memory_share: float = 0.6,
         cache_bytes: int | None = None,
         can_stand_by: bool = False,
@@ -84,7 +86,7 @@ class VLLMEngine:
         if longest is None:
             raise ValueError("max_length=None: the model names no number of positions; say how long completions get")
         self.max_length: int = longest
-        self.slots, self.products, self.options = slots, products, options
+        self.slots, self.products, self.exact_logprobs, self.options = slots, products, exact_logprobs, options
         self.memory_share, self.cache_bytes = memory_share, cache_bytes
         self.can_stand_by = can_stand_by and self.policy.device.type == "cuda"
         self._folder = tempfile.TemporaryDirectory(prefix="octavo-vllm-")  # of the configuration, which vLLM reads
