@@ -29,6 +29,7 @@ import torch
 from torch import nn
 
 from octavo.numerics.checks import check_choice, check_positive_int
+from octavo.rl.checks import check_finite, check_prompts, check_sampling, check_stops
 from octavo.rl.completions import Completion, Sampling
 from octavo.rl.policy import PRODUCTS, Policy
 
@@ -88,10 +89,12 @@ class VLLMEngine:
         self.max_length: int = longest
         self.slots, self.products, self.exact_logprobs, self.options = slots, products, exact_logprobs, options
         self.memory_share, self.cache_bytes = memory_share, cache_bytes
-        self.can_stand_by = can_stand_by and self.policy.device.type == "cuda"
+        self.can_stand_by = can_stand_by
         self._folder = tempfile.TemporaryDirectory(prefix="octavo-vllm-")  # of the configuration, which vLLM reads
         self._llm: Any = None
         self._logits: Any = None  # vLLM's module that scales logits
+        self._has_graphs = False
+        self._recorded: list[Any] = []  # what CUDA graphs depend on, as it was when vLLM started
         self._is_awake = True
         self._statistics: dict[str, float] = {}
 
@@ -99,28 +102,33 @@ class VLLMEngine:
         """Complete each prompt n times with the weights as they are now, in the order of the prompts."""
         check_positive_int("n", n)
         given = [list(prompt) for prompt in prompts]
-        self._check(given)
+        check_sampling(sampling, self.exact_logprobs)
+        check_prompts(given, self.policy, self.max_length)
+        stop_ids = self.policy.stop_ids() if sampling.stop_ids is None else sampling.stop_ids
+        check_stops(stop_ids, self.policy)
+        self._follow()
         started = time.perf_counter()
         seed = int(torch.randint(2**63 - 1, ())) if sampling.seed is None else sampling.seed
-        done: list[Completion] = []
         self.wake()
         # vLLM computes in inference mode, and copies that are made there can be written there alone.
         with torch.inference_mode(), self.policy.rollout(self.products), self._own_random_numbers():
             llm = self._start()
+            self._check_graphs()
             llm.reset_prefix_cache()  # keys and values of weights that have changed since
             self._logits.scale = 1.0 if sampling.is_greedy else 1.0 / sampling.temperature
             torch.manual_seed(seed)
             inputs = [{"prompt_token_ids": prompt} for prompt in given]
-            outputs = llm.generate(inputs, self._parameters(n, sampling), use_tqdm=False)
-        for index, output in enumerate(outputs):
-            done += [_completion(index, part) for part in output.outputs]
+            outputs = llm.generate(inputs, _parameters(n, sampling, stop_ids), use_tqdm=False)
+        done = [_completion(index, part) for index, output in enumerate(outputs) for part in output.outputs]
+        check_finite(done)
         self._note(done, time.perf_counter() - started)
         return done
 
     def standby(self) -> None:
-        """Free the cache and the copies of weights. On a CPU, or without `can_stand_by`, vLLM keeps its cache."""
-        self.policy.release()
-        if self._llm is not None and self._is_awake and self.can_stand_by:
+        """Free the cache, and copies of weights that no CUDA graph reads. On a CPU vLLM keeps its cache."""
+        if not self._has_graphs:
+            self.policy.release()
+        if self._llm is not None and self._is_awake and self.can_stand_by and self.policy.device.type == "cuda":
             self._llm.sleep(level=0)
             self._llm.release_kv_cache_memory()
             self._is_awake = False
@@ -165,6 +173,8 @@ class VLLMEngine:
                     self._llm = LLM(model=str(folder), **self._arguments(vllm_layers.METHOD) | self.options)
                 model = self._llm.llm_engine.model_executor.driver_worker.get_model()
                 self._logits = vllm_layers.logits_processor(model)
+            self._has_graphs = self.policy.device.type == "cuda"
+            self._recorded = self.policy.state()
         return self._llm
 
     def _arguments(self, method: str) -> dict[str, Any]:
@@ -195,22 +205,6 @@ class VLLMEngine:
         tokens = self.slots * (self.max_length + _PAGE)
         return min(tokens * self.policy.cache_format("auto").bytes_per_token, int(self.memory_share * memory))
 
-    def _parameters(self, n: int, sampling: Sampling) -> Any:
-        from vllm import SamplingParams
-
-        stops = self.policy.stop_ids() if sampling.stop_ids is None else sampling.stop_ids
-        return SamplingParams(
-            n=n,
-            temperature=0.0 if sampling.is_greedy else 1.0,  # logits are scaled already
-            top_k=0 if sampling.top_k is None else sampling.top_k,
-            top_p=1.0 if sampling.top_p is None else sampling.top_p,
-            max_tokens=sampling.max_new_tokens,
-            stop_token_ids=list(stops),
-            ignore_eos=True,  # of the configuration: `stop_ids` has them, or says otherwise
-            logprobs=0,  # of the token that was drawn
-            detokenize=False,
-        )
-
     @contextmanager
     def _own_random_numbers(self) -> Iterator[None]:
         """Leave the trainer's random numbers alone: vLLM sets a seed when it starts, and draws from the same."""
@@ -218,22 +212,24 @@ class VLLMEngine:
         with torch.random.fork_rng(devices):
             yield
 
-    def _check(self, prompts: Sequence[Sequence[int]]) -> None:
-        vocabulary = self.policy.vocabulary
-        for index, prompt in enumerate(prompts):
-            if not prompt:
-                raise ValueError(f"prompt {index} is empty: give it at least one token (the start of a sequence)")
-            wrong = [token for token in prompt if not (isinstance(token, int) and 0 <= token < vocabulary)]
-            if wrong:
+    def _follow(self) -> None:
+        """Start where the model has been moved or cast to by now."""
+        place = self.policy.place()
+        if place != (self.policy.device, self.policy.dtype):
+            if self._llm is not None:
                 raise ValueError(
-                    f"prompt {index} has the token {wrong[0]!r}; the model's vocabulary is 0 to {vocabulary - 1}: is "
-                    "this the tokenizer of another model?"
+                    f"the model is on {place[0]} in {place[1]}; vLLM has started with {self.policy.device} and "
+                    f"{self.policy.dtype}: make a new VLLMEngine"
                 )
-            if len(prompt) >= self.max_length:
-                raise ValueError(
-                    f"prompt {index} has {len(prompt)} tokens, and {self.max_length} positions leave no room for a "
-                    "completion: shorten it"
-                )
+            self.policy.device, self.policy.dtype = place
+
+    def _check_graphs(self) -> None:
+        """Raise if the modules are not those that vLLM has recorded."""
+        if self._has_graphs and self.policy.state() != self._recorded:
+            raise ValueError(
+                "modules or adapters of the model are others than when vLLM started, and its CUDA graphs read those: "
+                "make a new VLLMEngine"
+            )
 
     def _note(self, done: Sequence[Completion], seconds: float) -> None:
         tokens = sum(len(completion.tokens) for completion in done)
@@ -246,14 +242,25 @@ class VLLMEngine:
         }
 
 
+def _parameters(n: int, sampling: Sampling, stop_ids: Sequence[int]) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        n=n,
+        temperature=0.0 if sampling.is_greedy else 1.0,  # logits are scaled already
+        top_k=0 if sampling.top_k is None else sampling.top_k,
+        top_p=1.0 if sampling.top_p is None else sampling.top_p,
+        max_tokens=sampling.max_new_tokens,
+        stop_token_ids=list(stop_ids),
+        ignore_eos=True,  # of the configuration: `stop_ids` has them, or says otherwise
+        logprobs=0,  # of the token that was drawn
+        detokenize=False,
+    )
+
+
 def _completion(prompt: int, part: Any) -> Completion:
     tokens = list(part.token_ids)
     logprobs = [places[token].logprob for token, places in zip(tokens, part.logprobs, strict=True)]
-    if any(value != value for value in logprobs):
-        raise ValueError(
-            f"a completion of prompt {prompt} has a log-probability that is NaN: the model's logits are not finite; "
-            "its weights or adapters have NaN or infinity in them"
-        )
     return Completion(prompt, tokens, logprobs, stopped=part.finish_reason == "stop")
 
 

@@ -201,12 +201,42 @@ def test_trained_weights_are_held(folder):
     [
         ([[1], []], "prompt 1 is empty"),
         ([[1, 160]], "prompt 0 has the token 160; the model's vocabulary is 0 to 159"),
-        ([[1] * 96], "prompt 0 has 96 tokens, and 96 positions leave no room"),
+        ([[1] * 96], "prompt 0 has 96 tokens, and 96 positions leaves no room"),
     ],
 )
 def test_prompts_that_cannot_be_completed(folder, prompts, message):
     with pytest.raises(ValueError, match=message):
         VLLMEngine(load(folder)).generate(prompts, 1, Sampling())
+
+
+def test_what_graphs_would_not_see(folder):
+    """On a GPU decoding is recorded. Here nothing is, so the flag is set by hand."""
+    model = adapted(load(folder))
+    engine = engine_for(model)
+    sampling = Sampling(max_new_tokens=2, temperature=0)
+    engine.generate(PROMPTS, 1, sampling)
+    engine._has_graphs = True
+    train(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-2))
+    engine.generate(PROMPTS, 1, sampling)  # values may change
+    with model.disable_adapter(), pytest.raises(ValueError, match=r"CUDA graphs read those: make a new VLLMEngine"):
+        engine.generate(PROMPTS, 1, sampling)
+    engine.generate(PROMPTS, 1, sampling)
+    with pytest.raises(ValueError, match=r"in torch.bfloat16; vLLM has started with cpu and torch.float32"):
+        engine_of_moved = engine.policy.model.to(torch.bfloat16)
+        engine.generate(PROMPTS, 1, sampling)
+    assert engine_of_moved is engine.policy.model
+
+
+def test_disabled_adapters_are_not_computed(folder):
+    model = adapted(load(folder))
+    engine = engine_for(model, exact_logprobs=True)
+    sampling = Sampling(max_new_tokens=6, temperature=0)
+    with model.disable_adapter():
+        without = engine.generate(PROMPTS, 1, sampling)
+        assert gap(model, without) <= BOUND
+    assert gap(model, without) > 100 * BOUND
+    with pytest.raises(ValueError, match="top_k=5, top_p=None with exact_logprobs=True"):
+        engine.generate(PROMPTS, 1, Sampling(top_k=5))
 
 
 def test_what_is_refused(folder, monkeypatch):
