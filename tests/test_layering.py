@@ -26,15 +26,17 @@ ORDER = [
     "rl",
     "tools",
     "sft",
+    "grpo",
     "cli",
 ]
 # Rooms, folders or single files that may import what not everybody has.
 ONLY_IN = {
     "triton": {"kernels", "models/bdh/kernels"},
-    "transformers": {"decoders", "hf", "sft", "tools/bench/random_model.py", "tools/bench/trainer_run.py"},
+    "transformers": {"decoders", "hf", "sft", "grpo", "tools/bench/random_model.py", "tools/bench/trainer_run.py"},
     "accelerate": {"hf"},
-    "peft": {"hf", "sft"},
-    "trl": {"sft"},
+    "peft": {"hf", "sft", "grpo", "rl/learner.py"},
+    "trl": {"sft", "rl/trainer.py"},
+    "vllm": {"rl/vllm.py", "rl/vllm_layers.py"},
     "datasets": {"sft"},
 }
 MODELS_USED_IN = {"models", "training", "tools"}

@@ -34,7 +34,7 @@ def test_make_targets_exist():
 
 def test_options_exist(invoke):
     lines = "\n".join(code for page in PAGES for code in blocks(page, "sh")).splitlines()
-    for command in ("train", "sft", "bench", "plan", "generate"):
+    for command in ("train", "sft", "grpo", "bench", "plan", "generate"):
         code, help_text, _ = invoke(command, "--help")
         assert code == 0
         options = {o for line in lines if f"octavo {command}" in line for o in re.findall(r"(--[a-z0-9-]+)", line)}

@@ -15,12 +15,12 @@ from rich.console import Console
 from rich.text import Text
 
 from octavo import __version__
-from octavo.cli import bench, generate, plan, sft, train
+from octavo.cli import bench, generate, grpo, plan, sft, train
 from octavo.training.errors import UserError
 from octavo.training.signals import Interrupted
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-for command in (train.train, sft.sft, generate.generate, plan.plan, bench.bench):
+for command in (train.train, sft.sft, grpo.grpo, generate.generate, plan.plan, bench.bench):
     app.command()(command)
 
 

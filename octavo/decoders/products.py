@@ -101,7 +101,7 @@ def why_no_frozen_mlp(gate: Any, up: Any, down: Any) -> str:
     bases = [base_of(member) for member in (gate, up, down)]
     if not all(isinstance(base, FP8FrozenLinear) for base in bases):
         return "not all of it is in FP8"
-    if len({base.fp8_products for base in bases}) > 1:
+    if len({(base.fp8_products, base.fp8_forward) for base in bases}) > 1:
         return "only some of its products are in FP8"
     if any(base.bias is not None for base in bases):
         return "its linears have biases"

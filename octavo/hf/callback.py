@@ -120,7 +120,8 @@ class OctavoCallback(TrainerCallback):
             if self.hints:
                 _advise(trainer, args)
         self._take_back()
-        self._check = UpdateCheck(model) if self.check_weights else None
+        by_rewards = hasattr(args, "num_generations")  # TRL's GRPO and RLOO
+        self._check = UpdateCheck(model, by_rewards=by_rewards) if self.check_weights else None
         if self.release_gradients or self.offload is not None:
             self._released = self._release(args, model, kwargs["optimizer"])
             if self.offload is not None and state.global_step:

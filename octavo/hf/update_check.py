@@ -37,6 +37,7 @@ from octavo.optim.split_masters import master_at
 ELEMENTS = 64
 SAMPLED = 32  # weights that are looked at from log to log
 ENOUGH = 0.9  # of the elements with a gradient should move in a step
+_ZERO = "its gradient was zero"
 MOST_STEPS = 10  # with a learning rate above zero; what has not moved by then is reported
 
 
@@ -69,6 +70,7 @@ class UpdateCheck:
     steps: int = 0
     reached: int = 0  # elements that were looked at and had a gradient
     moved: int = 0
+    by_rewards: bool = False  # the loss compares rewards within groups: where they are equal, gradients are zero
     _holds_some: bool = False
     _pending: dict[str, str] = field(default_factory=dict)  # name → why it could not be judged yet
     _probes: dict[str, _Probe] = field(default_factory=dict)
@@ -139,7 +141,7 @@ class UpdateCheck:
                 self.reached += reached
                 self.moved += reached_and_moved
             if not has_gradient:  # weight decay alone may move it, and proves nothing
-                self._pending[name] = "its gradient was zero"
+                self._pending[name] = _ZERO
             elif moved:
                 del self._pending[name]
             elif below_rounding and (probe.in_optimizer or not self._holds_some):
@@ -154,10 +156,7 @@ class UpdateCheck:
         by_reason: dict[str, list[str]] = {}
         for name, reason in self._pending.items():
             by_reason.setdefault(reason, []).append(name)
-        lines = [
-            f"{len(names)} trainable weights were not seen to learn: {why}: {_some(names)}"
-            for why, names in by_reason.items()
-        ]
+        lines = [_finding(names, why, self.by_rewards) for why, names in by_reason.items()]
         if self.moved < ENOUGH * self.reached:
             lines.append(
                 f"{self.moved / self.reached:.0%} of {self.reached:,} elements with a gradient moved in their first "
@@ -166,6 +165,15 @@ class UpdateCheck:
                 "rate"
             )
         return lines
+
+
+def _finding(names: list[str], why: str, by_rewards: bool) -> str:
+    if by_rewards and why == _ZERO:
+        return (
+            f"{len(names)} trainable weights had no gradient in the first steps: a group of completions with equal "
+            "rewards gives none. If it stays so, the rewards do not tell completions apart"
+        )
+    return f"{len(names)} trainable weights were not seen to learn: {why}: {_some(names)}"
 
 
 class SampledWeights:

@@ -240,7 +240,8 @@ class FP8FrozenLinear(LinearInFP8):
         )
 
     def extra_repr(self) -> str:
-        products = "" if self.fp8_products else ", products in high precision"
+        products = "" if self.fp8_forward else ", forward in high precision"
+        products = products if self.fp8_products else ", products in high precision"
         return f"{super().extra_repr()}, frozen in {self.format or 'FP8'} per {self.granularity}{products}"
 
 

@@ -29,7 +29,7 @@ FP8_ONLY_GRANULARITIES = ("tensor", "block")  # of weights whose master is in ho
 
 def why_no_group(members: Sequence[FP8FrozenLinear]) -> str:
     """Return why these cannot be one product; empty if they can."""
-    if len({member.fp8_products for member in members}) > 1:
+    if len({(member.fp8_products, member.fp8_forward) for member in members}) > 1:
         return "only some of their products are in FP8"
     if len({member.bias is None for member in members}) > 1:
         return "only some of them have a bias"

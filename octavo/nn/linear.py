@@ -72,6 +72,7 @@ class LinearInFP8(nn.Linear):
     state_x: Tensor  # scaling state of the input
     state_g: Tensor  # scaling state of the gradient
     fp8_products: bool = True  # compute products in FP8; else a frozen weight is dequantised for each of them
+    fp8_forward: bool = True  # with `fp8_products`: False has y in high precision, and dx alone is an FP8 product
     input_is_saved: bool = False  # the module before saves it for its own backward: adapters then save it as it is, too
 
     @property
@@ -106,7 +107,7 @@ class LinearInFP8(nn.Linear):
         is_stored = not self.is_trained or held.current() is not None  # in FP8, for this call
         in_fp8 = self.fp8_products and not (is_stored and _is_weights_only())
         fields = (
-            recipe.x if in_fp8 else None,
+            recipe.x if in_fp8 and self.fp8_forward else None,
             None if is_stored else recipe.w,
             recipe.g if in_fp8 else None,
             torch.get_autocast_dtype(input.device.type) if autocast else input.dtype,

@@ -67,6 +67,8 @@ def entry_of(name: str, linear: nn.Linear, reasons: Mapping[str, str] | None = N
         if not linear.fp8_products:
             entry.precision, entry.formats = str(linear.high_dtype).removeprefix("torch."), ""
             entry.reason = "its weight alone is in FP8, and dequantised for each product"
+        elif not linear.fp8_forward:
+            entry.reason = "backward alone: its weight is dequantised for the product of forward"
     return entry
 
 

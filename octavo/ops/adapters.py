@@ -220,6 +220,7 @@ class AdapterGradients:
         rows, dtype = u.shape[0], self._like.dtype
         if is_high_precision(x):
             x_hp = as_dtype(x.data, dtype)
+            u = u[: len(x_hp)]  # x was saved before rows of padding were added; theirs in u are zeros
         else:
             scale = unpack_scale(x.scale)
             saved = x if x.data.shape[0] == rows else Quantized(x.data[:rows], scale[:rows] if scale.dim() else scale)

@@ -49,9 +49,9 @@ TILE = 64  # tokens
 class LinearSpec:
     """How a linear is computed: everything about it but its tensors, its adapters and what it saves."""
 
-    x: OperandRecipe | None  # None: products in high precision, by what a frozen weight dequantises to
+    x: OperandRecipe | None  # None: y is a product in high precision, by what a frozen weight dequantises to
     w: OperandRecipe | None  # None: the weight is frozen
-    g: OperandRecipe | None
+    g: OperandRecipe | None  # None: so is dx
     out_dtype: torch.dtype
     record: bool = True  # learn scales and statistics from this use
     emulate: bool = False  # by the specification even where there are kernels
@@ -67,7 +67,7 @@ class LinearSpec:
     @property
     def pads(self) -> bool:
         """True if rows of zeros may be added: kernels and GEMMs on tensor cores want whole tiles."""
-        return not self.emulate and self.x is not None
+        return not self.emulate and (self.x is not None or self.g is not None)
 
 
 @cache

@@ -70,8 +70,11 @@ def fine_tune(
 def read_settings(folder: Path) -> SFTSettings:
     """Read the settings that a run was started with."""
     config = read_config(folder)
-    if config.get("command") != "sft":
-        raise UserError(f"{folder} is a run of octavo train: continue it with octavo train --resume --out {folder}")
+    command = config.get("command", "train")
+    if command != "sft":
+        raise UserError(
+            f"{folder} is a run of octavo {command}: continue it with octavo {command} --resume --out {folder}"
+        )
     known = {f.name for f in fields(SFTSettings)}
     try:
         return SFTSettings.from_dict({name: value for name, value in config.items() if name in known})

@@ -35,7 +35,11 @@ from octavo.training.step_rows import WARM_UP
 
 def write_report(folder: Path) -> Path:
     """Write `folder/report.html` from the run's files, atomically."""
-    page = _page(folder)
+    return write_page(folder, _page(folder))
+
+
+def write_page(folder: Path, page: str) -> Path:
+    """Write a page as `folder/report.html`, atomically."""
     report = folder / "report.html"
     partial = folder / f".report.{os.getpid()}.tmp"
     try:
@@ -78,9 +82,9 @@ def _page(folder: Path) -> str:
         "written": html.escape(str(sample.get("written", ""))),
         "config": "\n".join(
             f"<tr><th scope=row>{html.escape(key)}</th><td>{html.escape(value)}</td></tr>"
-            for key, value in _flatten(config)
+            for key, value in flatten(config)
         ),
-        "data": _embed(
+        "data": embed(
             _chart_data(run, baseline, label, window)
             | {
                 "unit": _unit(config),
@@ -89,13 +93,13 @@ def _page(folder: Path) -> str:
                 "sample": bool(sample),
             }
         ),
-        "script": _asset("charts.js") + _asset("report.js"),
+        "script": asset("charts.js") + asset("report.js"),
     }
     # One pass, so that a "{{config}}" in a sample is not replaced.
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: fields[match[1]], _asset("report_template.html"))
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: fields[match[1]], asset("report_template.html"))
 
 
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
     return resources.files("octavo.tools").joinpath(name).read_text("utf-8")
 
 
@@ -199,33 +203,33 @@ def _cards(
     summary: dict[str, dict[str, Any]],
 ) -> list[str]:
     losses, unit = run.columns["loss"], _unit(config)
-    cards = [_card("Final loss", _significant(final_loss(losses)), f"{unit}; mean of the last 10 % of steps")]
+    cards = [card("Final loss", _significant(final_loss(losses)), f"{unit}; mean of the last 10 % of steps")]
     cards += _held_out_cards(label, unit, summary)
-    cards.append(_card("Start loss", _significant(float(losses[0])), f"{unit}; at step {run.steps[0]:,}"))
+    cards.append(card("Start loss", _significant(float(losses[0])), f"{unit}; at step {run.steps[0]:,}"))
     if baseline is not None:
         difference, expected = loss_difference(run, baseline), final_loss(baseline.columns["loss"])
         value = "no figure" if math.isnan(difference) else f"{100 * difference:+.2f} %"
-        cards.append(_card(f"{label} against BF16", value, f"final loss; BF16 reached {_significant(expected)}"))
+        cards.append(card(f"{label} against BF16", value, f"final loss; BF16 reached {_significant(expected)}"))
     cards.append(_speed_card(run, baseline, summary.get(label.lower(), {})))
     tokens = run.columns["tokens"]
     seen = f"{np.nanmax(tokens):,.0f} tokens" if np.isfinite(tokens).any() else ""
-    cards.append(_card("Steps", f"{run.steps[-1]:,}", seen))
+    cards.append(card("Steps", f"{run.steps[-1]:,}", seen))
     lost = np.isnan(losses)
     broken = int((lost | run.skipped).sum())
     if broken:
         note = f"{lost.sum():,} without a finite loss, {run.skipped.sum():,} updates skipped"
-        cards.append(_card("Broken steps", f"{broken:,}", note, "bad"))
+        cards.append(card("Broken steps", f"{broken:,}", note, "bad"))
     if products:
         fp8_count = sum(product["precision"] == "fp8" for product in products)
         note = "why not the rest: in the table" if fp8_count < len(products) else "every matrix product"
-        cards.append(_card("Products in FP8", f"{fp8_count:,} of {len(products):,}", note))
+        cards.append(card("Products in FP8", f"{fp8_count:,} of {len(products):,}", note))
     if run.names:
         cards.append(_saturation_card(run))
     device = str(config.get("device", ""))
     if config.get("emulated"):
-        cards.append(_card("FP8 arithmetic", "Emulated", f"{device}: FP8 values, not FP8 speed".lstrip(": "), "warn"))
+        cards.append(card("FP8 arithmetic", "Emulated", f"{device}: FP8 values, not FP8 speed".lstrip(": "), "warn"))
     elif label == "FP8" and "emulated" in config:
-        cards.append(_card("FP8 arithmetic", "Native", device))
+        cards.append(card("FP8 arithmetic", "Native", device))
     return cards
 
 
@@ -246,7 +250,7 @@ def _held_out_cards(label: str, unit: str, summary: dict[str, dict[str, Any]]) -
         note += f"; BF16 {_significant(theirs)}"
         if math.isfinite(ours) and math.isfinite(theirs) and theirs:
             note += f", {100 * (ours / theirs - 1):+.2f} %"
-    return [_card("Held-out loss", _significant(ours), note)]
+    return [card("Held-out loss", _significant(ours), note)]
 
 
 def _held_out(result: dict[str, Any]) -> float:
@@ -262,7 +266,7 @@ def _speed_card(run: Run, baseline: Run | None, result: dict[str, Any]) -> str:
         note = f"median; BF16 {theirs:,.0f} ({speed / theirs:.2f}x)" if theirs > 0 else note
     if isinstance(result.get("ms_per_step"), float):
         note = f"{result['ms_per_step']:,.1f} ms a step; {note}"
-    return _card("Speed", "–" if math.isnan(speed) else f"{speed:,.0f}", f"tokens per second; {note}")
+    return card("Speed", "–" if math.isnan(speed) else f"{speed:,.0f}", f"tokens per second; {note}")
 
 
 def _speed(run: Run) -> float:
@@ -277,9 +281,9 @@ def _saturation_card(run: Run) -> str:
     time, name = np.unravel_index(int(shares.argmax()), shares.shape)
     worst = float(shares[time, name])
     if worst <= 0:
-        return _card("Highest saturation", "0 %", "nothing clipped in any reading")
+        return card("Highest saturation", "0 %", "nothing clipped in any reading")
     where = f"{run.names[int(name)]}, step {run.scaling_steps[time]:,}"
-    return _card("Highest saturation", f"{100 * worst:.2g} %", where)
+    return card("Highest saturation", f"{100 * worst:.2g} %", where)
 
 
 def _memory_cards(memories: list[RunMemory]) -> list[str]:
@@ -290,7 +294,7 @@ def _memory_cards(memories: list[RunMemory]) -> list[str]:
         note = memory.against_plan or ("on a GPU" if peak is not None else f"on {memory.measured.device}")
         if memory.precision != "bf16" and peak and bf16:
             note += f"; {peak / bf16:.2f}x BF16's"
-        cards.append(_card(f"Peak memory, {memory.precision.upper()}", in_words(peak), note))
+        cards.append(card(f"Peak memory, {memory.precision.upper()}", in_words(peak), note))
     return cards
 
 
@@ -305,7 +309,7 @@ def _memory_section(memories: list[RunMemory]) -> str:
         + "</tr>"
         for row in rows
     )
-    return _asset("report_memory.html").replace("{{head}}", head).replace("{{body}}", body)
+    return asset("report_memory.html").replace("{{head}}", head).replace("{{body}}", body)
 
 
 def _median(values: Floats) -> float:
@@ -316,21 +320,21 @@ def _significant(value: float) -> str:
     return "not finite" if math.isnan(value) else f"{value:.4g}"
 
 
-def _card(label: str, value: str, note: str, tone: str = "") -> str:
+def card(label: str, value: str, note: str, tone: str = "") -> str:
     label, value, note = html.escape(label), html.escape(value), html.escape(note)
     return f'<div class="card {tone}"><dt>{label}</dt><dd>{value}<small title="{note}">{note}</small></dd></div>'
 
 
-def _flatten(config: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+def flatten(config: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     pairs: list[tuple[str, str]] = []
     for key, value in config.items():
         if isinstance(value, dict) and value:
-            pairs += _flatten(value, f"{prefix}{key}.")
+            pairs += flatten(value, f"{prefix}{key}.")
         else:
             pairs.append((f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value)))
     return pairs
 
 
-def _embed(data: dict[str, Any]) -> str:
+def embed(data: dict[str, Any]) -> str:
     """Return JSON that is safe inside <script>: without a "<", nothing in it can close the element."""
     return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")

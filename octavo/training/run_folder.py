@@ -11,7 +11,8 @@
     report.html         all of it on one page
 
 A comparison adds `metrics_bf16.jsonl` and `bf16/checkpoint-…`. A run of `octavo sft` has `checkpoints/`, `adapter/` and
-`model/` instead of checkpoints and model (`octavo/sft/session.py`).
+`model/` instead of checkpoints and model (`octavo/sft/session.py`); `octavo/grpo/session.py` has what `octavo grpo`
+leaves.
 
 A run is recognised by its marker alone: a `config.json` or a `model.safetensors` may be anyone's, such as a model of
 Hugging Face. A new run never replaces a file in a folder without the marker, and `--overwrite` removes only the files
@@ -41,13 +42,14 @@ CONFIG = "config.json"
 METRICS, METRICS_BF16 = "metrics.jsonl", "metrics_bf16.jsonl"
 MODEL = "model.safetensors"
 PRODUCTS = "products.json"
-SAMPLE = "sample.json"
+SAMPLE, SAMPLES = "sample.json", "samples.json"
 SUMMARY = "summary.json"
 REPORT = "report.html"
 BF16 = "bf16"
-CHECKPOINTS, ADAPTER, WHOLE_MODEL = "checkpoints", "adapter", "model"  # folders of `octavo sft`
-FOLDERS = (CHECKPOINTS, ADAPTER, WHOLE_MODEL)
-FILES = (CONFIG, METRICS, METRICS_BF16, MODEL, PRODUCTS, SAMPLE, SUMMARY, REPORT)
+# Folders of `octavo sft` and `octavo grpo`.
+CHECKPOINTS, ADAPTER, WHOLE_MODEL, BASE = "checkpoints", "adapter", "model", "base"
+FOLDERS = (CHECKPOINTS, ADAPTER, WHOLE_MODEL, BASE)
+FILES = (CONFIG, METRICS, METRICS_BF16, MODEL, PRODUCTS, SAMPLE, SAMPLES, SUMMARY, REPORT)
 
 
 @contextmanager
@@ -96,8 +98,11 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def read_settings(folder: Path) -> TrainSettings:
     """Read the settings a run of `octavo train` was started with."""
-    if read_config(folder).get("command") == "sft":
-        raise UserError(f"{folder} is a run of octavo sft: continue it with octavo sft --resume --out {folder}")
+    command = read_config(folder).get("command", "train")
+    if command != "train":
+        raise UserError(
+            f"{folder} is a run of octavo {command}: continue it with octavo {command} --resume --out {folder}"
+        )
     known = {f.name for f in fields(TrainSettings)}
     try:
         return TrainSettings.from_dict({name: v for name, v in read_config(folder).items() if name in known})

@@ -1,0 +1,1 @@
+"""`octavo grpo`: the model, the task, the engine, and what a run leaves."""

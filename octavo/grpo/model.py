@@ -1,0 +1,80 @@
+"""The model of a run with its adapters, its tokenizer, and the engine that completes its prompts."""
+
+from typing import Any
+
+import torch
+
+from octavo.grpo.settings import RunSettings
+from octavo.hf import reading
+from octavo.hf.fast import FastLanguageModel
+from octavo.rl.completions import Engine
+from octavo.rl.engine import NativeEngine
+from octavo.rl.products import set_products
+from octavo.training.errors import UserError
+
+
+def load(name: str, settings: RunSettings) -> tuple[Any, Any]:
+    """Load the model, in FP8 unless the settings say otherwise, and its tokenizer."""
+    fp8 = settings.recipe if settings.precision == "fp8" else False
+    try:
+        reading.check_name(name, {})
+        model, tokenizer = FastLanguageModel.from_pretrained(
+            name,
+            load_in_fp8=fp8,
+            full_finetuning=settings.full,
+            device_map={"": 0 if settings.device == "cuda" else "cpu"},
+            dtype=torch.bfloat16,
+        )
+        if not settings.full:
+            model = FastLanguageModel.get_peft_model(
+                model,
+                r=settings.rank,
+                lora_alpha=settings.alpha,
+                random_state=settings.seed,
+                use_gradient_checkpointing=settings.checkpointing,
+            )
+        elif settings.checkpointing:
+            model.gradient_checkpointing_enable()
+    except (OSError, ValueError) as error:
+        raise UserError(f"MODEL {name} cannot be trained: {str(error).splitlines()[0]}") from error
+    if fp8 and not settings.full:
+        set_products(model, settings.products)
+    return model, tokenizer
+
+
+def stop_ids(model: Any, tokenizer: Any, settings: RunSettings) -> tuple[int, ...]:
+    """Return the tokens that end a completion: the one that is asked for, or those of model and tokenizer."""
+    if settings.stop is not None:
+        ids: list[int] = tokenizer(settings.stop, add_special_tokens=False)["input_ids"]
+        if len(ids) != 1:
+            raise UserError(f"--stop {settings.stop!r} is {len(ids)} tokens: completions end by a single one")
+        return (ids[0],)
+    found: list[int] = []
+    for holder in (getattr(model, "generation_config", None), model.config, tokenizer):
+        eos = getattr(holder, "eos_token_id", None)
+        found += eos if isinstance(eos, list | tuple) else [] if eos is None else [eos]
+    if not found:
+        raise UserError(
+            "the model and its tokenizer have no end of text (eos_token_id): every completion would have "
+            f"{settings.max_new_tokens} tokens; name a token that ends one: --stop TOKEN"
+        )
+    return tuple(dict.fromkeys(found))
+
+
+def make_engine(model: Any, settings: RunSettings, longest_prompt: int) -> Engine:
+    """Return the engine, with room for the longest prompt and its completion."""
+    room = longest_prompt + settings.max_new_tokens
+    exact = settings.correction != "none"
+    try:
+        if settings.engine == "native":
+            return NativeEngine(
+                model, slots=settings.slots, max_length=room, kv_dtype=settings.kv_dtype, exact_logprobs=exact
+            )
+        from octavo.rl.vllm import VLLMEngine
+
+        engine: Engine = VLLMEngine(model, slots=settings.slots, max_length=room, can_stand_by=settings.standby)
+    except ImportError as error:
+        raise UserError(f"engine='vllm' needs vLLM ({error}): install it, or use --engine native") from error
+    except (ValueError, RuntimeError) as error:
+        raise UserError(f"the {settings.engine} engine cannot run this model: {str(error).splitlines()[0]}") from error
+    return engine

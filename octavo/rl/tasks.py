@@ -1,0 +1,184 @@
+"""Tasks: prompts, and the functions that reward their completions.
+
+| source                | prompts                                          | rewards                                |
+| --------------------- | ------------------------------------------------ | -------------------------------------- |
+| `FILE.jsonl`          | a row each: `prompt`, a text or messages         | a Python file, or `answer` in each row |
+| `FILE.py`             | `PROMPTS`: rows, or texts, or a function of them | the functions of the file              |
+| `reasoning-gym:NAME`  | from the package; `NAME,max_terms=2` sets options | the package's own score of an answer  |
+
+Other columns of a row are handed to reward functions, as TRL does. In a Python file, the reward functions are those in
+the list `REWARDS`, or else all public functions that are defined there; `WEIGHTS` may weigh them.
+"""
+
+import importlib.util
+import inspect
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from octavo.rl.rewards import Rewards
+from octavo.training.errors import UserError
+
+GYM = "reasoning-gym:"
+GYM_SIZE = 2048
+_ASK = "\nGive the final answer between <answer> and </answer>."
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Task:
+    """Prompts and rewards. `rows`: each with a `prompt`, and columns for the reward functions."""
+
+    name: str
+    rows: Sequence[dict[str, Any]]
+    rewards: Rewards
+    description: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.rows:
+            raise UserError(f"{self.name}: no prompts in it")
+
+    def columns(self, rows: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
+        """Return the columns of some rows, without the prompt; None where a row has no such thing."""
+        names = {name: None for row in self.rows for name in row if name != "prompt"}
+        return {name: [row.get(name) for row in rows] for name in names}
+
+
+def read_task(source: str, rewards: Path | None = None, seed: int = 0) -> Task:
+    """Return the task that a user names, with the reward functions of the file `rewards` if it is given."""
+    path = Path(source)
+    functions = None if rewards is None else read_rewards(rewards)
+    if path.suffix == ".py":
+        return _python_task(path, functions)
+    if path.suffix in (".jsonl", ".json") or path.exists():
+        return _jsonl_task(path, functions)
+    return _gym_task(source.removeprefix(GYM), functions, seed, named=source.startswith(GYM))
+
+
+def read_rewards(path: Path) -> Rewards:
+    """Return the reward functions of a Python file."""
+    return _rewards_of(_load(path), path)
+
+
+def matches_answer(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]:
+    """Give 1 for a completion that is its row's answer, 0 for another; space around it does not count."""
+    return [
+        None if expected is None else float(text_of(completion).strip() == str(expected).strip())
+        for completion, expected in zip(completions, answer, strict=True)
+    ]
+
+
+def text_of(completion: Any) -> str:
+    """Return the text of a completion, which is text, or the messages of a conversation."""
+    return completion if isinstance(completion, str) else str(completion[-1]["content"])
+
+
+def _load(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise UserError(f"{path}: no such file")
+    spec = importlib.util.spec_from_file_location(f"octavo_rewards_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # a user's file may fail in any way, and the line says in which
+        raise UserError(f"{path} does not load: {type(error).__name__}: {error}") from error
+    return module
+
+
+def _rewards_of(module: ModuleType, path: Path) -> Rewards:
+    functions = getattr(module, "REWARDS", None)
+    if functions is None:
+        functions = [
+            function
+            for name, function in vars(module).items()
+            if name != "PROMPTS" and not name.startswith("_")
+            if inspect.isfunction(function) and function.__module__ == module.__name__
+        ]
+    if not functions:
+        raise UserError(
+            f"{path}: no reward function in it; define one: def f(completions, **columns) -> list of numbers"
+        )
+    try:
+        return Rewards(functions, getattr(module, "WEIGHTS", None))
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from error
+
+
+def _python_task(path: Path, rewards: Rewards | None) -> Task:
+    module = _load(path)
+    prompts = getattr(module, "PROMPTS", None)
+    if prompts is None:
+        raise UserError(
+            f"{path}: no PROMPTS in it; define a list of texts or rows, or give a .jsonl and --rewards {path}"
+        )
+    rows = [{"prompt": row} if isinstance(row, str) else row for row in (prompts() if callable(prompts) else prompts)]
+    for number, row in enumerate(rows, start=1):
+        _check_row(row, f"{path}: PROMPTS, entry {number}")
+    return Task(path.stem, rows, rewards or _rewards_of(module, path), f"{len(rows):,} prompts of {path.name}")
+
+
+def _jsonl_task(path: Path, rewards: Rewards | None) -> Task:
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"TASK {path}: {getattr(error, 'strerror', None) or error}") from error
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise UserError(f"TASK {path}:{number}: {error}") from error
+            _check_row(row, f"TASK {path}:{number}")
+            rows.append(row)
+    if rewards is None:
+        if not rows or not all("answer" in row for row in rows):
+            raise UserError(f"TASK {path}: rows without an answer to compare with; give --rewards FILE.py")
+        rewards = Rewards([matches_answer])
+    return Task(path.stem, rows, rewards, f"{len(rows):,} prompts of {path.name}")
+
+
+def _check_row(row: Any, where: str) -> None:
+    prompt = row.get("prompt") if isinstance(row, dict) else None
+    is_chat = isinstance(prompt, list) and prompt and all(isinstance(m, dict) and "content" in m for m in prompt)
+    if not is_chat and not (isinstance(prompt, str) and prompt):
+        raise UserError(f"{where}: no prompt in it; a row has a prompt, a text or messages with role and content")
+
+
+def _gym_task(name: str, rewards: Rewards | None, seed: int, named: bool) -> Task:
+    try:
+        import reasoning_gym
+    except ImportError as error:
+        what = f"TASK {name}" if named else f"TASK {name}: no such file, and as a task of reasoning-gym it"
+        raise UserError(f"{what} needs the package reasoning-gym ({error}): pip install reasoning-gym") from error
+    name, *pairs = name.split(",")
+    options = dict(pair.partition("=")[::2] for pair in pairs)
+    try:
+        numbers = {option: json.loads(value) for option, value in options.items()}
+        dataset: Any = reasoning_gym.create_dataset(name, size=GYM_SIZE, seed=seed, **numbers)
+    except (ValueError, TypeError, AssertionError) as error:
+        raise UserError(f"TASK {name}: no file, and no task of reasoning-gym: {error or numbers}") from error
+
+    def score(completions: Sequence[Any], entry: Sequence[Any]) -> list[float]:
+        return [
+            float(dataset.score_answer(answer=_answer_of(text_of(completion)), entry=each))
+            for completion, each in zip(completions, entry, strict=True)
+        ]
+
+    score.__name__ = name
+    rows = [
+        {"prompt": [{"role": "user", "content": entry["question"] + _ASK}], "answer": entry["answer"], "entry": entry}
+        for entry in (dataset[i] for i in range(GYM_SIZE))
+    ]
+    return Task(name, rows, rewards or Rewards([score]), f"{len(rows):,} prompts of reasoning-gym's {name}")
+
+
+def _answer_of(text: str) -> str:
+    """Return what stands between the last tags, or else the whole text."""
+    found = _ANSWER.findall(text)
+    return (found[-1] if found else text).strip()

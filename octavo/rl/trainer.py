@@ -1,0 +1,68 @@
+"""TRL's `GRPOTrainer` with an engine of ours: its log-probabilities reach the trainer, and so does the correction.
+
+    trainer = OctavoGRPOTrainer(model, reward_funcs, args=GRPOConfig(...), train_dataset=...)
+
+Stock TRL reaches an engine through `model.generate` (`octavo.rl.attach`), which returns tokens alone: no correction,
+and no gap in the logs. Here the engine is asked directly. TRL's own correction then runs, with its own names:
+`vllm_importance_sampling_correction`, `…_mode` (`token_truncate` and `sequence_truncate` are TIS, `token_mask` and
+`sequence_mask` MIS) and `…_clip_max`; its logs have `sampling/sampling_logp_difference`.
+"""
+
+from typing import Any
+
+from trl import GRPOTrainer
+
+from octavo.rl.attach import attached
+from octavo.rl.completions import Engine, Sampling
+from octavo.rl.engine import NativeEngine
+
+
+class OctavoGRPOTrainer(GRPOTrainer):
+    """`GRPOTrainer` whose completions come from an engine on the trained modules, with nothing to synchronise.
+
+    `engine`: None takes the one that is attached to the model, or else makes a native one.
+    """
+
+    def __init__(self, model: Any, *args: Any, engine: Engine | None = None, **kwargs: Any) -> None:
+        config = kwargs.get("args")
+        if config is not None and config.use_vllm:
+            raise ValueError(
+                "use_vllm=True: TRL would start a vLLM with weights of its own; leave it out, and give an engine "
+                "(engine=octavo.rl.vllm.VLLMEngine(model)) if it is to be vLLM"
+            )
+        for name in ("tools", "rollout_func", "environment_factory"):
+            if kwargs.get(name):
+                raise ValueError(f"{name}: not with an engine of ours, which completes prompts once; use GRPOTrainer")
+        super().__init__(model, *args, **kwargs)
+        self.engine: Engine = engine or attached(self.model) or NativeEngine(self.model, exact_logprobs=True)
+        sampling = self._sampling()
+        if self.vllm_importance_sampling_correction and sampling.is_truncated:
+            raise ValueError(
+                f"top_k={sampling.top_k}, top_p={sampling.top_p} with vllm_importance_sampling_correction=True: tokens "
+                "are drawn from another distribution than that of the log-probabilities; set one of them only"
+            )
+        self.use_vllm = True  # from here on, this says that there are log-probabilities of the rollout
+
+    def _sampling(self) -> Sampling:
+        args: Any = self.args
+        return Sampling(
+            max_new_tokens=args.max_completion_length,
+            temperature=self.temperature,
+            top_k=args.top_k if args.top_k and args.top_k > 0 else None,
+            top_p=args.top_p if args.top_p < 1 else None,
+            stop_ids=tuple(self.eos_token_ids),
+        )
+
+    def _generate_single_turn(
+        self,
+        prompt_ids: list[list[int]],
+        images: Any,
+        multimodal_fields: Any,
+        num_generations: int,  # noqa: ARG002
+        has_tool_images: bool = False,
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """Complete the prompts, each of which is there as often as it is to be completed."""
+        if images is not None or multimodal_fields or has_tool_images:
+            raise ValueError("images: the engines complete text; use GRPOTrainer")
+        completions = self.engine.generate(prompt_ids, 1, self._sampling())
+        return [each.tokens for each in completions], [each.logprobs for each in completions]

@@ -1,0 +1,130 @@
+"""The loop of GRPO: first ratios, packing, resuming to the bit, and what the reward does."""
+
+import math
+
+import pytest
+import torch
+from rl_cases import PlainEngine, adapted, vowel_task, vowels
+
+from octavo.rl import grpo as module
+from octavo.rl.grpo import GRPO
+from octavo.rl.settings import GRPOSettings
+
+SETTINGS = {"prompts": 2, "completions": 4, "max_new_tokens": 5, "lr": 3e-3, "micro_batch_tokens": 30, "steps": 3}
+
+
+@pytest.fixture
+def start(tmp_path):
+    def make(task=None, **changes):
+        model, tokenizer = adapted(tmp_path, **{k: changes.pop(k) for k in ("products", "recipe") if k in changes})
+        settings = GRPOSettings(**SETTINGS | changes)
+        return GRPO(model, tokenizer, task or vowel_task(), PlainEngine(model), settings)
+
+    return make
+
+
+@pytest.mark.parametrize("products", [False, True], ids=["weights-only", "fp8"])
+@pytest.mark.parametrize("changes", [{}, {"mini_batches": 2, "iterations": 2}], ids=["one step", "four steps"])
+def test_the_first_ratio_is_exactly_one(start, monkeypatch, products, changes):
+    ratios = []
+    original = module.grpo_loss
+
+    def recorded(logprobs, tokens, *rest):
+        ratios.append((logprobs.detach() - tokens.old).exp())
+        return original(logprobs, tokens, *rest)
+
+    monkeypatch.setattr(module, "grpo_loss", recorded)
+    counting = vowel_task([lambda completions, **_: [float(i) for i in range(len(completions))]])
+    run = start(counting, products=products, **changes)
+    row, _ = run.step(1)
+    batches = len(ratios) // (4 if changes else 1)
+    assert batches > 1
+    assert all(ratio.eq(1).all() for ratio in ratios[:batches])
+    assert all(not ratio.eq(1).all() for ratio in ratios[batches:])
+    assert row["gap_mean"] < (0.2 if products else 1e-5)
+
+
+def test_the_reward_rises_and_figures_are_complete(start):
+    run = start(steps=12, lr=1e-2, beta=0.01)
+    rows = [run.step(number)[0] for number in range(1, 13)]
+    assert sum(row["reward"] for row in rows[-3:]) > 1.3 * sum(row["reward"] for row in rows[:3])
+    assert rows[0]["kl"] == pytest.approx(0, abs=1e-6) and rows[-1]["kl"] > 1e-4
+    for name in ("loss", "grad_norm", "length", "truncated", "gap_p99", "gap_k3", "gap_exp", "clip_fraction"):
+        assert all(math.isfinite(row[name]) for row in rows), name
+    assert rows[0]["groups"] == 2 and rows[-1]["tokens"] > rows[0]["tokens"] > 0
+
+
+def test_packing_changes_nothing(start):
+    one, other = start(micro_batch_tokens=10_000), start(micro_batch_tokens=12)
+    rows = [run.step(1)[0] for run in (one, other)]
+    assert rows[0]["loss"] == pytest.approx(rows[1]["loss"], abs=1e-6)
+    for (name, a), b in zip(one.trained().items(), other.trained().values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=2e-4, msg=name)  # Adam divides tiny gradients by themselves
+
+
+def test_a_resumed_run_takes_the_same_steps(start):
+    whole = start()
+    rows = [whole.step(number)[0]["reward"] for number in (1, 2, 3)]
+    first = start()
+    assert first.step(1)[0]["reward"] == rows[0]
+    trained, state = {k: v.clone() for k, v in first.trained().items()}, first.state_dict()
+    torch.manual_seed(99)
+    second = start()
+    second.load_state_dict(trained, state)
+    assert [second.step(number)[0]["reward"] for number in (2, 3)] == rows[1:]
+    for name, parameter in whole.trained().items():
+        assert torch.equal(parameter, second.trained()[name]), name
+
+
+def test_groups_with_equal_rewards_are_counted(start):
+    run = start(vowel_task([lambda completions, **_: [1.0] * len(completions)]))
+    before = {name: p.clone() for name, p in run.trained().items()}
+    row, _ = run.step(1)
+    assert (row["groups"], row["equal_groups"], row["unscored"]) == (2, 2, 0) and row["grad_norm"] == 0
+    assert all(torch.equal(before[name], p) for name, p in run.trained().items())
+
+
+def test_completions_without_a_reward_are_left_out_and_counted(start):
+    def some(completions, **_):
+        return [None if i % 4 == 1 else math.nan if i % 4 == 2 else float(i) for i in range(len(completions))]
+
+    row, rollout = start(vowel_task([some])).step(1)
+    assert row["unscored"] == 4 and row["left_out"] == 4 and row["equal_groups"] == 0
+    assert sum(math.isnan(reward) for reward in rollout.rewards) == 4 and math.isfinite(row["reward"])
+
+
+def test_truncated_completions_can_be_left_out(start):
+    row, rollout = start(mask_truncated=True).step(1)
+    assert row["left_out"] == sum(not each.stopped for each in rollout.completions) > 0
+
+
+def test_prompts_of_a_step_depend_on_seed_and_step(start):
+    run = start()
+    chosen = [[prompt.text for prompt in run.prompts.of_step(number)] for number in (1, 2, 3, 4)]
+    assert sorted(text for texts in chosen[:3] for text in texts) == sorted(f"say {i}:" for i in range(6))
+    assert chosen == [[prompt.text for prompt in start().prompts.of_step(number)] for number in (1, 2, 3, 4)]
+
+
+def test_reward_functions_see_columns(start):
+    seen = {}
+
+    def watched(prompts, completions, completion_ids, answer):
+        seen.update(prompts=prompts, answer=answer, ids=completion_ids)
+        return vowels(completions)
+
+    start(vowel_task([watched])).step(1)
+    assert [f"say {answer}:" for answer in seen["answer"]] == seen["prompts"] and len(seen["ids"]) == 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"completions": 1}, "completions=1: at least 2"),
+        ({"prompts": 3, "mini_batches": 2}, "prompts=3: a multiple of mini_batches=2"),
+        ({"top_p": 0.9}, "top_p=0.9 with correction='tis'"),
+        ({"temperature": 0.0}, "temperature=0.0: above 0"),
+    ],
+)
+def test_settings_are_checked(changes, words):
+    with pytest.raises(ValueError, match=words):
+        GRPOSettings(**SETTINGS | changes)

@@ -1,0 +1,129 @@
+"""Tasks and rewards: where prompts come from, and what reward functions do wrong."""
+
+import math
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from octavo.rl.rewards import Rewards
+from octavo.rl.tasks import matches_answer, read_task
+from octavo.training.errors import RunError, UserError
+
+
+def score(*functions, weights=None, texts=("a", "b", "c"), **columns):
+    prompts, ids = ["p"] * len(texts), [[1]] * len(texts)
+    return Rewards(functions, weights).score(prompts, list(texts), ids, columns)
+
+
+def failing(**_):
+    raise KeyError("answer")
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (failing, r"reward function failing raised KeyError: 'answer' \(test_tasks.py:\d+\); mend it"),
+        (lambda **_: [1.0], "returned 1 rewards for 3 completions"),
+        (lambda **_: None, "returned None: a list with a number for each completion"),
+        (lambda **_: 1.0, "returned 1.0: a list with a number"),
+        (lambda **_: ["good", 1, 1], "gave 'good' for a completion: a number, or None"),
+        (lambda **_: [None] * 3, "no completion has a reward: .* gave None or NaN for all 3"),
+        (lambda **_: [math.nan] * 3, "no completion has a reward: .* gave None or NaN for all 3"),
+    ],
+)
+def test_what_reward_functions_do_wrong(function, words):
+    with pytest.raises(RunError, match=words):
+        score(function)
+
+
+def test_rewards_are_weighed_and_none_is_no_opinion():
+    scores = score(
+        lambda **_: [1.0, None, None],
+        lambda **_: torch.tensor([2.0, 3.0, math.nan]),
+        weights=[1.0, 0.5],
+    )
+    assert scores.rewards[:2].tolist() == [2.0, 1.5] and math.isnan(scores.rewards[2]) and scores.unscored == 1
+    assert list(scores.means.values()) == [1.0, 2.5]
+
+
+def test_a_jsonl_with_answers(tmp_path):
+    path = tmp_path / "sums.jsonl"
+    path.write_text(
+        '{"prompt": "1+1=", "answer": 2, "level": 1}\n\n{"prompt": [{"role": "user", "content": "x"}], "answer": "y"}\n'
+    )
+    task = read_task(str(path))
+    assert len(task.rows) == 2 and task.columns(task.rows) == {"answer": [2, "y"], "level": [1, None]}
+    assert matches_answer([" 2\n", [{"role": "assistant", "content": "z"}]], [2, "y"]) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("p.jsonl", '{"prompt": "a"}\n', "rows without an answer to compare with; give --rewards FILE.py"),
+        ("p.jsonl", '{"prompt": "a", "answer": 1}\n{"text": "b"}\n', "p.jsonl:2: no prompt in it"),
+        ("p.jsonl", "{", "p.jsonl:1: "),
+        ("p.jsonl", "", "rows without an answer"),
+        ("p.py", "PROMPTS = ['a']\n", "no reward function in it"),
+        ("p.py", "def f(completions): return []\n", "no PROMPTS in it"),
+        ("p.py", "import nothing_of_the_kind\n", "does not load: ModuleNotFoundError"),
+        ("p.py", "PROMPTS = [3]\ndef f(completions): return []\n", "PROMPTS, entry 1: no prompt"),
+    ],
+)
+def test_tasks_that_cannot_be_read(tmp_path, name, content, words):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match=words):
+        read_task(str(tmp_path / name))
+
+
+def test_a_python_file(tmp_path):
+    path = tmp_path / "task.py"
+    path.write_text(
+        "from math import sqrt\nWEIGHTS = [2]\ndef _rows(): return ['a', {'prompt': 'b', 'x': 1}]\nPROMPTS = _rows\n"
+        "def f(completions, **_): return [sqrt(len(c)) for c in completions]\n"
+    )
+    task = read_task(str(path))
+    assert task.rewards.names == ["f"] and [row["prompt"] for row in task.rows] == ["a", "b"]
+    assert task.rewards.score(["a"], ["1234"], [[1]], {}).rewards.tolist() == [4.0]
+
+
+def test_reasoning_gym_is_named_where_it_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    for name in ("chain_sum", "reasoning-gym:chain_sum"):
+        with pytest.raises(
+            UserError, match=r"TASK chain_sum.* needs the package reasoning-gym .*: pip install reasoning-gym"
+        ):
+            read_task(name)
+
+
+def test_reasoning_gym(monkeypatch):
+    """With a package of the same interface in its place: it is an option, and not installed here."""
+
+    class Sums:
+        def __init__(self, size):
+            self.size = size
+
+        def __getitem__(self, i):
+            return {"question": f"{i} + 1?", "answer": str(i + 1), "metadata": {}}
+
+        def score_answer(self, answer, entry):
+            return 1.0 if answer == entry["answer"] else 0.01
+
+    def create_dataset(name, size, **_):
+        if name != "chain_sum":
+            raise ValueError(f"Dataset {name!r} not registered")
+        return Sums(size)
+
+    gym = ModuleType("reasoning_gym")
+    gym.create_dataset = create_dataset
+    monkeypatch.setitem(sys.modules, "reasoning_gym", gym)
+    task = read_task("reasoning-gym:chain_sum")
+    rows = list(task.rows[:2])
+    completions = [[{"role": "assistant", "content": text}] for text in ("so <answer> 1 </answer>", "7")]
+    scores = task.rewards.score([row["prompt"] for row in rows], completions, [[1], [1]], task.columns(rows))
+    assert scores.rewards.tolist() == pytest.approx([1.0, 0.01]) and scores.means.keys() == {"chain_sum"}
+    assert rows[0]["prompt"][0]["content"].startswith("0 + 1?\nGive the final answer")
+    assert read_task("chain_sum,max_terms=3").name == "chain_sum"
+    with pytest.raises(UserError, match="no file, and no task of reasoning-gym: Dataset 'sums' not registered"):
+        read_task("sums")
