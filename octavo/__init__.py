@@ -23,7 +23,6 @@ if TYPE_CHECKING:  # see the end
     from octavo.hf.accelerate import watch_environment as watch_environment
     from octavo.hf.callback import OctavoCallback as OctavoCallback
     from octavo.hf.export import export_fp8 as export_fp8
-    from octavo.hf.fast import FastLanguageModel as FastLanguageModel
     from octavo.hf.quantizer import OctavoConfig as OctavoConfig
     from octavo.nn.autocast import FP8Autocast as FP8Autocast
     from octavo.nn.autocast import fp8_autocast as fp8_autocast
@@ -43,6 +42,7 @@ if TYPE_CHECKING:  # see the end
     from octavo.numerics import quantize as quantize
     from octavo.numerics import quantize_stochastic as quantize_stochastic
     from octavo.optim.step_memory import measure_memory as measure_memory
+    from octavo.rl.fast import FastLanguageModel as FastLanguageModel
     from octavo.support import FP8Support as FP8Support
     from octavo.support import check_fp8_support as check_fp8_support
     from octavo.training.trainer import FP8Trainer as FP8Trainer
@@ -105,7 +105,7 @@ _WHERE = {
 }
 # Not in `__all__`: these need transformers, accelerate or peft.
 _LATER = {
-    "FastLanguageModel": "octavo.hf.fast",
+    "FastLanguageModel": "octavo.rl.fast",
     "OctavoCallback": "octavo.hf.callback",
     "OctavoConfig": "octavo.hf.quantizer",
     "export_fp8": "octavo.hf.export",

@@ -39,6 +39,7 @@ ONLY_IN = {
     "accelerate": {"hf"},
     "peft": {"hf", "sft", "grpo", "rl/learner.py"},
     "trl": {"sft", "rl/trainer.py", "tools/bench/trainer_run.py"},
+    "vllm": {"rl/vllm.py", "rl/vllm_layers.py"},
     "datasets": {"sft", "tools/bench/trainer_run.py"},
 }
 MODELS_USED_IN = {"models", "training", "tools"}

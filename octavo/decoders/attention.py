@@ -14,6 +14,9 @@ plan in every call (102 ms), and its gradients are wrong there.
 So cuDNN is for text that is cut to one length, which is a round number, and lengths that come as they are have no plan
 to wait for. The choice depends on the shape alone: a layer that is computed again by checkpointing, a run that is
 resumed, and one that is compiled choose alike.
+
+transformers' continuous batching (`generate_batch`) names its own door by the same name: `paged|octavo`, over a cache
+of pages, which that owns.
 """
 
 from collections.abc import Callable
@@ -26,6 +29,7 @@ from torch import Tensor, nn
 from octavo.numerics.attention import causal_mask, varlen_attention
 
 NAME = "octavo"
+PAGED = f"paged|{NAME}"  # as continuous batching calls it
 _LARGEST_CUDNN_HEAD = 128
 _LARGEST_FLASH_HEAD = 256
 _ROUND = 128  # lengths that are a multiple of it are those that text is cut to
@@ -43,11 +47,12 @@ def plainly_causal(like: Tensor) -> Tensor:
 
 @cache
 def register() -> None:
-    """Register this attention with transformers, with the masks of `sdpa`."""
+    """Register this attention with transformers, with the masks of `sdpa`; over pages, it needs none."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
     AttentionInterface.register(NAME, attention)
+    AttentionInterface.register(PAGED, paged_attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
@@ -96,6 +101,47 @@ def attention(
     return sdpa_attention_forward(
         module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
     )
+
+
+def paged_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    _mask: None,
+    *,
+    scaling: float | None = None,
+    cache: Any,
+    cu_seq_lens_q: Tensor,
+    cu_seq_lens_k: Tensor | dict[str, Tensor],
+    max_seqlen_q: int,
+    max_seqlen_k: int | dict[str, int],
+    read_index: list[Tensor],
+    write_index: list[Tensor],
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attend with the new tokens `query[1, H, T, d]` of several sequences over those and what the cache has of them.
+
+    `cu_seq_lens_q`, `cu_seq_lens_k`: where new tokens and keys of a sequence begin; for each kind of layer, if there
+    are two kinds. `read_index`, `write_index`: places of keys in the cache, for each group of layers.
+    """
+    kind = "full_attention" if sliding_window is None else "sliding_attention"
+    offsets = cu_seq_lens_k[kind] if isinstance(cu_seq_lens_k, dict) else cu_seq_lens_k
+    longest = max_seqlen_k[kind] if isinstance(max_seqlen_k, dict) else max_seqlen_k
+    key, value = cache.update(
+        key_states=key, value_states=value, layer_idx=module.layer_idx, read_index=read_index, write_index=write_index
+    )
+    q = query[0].transpose(0, 1)
+    if _has_flash(query):
+        out = torch.ops.aten._flash_attention_forward(
+            q, key, value, cu_seq_lens_q.int(), offsets.int(), max_seqlen_q, longest, 0.0, sliding_window is None,
+            False, scale=scaling, window_size_left=None if sliding_window is None else sliding_window - 1,
+            window_size_right=None if sliding_window is None else 0,
+        )[0]  # fmt: skip
+    else:
+        out = varlen_attention(q, key, value, cu_seq_lens_q, offsets, scale=scaling, window=sliding_window)
+    return out[None], None
 
 
 def _varlen(
@@ -153,12 +199,15 @@ def _flash_takes(query: Tensor, key: Tensor) -> bool:
 
 
 def _is_short_cut(query: Tensor, key: Tensor, largest_head: int) -> bool:
+    lengths_fit = query.shape[2] == key.shape[2] and query.shape[2] > 1
+    return lengths_fit and _has_flash(query, largest_head)
+
+
+def _has_flash(query: Tensor, largest_head: int = _LARGEST_FLASH_HEAD) -> bool:
     return (
         query.device.type == "cuda"
         and torch.version.hip is None
         and query.dtype in (torch.bfloat16, torch.float16)
-        and query.shape[2] == key.shape[2]
-        and query.shape[2] > 1
         and query.shape[3] <= largest_head
         and query.shape[3] % 8 == 0
     )

@@ -100,7 +100,8 @@ def causal_lm_forward(self: Any, original: Callable[..., Any], *args: Any, **kwa
 def packed_forward(self: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """transformers' forward, which tells packed sequences apart."""
     named = dict(zip(POSITIONAL, args, strict=False)) | kwargs
-    apart = _told_apart(named) if len(args) <= len(POSITIONAL) else {}
+    is_paged = self.config._attn_implementation.startswith("paged|")  # offsets then tell them apart, on the device
+    apart = _told_apart(named) if len(args) <= len(POSITIONAL) and not is_paged else {}
     return original(self, **named | apart) if apart else original(self, *args, **kwargs)
 
 

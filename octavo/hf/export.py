@@ -1,10 +1,13 @@
-"""Checkpoints that others read: plain BF16, or FP8 in Hugging Face's own layout.
+"""Checkpoints that others read: plain BF16, or FP8 in the layouts of transformers and vLLM.
 
-    export_fp8(model, "out")                    # quant_method: fp8, weight + weight_scale_inv per 128×128 block
+    export_fp8(model, "out")                    # the scales that the weights have; per block if they have none
     save_merged(model, "out", "merged_16bit")   # adapters merged into the weights, in BF16
 
-Weights that are in FP8 per block already are written byte for byte, if no adapter changes them. A folder is filled when
-all of it is there: everything is written beside it first.
+    per block of 128×128   quant_method: fp8                   weight + weight_scale_inv [N/128, K/128]
+    per channel            quant_method: compressed-tensors    weight + weight_scale [N, 1]; inputs per token
+
+Weights that are in FP8 with these scales already are written byte for byte, if no adapter changes them. A folder is
+filled when all of it is there: everything is written beside it first.
 """
 
 import copy
@@ -25,22 +28,52 @@ from octavo.numerics.formats import E4M3
 from octavo.numerics.quantize import BLOCK, Quantized
 
 METHODS = ("merged_16bit", "merged_fp8")
+GRANULARITIES = ("block", "channel")
+_SCALE_NAMES = {"block": SCALE_NAME, "channel": "weight_scale"}
 _WRAPPED = ".base_layer"
 _PEFT_PARTS = ("base_layer", "original_module", "modules_to_save", "token_adapter", "trainable_tokens_delta")
 
 
-def export_fp8(model: nn.Module, path: str | Path, *, tokenizer: Any = None) -> Path:
-    """Write the model with its linears in FP8, per 128×128 block, as `quant_method: fp8`: for transformers and vLLM."""
+def export_fp8(model: nn.Module, path: str | Path, *, tokenizer: Any = None, granularity: str | None = None) -> Path:
+    """Write the model with its linears in FP8, for transformers and vLLM.
+
+    `granularity`: "block" of 128×128, or "channel", which transformers reads with the package compressed-tensors. Not
+    given: "channel" for weights that are frozen in FP8 per channel, else "block".
+    """
     base = _base_model(model)
+    if granularity is None:
+        frozen = {module.granularity for module in base.modules() if isinstance(module, FP8FrozenLinear)}
+        granularity = "channel" if frozen == {"channel"} else "block"
+    check_choice("granularity", granularity, GRANULARITIES)
     left = sorted(name for name, module in _linears(base) if not _goes_into_fp8(base, name, module))
     left += sorted(name for name, chosen in _saved_whole(base).items() if isinstance(chosen, nn.Linear))
-    quantization = {
+    quantization = _blocks_layout(left) if granularity == "block" else _channels_layout(left)
+    return _write(base, dict(_tensors(base, granularity)), quantization, Path(path), tokenizer)
+
+
+def _blocks_layout(left: list[str]) -> dict[str, Any]:
+    return {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
         "weight_block_size": [BLOCK, BLOCK],
         "modules_to_not_convert": left,
     }
-    return _write(base, dict(_tensors(base, fp8=True)), quantization, Path(path), tokenizer)
+
+
+def _channels_layout(left: list[str]) -> dict[str, Any]:
+    fp8 = {"num_bits": 8, "type": "float", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": fp8 | {"strategy": "channel", "dynamic": False},
+        "input_activations": fp8 | {"strategy": "token", "dynamic": True},
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": left,
+    }
 
 
 def save_merged(model: nn.Module, path: str | Path, method: str = "merged_16bit", *, tokenizer: Any = None) -> Path:
@@ -49,7 +82,7 @@ def save_merged(model: nn.Module, path: str | Path, method: str = "merged_16bit"
     if method == "merged_fp8":
         return export_fp8(model, path, tokenizer=tokenizer)
     base = _base_model(model)
-    return _write(base, dict(_tensors(base, fp8=False)), None, Path(path), tokenizer)
+    return _write(base, dict(_tensors(base, None)), None, Path(path), tokenizer)
 
 
 def _base_model(model: Any) -> Any:
@@ -95,17 +128,17 @@ def _goes_into_fp8(base: Any, name: str, module: Any) -> bool:
     return inner is not head and name != "lm_head"
 
 
-def _tensors(base: Any, *, fp8: bool) -> Iterator[tuple[str, Tensor]]:
-    """The tensors to write, under the names of the plain model."""
+def _tensors(base: Any, granularity: str | None) -> Iterator[tuple[str, Tensor]]:
+    """The tensors to write, under the names of the plain model; linears in FP8 if there is a granularity."""
     linears = dict(_linears(base))
     wrapped = tuple(f"{name}." for name, module in linears.items() if hasattr(module, "get_base_layer"))
     for name, module in linears.items():
         inner = module.get_base_layer() if hasattr(module, "get_base_layer") else module
         changed = hasattr(module, "get_base_layer") and bool(_active(module))
-        if fp8 and _goes_into_fp8(base, name, module):
-            q = _as_blocks(inner, None if not changed else _merged(module, inner))
+        if granularity is not None and _goes_into_fp8(base, name, module):
+            q = _in_fp8(inner, _merged(module, inner) if changed else None, granularity)
             yield f"{name}.weight", q.data
-            yield f"{name}.{SCALE_NAME}", q.scale
+            yield f"{name}.{_SCALE_NAMES[granularity]}", q.scale
         else:
             yield f"{name}.weight", _merged(module, inner).to(_dtype(base))
         if inner.bias is not None:
@@ -137,11 +170,11 @@ def _adapted_embeddings(base: nn.Module) -> list[tuple[str, Any]]:
     ]
 
 
-def _as_blocks(inner: nn.Linear, merged: Tensor | None) -> Quantized:
-    as_written = isinstance(inner, FP8FrozenLinear) and inner.granularity == "block" and inner.format is E4M3
-    if merged is None and as_written and isinstance(inner, FP8FrozenLinear):
+def _in_fp8(inner: nn.Linear, merged: Tensor | None, granularity: str) -> Quantized:
+    there = isinstance(inner, FP8FrozenLinear) and inner.granularity == granularity and inner.format is E4M3
+    if merged is None and there and isinstance(inner, FP8FrozenLinear):
         return inner.quantized
-    return quantize_weight(_high_precision(inner) if merged is None else merged, "block")
+    return quantize_weight(_high_precision(inner) if merged is None else merged, granularity)
 
 
 def _high_precision(inner: Any) -> Tensor:

@@ -16,11 +16,17 @@ in FP8:
 | `load_in_fp8=True, full_finetuning=True`     | in `dtype`, FP32 ones trained     | FP8               |
 | `full_finetuning=True`                       | in `dtype`, FP32 ones trained     | `dtype`           |
 | neither                                      | in `dtype`, frozen; for adapters  | `dtype`           |
+
+`fast_inference=True` is for reinforcement learning: `model.generate` then samples with a rollout engine, on the very
+weights that are trained. Engines are above this room, so `octavo.FastLanguageModel` is this class with one method more
+(`rl/fast.py`).
 """
 
 import inspect
 import math
+import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +49,37 @@ MAX_SEQ_LENGTH = 2048  # unless the model has fewer positions
 # 8B, LoRA per channel 1.50x (block 1.36x), full fine-tuning with delayed scaling 1.57x (block 1.28x, H200, 2026-11-16).
 _FROZEN = {True: "channel", "tensor": "tensor", "channel": "channel", "block": "block"}
 _TRAINED = {True: "delayed", "tensor": "delayed", "channel": "channel", "block": "block"}
+ENGINES = ("vllm", "native")
+_STANDBY = ("OCTAVO_STANDBY", "UNSLOTH_VLLM_STANDBY")  # the second is what scripts bring along
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """The rollout engine that a model is to have.
+
+    Fields:
+        engine: "vllm" or "native"; None is vLLM if it is installed.
+        max_lora_rank: the highest rank of adapters.
+        memory_share: of the device's memory, which bounds the engine's cache.
+        standby: give the cache's memory back after each rollout, for the time of training.
+    """
+
+    engine: str | None = None
+    max_lora_rank: int = 64
+    memory_share: float = 0.6
+    standby: bool = False
+
+    def __post_init__(self) -> None:
+        if self.engine is not None:
+            check_choice("engine", self.engine, ENGINES)
 
 
 class FastLanguageModel:
     """Loading and adapting causal language models. Nothing to instantiate."""
 
-    @staticmethod
+    @classmethod
     def from_pretrained(
+        cls,
         model_name: str,
         max_seq_length: int | None = None,
         dtype: torch.dtype | None = None,
@@ -61,6 +91,7 @@ class FastLanguageModel:
         max_lora_rank: int = 64,
         gpu_memory_utilization: float = 0.6,
         *,
+        engine: str | None = None,
         fp8_config: FP8TrainingConfig | str | None = None,
         skip: Sequence[str] = (),
         fp8_products: bool | None = None,
@@ -81,11 +112,14 @@ class FastLanguageModel:
         with an `fp8_config` that has them quantised in another way than by default, FP8.
         `master_weights`: with `full_finetuning`, whatever optimiser steps the BF16 weights steps FP32 ones, of which it
         keeps the lower halves (2 bytes a weight) and FP32 means; False lets each step round to BF16.
-        `dtype`: BF16 unless given. Anything else goes to transformers' `from_pretrained`. `max_lora_rank` and
-        `gpu_memory_utilization` are for `fast_inference`, which is to come.
+        `dtype`: BF16 unless given. Anything else goes to transformers' `from_pretrained`.
+        `fast_inference`: `model.generate`, and `model.fast_generate`, sample with a rollout engine on these weights:
+        `engine="vllm"` or `"native"`; not given, vLLM if it is installed. `max_lora_rank`: the highest `r` for
+        `get_peft_model`. `gpu_memory_utilization`: share of the memory that the engine may fill with its cache. With
+        OCTAVO_STANDBY=1 or UNSLOTH_VLLM_STANDBY=1 in the environment, the cache is freed while the model trains.
         """
         fp8_config = None if fp8_config is None else check_config(fp8_config)
-        _check_loading(load_in_fp8, load_in_4bit, load_in_8bit, fast_inference, fp8_config)
+        _check_loading(load_in_fp8, load_in_4bit, load_in_8bit, fp8_config)
         if max_seq_length is not None:
             check_positive_int("max_seq_length", max_seq_length)
         check_positive_int("max_lora_rank", max_lora_rank)
@@ -93,6 +127,9 @@ class FastLanguageModel:
         _check_recipe(load_in_fp8, full_finetuning, fp8_config)
         if not 0 < gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization={gpu_memory_utilization!r}: a share of the memory, above 0 to 1")
+        if engine is not None and not fast_inference:
+            raise ValueError(f"engine={engine!r} with fast_inference=False: nothing would use it; set fast_inference")
+        rollouts = Rollouts(engine, max_lora_rank, gpu_memory_utilization, _stands_by()) if fast_inference else None
         watch_environment(fp8_config)  # ACCELERATE_MIXED_PRECISION=fp8, set before or after, means Octavo from here on
         if device_map is None and torch.cuda.is_available():
             device_map = {"": torch.cuda.current_device()}
@@ -111,7 +148,7 @@ class FastLanguageModel:
             device_map=device_map,
             quantization=quantization,
             options=kwargs,
-            arguments=list(inspect.signature(FastLanguageModel.from_pretrained).parameters),
+            arguments=list(inspect.signature(cls.from_pretrained).parameters),
         )
         if frozen_fp8 and load_in_fp8 is not True:
             _check_granularity(model, str(load_in_fp8))
@@ -128,7 +165,14 @@ class FastLanguageModel:
         trl.install()
         export.add_saving()
         _set_length(model, words, max_seq_length, model_name)
+        if rollouts is not None:
+            model.octavo_rollouts = rollouts
+            cls._add_engine(model, words, rollouts)
         return model, words
+
+    @classmethod
+    def _add_engine(cls, model: Any, tokenizer: Any, rollouts: Rollouts) -> None:  # noqa: ARG003
+        raise ValueError("fast_inference=True: this class only loads; octavo.FastLanguageModel has rollout engines")
 
     @staticmethod
     def get_peft_model(
@@ -151,6 +195,12 @@ class FastLanguageModel:
         `peft.LoraConfig`.
         """
         check_positive_int("r", r)
+        rollouts: Rollouts | None = getattr(model, "octavo_rollouts", None)
+        if rollouts is not None and r > rollouts.max_lora_rank:
+            raise ValueError(
+                f"r={r} with max_lora_rank={rollouts.max_lora_rank}: the engine of this model was to expect no more; "
+                f"load it with max_lora_rank={r}"
+            )
         if use_gradient_checkpointing not in CHECKPOINTING:
             raise ValueError(f"use_gradient_checkpointing={use_gradient_checkpointing!r}: True, False or 'unsloth'")
         if not isinstance(lora_dropout, (int, float)) or not 0 <= lora_dropout < 1:
@@ -194,9 +244,16 @@ class FastLanguageModel:
         return model.eval()
 
 
-def _check_loading(
-    load_in_fp8: bool | str, load_in_4bit: bool, load_in_8bit: bool, fast_inference: bool, fp8_config: Any
-) -> None:
+def _stands_by() -> bool:
+    """Whether the environment asks for standby, now."""
+    for name in _STANDBY:
+        value = os.environ.get(name, "0")
+        if value not in ("0", "1"):
+            raise ValueError(f"{name}={value}: 1 frees the engine's cache while the model trains, 0 does not")
+    return any(os.environ.get(name) == "1" for name in _STANDBY)
+
+
+def _check_loading(load_in_fp8: bool | str, load_in_4bit: bool, load_in_8bit: bool, fp8_config: Any) -> None:
     if isinstance(load_in_fp8, str):
         check_choice("load_in_fp8", load_in_fp8, FROZEN_GRANULARITIES)
     elif not isinstance(load_in_fp8, bool):
@@ -206,10 +263,6 @@ def _check_loading(
             raise ValueError(f"{name}=True with load_in_fp8={load_in_fp8!r}: a weight has one precision; leave one out")
         if value:
             raise ValueError(f"{name}=True: Octavo loads FP8 (load_in_fp8=True) or high precision; leave it out")
-    if fast_inference:
-        raise ValueError(
-            "fast_inference=True: comes with reinforcement learning on shared weights; leave it out for now"
-        )
     if fp8_config is not None and not load_in_fp8:
         raise ValueError("fp8_config is given but load_in_fp8=False: nothing would run in FP8; set load_in_fp8")
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from octavo.numerics.checks import check_choice, check_positive_int
 from octavo.rl.cache import KV_DTYPES, CacheSize, Prefill, RolloutCache
+from octavo.rl.checks import check_finite, check_prompts, check_sampling, check_stops
 from octavo.rl.completions import Completion, Sampling
 from octavo.rl.policy import PRODUCTS, Policy
 from octavo.rl.sampling import choose
@@ -96,8 +97,9 @@ class NativeEngine:
     def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> list[Completion]:
         """Complete each prompt n times with the weights as they are now, in the order of the prompts."""
         check_positive_int("n", n)
-        given = [list(prompt) for prompt in prompts]
-        self._check(given, sampling)
+        given = [[_as_int(token) for token in prompt] for prompt in prompts]
+        check_sampling(sampling, self.exact_logprobs)
+        check_prompts(given, self.policy, self.max_length)
         if not given:
             self._statistics = {"prefills": 0.0, "tokens": 0.0, "seconds": 0.0}
             return []
@@ -106,7 +108,7 @@ class NativeEngine:
         limits = [self._limit(prompt, sampling) for prompt in given]
         schedule = Schedule(given, limits, n, slots=self.slots)
         stop_ids = self.policy.stop_ids() if sampling.stop_ids is None else sampling.stop_ids
-        self._check_stops(stop_ids)
+        check_stops(stop_ids, self.policy)
         with self.policy.rollout(self.products):
             self._make_room(schedule.size(_ROUND))
             step = self._step(schedule.slots, schedule.together)
@@ -116,7 +118,7 @@ class NativeEngine:
             self._generator.manual_seed(_seed(sampling))
             steps = self._run(schedule, step, sampling)
         done = schedule.completions()
-        _check_finite(done)
+        check_finite(done)
         self._note(schedule, done, steps, time.perf_counter() - started, stop_ids)
         return done
 
@@ -251,33 +253,6 @@ class NativeEngine:
         longest = sampling.max_new_tokens
         return longest if self.max_length is None else min(longest, self.max_length - len(prompt))
 
-    def _check(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
-        if self.exact_logprobs and sampling.is_truncated:
-            raise ValueError(
-                f"top_k={sampling.top_k}, top_p={sampling.top_p} with exact_logprobs=True: tokens would be drawn from "
-                "other probabilities than those reported, which correction by importance relies on; leave them out"
-            )
-        for index, prompt in enumerate(prompts):
-            if not prompt:
-                raise ValueError(f"prompt {index} is empty: give it at least one token (the start of a sequence)")
-            wrong = [t for t in prompt if not (isinstance(t, int) and 0 <= t < self.policy.vocabulary)]
-            if wrong:
-                raise ValueError(
-                    f"prompt {index} has the token {wrong[0]!r}; the model's vocabulary is 0 to "
-                    f"{self.policy.vocabulary - 1}: is this the tokenizer of another model?"
-                )
-            if self.max_length is not None and len(prompt) >= self.max_length:
-                positions = self.policy.positions
-                what = f"max_length={self.max_length}" if self.max_length != positions else f"{positions} positions"
-                raise ValueError(
-                    f"prompt {index} has {len(prompt)} tokens, and {what} leaves no room for a completion: shorten it"
-                )
-
-    def _check_stops(self, stop_ids: Sequence[int]) -> None:
-        wrong = [token for token in stop_ids if token >= self.policy.vocabulary]
-        if wrong:
-            raise ValueError(f"stop token {wrong[0]}: the model's vocabulary is 0 to {self.policy.vocabulary - 1}")
-
     def _note(
         self, schedule: Schedule, done: Sequence[Completion], steps: int, seconds: float, stop_ids: Sequence[int]
     ) -> None:
@@ -310,17 +285,13 @@ def _batches(fresh: Sequence[tuple[int, list[int]]]) -> list[list[tuple[int, lis
     return batches
 
 
+def _as_int(token: Any) -> Any:
+    """The token as an int, if it is an integer of NumPy's or torch's; anything else as it is."""
+    return token.__index__() if hasattr(token, "__index__") and not isinstance(token, float) else token
+
+
 def _seed(sampling: Sampling) -> int:
-    return sampling.seed if sampling.seed is not None else int(torch.randint(2**63 - 1, ()))
-
-
-def _check_finite(completions: Sequence[Completion]) -> None:
-    for completion in completions:
-        if any(value != value for value in completion.logprobs):
-            raise ValueError(
-                f"a completion of prompt {completion.prompt} has a log-probability that is NaN: the model's logits are "
-                "not finite; its weights or adapters have NaN or infinity in them"
-            )
+    return sampling.seed if sampling.seed is not None else int(torch.randint(2**63 - 1, (), device="cpu"))
 
 
 def _room(device: torch.device, share: float) -> float:

@@ -6,7 +6,7 @@ from bounds import cosine
 
 from octavo import FP8TrainingConfig, convert_to_fp8
 from octavo.decoders import attention
-from octavo.numerics.attention import causal_mask
+from octavo.numerics.attention import causal_mask, varlen_attention
 
 transformers = pytest.importorskip("transformers")
 
@@ -135,3 +135,25 @@ def test_checkpointing(reentrant):
         ids = torch.randint(1, 2000, (2, length), device="cuda")
         run(model, input_ids=ids, labels=ids)
     run(model, **padded(sequences()))
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_attention_over_pages(window):
+    """New tokens of several sequences, over keys of a cache: flash attention against the specification."""
+    new = (5, 1, 700, 64, 1)
+    keys, queries = (torch.tensor([0, *x], device="cuda").cumsum(0) for x in (LENGTHS, new))
+    q = torch.randn(1, 8, sum(new), 128, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(sum(LENGTHS), 4, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+
+    class Pages:
+        def update(self, **_):
+            return k, v
+
+    module = torch.nn.Module()
+    module.layer_idx = 0
+    out, _ = attention.paged_attention(
+        module, q, k, v, None, cache=Pages(), cu_seq_lens_q=queries, cu_seq_lens_k=keys, max_seqlen_q=max(new),
+        max_seqlen_k=max(LENGTHS), read_index=[], write_index=[], sliding_window=window,
+    )  # fmt: skip
+    expected = varlen_attention(q[0].transpose(0, 1).float(), k.float(), v.float(), queries, keys, window=window)
+    assert (out[0] - expected).abs().max() < 0.02  # BF16 products of values around 1

@@ -138,7 +138,7 @@ def test_merged_both_ways(invoke, model, pairs, tmp_path):
     assert code == 0 and f"Model: {Path('run') / 'model'}" in output, error
     assert (curve(folder), adapter(folder)) == (rows, matrices)
     config = read_object(folder / "model" / "config.json", "")
-    assert config["quantization_config"]["quant_method"] == "fp8"
+    assert config["quantization_config"]["quant_method"] == "compressed-tensors"
     assert (logits(folder / "model") - merged).norm() < 0.2 * difference
     code, _, error = invoke(*run)
     assert code == 2 and "already holds a run" in error

@@ -1,0 +1,191 @@
+"""The script that people bring: FP8, `fast_inference=True`, adapters on seven linears, TRL's GRPOTrainer.
+
+It is theirs but for `use_cpu=True`: TRL asks for BF16, which transformers refuses without a GPU.
+"""
+
+import copy
+import logging
+
+import pytest
+import torch
+from decoder_cases import build
+from trainer_cases import BYTES, byte_tokenizer
+
+from octavo import FastLanguageModel
+from octavo.hf.fast import Rollouts
+from octavo.rl import NativeEngine, attached, fallbacks, vllm
+from octavo.rl.fast import StandingBy, start_engine
+
+trl = pytest.importorskip("trl")
+datasets = pytest.importorskip("datasets")
+
+PROMPTS = ["1 + 1 =", "2 + 3 =", "the sum of 4 and 5 is", "9"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("llama")
+    build(hidden_size=128, intermediate_size=256, head_dim=32, vocab_size=BYTES, max_position_embeddings=128,
+          eos_token_id=BYTES - 1).save_pretrained(path)  # fmt: skip
+    byte_tokenizer().save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture
+def no_vllm(monkeypatch):
+    monkeypatch.setattr(vllm, "is_installed", lambda: False)
+    for name in ("OCTAVO_STANDBY", "UNSLOTH_VLLM_STANDBY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def load(folder, **options):
+    settings = {"max_seq_length": 96, "load_in_fp8": True, "fast_inference": True, "max_lora_rank": 64}
+    return FastLanguageModel.from_pretrained(folder, **settings | {"gpu_memory_utilization": 0.6} | options)
+
+
+def vowels(completions, **_):
+    return [sum(text.count(letter) for letter in "aeiou") / 8 for text in completions]
+
+
+def brevity(prompts, completions, **_):
+    assert len(prompts) == len(completions)
+    return [-len(text) / 100 for text in completions]
+
+
+@pytest.mark.usefixtures("no_vllm")
+@pytest.mark.parametrize("standby", [False, True])
+def test_the_script(folder, tmp_path, monkeypatch, caplog, standby):
+    if standby:
+        monkeypatch.setenv("UNSLOTH_VLLM_STANDBY", "1")
+    model, tokenizer = load(folder)
+    assert "rollouts by the native engine: vLLM is not installed" in caplog.text
+    model = FastLanguageModel.get_peft_model(
+        model,
+        r=64,
+        target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+        lora_alpha=64,
+        use_gradient_checkpointing="unsloth",
+        random_state=3407,
+    )
+    prefills = []
+    engine = attached(model)
+    generate = NativeEngine.generate
+
+    def counted(self, prompts, n, sampling):
+        done = generate(self, prompts, n, sampling)
+        assert len(prompts) * n == 8 and len({tuple(prompt) for prompt in prompts}) == 2
+        prefills.append(self.statistics()["prefills"])
+        return done
+
+    monkeypatch.setattr(NativeEngine, "generate", counted)
+    trainer = trl.GRPOTrainer(
+        model=model,
+        processing_class=tokenizer,
+        reward_funcs=[vowels, brevity],
+        args=trl.GRPOConfig(
+            use_cpu=True,
+            learning_rate=5e-6,
+            weight_decay=0.1,
+            warmup_steps=1,
+            lr_scheduler_type="cosine",
+            logging_steps=1,
+            per_device_train_batch_size=8,
+            gradient_accumulation_steps=1,
+            num_generations=4,
+            max_completion_length=12,
+            max_steps=3,
+            max_grad_norm=0.1,
+            report_to="none",
+            output_dir=str(tmp_path),
+            save_strategy="no",
+            disable_tqdm=True,
+        ),
+        train_dataset=datasets.Dataset.from_dict({"prompt": PROMPTS}),
+    )
+    before = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    trainer.train()
+    assert prefills == [2.0, 2.0, 2.0]  # two prompts a step, four completions of each: one prefill for each prompt
+    assert not fallbacks(model)
+    assert any(not torch.equal(p, before[name]) for name, p in model.named_parameters() if name in before)
+    log = trainer.state.log_history[0]
+    assert {"rewards/vowels/mean", "rewards/brevity/mean", "completions/mean_length"} <= log.keys()
+    assert isinstance(engine, StandingBy) == standby
+    native = engine.engine if standby else engine
+    assert (native._cache is None) == standby  # freed after each rollout, or kept
+
+
+@pytest.mark.usefixtures("no_vllm")
+def test_which_engine_it_is(folder, monkeypatch, caplog):
+    model, _ = load(folder, engine="native")
+    assert isinstance(attached(model), NativeEngine) and attached(model).memory_share == 0.6
+    assert attached(model).max_length == 96
+    assert "engine='native'" in caplog.text and "rollouts by the native engine" in str(model.octavo_report)
+    with pytest.raises(ModuleNotFoundError, match="engine='vllm': vLLM is not installed"):
+        load(folder, engine="vllm")
+    monkeypatch.setattr(vllm, "is_installed", lambda: True)
+    engine, why = start_engine(model, Rollouts(memory_share=0.3, standby=True))
+    assert (engine.name, why) == ("vllm", "vLLM is installed") and engine.memory_share == 0.3
+    assert start_engine(model, Rollouts(engine="native"))[0].name == "native"
+
+
+@pytest.mark.usefixtures("no_vllm")
+def test_ranks_shares_and_the_environment(folder, monkeypatch):
+    model, _ = load(folder, max_lora_rank=8)
+    with pytest.raises(ValueError, match=r"r=16 with max_lora_rank=8: .*load it with max_lora_rank=16"):
+        FastLanguageModel.get_peft_model(model, r=16)
+    assert attached(FastLanguageModel.get_peft_model(model, r=8)) is attached(model)
+    with pytest.raises(ValueError, match=r"GiB are free .*memory_share=1e-07"):
+        small, _ = load(folder, gpu_memory_utilization=1e-7)
+        small.generate(torch.tensor([[5, 6]]), max_new_tokens=4)
+    with pytest.raises(ValueError, match="granularity='tensor'"):
+        load(folder, load_in_fp8="tensor")
+    for name in ("OCTAVO_STANDBY", "UNSLOTH_VLLM_STANDBY"):
+        with monkeypatch.context() as changed:
+            changed.setenv(name, "1")
+            assert isinstance(attached(load(folder)[0]), StandingBy)
+            changed.setenv(name, "yes")
+            with pytest.raises(ValueError, match=f"{name}=yes"):
+                load(folder)
+    assert isinstance(attached(load(folder)[0]), NativeEngine)
+
+
+def test_the_class_that_only_loads_says_where_engines_are(folder):
+    from octavo.hf.fast import FastLanguageModel as Loader
+
+    with pytest.raises(ValueError, match=r"octavo\.FastLanguageModel has rollout engines"):
+        Loader.from_pretrained(folder, load_in_fp8=True, fast_inference=True)
+
+
+class Params:
+    """As much of vLLM's SamplingParams as scripts set."""
+
+    n, max_tokens, temperature, top_k, top_p, seed = 2, 5, 0.8, -1, 1.0, 3
+
+    def __init__(self, **fields):
+        self.__dict__.update(fields)
+
+
+@pytest.mark.usefixtures("no_vllm")
+def test_fast_generate(folder, caplog):
+    caplog.set_level(logging.ERROR)
+    model, tokenizer = load(folder, dtype=torch.float32, fp8_products=False)
+    adapted = FastLanguageModel.get_peft_model(model, r=4, use_gradient_checkpointing=False)
+    one, two = adapted.fast_generate(PROMPTS[:2], sampling_params=Params())
+    assert one.prompt == PROMPTS[0] and [len(part.token_ids) for part in one.outputs] == [5, 5]
+    assert two.outputs[1].text == tokenizer.decode(two.outputs[1].token_ids, skip_special_tokens=True)
+    greedy = adapted.fast_generate(PROMPTS[0], sampling_params=Params(n=1, temperature=0.0), lora_request=None)[0]
+    ids = tokenizer(PROMPTS[0], return_tensors="pt")["input_ids"]
+    assert greedy.outputs[0].token_ids == adapted.generate(ids, max_new_tokens=5)[0, ids.shape[1] :].tolist()
+    stop = tokenizer.convert_ids_to_tokens(greedy.outputs[0].token_ids[1])
+    ended = adapted.fast_generate(PROMPTS[0], Params(n=1, temperature=0.0, stop=[stop]))[0].outputs[0]
+    assert ended.finish_reason == "stop" and len(ended.token_ids) <= 2
+    for fields, message in (
+        ({"min_p": 0.1}, "sampling_params.min_p=0.1"),
+        ({"stop": ["no such token"]}, "sampling_params.stop='no such token'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            adapted.fast_generate(PROMPTS, Params(**fields))
+    with pytest.raises(ValueError, match=r"lora_request: .*leave it out"):
+        adapted.fast_generate(PROMPTS, Params(), lora_request=object())
+    with pytest.raises(ValueError, match="no engine is attached"):
+        copy.deepcopy(model).fast_generate(PROMPTS)
