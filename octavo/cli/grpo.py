@@ -140,7 +140,7 @@ def grpo(
     """Train a language model by rewards of its completions (GRPO): LoRA on a base in FP8, or all of it with --full.
 
     The engine that completes prompts runs on the trainer's own weights: there is one copy of them. Without arguments:
-    a small decoder learns to sort digits, some minutes on a CPU.
+    a small decoder learns to sort digits, two minutes on a CPU.
     """
     options = {name: value for name, value in locals().items() if value is not None}
     for name in ("out", "resume", "overwrite"):

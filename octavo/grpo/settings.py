@@ -24,7 +24,7 @@ KV_DTYPES = ("auto", "fp8")
 # A reward function that failed is mended before a run is resumed.
 HARMLESS = ("rewards", "log_interval", "save_interval", "standby")
 LORA_LR, FULL_LR = 2e-5, 1e-6
-# A run without arguments: two to five minutes on two cores.
+# A run without arguments: a minute of a core, half of it to make the model.
 DEMO = {
     "steps": 100,
     "prompts": 16,

@@ -100,9 +100,13 @@ def test_truncated_completions_can_be_left_out(start):
 
 def test_prompts_of_a_step_depend_on_seed_and_step(start):
     run = start()
-    chosen = [[prompt.text for prompt in run.prompts.of_step(number)] for number in (1, 2, 3, 4)]
+    chosen = [[prompt.text for prompt in run.prompts.of_step(number)] for number in range(1, 7)]
     assert sorted(text for texts in chosen[:3] for text in texts) == sorted(f"say {i}:" for i in range(6))
-    assert chosen == [[prompt.text for prompt in start().prompts.of_step(number)] for number in (1, 2, 3, 4)]
+    assert chosen == [[prompt.text for prompt in start().prompts.of_step(number)] for number in range(1, 7)]
+    assert chosen[:3] != chosen[3:]  # the second pass has an order of its own
+    seeds = {run.settings.sampling(number).seed for number in range(1, 100)}
+    other = GRPOSettings(**SETTINGS, seed=1)
+    assert len(seeds) == 99 and not seeds & {other.sampling(number).seed for number in range(1, 100)}
 
 
 def test_reward_functions_see_columns(start):

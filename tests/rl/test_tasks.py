@@ -40,7 +40,7 @@ def test_what_reward_functions_do_wrong(function, words):
 
 def test_rewards_are_weighed_and_none_is_no_opinion():
     scores = score(
-        lambda **_: [1.0, None, None],
+        lambda **_: [1.0, None, 1.0],
         lambda **_: torch.tensor([2.0, 3.0, math.nan]),
         weights=[1.0, 0.5],
     )
