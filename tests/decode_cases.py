@@ -104,6 +104,34 @@ def reference(
     return out
 
 
+def bound(made: Decode, expected: Tensor, scaling: float) -> Tensor:
+    """How far a kernel's output may be from the specification's.
+
+    Scores are computed in FP32 on both sides, each off by half a step 2^-24 of the largest, S ≤ scaling · |q| · |k|,
+    and shares p by as much, relatively. A kernel rounds shares to the dtype of their product with values, by half a
+    step u. Both change Σ p v by that factor times max |v|, at most. Then each side rounds its output.
+    """
+    dtype = made.q.dtype
+    k, v = (torch.cat([_all(cache, i).flatten() for cache in (made.prefix, made.suffix)]) for i in range(2))
+    scores = (
+        scaling * made.q.float().nan_to_num(0.0).norm(dim=-1).max() * k.view(-1, made.q.shape[2]).norm(dim=-1).max()
+    )
+    of_shares = (
+        0.0 if dtype == torch.float32 else HALF_STEP[dtype if made.suffix.key_scales is None else torch.bfloat16]
+    )
+    return (scores * 2.0**-23 + of_shares) * v.abs().max() + 2 * HALF_STEP[dtype] * expected.float().abs()
+
+
+HALF_STEP = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+
+
+def _all(cache: KVCache, i: int) -> Tensor:
+    """All keys or values in FP32, with zeros where nothing was written."""
+    data, scales = cache[i], cache[2 + i]
+    wide = data.float() if scales is None else dequantize(data.view(E4M3.dtype), scales.unsqueeze(-1))
+    return wide.nan_to_num(0.0)
+
+
 def _wide(cache: KVCache, i: int, place: int, length: int) -> Tensor:
     data, scales = cache[i], cache[2 + i]
     if scales is None:

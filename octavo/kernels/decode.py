@@ -132,7 +132,7 @@ def new_sums(ROWS: tl.constexpr, WIDTH: tl.constexpr, PAIRED: tl.constexpr):
 
 @triton.jit
 def divided(acc, odd, total, PAIRED: tl.constexpr):
-    """What a running softmax gives, and zeros where it saw nothing."""
+    """Output of a running softmax, and zeros where it saw nothing."""
     if PAIRED:
         acc = tl.interleave(acc, odd)
     return acc / tl.where(total != 0.0, total, 1.0)[:, None]

@@ -24,6 +24,32 @@ from octavo.ops.linear import LinearSpec, linear_spec
 from octavo.ops.weight import Weight
 from octavo.support import announce_emulation, require_tensor_cores
 
+_WEIGHTS_ONLY: ContextVar[bool] = ContextVar("octavo_weights_only", default=False)
+
+
+@contextmanager
+def weights_only() -> Iterator[None]:
+    """Take the inputs of frozen linears as they are, within this block and in this thread: only weights are in FP8.
+
+    So log-probabilities of generated tokens do not depend on how inputs are rounded to FP8; and with few tokens, on a
+    GPU, kernels read each weight once (`numerics/few_tokens.py`). Trained linears keep their products, unless their
+    weights are held in FP8 (`held.py`). A compiled model keeps what held when it was traced: enter the block before its
+    first call.
+    """
+    token = _WEIGHTS_ONLY.set(True)
+    try:
+        yield
+    finally:
+        _WEIGHTS_ONLY.reset(token)
+
+
+def _is_weights_only() -> bool:
+    return _WEIGHTS_ONLY.get()
+
+
+# As `torch.compiler.assume_constant_result`, without importing Dynamo, which does not know context variables.
+_is_weights_only._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
 
 def change_class(module: Any, cls: type[nn.Module]) -> None:
     """Let a module be of another class, under what `torch.nn.utils.parametrize` may have made of it since.
@@ -34,19 +60,6 @@ def change_class(module: Any, cls: type[nn.Module]) -> None:
         type(module).__bases__ = (cls,)
     else:
         module.__class__ = cls
-
-
-_WEIGHTS_ONLY: ContextVar[bool] = ContextVar("octavo_weights_only", default=False)
-
-
-@contextmanager
-def weights_only() -> Iterator[None]:
-    """Have linears whose FP8 weight is there already multiply it, dequantised, with activations as they are."""
-    token = _WEIGHTS_ONLY.set(True)
-    try:
-        yield
-    finally:
-        _WEIGHTS_ONLY.reset(token)
 
 
 class LinearInFP8(nn.Linear):
@@ -92,12 +105,11 @@ class LinearInFP8(nn.Linear):
         autocast = torch.is_autocast_enabled(input.device.type)
         recipe, accumulation = self.recipe, self.config.fast_accumulation
         is_stored = not self.is_trained or held.current() is not None  # in FP8, for this call
-        weights_alone = is_stored and not torch.compiler.is_compiling() and _WEIGHTS_ONLY.get()
-        fp8_products = self.fp8_products and not weights_alone
+        in_fp8 = self.fp8_products and not (is_stored and _is_weights_only())
         fields = (
-            recipe.x if fp8_products and self.fp8_forward else None,
+            recipe.x if in_fp8 and self.fp8_forward else None,
             None if is_stored else recipe.w,
-            recipe.g if fp8_products else None,
+            recipe.g if in_fp8 else None,
             torch.get_autocast_dtype(input.device.type) if autocast else input.dtype,
             # Evaluation may forget `no_grad`: it is to leave no trace either.
             torch.is_grad_enabled() and self.training,

@@ -86,17 +86,39 @@ def linear_and_input(
 
     If there is a norm, the gradients of both come back to one place, and are added where the norm's is computed.
     """
-    save_x = how_to_save(x, weight, spec, norm, adapters, x_is_saved=x_is_saved)
     flat = None if residual is None else residual.reshape(-1, residual.shape[-1])
+    if not torch.is_grad_enabled():
+        return _without_gradients(x, weight, spec, states[0], bias, norm, adapters, flat), x
+    save_x = how_to_save(x, weight, spec, norm, adapters, x_is_saved=x_is_saved)
     stored = (*weight.parts, *weight.scales) if weight.is_stored else ()
     trained = weight.trained
     counts = len(trained), len(adapters.positions), len(weight.parts)
-    saving = (save_x, torch.is_grad_enabled())
     y, h = _Linear.apply(
-        x.reshape(-1, x.shape[-1]), bias, flat, *(NO_NORM if norm is None else norm[:2]), spec, saving,
+        x.reshape(-1, x.shape[-1]), bias, flat, *(NO_NORM if norm is None else norm[:2]), spec, save_x,
         adapters.positions, counts, *states, weight.state, *trained, *adapters.downs, *adapters.ups, *stored,
     )  # fmt: skip
     return y.reshape(*x.shape[:-1], y.shape[-1]), x if h is None else h.reshape(x.shape)
+
+
+def _without_gradients(
+    x: Tensor,
+    weight: Weight,
+    spec: LinearSpec,
+    state_x: Tensor,
+    bias: Tensor | None,
+    norm: Norm | None,
+    adapters: Adapters,
+    residual: Tensor | None,
+) -> Tensor:
+    """Nothing is saved, and the norm is part of the operator."""
+    rows = x.reshape(-1, x.shape[-1])
+    norm_weight, eps = (None, 0.0) if norm is None else norm[:2]
+    call = Call.encode(spec, "", False, x.dtype, adapters)
+    y = ops.linear(
+        rows if spec.x or norm else as_dtype(rows, spec.out_dtype), state_x, list(weight.parts), list(weight.scales),
+        weight.state, bias, residual, norm_weight, eps, adapters.matrices, call,
+    )[0]  # fmt: skip
+    return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
 def how_to_save(
@@ -128,7 +150,7 @@ class _Linear(torch.autograd.Function):
         norm_weight: Tensor | None,
         norm_eps: float | None,
         spec: LinearSpec,
-        saving: tuple[str, bool],
+        save_x: str,
         positions: tuple[Adapter, ...],
         counts: tuple[int, int, int],
         state_x: Tensor,
@@ -139,14 +161,12 @@ class _Linear(torch.autograd.Function):
         """y, and x if a norm comes before: what else is added to that gradient costs no pass of its own."""
         trained, adapters, stored = _sort(tensors, counts, positions)
         parts, scales = (stored[: counts[2]], stored[counts[2] :]) if stored else (trained, [])
-        (save_x, saves), h = saving, x
-        # Where nothing is saved, the norm is part of the operator.
-        later, now = ((None, 0.0), (norm_weight, norm_eps)) if saves else ((norm_weight, norm_eps or 0.0), NO_NORM)
-        x, inverse = normed(h, *now)
-        x = x if spec.x or later[0] is not None else as_dtype(x, spec.out_dtype)
-        call = Call.encode(spec, "" if save_x == AS_IS else save_x, saves, h.dtype, adapters)
+        h = x
+        x, inverse = (h, None) if norm_weight is None else normed(h, norm_weight, norm_eps)
+        x = x if spec.x else as_dtype(x, spec.out_dtype)
+        call = Call.encode(spec, "" if save_x == AS_IS else save_x, True, h.dtype, adapters)
         y, *saved, t, w_scale = ops.linear(
-            x, state_x, list(parts), list(scales), state_w, bias, residual, *later, adapters.matrices, call
+            x, state_x, list(parts), list(scales), state_w, bias, residual, None, 0.0, adapters.matrices, call
         )
         if save_x == AS_IS:
             saved = [x if inverse is None else h, *saved[1:]]

@@ -64,7 +64,11 @@ def gated_mlp(
     if trained and any(low):
         raise ValueError("adapters in an MLP of trained weights: compute its linears one by one (nn.linear_function)")
     matrices = (*adapters.downs, *adapters.ups, *adapters_down.downs, *adapters_down.ups)
-    saves = torch.is_grad_enabled() and (x.requires_grad or any(m.requires_grad for m in matrices))
+    if not torch.is_grad_enabled():
+        return _without_gradients(
+            x, gate_up, down, mlp, (states[0], states_down[0]), norm, (adapters, adapters_down), residual
+        )
+    saves = x.requires_grad or any(m.requires_grad for m in matrices)
     save_x = how_to_save(x, gate_up, mlp.linear, norm, adapters)
     stored = tuple(t for w in (gate_up, down) if w.is_stored for t in (*w.parts, *w.scales))
     sizes = tuple((len(w.parts), len(w.scales)) if w.is_stored else (0, 0) for w in (gate_up, down))
@@ -73,6 +77,29 @@ def gated_mlp(
         (adapters.positions, adapters_down.positions), (len(trained), *sizes), *states, *states_down, gate_up.state,
         down.state, *trained, *matrices, *stored,
     )  # fmt: skip
+    return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+def _without_gradients(
+    x: Tensor,
+    gate_up: Weight,
+    down: Weight,
+    mlp: MLPSpec,
+    states: States,
+    norm: Norm | None,
+    adapters: tuple[Adapters, Adapters],
+    residual: bool,
+) -> Tensor:
+    """Nothing is saved, and the norm is part of the operator. `states`: of x and of h."""
+    rows = x.reshape(-1, x.shape[-1])
+    norm_weight, eps = (None, 0.0) if norm is None else norm[:2]
+    call = MLPCall.encode(mlp, not (gate_up.trained or down.trained), "", False, x, *adapters)
+    matrices = [*adapters[0].matrices, *adapters[1].matrices]
+    given = rows if mlp.linear.x or norm else as_dtype(rows, mlp.linear.out_dtype)
+    y = ops.gated_mlp(
+        given, *states, list(gate_up.parts), list(gate_up.scales), gate_up.state, list(down.parts), list(down.scales),
+        down.state, rows if residual else None, norm_weight, eps, matrices, call,
+    )[0]  # fmt: skip
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
@@ -105,15 +132,13 @@ class _GatedMLP(torch.autograd.Function):
         adapters = _sort(matrices, positions)
         weights = _weights(trained, stored, sizes)
         spec, (save_x, saves_gate_up) = mlp.linear, saves
-        h, joins = x, norm_weight is not None and not saves_gate_up and not trained
-        # Where nothing is saved, the norm is part of the operator.
-        later, now = ((norm_weight, norm_eps or 0.0), NO_NORM) if joins else ((None, 0.0), (norm_weight, norm_eps))
-        x, inverse = normed(h, *now)
-        x = x if spec.x or joins else as_dtype(x, spec.out_dtype)
+        h = x
+        x, inverse = normed(h, norm_weight, norm_eps)
+        x = x if spec.x else as_dtype(x, spec.out_dtype)
         call = MLPCall.encode(mlp, sizes[0] == 0, "" if save_x == AS_IS else save_x, saves_gate_up, h, *adapters)
         y, *saved, w_scale, w_down_scale = ops.gated_mlp(
             x, state_x, state_h, *weights[0], state_w, *weights[1], state_w_down, h if residual else None,
-            *later, list(matrices), call,
+            None, 0.0, list(matrices), call,
         )  # fmt: skip
         if save_x == AS_IS:
             saved = [x if inverse is None else h, *saved[1:]]

@@ -97,7 +97,7 @@ class NativeEngine:
     def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> list[Completion]:
         """Complete each prompt n times with the weights as they are now, in the order of the prompts."""
         check_positive_int("n", n)
-        given = [list(prompt) for prompt in prompts]
+        given = [[_as_int(token) for token in prompt] for prompt in prompts]
         check_sampling(sampling, self.exact_logprobs)
         check_prompts(given, self.policy, self.max_length)
         if not given:
@@ -244,8 +244,9 @@ class NativeEngine:
                 f"(memory_share={self.memory_share}): lower slots={self.slots}, max_length={self.max_length} or "
                 f"max_new_tokens, or set kv_dtype='fp8' (now {self.kv_dtype!r})"
             )
-        self._cache = RolloutCache(size, form, device)
-        self._hidden = torch.zeros(size.places, self.policy.hidden_size, dtype=self.policy.dtype, device=device)
+        with torch.inference_mode(False):
+            self._cache = RolloutCache(size, form, device)
+            self._hidden = torch.zeros(size.places, self.policy.hidden_size, dtype=self.policy.dtype, device=device)
 
     def _limit(self, prompt: Sequence[int], sampling: Sampling) -> int:
         """How many tokens a completion of this prompt may have."""
@@ -284,8 +285,13 @@ def _batches(fresh: Sequence[tuple[int, list[int]]]) -> list[list[tuple[int, lis
     return batches
 
 
+def _as_int(token: Any) -> Any:
+    """The token as an int, if it is an integer of NumPy's or torch's; anything else as it is."""
+    return token.__index__() if hasattr(token, "__index__") and not isinstance(token, float) else token
+
+
 def _seed(sampling: Sampling) -> int:
-    return sampling.seed if sampling.seed is not None else int(torch.randint(2**63 - 1, ()))
+    return sampling.seed if sampling.seed is not None else int(torch.randint(2**63 - 1, (), device="cpu"))
 
 
 def _room(device: torch.device, share: float) -> float:

@@ -45,7 +45,8 @@ class Policy:
         self.hidden_size = int(self.config.hidden_size)
         self.positions: int | None = getattr(self.config, "max_position_embeddings", None)
         self.held = HeldWeights()
-        self._copies: dict[int, Tensor] = {}
+        self._copied: Sequence[nn.Parameter] = ()
+        self._copies: list[Tensor] = []
         self._head: Tensor | None = None
 
     def place(self) -> tuple[torch.device, torch.dtype]:
@@ -100,6 +101,7 @@ class Policy:
     def rollout(self, products: str) -> Iterator[None]:
         """Have the model generate. `products`: "weights" or "fp8"."""
         with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(False))  # tensors made in it could not be written to outside
             stack.enter_context(torch.no_grad())
             stack.enter_context(torch.autocast(self.device.type, enabled=False))
             stack.enter_context(_evaluating(self.model))
@@ -119,7 +121,7 @@ class Policy:
     def release(self) -> None:
         """Free the copies of weights that rollouts share."""
         self.held.release()
-        self._copies.clear()
+        self._copied, self._copies = (), []
 
     @contextmanager
     def _with_copies(self) -> Iterator[None]:
@@ -142,16 +144,15 @@ class Policy:
             for own, parameter in found:
                 own["weight"] = parameter
 
-    def _copies_of(self, parameters: Sequence[nn.Parameter]) -> list[Any]:
+    def _copies_of(self, parameters: Sequence[nn.Parameter]) -> Sequence[Any]:
         """Return the parameters' values as they are now, in the memory of the last time, if they are the same ones."""
-        if [id(p) for p in parameters] != list(self._copies):
+        if [id(p) for p in parameters] != [id(p) for p in self._copied]:
             flat = torch.empty(sum(p.numel() for p in parameters), dtype=self.dtype, device=self.device)
             parts = flat.split([p.numel() for p in parameters])
-            self._copies = {id(p): part.view(p.shape) for p, part in zip(parameters, parts, strict=True)}
-        copies = list(self._copies.values())
-        if copies:
-            torch._foreach_copy_(copies, [p.detach() for p in parameters])
-        return copies
+            self._copied, self._copies = parameters, [x.view(p.shape) for x, p in zip(parts, parameters, strict=True)]
+        if self._copies:
+            torch._foreach_copy_(self._copies, [p.detach() for p in parameters])
+        return self._copies
 
 
 def _without_peft(model: Any) -> Any:

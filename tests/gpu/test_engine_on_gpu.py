@@ -125,13 +125,14 @@ def test_standby_gives_the_cache_back_and_graphs_hold_after_it():
     model = on_gpu(MODELS["channel"]())
     model.config.max_position_embeddings = 2**16
     engine = NativeEngine(model, slots=64)
-    expected = engine.generate(PROMPTS, 2, GREEDY)  # kernels, workspaces and all that stays
+    # Every token ends a completion, so the cache is large and the rollout short.
+    large = Sampling(max_new_tokens=40_000, stop_ids=tuple(range(engine.policy.vocabulary)))
+    engine.generate(PROMPTS, 16, large)  # kernels, workspaces and all that stays
+    expected = engine.generate(PROMPTS, 2, GREEDY)
     engine.standby()
     torch.cuda.synchronize()
     before = torch.cuda.mem_get_info()[0]
-    # Every token ends a completion, so the cache is large and the rollout short.
-    everything = tuple(range(engine.policy.vocabulary))
-    engine.generate(PROMPTS, 16, Sampling(max_new_tokens=40_000, stop_ids=everything))
+    engine.generate(PROMPTS, 16, large)
     cache = engine.statistics()["cache_bytes"]
     assert cache > 2**30
     assert torch.cuda.mem_get_info()[0] < before - 0.9 * cache

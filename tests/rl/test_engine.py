@@ -104,6 +104,13 @@ def test_equal_prompts_are_prefilled_once():
     assert statistics["tokens"] == 8 * 12 and statistics["seconds"] > 0
 
 
+def test_prompts_may_be_tensors():
+    engine = NativeEngine(plain(), slots=5)
+    lists = engine.generate(PROMPTS[:1], 1, GREEDY)
+    assert engine.generate(torch.tensor(PROMPTS[:1]), 1, GREEDY) == lists
+    assert engine.generate(torch.tensor(PROMPTS[:1]).numpy(), 1, GREEDY) == lists
+
+
 def test_many_prompts_in_few_places():
     """More prompts than the cache has places for: each is stored where another one was."""
     model = adapted(frozen(products=False))
