@@ -15,12 +15,12 @@ So cuDNN is for text that is cut to one length, which is a round number, and len
 to wait for. The choice depends on the shape alone: a layer that is computed again by checkpointing, a run that is
 resumed, and one that is compiled choose alike.
 
-transformers' continuous batching (`generate_batch`) names its own door by the same name: `paged|octavo`, over a cache
-of pages, which that owns.
+transformers' continuous batching (`generate_batch`) attends over a cache of pages, which that owns. In
+transformers 5.17 it asks for `paged|octavo`; in 5.22 it knows no attention but its own, and models go there by `sdpa`.
 """
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -51,9 +51,36 @@ def register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
+    if "paged|sdpa" in AttentionInterface._global_mapping:
+        AttentionInterface.register(PAGED, paged_attention)
+    else:
+        _batch_by_sdpa()
     AttentionInterface.register(NAME, attention)
-    AttentionInterface.register(PAGED, paged_attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def _batch_by_sdpa() -> None:
+    """Have continuous batching find `sdpa` where a model has this attention, and give that back in the end."""
+    from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
+
+    manager: Any = ContinuousBatchingManager
+    original = manager.switch_to_cb_friendly_attn
+
+    @wraps(original)
+    def switch(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+        ours = model.config._attn_implementation == NAME
+        if ours:
+            model.set_attn_implementation("sdpa")
+        original(self, model, *args, **kwargs)
+        if ours:
+            self._original_attn_impl = NAME
+
+    manager.switch_to_cb_friendly_attn = switch
+
+
+def is_paged(kwargs: dict[str, Any]) -> bool:
+    """Whether a model is called by continuous batching: keys are written to places in pages."""
+    return kwargs.get("write_index") is not None
 
 
 def attention_of(config: Any) -> Callable[..., Any] | None:
