@@ -15,12 +15,12 @@ So cuDNN is for text that is cut to one length, which is a round number, and len
 to wait for. The choice depends on the shape alone: a layer that is computed again by checkpointing, a run that is
 resumed, and one that is compiled choose alike.
 
-transformers' continuous batching (`generate_batch`) names its own door by the same name: `paged|octavo`, over a cache
-of pages, which that owns.
+transformers' continuous batching (`generate_batch`) attends over a cache of pages, which that owns. In
+transformers 5.17 it asks for `paged|octavo`; in 5.22 it knows no attention but its own, and models go there by `sdpa`.
 """
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -51,9 +51,36 @@ def register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
+    if "paged|sdpa" in AttentionInterface._global_mapping:
+        AttentionInterface.register(PAGED, paged_attention)
+    else:
+        _batch_by_sdpa()
     AttentionInterface.register(NAME, attention)
-    AttentionInterface.register(PAGED, paged_attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def _batch_by_sdpa() -> None:
+    """Have continuous batching find `sdpa` where a model has this attention, and give that back in the end."""
+    from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
+
+    manager: Any = ContinuousBatchingManager
+    original = manager.switch_to_cb_friendly_attn
+
+    @wraps(original)
+    def switch(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+        ours = model.config._attn_implementation == NAME
+        if ours:
+            model.set_attn_implementation("sdpa")
+        original(self, model, *args, **kwargs)
+        if ours:
+            self._original_attn_impl = NAME
+
+    manager.switch_to_cb_friendly_attn = switch
+
+
+def is_paged(kwargs: dict[str, Any]) -> bool:
+    """Whether a model is called by continuous batching: keys are written to places in pages."""
+    return kwargs.get("write_index") is not None
 
 
 def attention_of(config: Any) -> Callable[..., Any] | None:
@@ -133,12 +160,9 @@ def paged_attention(
         key_states=key, value_states=value, layer_idx=module.layer_idx, read_index=read_index, write_index=write_index
     )
     q = query[0].transpose(0, 1)
-    if _has_flash(query):
-        out = torch.ops.aten._flash_attention_forward(
-            q, key, value, cu_seq_lens_q.int(), offsets.int(), max_seqlen_q, longest, 0.0, sliding_window is None,
-            False, scale=scaling, window_size_left=None if sliding_window is None else sliding_window - 1,
-            window_size_right=None if sliding_window is None else 0,
-        )[0]  # fmt: skip
+    if _has_flash(query, _LARGEST_FLASH_HEAD):
+        queries, keys = cu_seq_lens_q.int(), offsets.int()
+        out = _flash(q, key, value, (queries, keys), (max_seqlen_q, longest), 0.0, scaling, sliding_window)
     else:
         out = varlen_attention(q, key, value, cu_seq_lens_q, offsets, scale=scaling, window=sliding_window)
     return out[None], None
@@ -163,14 +187,30 @@ def _varlen(
         longest = length
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     if _flash_takes(query, key):
-        out = torch.ops.aten._flash_attention_forward(
-            q, k, v, offsets, offsets, longest, longest, dropout, window is None, False, scale=scale,
-            window_size_left=None if window is None else window - 1,
-            window_size_right=None if window is None else 0,
-        )[0]  # fmt: skip
+        assert longest is not None
+        out = _flash(q, k, v, (offsets, offsets), (longest, longest), dropout, scale, window)
     else:
         out = varlen_attention(q, k, v, offsets, scale=scale, window=window, dropout=dropout)
     return out.unflatten(0, (batch, length))
+
+
+def _flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    offsets: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
+    dropout: float,
+    scale: float | None,
+    window: int | None,
+) -> Tensor:
+    """Flash attention over sequences. `offsets`, `longest`: of queries, and of keys."""
+    out: Tensor = torch.ops.aten._flash_attention_forward(
+        query, key, value, *offsets, *longest, dropout, window is None, False, scale=scale,
+        window_size_left=None if window is None else window - 1,
+        window_size_right=None if window is None else 0,
+    )[0]  # fmt: skip
+    return out
 
 
 def _rows(query: Tensor, key: Tensor, value: Tensor, dropout: float, scale: float | None, window: int | None) -> Tensor:
@@ -199,11 +239,11 @@ def _flash_takes(query: Tensor, key: Tensor) -> bool:
 
 
 def _is_short_cut(query: Tensor, key: Tensor, largest_head: int) -> bool:
-    lengths_fit = query.shape[2] == key.shape[2] and query.shape[2] > 1
-    return lengths_fit and _has_flash(query, largest_head)
+    return _has_flash(query, largest_head) and query.shape[2] == key.shape[2] and query.shape[2] > 1
 
 
-def _has_flash(query: Tensor, largest_head: int = _LARGEST_FLASH_HEAD) -> bool:
+def _has_flash(query: Tensor, largest_head: int) -> bool:
+    """Whether these queries may go to cuDNN or flash attention, as far as device, dtype and width go."""
     return (
         query.device.type == "cuda"
         and torch.version.hip is None

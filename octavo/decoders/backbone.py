@@ -46,8 +46,13 @@ def backbone_forward(self: Any, original: Callable[..., Any], *args: Any, **kwar
     named = dict(zip(POSITIONAL, args, strict=False)) | kwargs
     mask = named.get("attention_mask")
     ours = isinstance(mask, Tensor) and mask.numel() == 0
-    ours = ours or self.config._attn_implementation == attention.PAGED
-    if model is None or ours or named.get("past_key_values") is not None or not _ignores_padding(model):
+    if (
+        model is None
+        or ours
+        or attention.is_paged(named)
+        or named.get("past_key_values") is not None
+        or not _ignores_padding(model)
+    ):
         return original(self, *args, **kwargs)
     layout = _layout(model, named, None)
     if layout.why_padded:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from octavo.decoders.attention import is_paged
 from octavo.decoders.backbone import POSITIONAL, hidden_states
 from octavo.decoders.classes import HEAD
 from octavo.decoders.hooks import is_hooked
@@ -100,8 +101,7 @@ def causal_lm_forward(self: Any, original: Callable[..., Any], *args: Any, **kwa
 def packed_forward(self: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """transformers' forward, which tells packed sequences apart."""
     named = dict(zip(POSITIONAL, args, strict=False)) | kwargs
-    is_paged = self.config._attn_implementation.startswith("paged|")  # offsets then tell them apart, on the device
-    apart = _told_apart(named) if len(args) <= len(POSITIONAL) and not is_paged else {}
+    apart = _told_apart(named) if len(args) <= len(POSITIONAL) else {}
     return original(self, **named | apart) if apart else original(self, *args, **kwargs)
 
 
@@ -113,7 +113,7 @@ def _told_apart(kwargs: dict[str, Any]) -> dict[str, Any]:
     """
     positions, mask, ids = (kwargs.get(name) for name in ("position_ids", "attention_mask", "input_ids"))
     offsets = kwargs.get("cu_seq_lens_q")
-    if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
+    if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None or is_paged(kwargs):
         return {}
     if positions is None and isinstance(offsets, Tensor) and isinstance(ids, Tensor) and len(ids) == 1:
         places = torch.arange(ids.shape[1], device=ids.device)

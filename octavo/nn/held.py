@@ -33,7 +33,8 @@ class HeldWeights:
         """Return the weights of these `FP8Linear`s, one below the other, as one stored weight."""
         key = tuple(id(member) for member in members)
         if key not in self._copies:
-            self._copies[key] = (members, _quantized(members))
+            with torch.inference_mode(False):  # vLLM computes in it, and what is made there cannot be refreshed
+                self._copies[key] = (members, _quantized(members))
         data, scale = self._copies[key][1]
         return Weight([data], [scale])
 

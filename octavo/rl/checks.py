@@ -1,4 +1,4 @@
-"""What engines check alike: the prompts they are given, the tokens that end a completion, and what they return."""
+"""The checks that engines share: of prompts, of tokens that end a completion, and of what they return."""
 
 from collections.abc import Sequence
 

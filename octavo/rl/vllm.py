@@ -110,8 +110,7 @@ class VLLMEngine:
         started = time.perf_counter()
         seed = int(torch.randint(2**63 - 1, ())) if sampling.seed is None else sampling.seed
         self.wake()
-        # vLLM computes in inference mode, and copies that are made there can be written there alone.
-        with torch.inference_mode(), self.policy.rollout(self.products), self._own_random_numbers():
+        with self.policy.rollout(self.products), self._own_random_numbers():
             llm = self._start()
             self._check_graphs()
             llm.reset_prefix_cache()  # keys and values of weights that have changed since
@@ -155,7 +154,7 @@ class VLLMEngine:
 
     def vllm_model(self) -> nn.Module:
         """Return vLLM's model, started if it is not yet."""
-        with torch.inference_mode(), self.policy.rollout(self.products), self._own_random_numbers():
+        with self.policy.rollout(self.products), self._own_random_numbers():
             model: nn.Module = self._start().llm_engine.model_executor.driver_worker.get_model()
         return model
 

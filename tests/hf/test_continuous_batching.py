@@ -10,6 +10,7 @@ from octavo.decoders.attention import NAME
 from octavo.numerics.attention import varlen_attention
 
 transformers = pytest.importorskip("transformers")
+CACHE = {"num_blocks": 16, "max_batch_tokens": 64}  # else it takes a share of all memory
 PROMPTS = [[5, 9, 33], [7, 8, 2, 61, 90, 14, 3], [44], list(range(20, 33))]  # ragged
 
 
@@ -32,7 +33,8 @@ def one_by_one(model, new=12):
 
 def in_one_batch(model, new=12):
     config = transformers.GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    outputs = model.generate_batch(PROMPTS, generation_config=config)
+    cache = transformers.ContinuousBatchingConfig(**CACHE)
+    outputs = model.generate_batch(PROMPTS, generation_config=config, continuous_batching_config=cache)
     return [output.generated_tokens for output in outputs.values()]
 
 
@@ -94,6 +96,7 @@ def test_trl_with_continuous_batching(tmp_path):
     config = trl.GRPOConfig(
         output_dir=str(tmp_path), use_cpu=True, bf16=False, max_steps=1, per_device_train_batch_size=4,
         num_generations=4, max_completion_length=6, report_to=[], use_transformers_continuous_batching=True,
+        transformers_continuous_batching_config=CACHE,
         disable_tqdm=True, save_strategy="no", logging_steps=1,
     )  # fmt: skip
     trainer = trl.GRPOTrainer(

@@ -46,7 +46,8 @@ def adapted(model, **options):
 
 
 def engine_for(model, **options):
-    return VLLMEngine(model, **{"cache_bytes": 2**24} | options)
+    # With pages of 32 tokens, the last prompt fills one, which vLLM would use again.
+    return VLLMEngine(model, **{"cache_bytes": 2**24, "block_size": 32} | options)
 
 
 def greedy(model, new=10):
