@@ -116,9 +116,7 @@ def bound(made: Decode, expected: Tensor, scaling: float) -> Tensor:
     scores = (
         scaling * made.q.float().nan_to_num(0.0).norm(dim=-1).max() * k.view(-1, made.q.shape[2]).norm(dim=-1).max()
     )
-    of_shares = (
-        0.0 if dtype == torch.float32 else HALF_STEP[dtype if made.suffix.key_scales is None else torch.float16]
-    )
+    of_shares = 0.0 if dtype == torch.float32 else HALF_STEP[dtype if made.suffix.key_scales is None else torch.float16]
     return (scores * 2.0**-23 + of_shares) * v.abs().max() + 2 * HALF_STEP[dtype] * expected.float().abs()
 
 

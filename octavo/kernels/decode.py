@@ -12,14 +12,7 @@ output in FP32 with its log-sum-exp. A second launch merges the parts, always in
 Lengths are on the device, and a grid must not depend on them: it has so many programs for each slot, which share what
 there is to read (`share`). Those with nothing to do say so in their log-sum-exp. Scores are in powers of two.
 
-For bytes, products take E4M3 as it is, in FP16, which holds all of it and is one instruction away (BF16 is four). The
-scale of a key multiplies its scores, and the scale w of a value its probability. What else is in FP16 must fit:
-
-    q            by a power of two for each row, which makes its largest element 2^14 to 2^15 (`in_half`)
-    exp2(s) · w  relative to the largest of the row, at most 2^14: m = max(s + log2 w) − 14 in place of max(s)
-
-Any m gives the same result, exp2(s − m) divided by its sum; in FP32 the sum has room for it. So the rounding of
-probabilities is that of FP16, 2^-11, and what underflows is at most 2^-39 of the largest for each key.
+For bytes, products take E4M3 as it is, in FP16 (`decode_bytes.py`).
 """
 
 import math
@@ -31,15 +24,16 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels import tiles
+from octavo.kernels.decode_bytes import in_half, of_pairs
 from octavo.kernels.decode_store import DTYPES, tensors_of
+from octavo.kernels.decode_tiles import fitting, most_rows, parts_of, tile_for, widened
 from octavo.kernels.launch import LaunchCache, Launches, kind
-from octavo.kernels.tiles import multiprocessors, round_to
+from octavo.kernels.tiles import round_to
 from octavo.kernels.tuning import DecodeTile, may_overlap, tuning_for
 from octavo.numerics.decode import KVCache
 
 WIDEST = 256  # of a head
-MOST_ROWS = 64  # of a product
-MOST_PARTS = 64
+MOST_ROWS = 64  # heads of q for one of k
 LOG2E = math.log2(math.e)
 _LAUNCHES = LaunchCache()
 
@@ -58,37 +52,6 @@ def product(a, b):
     if tiles.INTERPRETED:  # whose own product of BF16 is not one
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, input_precision="ieee")
-
-
-@triton.jit
-def of_pairs(words):
-    """Two E4M3 in each word of 16 bits, apart and in FP16: the lower ones, and the upper ones.
-
-    Threads exchange values for a product that contracts tokens: in bytes one by one, since those of a word belong to
-    one token, and in words as fast as FP16. So it is words that they exchange, and then take apart.
-    """
-    if tiles.INTERPRETED:
-        lower = (words & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
-        upper = ((words >> 8) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
-        return lower.to(tl.float16), upper.to(tl.float16)
-    return tl.inline_asm_elementwise(
-        """{.reg .b16 a, b; .reg .b32 w; prmt.b32 w, $2, 0, 0x3120; mov.b32 {a, b}, w;
-        cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b;}""",
-        "=r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
-    )  # fmt: skip
-
-
-@triton.jit
-def in_half(q, scaling):
-    """Rows of q from BF16 to FP16, times powers of two, and `scaling` of each row divided by these.
-
-    All is exact but for elements below 2^-28 of the largest of the row, which lose at most 2^-39 of that.
-    """
-    q = q.to(tl.float32)
-    exponent = tl.max(tiles.magnitude_bits(q), axis=1) >> 23
-    exponent = tl.minimum(tl.maximum(exponent, 15), 254)  # so that both powers are normal numbers
-    up, down = tiles.mx_factor(268 - exponent), tiles.mx_factor(exponent - 14)
-    return (q * up[:, None]).to(tl.float16), scaling * down
 
 
 @triton.jit
@@ -310,15 +273,16 @@ def merge_kernel(
 
 def can_decode(q: Tensor, prefix: KVCache, suffix: KVCache) -> bool:
     """Whether there is a kernel for these tensors."""
-    caches = (prefix, suffix)
+    caches, as_bytes = (prefix, suffix), suffix.key_scales is not None
     return (
         q.dtype in DTYPES
         and q.numel() > 0
         and q.shape[2] <= WIDEST
-        and (q.shape[2] % 2 == 0 or suffix.key_scales is None)
+        and (q.shape[2] % 2 == 0 or not as_bytes)
         and q.shape[1] // suffix.keys.shape[2] <= MOST_ROWS
         and all(cache.keys.dtype in (q.dtype, torch.uint8) for cache in caches)
         and all(x is None or x.is_contiguous() for cache in caches for x in cache)
+        and fitting(tile_for(1, 1, as_bytes=as_bytes, device=q.device), q, MOST_ROWS, as_bytes=as_bytes) is not None
     )
 
 
@@ -346,8 +310,7 @@ def decode_attention(
 ) -> Tensor:
     """The kernel of `numerics.decode.decode_attention`. `tile`: to be used instead of the measured one."""
     q = q.contiguous()
-    tuning = tuning_for(q.device)
-    tile = tile or (tuning.decode if suffix.key_scales is None else tuning.decode_bytes)
+    tile = tile or tile_for(len(q), suffix.keys.shape[2], as_bytes=suffix.key_scales is not None, device=q.device)
     how = _How(scaling, window, softcap, tile)
     if slots_of_group is not None and slots_of_group.shape[1] < 2:
         slots_of_group = None  # each prompt has one slot, which reads it as well
@@ -361,26 +324,31 @@ def decode_attention(
 
 
 def _build(q: Tensor, prefix: KVCache, suffix: KVCache, slots_of_group: Tensor | None, how: _How) -> Launches:
-    (slots, h, d), g, tile = q.shape, suffix.keys.shape[2], how.tile
+    (slots, h, d), g = q.shape, suffix.keys.shape[2]
     per_head, shared = h // g, slots_of_group is not None
     lengths = prefix.keys.shape[1], suffix.keys.shape[1]
+    own_rows = max(16, triton.next_power_of_2(per_head))
+    n = 0 if slots_of_group is None else slots_of_group.shape[1]
+    rows = min(most_rows(q.dtype), max(16, triton.next_power_of_2(n * per_head)))
+    as_bytes = suffix.key_scales is not None
+    tile = fitting(how.tile, q, max(rows, own_rows), as_bytes=as_bytes)
+    if tile is None:
+        raise ValueError(f"{how.tile}: in no form fits the shared memory, with heads of {d} in {q.dtype}")
     parts = parts_of(slots, g, lengths[1] if shared else sum(lengths), tile, q.device)
-    n, rows, blocks, prefix_parts = 0, 16, 0, 0
+    blocks = prefix_parts = 0
     if slots_of_group is not None:
-        n = slots_of_group.shape[1]
-        rows = min(MOST_ROWS, max(16, triton.next_power_of_2(n * per_head)))
         blocks = len(slots_of_group) * -(-n * per_head // rows)
         prefix_parts = parts_of(blocks, g, lengths[0], tile, q.device)
     whole = parts == 1 and not shared
-    launches = Launches(given=12 + shared, overlaps=may_overlap(q.device))
+    launches = Launches(given=12 + shared, overlaps=may_overlap(q.device), follows=True)
     out = launches.make((slots, h, d), q.dtype)
     every = prefix_parts + parts
     apart = out if whole else launches.make((slots * h, every, d), torch.float32)
     lse = out if whole else launches.make((slots * h, every), torch.float32)
     constants: dict[str, Any] = {
         "WHOLE": whole, "SHARED": shared, "WINDOWED": how.window is not None, "CAPPED": how.softcap is not None,
-        "BYTES": suffix.key_scales is not None, "R": per_head, "ROWS": max(16, triton.next_power_of_2(per_head)),
-        "SHARED_ROWS": rows, "D": d, "WIDTH": max(32, triton.next_power_of_2(d)), "KEYS": tile.keys,
+        "BYTES": as_bytes, "R": per_head, "ROWS": own_rows,
+        "SHARED_ROWS": rows, "D": d, "WIDTH": widened(d), "KEYS": tile.keys,
         "num_warps": tile.warps, "num_stages": tile.stages,
     }  # fmt: skip
     for_groups = blocks * g * prefix_parts
@@ -395,12 +363,3 @@ def _build(q: Tensor, prefix: KVCache, suffix: KVCache, slots_of_group: Tensor |
         launches.launch(merge_kernel, (slots * h,), (apart, lse, 6, 11, out), (h,), merging)
     launches.results = (out,)
     return launches
-
-
-def parts_of(units: int, heads: int, positions: int, tile: DecodeTile, device: torch.device) -> int:
-    """How many parts to make of each unit (a slot, or a group with its rows): enough to fill the GPU, none too small.
-
-    A grid cannot know lengths, so this looks at how many positions there may be.
-    """
-    enough = -(-tile.programs * multiprocessors(device) // (units * heads))
-    return max(1, min(enough, -(-positions // tile.least), MOST_PARTS))
