@@ -184,10 +184,23 @@ def compile_one(case: Case) -> float:
     return time.perf_counter() - began
 
 
-def compile_all(pool: ProcessPoolExecutor, cases: list[Case]) -> None:
-    began = time.perf_counter()
-    taken = list(pool.map(compile_one, cases))
-    print(f"compiled {len(cases)} in {time.perf_counter() - began:.0f} s (one by one: {sum(taken):.0f} s)", flush=True)
+class Compiler:
+    """Compiles cases in many processes, each once: first those that differ in attention, then what merges its parts."""
+
+    def __init__(self, pool: ProcessPoolExecutor) -> None:
+        self.pool = pool
+        self.done: set[Case] = set()
+
+    def __call__(self, cases: list[Case]) -> None:
+        began = time.perf_counter()
+        cases = [case for case in cases if case not in self.done]
+        first = {(case.as_bytes, case.tile[:3], case.table, case.overlaps, case.slots > 64): case for case in cases}
+        rest = [case for case in cases if case not in first.values()]
+        taken = [*self.pool.map(compile_one, first.values()), *self.pool.map(compile_one, rest)]
+        self.done.update(cases)
+        if cases:
+            seconds = time.perf_counter() - began
+            print(f"compiled {len(cases)} in {seconds:.0f} s (one by one: {sum(taken):.0f} s)", flush=True)
 
 
 def difference(step: Step, case: Case, expected: Tensor) -> str:
@@ -228,7 +241,7 @@ class Sweep:
                          "with_store_us": both})  # fmt: skip
         return alone
 
-    def run(self, slots: int, as_bytes: bool, best: dict[bool, DecodeTile], pool: ProcessPoolExecutor) -> None:
+    def run(self, slots: int, as_bytes: bool, best: dict[bool, DecodeTile], prepare: Compiler) -> None:
         """All cases of so many slots; leaves the best tile of 64 in `best`."""
         step = new_step(slots, LAYERS.get(slots, 3), as_bytes=as_bytes)
         for layer in range(len(step.caches)):
@@ -240,7 +253,7 @@ class Sweep:
             best[as_bytes] = min(times, key=lambda case: times[case]).tile
         usual = tile_for(slots, HEADS.kv, as_bytes=as_bytes, device=torch.device("cuda"))
         more = [case for case in cases_of(slots, as_bytes, best.get(as_bytes, usual)) if case not in times]
-        compile_all(pool, more)
+        prepare(more)
         times |= {case: self.measure(step, case, expected) for case in more}
         fastest = min(times, key=lambda case: times[case])
         print(f"best: {fastest}  {times[fastest]:.1f} µs\n", flush=True)
@@ -258,11 +271,15 @@ def main() -> int:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: a copy {sweep.copy:.2f} TB/s", flush=True)
     slots = [int(each) for each in options.slots.split(",")]
     with ProcessPoolExecutor(min(14, os.cpu_count() or 1), multiprocessing.get_context("spawn")) as pool:
-        if 64 in slots:
-            compile_all(pool, [case for as_bytes in (False, True) for case in cases_of(64, as_bytes, None)])
+        prepare, known = Compiler(pool), []
         for each in slots:
             for as_bytes in (False, True):
-                sweep.run(each, as_bytes, best, pool)
+                usual = tile_for(each, HEADS.kv, as_bytes=as_bytes, device=torch.device("cuda"))
+                known += [*(cases_of(each, as_bytes, None) if each == 64 else []), *cases_of(each, as_bytes, usual)]
+        prepare(known)
+        for each in slots:
+            for as_bytes in (False, True):
+                sweep.run(each, as_bytes, best, prepare)
     print("\n".join(sweep.wrong) or "nothing is wrong", f"{time.perf_counter() - began:.0f} s in all", sep="\n")
     if options.out is not None:
         result = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "copy": sweep.copy,
