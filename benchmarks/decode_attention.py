@@ -1,35 +1,48 @@
 """Attention of tokens that are being generated, as a share of a copy's bandwidth: which tiles and parts are fastest.
 
-    python benchmarks/decode_attention.py              # on a GPU; `kernels/tuning.py` has its tiles from this
-    python benchmarks/decode_attention.py --tiles all  # more tiles, each of which is compiled first
+    python benchmarks/decode_attention.py --out FILE    # on a GPU; `kernels/tuning.py` has its tiles from this
+    python benchmarks/decode_attention.py --slots 64    # less of it
 
-Checked against the specification, then timed in CUDA graphs over the caches of several layers, so that none is in L2:
-heads of an 8B (32 of q, 8 of k and v, 128 wide), a prompt of 128 tokens for each eight slots, suffixes of 1 to 512.
-Bytes are those of keys and values that are seen, and their scales, each once.
+Compiled in many processes, checked against the specification, then timed in CUDA graphs over the caches of several
+layers, so that none is in L2: heads of an 8B (32 of q, 8 of k and v, 128 wide), a prompt of 128 tokens for each eight
+slots, suffixes of 1 to 512. Bytes are those of keys and values that are seen, and their scales, each once. The exit
+status is 1 where a result is wrong.
 """
 
 import argparse
+import json
+import multiprocessing
+import os
 import statistics
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
 from octavo.kernels import decode, decode_store
-from octavo.kernels.tuning import DecodeTile, tuning_for
+from octavo.kernels.decode_tiles import tile_for
+from octavo.kernels.tuning import DecodeTile, may_overlap
 from octavo.numerics import decode as spec
 from octavo.numerics.decode import KVCache
 from octavo.numerics.rotary import Heads
+from octavo.tools.bench.kernels import copy_bandwidth
 
 HEADS = Heads(32, 8, 128)
 PROMPT, LONGEST, GROUP = 128, 512, 8
 SCALING = HEADS.width**-0.5
-# Keys of a tile, warps and stages; then programs of a multiprocessor and the fewest keys of a part.
-TILES = [(64, 4, 3), (64, 4, 2), (32, 4, 4), (128, 4, 2), (64, 2, 3), (32, 2, 4)]
-MORE_TILES = [(32, 1, 4), (64, 1, 3), (128, 8, 2), (64, 8, 3), (16, 1, 6), (128, 4, 3)]
-PARTS = [(2, 512), (4, 256), (6, 128), (8, 128), (8, 64), (16, 64)]
+# Keys of a tile, warps and stages, by whether the cache holds bytes; tried at 64 slots.
+TILES = {
+    False: [(32, 2, 4), (32, 2, 3), (32, 2, 6), (32, 4, 4), (64, 2, 3), (64, 4, 3), (128, 4, 2), (16, 1, 6)],
+    True: [(64, 2, 3), (64, 2, 2), (64, 2, 4), (64, 4, 3), (128, 4, 2), (128, 4, 3), (32, 2, 4), (32, 1, 4)],
+}
+# Programs of a multiprocessor and the fewest keys of a part, for the best of them.
+PARTS = [(2, 512), (4, 256), (6, 128), (8, 128), (16, 128), (8, 64)]
+LAYERS = {1: 32, 64: 6}  # of which a graph reads the caches; 3 for more slots
 
 
 class Step(NamedTuple):
@@ -41,13 +54,23 @@ class Step(NamedTuple):
     group_of: Tensor
     suffix_lengths: Tensor
     table: Tensor
+    qkv: Tensor
+    angles: Tensor  # cosines and sines
+    places: Tensor
+    newest: Tensor  # its position
+
+    def given(self, layer: int) -> tuple[Any, ...]:
+        prefix, suffix = self.caches[layer]
+        return self.q, prefix, self.prefix_lengths, self.group_of, suffix, self.suffix_lengths, SCALING
 
     def attend(self, layer: int, tile: DecodeTile, *, shared: bool) -> Tensor:
-        prefix, suffix = self.caches[layer]
-        return decode.decode_attention(
-            self.q, prefix, self.prefix_lengths, self.group_of, suffix, self.suffix_lengths, SCALING,
-            slots_of_group=self.table if shared else None, tile=tile,
-        )  # fmt: skip
+        table = self.table if shared else None
+        return decode.decode_attention(*self.given(layer), None, None, table, tile)
+
+    def store(self, layer: int) -> Tensor:
+        """Rotate and store the newest token of each slot; the same one for all layers."""
+        suffix, (cos, sin) = self.caches[layer][1], self.angles
+        return decode_store.rotary_and_store(self.qkv, cos, sin, HEADS, None, suffix, self.places, self.newest)
 
     def bytes(self) -> int:
         """Of keys and values in one layer."""
@@ -81,7 +104,11 @@ def new_step(slots: int, layers: int, *, as_bytes: bool) -> Step:
     ]
     q = torch.randn(slots, HEADS.q, HEADS.width, dtype=torch.bfloat16, device="cuda")
     prompts = torch.full((groups,), PROMPT, dtype=torch.int32, device="cuda")
-    return Step(q, caches, prompts, group_of.int().cuda(), lengths.cuda(), table.cuda())
+    qkv = torch.randn(slots, HEADS.features, dtype=torch.bfloat16, device="cuda")
+    angles = torch.randn(2, slots, HEADS.width, dtype=torch.bfloat16, device="cuda")
+    places = torch.arange(slots, dtype=torch.int32, device="cuda")
+    indices = (group_of.int().cuda(), lengths.cuda(), table.cuda())
+    return Step(q, caches, prompts, *indices, qkv, angles, places, lengths.cuda() - 1)
 
 
 def time_graph(run: Callable[[], object], calls: int, repeats: int = 15) -> float:
@@ -102,99 +129,164 @@ def time_graph(run: Callable[[], object], calls: int, repeats: int = 15) -> floa
     return 1e3 * statistics.median(taken) / calls
 
 
-def copy_rate() -> float:
-    """Bytes a second of a copy, counted both ways."""
-    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.numel() / (1e-6 * time_graph(lambda: target.copy_(source), 1))
+class Case(NamedTuple):
+    """What is timed; `table`: groups read their prompt, otherwise slots do. `overlaps`: launches begin early."""
+
+    slots: int
+    as_bytes: bool
+    tile: DecodeTile
+    table: bool
+    overlaps: bool = True
+
+    def __str__(self) -> str:
+        tile = self.tile
+        how = f"keys {tile.keys:3} warps {tile.warps} stages {tile.stages} parts {tile.programs:2}, {tile.least:3}"
+        other = "" if self.overlaps else " one after another"
+        return f"{name_of(self.slots, self.as_bytes)}  {how} {'shared' if self.table else 'alone '}{other}"
 
 
-def difference(step: Step, tile: DecodeTile, *, shared: bool) -> str:
+def name_of(slots: int, as_bytes: bool) -> str:
+    return f"{slots:3} slots, {'FP8 ' if as_bytes else 'BF16'}"
+
+
+def set_overlaps(overlaps: bool) -> None:
+    decode._LAUNCHES.clear()
+    decode_store._LAUNCHES.clear()
+    decode.may_overlap = decode_store.may_overlap = may_overlap if overlaps else lambda _: False  # type: ignore[assignment]
+
+
+def cases_of(slots: int, as_bytes: bool, best: DecodeTile | None) -> list[Case]:
+    """What to time for so many slots: tiles at 64, where `best` is not known yet; then parts, for that tile."""
+    usual = tile_for(slots, HEADS.kv, as_bytes=as_bytes, device=torch.device("cuda"))
+    table = slots > 1
+    if best is None:
+        tiles = [usual._replace(keys=k, warps=w, stages=s) for k, w, s in TILES[as_bytes]]
+        return [Case(slots, as_bytes, t._replace(least=max(t.least, t.keys)), table) for t in tiles]
+    parts = [best._replace(programs=n, least=least) for n, least in PARTS if least >= best.keys]
+    found = [Case(slots, as_bytes, tile, table) for tile in parts]
+    others = [Case(slots, as_bytes, usual, False), Case(slots, as_bytes, usual, table, overlaps=False)]
+    return list(dict.fromkeys([*found, *others]))
+
+
+def compile_one(case: Case) -> float:
+    """Compile what a case launches, to Triton's cache on disk."""
+    began = time.perf_counter()
+    launch: Any = triton.runtime.jit.JITFunction
+    honest = launch.run
+    launch.run = lambda self, *args, grid, warmup, **how: honest(self, *args, grid=grid, warmup=True, **how)  # noqa: ARG005
+    try:
+        set_overlaps(case.overlaps)
+        step = new_step(case.slots, layers=1, as_bytes=case.as_bytes)
+        step.attend(0, case.tile, shared=case.table)
+        step.store(0)
+    finally:
+        launch.run = honest
+    return time.perf_counter() - began
+
+
+class Compiler:
+    """Compiles cases in many processes, each once: first those that differ in attention, then what merges its parts."""
+
+    def __init__(self, pool: ProcessPoolExecutor) -> None:
+        self.pool = pool
+        self.done: set[Case] = set()
+
+    def __call__(self, cases: list[Case]) -> None:
+        began = time.perf_counter()
+        cases = [case for case in cases if case not in self.done]
+        first = {(case.as_bytes, case.tile[:3], case.table, case.overlaps, case.slots > 64): case for case in cases}
+        rest = [case for case in cases if case not in first.values()]
+        taken = [*self.pool.map(compile_one, first.values()), *self.pool.map(compile_one, rest)]
+        self.done.update(cases)
+        if cases:
+            seconds = time.perf_counter() - began
+            print(f"compiled {len(cases)} in {seconds:.0f} s (one by one: {sum(taken):.0f} s)", flush=True)
+
+
+def difference(step: Step, case: Case, expected: Tensor) -> str:
     """What is wrong with the output, beyond the rounding of probabilities and of the output to BF16; empty if nothing.
 
     Computed twice: the second run is launched directly.
     """
-    prefix, suffix = step.caches[0]
-    given = (step.q, prefix, step.prefix_lengths, step.group_of, suffix, step.suffix_lengths, SCALING)
-    actual, expected = step.attend(0, tile, shared=shared).float(), spec.decode_attention(*given).float()
-    again = step.attend(0, tile, shared=shared).float()
-    bound = 2.0**-8 * 6.0 + 2.0**-7 * expected.abs()
-    if not ((actual - expected).abs() <= bound).all():
+    actual, again = (step.attend(0, case.tile, shared=case.table).float() for _ in range(2))
+    of_shares = 2.0**-11 if case.as_bytes else 2.0**-8
+    if not ((actual - expected).abs() <= of_shares * 8.0 + 2.0**-7 * expected.abs()).all():
         return f"DIFFERS from the specification by {(actual - expected).abs().max().item():.3g}"
     return "" if torch.equal(actual, again) else "DIFFERS from one run to the next"
 
 
-def measure(step: Step, tile: DecodeTile, rate: float, what: str, *, shared: bool) -> float:
-    """Print and return the microseconds of one layer; infinity if a tile does not fit, or is wrong."""
-    how = f"keys {tile.keys:3} warps {tile.warps} stages {tile.stages} programs {tile.programs:2} least {tile.least:3}"
-    what = f"{what}  {how} {'shared' if shared else 'alone ':6}"
-    try:
-        wrong = difference(step, tile, shared=shared)
-    except triton.runtime.errors.OutOfResources as error:
-        wrong = str(error)
-    if wrong:
-        print(f"{what}  {wrong}", flush=True)
-        return float("inf")
-    layers = len(step.caches)
-    taken = time_graph(lambda: [step.attend(i, tile, shared=shared) for i in range(layers)], layers)
-    per_second = step.bytes() / (1e-6 * taken)
-    print(f"{what}  {taken:7.1f} µs  {per_second / 1e9:5.0f} GB/s  {per_second / rate:.0%} of a copy", flush=True)
-    return taken
+class Sweep:
+    """Times of cases, and what is wrong."""
+
+    def __init__(self, copy: float) -> None:
+        self.copy = copy  # TB/s
+        self.rows: list[dict[str, Any]] = []
+        self.wrong: list[str] = []
+
+    def measure(self, step: Step, case: Case, expected: Tensor) -> float:
+        """Print and return the microseconds of one layer; infinity if a tile is wrong."""
+        set_overlaps(case.overlaps)
+        if wrong := difference(step, case, expected):
+            self.wrong.append(f"{case}  {wrong}")
+            print(self.wrong[-1], flush=True)
+            return float("inf")
+        layers = range(len(step.caches))
+        alone = time_graph(lambda: [step.attend(i, case.tile, shared=case.table) for i in layers], len(layers))
+        both = time_graph(lambda: [(step.store(i), step.attend(i, case.tile, shared=case.table)) for i in layers],
+                          len(layers))  # fmt: skip
+        rate = step.bytes() / (1e-6 * alone) / 1e12
+        print(f"{case}  {alone:6.1f} µs  {rate:.2f} TB/s  {rate / self.copy:.0%} of a copy; with rotary and store "
+              f"{both:.1f}", flush=True)  # fmt: skip
+        self.rows.append(case._asdict() | {"tile": case.tile._asdict(), "us": alone, "share": rate / self.copy,
+                         "with_store_us": both})  # fmt: skip
+        return alone
+
+    def run(self, slots: int, as_bytes: bool, best: dict[bool, DecodeTile], prepare: Compiler) -> None:
+        """All cases of so many slots; leaves the best tile of 64 in `best`."""
+        step = new_step(slots, LAYERS.get(slots, 3), as_bytes=as_bytes)
+        for layer in range(len(step.caches)):
+            step.store(layer)  # what it stores again when it is timed
+        expected = spec.decode_attention(*step.given(0)).float()
+        times: dict[Case, float] = {}
+        if slots == 64:
+            times = {case: self.measure(step, case, expected) for case in cases_of(slots, as_bytes, None)}
+            best[as_bytes] = min(times, key=lambda case: times[case]).tile
+        usual = tile_for(slots, HEADS.kv, as_bytes=as_bytes, device=torch.device("cuda"))
+        more = [case for case in cases_of(slots, as_bytes, best.get(as_bytes, usual)) if case not in times]
+        prepare(more)
+        times |= {case: self.measure(step, case, expected) for case in more}
+        fastest = min(times, key=lambda case: times[case])
+        print(f"best: {fastest}  {times[fastest]:.1f} µs\n", flush=True)
 
 
-def time_store(step: Step, rate: float, what: str) -> None:
-    slots = len(step.q)
-    qkv = torch.randn(slots, HEADS.features, dtype=torch.bfloat16, device="cuda")
-    cos, sin = torch.randn(2, slots, HEADS.width, dtype=torch.bfloat16, device="cuda")
-    places, positions = torch.arange(slots, dtype=torch.int32, device="cuda"), step.suffix_lengths - 1
-
-    def run() -> None:
-        for _, suffix in step.caches:
-            decode_store.rotary_and_store(qkv, cos, sin, HEADS, None, suffix, places, positions)
-
-    taken = time_graph(run, len(step.caches))
-    print(f"{what}  rotary and store {taken:.1f} µs; a copy of qkv {2e6 * qkv.nbytes / rate:.1f} µs", flush=True)
-
-
-def sweep(slots: int, as_bytes: bool, rate: float, tiles: Sequence[tuple[int, int, int]]) -> None:
-    what = f"{slots:3} slots, {'FP8 ' if as_bytes else 'BF16'}"
-    step = new_step(slots, layers=32 if slots == 1 else 6 if slots <= 64 else 3, as_bytes=as_bytes)
-    tuning = tuning_for(step.q.device)
-    usual = tuning.decode_bytes if as_bytes else tuning.decode
-    shared = slots > 1
-    results = {}
-    if slots == 64:
-        for keys, warps, stages in tiles:
-            tile = usual._replace(keys=keys, warps=warps, stages=stages)
-            results[tile, shared] = measure(step, tile, rate, what, shared=shared)
-        BEST[as_bytes] = min(results, key=lambda case: results[case])[0]
-    best = BEST.get(as_bytes, usual)
-    for programs, least in PARTS:
-        tile = best._replace(programs=programs, least=least)
-        for together in (True, False) if shared and least in (512, 128) else (shared,):
-            if (tile, together) not in results:
-                results[tile, together] = measure(step, tile, rate, what, shared=together)
-    time_store(step, rate, what)
-    tile, together = min(results, key=lambda case: results[case])
-    print(f"{what}  best: {tile}, {'shared' if together else 'alone'}: {results[tile, together]:.1f} µs\n", flush=True)
-
-
-BEST: dict[bool, DecodeTile] = {}  # of 64 slots, by whether the cache holds bytes
-
-
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--slots", default="64,1,256", help="how many at a time; tiles are chosen at 64")
-    parser.add_argument("--tiles", choices=("few", "all"), default="few", help="how many tiles to try")
+    parser.add_argument("--out", type=Path, help="write all times there, as JSON")
     options = parser.parse_args()
+    began = time.perf_counter()
     torch.manual_seed(0)
-    rate = copy_rate()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: a copy {rate / 1e12:.2f} TB/s\n", flush=True)
-    tiles = TILES if options.tiles == "few" else [*TILES, *MORE_TILES]
-    for slots in map(int, options.slots.split(",")):
-        for as_bytes in (False, True):
-            sweep(slots, as_bytes, rate, tiles)
+    sweep = Sweep(copy_bandwidth("cuda"))
+    best: dict[bool, DecodeTile] = {}
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: a copy {sweep.copy:.2f} TB/s", flush=True)
+    slots = [int(each) for each in options.slots.split(",")]
+    with ProcessPoolExecutor(min(14, os.cpu_count() or 1), multiprocessing.get_context("spawn")) as pool:
+        prepare, known = Compiler(pool), []
+        for each in slots:
+            for as_bytes in (False, True):
+                usual = tile_for(each, HEADS.kv, as_bytes=as_bytes, device=torch.device("cuda"))
+                known += [*(cases_of(each, as_bytes, None) if each == 64 else []), *cases_of(each, as_bytes, usual)]
+        prepare(known)
+        for each in slots:
+            for as_bytes in (False, True):
+                sweep.run(each, as_bytes, best, prepare)
+    print("\n".join(sweep.wrong) or "nothing is wrong", f"{time.perf_counter() - began:.0f} s in all", sep="\n")
+    if options.out is not None:
+        result = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "copy": sweep.copy,
+                  "wrong": sweep.wrong, "cases": sweep.rows}  # fmt: skip
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    return int(bool(sweep.wrong))
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

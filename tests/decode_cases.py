@@ -109,16 +109,15 @@ def bound(made: Decode, expected: Tensor, scaling: float) -> Tensor:
 
     Scores are computed in FP32 on both sides, each off by half a step 2^-24 of the largest, S ≤ scaling · |q| · |k|,
     and shares p by as much, relatively. A kernel rounds shares to the dtype of their product with values, by half a
-    step u. Both change Σ p v by that factor times max |v|, at most. Then each side rounds its output.
+    step u: that of FP16 where values are bytes, since p · value scale is there normal down to 2^-28 of its largest.
+    Both change Σ p v by that factor times max |v|, at most. Then each side rounds its output.
     """
     dtype = made.q.dtype
-    k, v = (torch.cat([_all(cache, i).flatten() for cache in (made.prefix, made.suffix)]) for i in range(2))
+    k, v = (torch.cat([_all(cache, i).double().flatten() for cache in (made.prefix, made.suffix)]) for i in range(2))
     scores = (
-        scaling * made.q.float().nan_to_num(0.0).norm(dim=-1).max() * k.view(-1, made.q.shape[2]).norm(dim=-1).max()
+        scaling * made.q.double().nan_to_num(0.0).norm(dim=-1).max() * k.view(-1, made.q.shape[2]).norm(dim=-1).max()
     )
-    of_shares = (
-        0.0 if dtype == torch.float32 else HALF_STEP[dtype if made.suffix.key_scales is None else torch.bfloat16]
-    )
+    of_shares = 0.0 if dtype == torch.float32 else HALF_STEP[dtype if made.suffix.key_scales is None else torch.float16]
     return (scores * 2.0**-23 + of_shares) * v.abs().max() + 2 * HALF_STEP[dtype] * expected.float().abs()
 
 

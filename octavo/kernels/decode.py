@@ -12,8 +12,7 @@ output in FP32 with its log-sum-exp. A second launch merges the parts, always in
 Lengths are on the device, and a grid must not depend on them: it has so many programs for each slot, which share what
 there is to read (`share`). Those with nothing to do say so in their log-sum-exp. Scores are in powers of two.
 
-For bytes, the scale of a key multiplies its scores, and the scale of a value its probabilities, before the products
-take E4M3 as it is, in 16 bits.
+For bytes, products take E4M3 as it is, in FP16 (`decode_bytes.py`).
 """
 
 import math
@@ -25,15 +24,16 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels import tiles
+from octavo.kernels.decode_bytes import in_half, of_pairs
 from octavo.kernels.decode_store import DTYPES, tensors_of
+from octavo.kernels.decode_tiles import fitting, most_rows, parts_of, tile_for, widened
 from octavo.kernels.launch import LaunchCache, Launches, kind
-from octavo.kernels.tiles import multiprocessors, round_to
+from octavo.kernels.tiles import round_to
 from octavo.kernels.tuning import DecodeTile, may_overlap, tuning_for
 from octavo.numerics.decode import KVCache
 
 WIDEST = 256  # of a head
-MOST_ROWS = 64  # of a product
-MOST_PARTS = 64
+MOST_ROWS = 64  # heads of q for one of k
 LOG2E = math.log2(math.e)
 _LAUNCHES = LaunchCache()
 
@@ -55,37 +55,16 @@ def product(a, b):
 
 
 @triton.jit
-def of_pairs(words):
-    """Two E4M3 in each word of 16 bits, apart and in BF16: the lower ones, and the upper ones.
-
-    Threads exchange values for a product that contracts tokens: in bytes one by one, since those of a word belong to
-    one token, and in words as fast as BF16. So it is words that they exchange, and then take apart.
-    """
-    if tiles.INTERPRETED:
-        lower = (words & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
-        upper = ((words >> 8) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
-        return lower.to(tl.float32), upper.to(tl.float32)
-    return tl.inline_asm_elementwise(
-        """{.reg .b16 a, b, c, d; .reg .b32 e, f; .reg .f32 p, q, r, s;
-        mov.b32 {a, b}, $2; cvt.rn.f16x2.e4m3x2 e, a; cvt.rn.f16x2.e4m3x2 f, b;
-        mov.b32 {a, b}, e; mov.b32 {c, d}, f;
-        cvt.f32.f16 p, a; cvt.f32.f16 q, b; cvt.f32.f16 r, c; cvt.f32.f16 s, d;
-        cvt.rn.bf16x2.f32 $0, r, p; cvt.rn.bf16x2.f32 $1, s, q;}""",
-        "=r,=r,r", [words], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
-    )  # fmt: skip
-
-
-@triton.jit
 def attend(
     acc, odd, top, total, q, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, start, stop, lowest, scaling, softcap, G,
     BYTES: tl.constexpr, CAPPED: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Add keys start…stop of one place and head to a running softmax; row i sees those from `lowest[i]` on.
 
-    `scaling` makes scores in powers of two of products, or, `CAPPED`, what tanh(x) = 2 sigmoid(2 x) − 1 takes; then
-    `softcap` does.
-    `top`: the largest score so far; `total`: the sum of exp2(score − top); `acc`: that of the values times these, or
-    for pairs of bytes (`odd`), of those in even columns.
+    `scaling`, of each row, makes scores in powers of two of products, or, `CAPPED`, what tanh(x) = 2 sigmoid(2 x) − 1
+    takes; then `softcap` does.
+    `top`: the largest score so far, for bytes that of score · value scale; `total`: the sum of exp2(score − top);
+    `acc`: that of the values times these, or for pairs of bytes (`odd`), of those in even columns.
     """
     c, half = tl.arange(0, WIDTH), tl.arange(0, WIDTH // 2)
     PAIRED: tl.constexpr = BYTES and q.dtype != tl.float32
@@ -98,28 +77,45 @@ def attend(
             v = tl.load(words_ptr, mask=inside[:, None] & (half < D // 2)[None, :], other=0)
         else:
             v = tl.load(v_ptr + j[:, None] * (G * D) + c[None, :], mask=inside[:, None] & (c < D)[None, :], other=0.0)
-        s = product(q, k.to(q.dtype)) * scaling
+        s = product(q, k.to(q.dtype))
         if BYTES:
             s *= tl.load(k_scale_ptr + j * G, mask=inside, other=0.0)[None, :]
+        s *= scaling[:, None]
         if CAPPED:
             s = softcap * (2.0 * tiles.sigmoid(s) - 1.0)
         s = tl.where(inside[None, :] & (j[None, :] >= lowest[:, None]), s, float("-inf"))
-        higher = tl.maximum(top, tl.max(s, axis=1))
+        if BYTES:
+            weight = tl.load(v_scale_ptr + j * G, mask=inside, other=0.0)
+            # Below 2^-90 of no matter: sums of exp2(score − top) stay within FP32.
+            higher = tl.maximum(top, tl.max(s + (tiles.log2(tl.maximum(weight, 2.0**-90)) - 14.0)[None, :], axis=1))
+        else:
+            higher = tl.maximum(top, tl.max(s, axis=1))
         base = tl.where(higher == float("-inf"), 0.0, higher)
         p, fade = tiles.exp2(s - base[:, None]), tiles.exp2(top - base)
         total = total * fade + tl.sum(p, axis=1)
         if BYTES:
-            p *= tl.load(v_scale_ptr + j * G, mask=inside, other=0.0)[None, :]
+            p *= weight[None, :]
+        p = round_to(p, q.dtype)
         if PAIRED:
-            # Not FP16, which has no room for small scales.
             even_v, odd_v = of_pairs(v)
-            p = round_to(p, tl.bfloat16)
             acc = acc * fade[:, None] + product(p, even_v)
             odd = odd * fade[:, None] + product(p, odd_v)
         else:
-            acc = acc * fade[:, None] + product(round_to(p, q.dtype), v.to(q.dtype))
+            acc = acc * fade[:, None] + product(p, v.to(q.dtype))
         top = higher
     return acc, odd, top, total
+
+
+@triton.jit
+def load_q(q_ptr, row, inside, scaling, BYTES: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr):
+    """Rows of q in the dtype of products, and what makes scores of them, for each row."""
+    c = tl.arange(0, WIDTH)[None, :]
+    q = tl.load(q_ptr + row[:, None] * D + c, mask=inside[:, None] & (c < D), other=0.0)
+    each = tl.full([row.shape[0]], 1.0, tl.float32) * scaling
+    if BYTES and q.dtype == tl.bfloat16:
+        return in_half(q, each)
+    else:  # noqa: RET505 - for Triton both would be compiled
+        return q, each
 
 
 @triton.jit
@@ -163,7 +159,7 @@ def attend_for_group(
     part, rest = rest % prefix_parts, rest // prefix_parts
     block, group = rest % blocks, rest // blocks
     length = tl.load(prefix_lengths_ptr + group)
-    r, c = block * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)[None, :]
+    r = block * ROWS + tl.arange(0, ROWS)
     slot = tl.load(slots_ptr + group * N + r // R, mask=r < N * R, other=-1)
     own = tl.load(suffix_lengths_ptr + slot, mask=slot >= 0, other=0)
     wanted = own > 0
@@ -173,7 +169,7 @@ def attend_for_group(
     start = tl.min(tl.where(wanted, tl.minimum(lowest, length), length), axis=0)
     first, last = share(start, length, part, prefix_parts, least, KEYS)
     row = slot * H + head * R + r % R
-    q = tl.load(q_ptr + row[:, None] * D + c, mask=wanted[:, None] & (c < D), other=0.0)
+    q, scaling = load_q(q_ptr, row, slot >= 0, scaling, BYTES, D, WIDTH)
     PAIRED: tl.constexpr = BYTES and q.dtype != tl.float32
     acc, odd, top, total = new_sums(ROWS, WIDTH, PAIRED)
     place = group.to(tl.int64) * P * G + head
@@ -209,18 +205,19 @@ def decode_kernel(
     head, rest = (pid - shared) % G, (pid - shared) // G
     part, slot = rest % suffix_parts, rest // suffix_parts
     own = tl.load(suffix_lengths_ptr + slot)
-    group = tl.load(group_of_ptr + slot)
-    length = tl.load(prefix_lengths_ptr + group, mask=group >= 0, other=0)
     r, c = tl.arange(0, ROWS), tl.arange(0, WIDTH)[None, :]
+    row = slot * H + head * R + r
+    # Before lengths are here, and of empty slots, too: then there are no keys.
+    q, scaling = load_q(q_ptr, row, r < R, scaling, BYTES, D, WIDTH)
+    length = 0  # of the prompt, as far as this program is concerned
+    if not SHARED:
+        group = tl.load(group_of_ptr + slot)
+        length = tl.load(prefix_lengths_ptr + group, mask=group >= 0, other=0)
     wanted = (r < R) & (own > 0)
     start = 0
     if WINDOWED:
         start = tl.maximum(length + own - window, 0)
-    if SHARED:
-        start = tl.maximum(start, length)
     first, last = share(start, tl.where(own > 0, length + own, start), part, suffix_parts, least, KEYS)
-    row = slot * H + head * R + r
-    q = tl.load(q_ptr + row[:, None] * D + c, mask=wanted[:, None] & (c < D), other=0.0)
     PAIRED: tl.constexpr = BYTES and q.dtype != tl.float32
     acc, odd, top, total = new_sums(ROWS, WIDTH, PAIRED)
     every = tl.zeros([ROWS], tl.int32)  # what the window hides is before `first`
@@ -248,7 +245,7 @@ def decode_kernel(
 
 @triton.jit
 def merge_kernel(
-    parts_ptr, lse_ptr, prefix_lengths_ptr, group_of_ptr, suffix_lengths_ptr, out_ptr, H,
+    parts_ptr, lse_ptr, group_of_ptr, suffix_lengths_ptr, out_ptr, H,
     PREFIX_PARTS: tl.constexpr, PARTS: tl.constexpr, MANY: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
@@ -264,9 +261,7 @@ def merge_kernel(
     present = own > 0
     if PREFIX_PARTS > 0:
         # Nobody writes the parts of a prompt that is not there.
-        group = tl.load(group_of_ptr + slot)
-        length = tl.load(prefix_lengths_ptr + group, mask=group >= 0, other=0)
-        present = present & ((i >= PREFIX_PARTS) | (length > 0))
+        present = present & ((i >= PREFIX_PARTS) | (tl.load(group_of_ptr + slot) >= 0))
     lse = tl.where(present, lse, float("-inf"))
     top = tl.max(lse, axis=0)
     weight = tiles.exp2(lse - tl.where(top == float("-inf"), 0.0, top))
@@ -278,15 +273,16 @@ def merge_kernel(
 
 def can_decode(q: Tensor, prefix: KVCache, suffix: KVCache) -> bool:
     """Whether there is a kernel for these tensors."""
-    caches = (prefix, suffix)
+    caches, as_bytes = (prefix, suffix), suffix.key_scales is not None
     return (
         q.dtype in DTYPES
         and q.numel() > 0
         and q.shape[2] <= WIDEST
-        and (q.shape[2] % 2 == 0 or suffix.key_scales is None)
+        and (q.shape[2] % 2 == 0 or not as_bytes)
         and q.shape[1] // suffix.keys.shape[2] <= MOST_ROWS
         and all(cache.keys.dtype in (q.dtype, torch.uint8) for cache in caches)
         and all(x is None or x.is_contiguous() for cache in caches for x in cache)
+        and fitting(tile_for(1, 1, as_bytes=as_bytes, device=q.device), q, MOST_ROWS, as_bytes=as_bytes) is not None
     )
 
 
@@ -314,8 +310,7 @@ def decode_attention(
 ) -> Tensor:
     """The kernel of `numerics.decode.decode_attention`. `tile`: to be used instead of the measured one."""
     q = q.contiguous()
-    tuning = tuning_for(q.device)
-    tile = tile or (tuning.decode if suffix.key_scales is None else tuning.decode_bytes)
+    tile = tile or tile_for(len(q), suffix.keys.shape[2], as_bytes=suffix.key_scales is not None, device=q.device)
     how = _How(scaling, window, softcap, tile)
     if slots_of_group is not None and slots_of_group.shape[1] < 2:
         slots_of_group = None  # each prompt has one slot, which reads it as well
@@ -329,26 +324,31 @@ def decode_attention(
 
 
 def _build(q: Tensor, prefix: KVCache, suffix: KVCache, slots_of_group: Tensor | None, how: _How) -> Launches:
-    (slots, h, d), g, tile = q.shape, suffix.keys.shape[2], how.tile
+    (slots, h, d), g = q.shape, suffix.keys.shape[2]
     per_head, shared = h // g, slots_of_group is not None
     lengths = prefix.keys.shape[1], suffix.keys.shape[1]
+    own_rows = max(16, triton.next_power_of_2(per_head))
+    n = 0 if slots_of_group is None else slots_of_group.shape[1]
+    rows = min(most_rows(q.dtype), max(16, triton.next_power_of_2(n * per_head)))
+    as_bytes = suffix.key_scales is not None
+    tile = fitting(how.tile, q, max(rows, own_rows), as_bytes=as_bytes)
+    if tile is None:
+        raise ValueError(f"{how.tile}: in no form fits the shared memory, with heads of {d} in {q.dtype}")
     parts = parts_of(slots, g, lengths[1] if shared else sum(lengths), tile, q.device)
-    n, rows, blocks, prefix_parts = 0, 16, 0, 0
+    blocks = prefix_parts = 0
     if slots_of_group is not None:
-        n = slots_of_group.shape[1]
-        rows = min(MOST_ROWS, max(16, triton.next_power_of_2(n * per_head)))
         blocks = len(slots_of_group) * -(-n * per_head // rows)
         prefix_parts = parts_of(blocks, g, lengths[0], tile, q.device)
     whole = parts == 1 and not shared
-    launches = Launches(given=12 + shared, overlaps=may_overlap(q.device))
+    launches = Launches(given=12 + shared, overlaps=may_overlap(q.device), follows=True)
     out = launches.make((slots, h, d), q.dtype)
     every = prefix_parts + parts
     apart = out if whole else launches.make((slots * h, every, d), torch.float32)
     lse = out if whole else launches.make((slots * h, every), torch.float32)
     constants: dict[str, Any] = {
         "WHOLE": whole, "SHARED": shared, "WINDOWED": how.window is not None, "CAPPED": how.softcap is not None,
-        "BYTES": suffix.key_scales is not None, "R": per_head, "ROWS": max(16, triton.next_power_of_2(per_head)),
-        "SHARED_ROWS": rows, "D": d, "WIDTH": max(32, triton.next_power_of_2(d)), "KEYS": tile.keys,
+        "BYTES": as_bytes, "R": per_head, "ROWS": own_rows,
+        "SHARED_ROWS": rows, "D": d, "WIDTH": widened(d), "KEYS": tile.keys,
         "num_warps": tile.warps, "num_stages": tile.stages,
     }  # fmt: skip
     for_groups = blocks * g * prefix_parts
@@ -360,15 +360,6 @@ def _build(q: Tensor, prefix: KVCache, suffix: KVCache, slots_of_group: Tensor |
     if not whole:
         merging = {"PREFIX_PARTS": prefix_parts, "PARTS": every, "MANY": triton.next_power_of_2(every), "D": d,
                    "WIDTH": constants["WIDTH"], "num_warps": tuning_for(q.device).decode_merge_warps}  # fmt: skip
-        launches.launch(merge_kernel, (slots * h,), (apart, lse, 5, 6, 11, out), (h,), merging)
+        launches.launch(merge_kernel, (slots * h,), (apart, lse, 6, 11, out), (h,), merging)
     launches.results = (out,)
     return launches
-
-
-def parts_of(units: int, heads: int, positions: int, tile: DecodeTile, device: torch.device) -> int:
-    """How many parts to make of each unit (a slot, or a group with its rows): enough to fill the GPU, none too small.
-
-    A grid cannot know lengths, so this looks at how many positions there may be.
-    """
-    enough = -(-tile.programs * multiprocessors(device) // (units * heads))
-    return max(1, min(enough, -(-positions // tile.least), MOST_PARTS))

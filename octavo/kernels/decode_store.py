@@ -17,7 +17,7 @@ from octavo.kernels.launch import LaunchCache, Launches, kind
 from octavo.kernels.norm import inverse_rms, weighted
 from octavo.kernels.rotary import WIDEST, apart, can_rotate, load_halves, product_of
 from octavo.kernels.tiles import round_to
-from octavo.kernels.tuning import tuning_for
+from octavo.kernels.tuning import may_overlap, tuning_for
 from octavo.numerics.decode import KVCache
 from octavo.numerics.formats import E4M3
 from octavo.numerics.rotary import Heads, Norms
@@ -58,9 +58,10 @@ def row_of(places_ptr, positions_ptr, t, T, P, G):
 def store_kernel(
     k_ptr, v_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, places_ptr, positions_ptr, T, P, G,
     k_token, k_head, v_token, v_head,
-    BYTES: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr,
+    BYTES: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """`k_token`, `k_head`, …: strides of what is stored."""
+    tiles.follow(OVERLAPS)
     head = tl.program_id(0)
     t, c = (tl.program_id(1) * TILE + tl.arange(0, TILE))[:, None], tl.arange(0, HALF)[None, :]
     row, kept = row_of(places_ptr, positions_ptr, t, T, P, G)
@@ -78,8 +79,9 @@ def rotary_and_store_kernel(
     qkv_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr,
     places_ptr, positions_ptr, q_ptr, T, R, P, H, G, eps,
     BYTES: tl.constexpr, NORMED: tl.constexpr, SHIFTED: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
-    TILE: tl.constexpr,
+    TILE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    tiles.follow(OVERLAPS)
     head = tl.program_id(0)
     t, c = (tl.program_id(1) * TILE + tl.arange(0, TILE))[:, None], tl.arange(0, HALF)[None, :]
     inside = (t < T) & (c < D // 2)
@@ -144,7 +146,7 @@ def store(keys: Tensor, values: Tensor, cache: KVCache, places: Tensor, position
 
 def _build_store(keys: Tensor, values: Tensor, cache: KVCache) -> Launches:
     tokens, g, d = keys.shape
-    launches = Launches(given=8)
+    launches = Launches(given=8, overlaps=may_overlap(keys.device), follows=True)
     tile, constants = _tile(d, cache, keys.device)
     strides = (keys.stride(0), keys.stride(1), values.stride(0), values.stride(1))
     grid = (2 * g, -(-tokens // tile))
@@ -166,7 +168,7 @@ def rotary_and_store(
 
 def _build_rotary(qkv: Tensor, cos: Tensor, heads: Heads, norms: Norms | None, cache: KVCache) -> Launches:
     tokens, (h, g, d) = qkv.shape[0], heads
-    launches = Launches(given=11)
+    launches = Launches(given=11, overlaps=may_overlap(qkv.device), follows=True)
     q = launches.make((tokens, h, d), qkv.dtype)
     tile, constants = _tile(d, cache, qkv.device)
     constants |= {"NORMED": norms is not None, "SHIFTED": norms is not None and norms[0].shifted} | apart(qkv.dtype)

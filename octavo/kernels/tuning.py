@@ -282,10 +282,15 @@ class Tuning(NamedTuple):
     norm_sum: Tile = Tile(32, 64, warps=4)
     rotary: LinearTile = LinearTile(4096, 4)
     rotary_programs: int = 8  # with norms of heads, for each multiprocessor
-    # Attention of tokens that are generated, over a cache in 16 bits or in bytes, and what stores into it. Not yet
-    # measured (`benchmarks/decode_attention.py`).
-    decode: DecodeTile = DecodeTile(64, warps=4, stages=3, programs=6, least=128)
-    decode_bytes: DecodeTile = DecodeTile(64, warps=4, stages=3, programs=6, least=128)
+    # Attention of tokens that are generated, over a cache in 16 bits or in bytes, and what stores into it: heads of an
+    # 8B, 64 slots, suffixes of up to 512 (`benchmarks/decode_attention.py`, H200, 2026-11-17, torch 2.11.0). Tiles of
+    # 64 keys with 4 warps: 30.4 → 29.0 and, in bytes and still with products in BF16, 34.5 → 29.8. At 256 slots all
+    # programs and parts are within 1 %.
+    decode: DecodeTile = DecodeTile(32, warps=2, stages=4, programs=6, least=128)
+    decode_bytes: DecodeTile = DecodeTile(64, warps=2, stages=3, programs=4, least=256)
+    # Programs and the fewest keys of a part, where slots times heads of k are fewer than multiprocessors: one slot
+    # 7.0 → 5.9, in bytes 7.7 → 6.2.
+    decode_few: tuple[int, int] = (8, 64)
     decode_merge_warps: int = 1
     decode_store: LinearTile = LinearTile(1024, 2)
     rescale: LinearTile = LinearTile(4096, 8)
@@ -295,6 +300,7 @@ class Tuning(NamedTuple):
     # Programmatic dependent launch (Hopper): channel x columns 54.8 → 53.6, block x both 58.8 → 55.2, mx w both
     # 194 → 189.5. Per tensor it is slower (current x both 61.8 → 86.7), so `quantize` does not ask for it there.
     overlaps: bool = True
+    shared_memory: int = 232_448  # bytes that a program may have; of decode attention, which makes its tiles fit
     rates: Rates = Rates()
     # The mean width of a model from which on FP8 products by frozen weights pay: BF16 is 9 and 17 % faster (channel and
     # block) at 419, 0 and 8 % at 698, as fast at 808; FP8 16 and 8 % faster at 1,605 (`benchmarks/frozen_products.py`).
@@ -307,7 +313,7 @@ _FITS_ALL = GemmTile(128, 128, 64, warps=8, stages=3)
 _UNTIMED_GEMM = HOPPER.gemm._replace(
     small=_FITS_ALL, fast=_FITS_ALL, tall=_FITS_ALL, other=_FITS_ALL, cublas_blocks=False
 )
-BLACKWELL = HOPPER._replace(gemm=_UNTIMED_GEMM)
+BLACKWELL = HOPPER._replace(gemm=_UNTIMED_GEMM, shared_memory=101_376)
 ADA = BLACKWELL._replace(overlaps=False)
 # Tunings by their lowest compute capability, newest first. Ampere has no FP8, but steps optimisers.
 ARCHITECTURES = (((10, 0), BLACKWELL), ((9, 0), HOPPER), ((8, 0), ADA))

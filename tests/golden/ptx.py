@@ -85,7 +85,7 @@ def _launches(setup: int) -> dict[str, Callable[[], object]]:
 
 def _compile(job: Job) -> list[tuple[str, str]]:
     """Of every kernel that a launch starts, its name and its PTX."""
-    from octavo.kernels import decode, quantize
+    from octavo.kernels import decode, decode_store, quantize
 
     compiled: list[tuple[str, str]] = []
 
@@ -94,7 +94,7 @@ def _compile(job: Job) -> list[tuple[str, str]]:
 
     skip_ptxas()
     triton.runtime.jit.JITFunction.run = compile_instead
-    quantize.may_overlap = decode.may_overlap = lambda _device: True
+    quantize.may_overlap = decode.may_overlap = decode_store.may_overlap = lambda _device: True
     _launches(job[0])[job[1]]()
     assert compiled, f"{name_of(job)}: nothing was launched"
     return compiled

@@ -324,6 +324,10 @@ def _decode(dtype: torch.dtype) -> Iterator[Launch]:
                         x, c, c, h, n, s, few, few
                     ),
                 )
+        # The widest heads, whose tiles are made to fit shared memory.
+        caches = [_cache(dtype, n, p, 1, 256, bytes=bytes) for n, p in ((2, 128), (8, 512))]
+        given = (torch.zeros(8, 2, 256, dtype=dtype), caches[0], few[:2], few, caches[1], few, 0.1)
+        yield f"decode 256 {'bytes' if bytes else 'plain'}", lambda given=given: decode.decode_attention(*given)
 
 
 def _low_rank(dtype: torch.dtype) -> Iterator[Launch]:

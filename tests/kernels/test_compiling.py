@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from octavo.kernels.tuning import HOPPER
+
 
 # 45 s of CPU when Triton's cache is empty; 4 s after that
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
@@ -36,6 +38,7 @@ def test_tiles_are_transposed_in_16_bits(dtype):
     }
     assert sum(k["conversions"] for k in kernels) > 0  # else this looks for the wrong thing
     assert not [k for k in kernels if k["bytes_turned"]]
+    assert not [(k["kernel"], k["shared"]) for k in kernels if k["shared"] > HOPPER.shared_memory]
     # An addition of bytes in pairs, one of each pair undefined, was left out: half of the 4-bit codes were wrong.
     assert not [(k["kernel"], k["unwritten"]) for k in kernels if k["unwritten"]]
     # A kernel that may begin early touches no memory before it has waited, once; but for columns in blocks, which need
@@ -48,6 +51,8 @@ def test_tiles_are_transposed_in_16_bits(dtype):
         "columns_kernel",
         "decode_kernel",
         "merge_kernel",
+        "store_kernel",
+        "rotary_and_store_kernel",
     }
     assert all(len(k["waits"]) == bool(k["may_wait"]) for k in kernels)
     assert all((k["waits"][0] > 0) is k["needs_nothing"] for k in early)

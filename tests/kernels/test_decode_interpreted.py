@@ -79,6 +79,25 @@ def test_scores_that_are_huge():
         assert_as_specified(new_decode(), 3.0, tile=SMALL, shared=shared)
 
 
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("size", [2.0**-80, 2.0**-20, 2.0**17, 2.0**60])
+def test_bytes_of_any_size(size, shared):
+    """Beyond FP16, in which products are: q against keys, values, and values of a few tokens against all others."""
+    made = new_decode(dtype=torch.bfloat16, bytes=True)
+    for cache in (made.prefix, made.suffix):
+        cache.key_scales.div_(size)
+        cache.value_scales.mul_(size)
+    made.q.mul_(size)
+    made.q[:, 1] *= 2.0**-8  # rows have powers of their own
+    made.q[4, 2] = 0
+    actual = assert_as_specified(made, 0.125, tile=SMALL, shared=shared)
+    made.suffix.value_scales[:, ::3] *= 2.0**-12
+    assert_as_specified(made, 0.125, tile=SMALL, shared=shared)
+    made.suffix.value_scales[:, 1::3] = 0.0
+    assert not assert_as_specified(made, 0.125, tile=WHOLE, shared=shared).isnan().any()
+    assert actual.abs().max() > size / 8
+
+
 def test_one_token_alone_is_its_value():
     made = new_decode(prefix=(0,), suffix=(1, 1), groups=(0, -1), dtype=torch.bfloat16)
     for shared in (True, False):

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from octavo.kernels import gated, quantize, trust, tuning
+from octavo.kernels import decode_tiles, gated, quantize, trust, tuning
 from octavo.kernels.adapters import gradients
 from octavo.kernels.gated import blocks, low_rank
 from octavo.kernels.gated.activations import ACTIVATIONS
@@ -50,6 +50,45 @@ def test_every_architecture_has_tiles_for_every_recipe():
                 assert modes.NAMES.get(columns, "channel") in figures.quantize.whole_columns
         widest = [tiles.wide[-1].widest for tiles in figures.quantize.whole_rows.values()]
         assert min(widest) == max(widest) == 32_768
+
+
+# What Triton 3.6 took for Hopper: dtype, bytes or not, rows, tile of keys, warps and stages, shared memory; 256 wide.
+TAKEN = [
+    (torch.float32, False, 64, (64, 4, 3), 344_320),
+    (torch.float32, False, 64, (32, 2, 2), 139_520),
+    (torch.float32, False, 64, (16, 2, 1), 81_920),
+    (torch.float32, True, 64, (64, 2, 3), 214_016),
+    (torch.float32, True, 64, (16, 2, 1), 86_016),
+    (torch.bfloat16, False, 64, (64, 4, 3), 229_376),  # with Hopper's own products
+    (torch.bfloat16, False, 64, (32, 2, 4), 135_168),
+    (torch.bfloat16, False, 64, (16, 2, 1), 49_152),
+    (torch.bfloat16, True, 64, (64, 2, 3), 107_520),
+    (torch.bfloat16, True, 64, (32, 2, 1), 40_960),
+]
+
+
+@pytest.mark.parametrize("dtype, as_bytes, rows, tile, taken", TAKEN, ids=str)
+def test_shared_memory_of_decode_attention_is_foreseen(dtype, as_bytes, rows, tile, taken):
+    tile = tuning.DecodeTile(*tile, programs=1, least=64)
+    assert taken <= decode_tiles.needed(tile, 256, rows, dtype, as_bytes=as_bytes) <= 1.9 * taken
+
+
+@pytest.mark.parametrize("figures", [HOPPER, BLACKWELL, ADA], ids=["Hopper", "Blackwell", "Ada"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("as_bytes", [False, True])
+def test_tiles_of_decode_attention_fit(figures, dtype, as_bytes, monkeypatch):
+    monkeypatch.setattr(decode_tiles, "tuning_for", lambda _: figures)
+    for width in (64, 80, 128, 256):
+        for rows in (16, 64):
+            usual = decode_tiles.tile_for(64, 8, as_bytes=as_bytes, device=torch.device("cpu"))
+            tile = decode_tiles.fitting(usual, torch.zeros(1, 1, width, dtype=dtype), rows, as_bytes=as_bytes)
+            assert tile is not None and tile.keys >= 16 and tile.least % tile.keys == 0
+            need = decode_tiles.needed(tile, decode_tiles.widened(width), rows, dtype, as_bytes=as_bytes)
+            assert need <= figures.shared_memory
+            if width <= 128 and dtype == torch.bfloat16:
+                assert tile == usual
+    huge = torch.zeros(1, 1, 4096, dtype=torch.float32)
+    assert decode_tiles.fitting(usual, huge, 64, as_bytes=as_bytes) is None
 
 
 def test_every_activation_has_a_kernel():
