@@ -232,7 +232,7 @@ class ProductTile(NamedTuple):
 
 
 class FewTokenTiles(NamedTuple):
-    """By the tokens of a tile, of which there is one: 16, 32, 64 or 128. Not yet measured."""
+    """Tiles by the tokens of a product: 16, 32, 64 or 128. Not yet measured."""
 
     products: Mapping[int, ProductTile] = {
         16: ProductTile(64, warps=4, stages=5, programs=4),

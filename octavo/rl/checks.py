@@ -1,4 +1,4 @@
-"""The checks that engines share: of prompts, of tokens that end a completion, and of what they return."""
+"""Checks that all engines share: of prompts, of the tokens that end a completion, and of what is returned."""
 
 from collections.abc import Sequence
 
