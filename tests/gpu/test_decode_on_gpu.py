@@ -132,15 +132,16 @@ def test_store(width, dtype, bytes):
 
 @pytest.mark.parametrize("bytes", [False, True], ids=["plain", "bytes"])
 @pytest.mark.parametrize("normed", [None, False, True], ids=["no norms", "norms", "shifted"])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("heads", [Heads(32, 8, 128), Heads(2, 2, 80)], ids=str)
-def test_rotary_and_store(heads, normed, bytes):
-    norms = None if normed is None else tuple(new_norm(heads.width, BF16, shifted=normed, device="cuda") for _ in "qk")
+def test_rotary_and_store(heads, normed, bytes, dtype):
+    norms = None if normed is None else tuple(new_norm(heads.width, dtype, shifted=normed, device="cuda") for _ in "qk")
     places = ints(*range(64)).cuda()
     positions = places % 8 - 1
-    cos, sin = angles(64, heads.width, BF16, "cuda")
+    cos, sin = angles(64, heads.width, dtype, "cuda")
     for _ in range(2):
-        qkv = torch.randn(64, heads.features, device="cuda").to(BF16)
-        caches = [_on_gpu(new_cache(64, 7, heads.kv, heads.width, BF16, bytes=bytes)) for _ in range(2)]
+        qkv = torch.randn(64, heads.features, device="cuda").to(dtype)
+        caches = [_on_gpu(new_cache(64, 7, heads.kv, heads.width, dtype, bytes=bytes)) for _ in range(2)]
         q = decode.rotary_and_store(qkv, cos, sin, heads, norms, caches[0], places, positions)
         expected = spec.rotary_and_store(qkv, cos, sin, heads, norms, caches[1], places, positions)
         pairs = [(q, expected), *((x, y) for x, y in zip(*caches, strict=True) if x is not None)]
