@@ -72,7 +72,9 @@ def make_engine(model: Any, settings: RunSettings, longest_prompt: int) -> Engin
             )
         from octavo.rl.vllm import VLLMEngine
 
-        engine: Engine = VLLMEngine(model, slots=settings.slots, max_length=room, can_stand_by=settings.standby)
+        engine: Engine = VLLMEngine(
+            model, slots=settings.slots, max_length=room, can_stand_by=settings.standby, exact_logprobs=exact
+        )
     except ImportError as error:
         raise UserError(f"engine='vllm' needs vLLM ({error}): install it, or use --engine native") from error
     except (ValueError, RuntimeError) as error:

@@ -143,9 +143,9 @@ def settings_from_options(options: Mapping[str, Any], base: RunSettings | None =
 
 def _engine() -> str:
     """Return vLLM if it is installed, else our own."""
-    from importlib.util import find_spec
+    from octavo.rl.vllm import is_installed
 
-    return "native" if find_spec("vllm") is None else "vllm"
+    return "vllm" if is_installed() else "native"
 
 
 def _defaults(given: Mapping[str, Any]) -> dict[str, Any]:

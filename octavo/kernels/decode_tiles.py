@@ -51,7 +51,7 @@ def fitting(tile: DecodeTile, q: Tensor, rows: int, *, as_bytes: bool) -> Decode
 
 
 def tile_for(slots: int, heads: int, *, as_bytes: bool, device: torch.device) -> DecodeTile:
-    """What was measured for so many slots and heads of k."""
+    """Return the tile that was measured for so many slots and heads of k."""
     tuning = tuning_for(device)
     tile = tuning.decode_bytes if as_bytes else tuning.decode
     if slots * heads < multiprocessors(device):
