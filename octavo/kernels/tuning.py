@@ -219,7 +219,7 @@ class ProductTile(NamedTuple):
 
 
 class FewTokenTiles(NamedTuple):
-    """By the tokens of a tile, of which there is one: 16, 32, 64 or 128. Not yet measured."""
+    """Tiles by their tokens, 16, 32, 64 or 128, of which there is one tile. Not yet measured."""
 
     products: Mapping[int, ProductTile] = {
         16: ProductTile(64, warps=4, stages=5, programs=4),
