@@ -82,6 +82,7 @@ class Launches:
 
     given: int
     overlaps: bool = False  # kernels that know how to wait begin early
+    begins_early: bool = False  # the first of them, too: before the kernel ends that somebody else launched
     results: tuple[int, ...] = ()
     _made: list[tuple[Callable[..., Tensor], tuple[int, ...], torch.dtype]] = field(default_factory=list)
     _launches: list[_Launch] = field(default_factory=list)
@@ -101,7 +102,7 @@ class Launches:
         """`kernel[grid](*tensors, *numbers, **constants)`, in the kernel's order."""
         if "OVERLAPS" in kernel.arg_names:
             constants = constants | {"OVERLAPS": self.overlaps}
-            if self.overlaps and self._launches:
+            if self.overlaps and (self._launches or self.begins_early):
                 constants["launch_pdl"] = True
         seeded = bool(numbers) and numbers[-1] is SEED
         numbers = tuple(numbers[:-1] if seeded else numbers)

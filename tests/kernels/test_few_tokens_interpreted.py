@@ -107,7 +107,7 @@ def test_parts_of_the_columns(parts, monkeypatch):
     assert_near(kernel.linear(x, weight, adapters, residual=residual), expected, spec.linear(x, weight), residual)
 
 
-@pytest.mark.parametrize("rows", [64, 128, 256])
+@pytest.mark.parametrize("rows", [16, 64, 128])
 def test_tiles_of_outputs(rows, monkeypatch):
     tiles = HOPPER.few_tokens
     products = {tokens: tile._replace(n=rows) for tokens, tile in tiles.products.items()}
@@ -119,7 +119,7 @@ def test_tiles_of_outputs(rows, monkeypatch):
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize(("m", "f", "k", "granularity"), [(5, 208, 144, "block"), (17, 128, 256, "channel")])
+@pytest.mark.parametrize(("m", "f", "k", "granularity"), [(5, 384, 144, "block"), (17, 208, 256, "channel")])
 def test_gated_mlp(m, f, k, granularity, activation):
     x, norm = torch.randn(m, k).to(BF16), Norm(torch.rand(k).to(BF16) + 0.5, 1e-5)
     gate_up, down = weight_of(2 * f, k, granularity), weight_of(k, f, granularity)
@@ -191,6 +191,9 @@ def test_what_they_leave_to_others():
     by_row = quantize(torch.randn(64, 256), granularity="block", block=(1, 128))
     assert not kernel.can_multiply(x, by_row, [])
     assert not kernel.can_gate(x, weight, weight_of(64, 48), [], [], norm=None)
+    for granularity, f, taken in (("block", 128, True), ("block", 144, False), ("channel", 144, True)):
+        halves = weight_of(2 * f, 256, granularity), weight_of(256, f, granularity)
+        assert kernel.can_gate(x, *halves, [], [], norm=None) is taken
 
 
 def test_parts_fill_the_gpu():
