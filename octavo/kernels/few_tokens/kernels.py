@@ -166,13 +166,15 @@ def products_kernel(
                 wait_for(counters_ptr, ADAPTERS)
         for s in tl.range(slice, SLICES, by, num_stages=1):
             above = tl.cast(s, tl.int32) * SLICED
+            one, other = first, second
             if PARTS > 1:
                 ptrs = parts_ptr + (above + tl.arange(0, SLICED))[:, None] * TILE_M + m[None, :]
-                first = sum_of_parts(ptrs, HALVES * SIZE, PARTS)
+                one = sum_of_parts(ptrs, HALVES * SIZE, PARTS)
+                other = one
                 if GATED:
-                    second = sum_of_parts(ptrs + SIZE, HALVES * SIZE, PARTS)
+                    other = sum_of_parts(ptrs + SIZE, HALVES * SIZE, PARTS)
             _finish(
-                first, second, t_ptr, b0_ptr, b1_ptr, b2_ptr, bias_ptr, residual_ptr, y_ptr, y_factors_ptr,
+                one, other, t_ptr, b0_ptr, b1_ptr, b2_ptr, bias_ptr, residual_ptr, y_ptr, y_factors_ptr,
                 low + stride * above, m, tile, M, N, features, first0, first1, first2, size0, size1, size2,
                 scaling0, scaling1, scaling2, ACTIVATION, BIAS, RESIDUAL, RANK0, RANK1, RANK2, TILE_M, SLICED,
             )  # fmt: skip
@@ -194,9 +196,8 @@ def _step(
     """`total` plus the product of 128 columns."""
     even, odd = from_words(words, FORMAT)
     if STEPPED:
-        added = product(even, tl.trans(x_even)) * even_factor[None, :]
-        added += product(odd, tl.trans(x_odd)) * odd_factor[None, :]
-        return total + added * scale
+        total += product(even, tl.trans(x_even)) * (even_factor * scale)[None, :]
+        return total + product(odd, tl.trans(x_odd)) * (odd_factor * scale)[None, :]
     if MODE == BLOCKS:
         return total + product(odd, tl.trans(x_odd), product(even, tl.trans(x_even))) * scale
     return product(odd, tl.trans(x_odd), product(even, tl.trans(x_even), total))
