@@ -212,33 +212,41 @@ class GemmTiles(NamedTuple):
 class ProductTile(NamedTuple):
     """Outputs of a tile, and how a kernel walks along its weights; `programs` that fit on a multiprocessor.
 
-    `prefetch`: steps of 128 columns that L2 is asked for before x is there.
+    `registers`: at most, for each thread. `prefetch`: steps of 128 columns that L2 is asked for before x is there.
     """
 
     n: int
     warps: int
     stages: int
     programs: int
+    registers: int | None = None
     prefetch: int = 4
 
 
 class FewTokenTiles(NamedTuple):
     """Tiles by their tokens, 16, 32, 64 or 128, of which there is one tile. Not yet measured.
 
-    They are at most 128 outputs, which have one scale for each block. Gate and up: 64 of each, always.
+    They are at most 128 outputs, which have one scale for each block. Gate and up: 64 of each, always. `down` comes after
+    them, and has factors for every step, so it takes more registers.
     """
 
     products: Mapping[int, ProductTile] = {
-        16: ProductTile(64, warps=4, stages=4, programs=4),
+        16: ProductTile(64, warps=4, stages=5, programs=4),
         32: ProductTile(64, warps=4, stages=4, programs=3),
-        64: ProductTile(128, warps=4, stages=3, programs=2),
+        64: ProductTile(128, warps=4, stages=4, programs=2),
         128: ProductTile(64, warps=4, stages=3, programs=2),
     }
     gated: Mapping[int, ProductTile] = {
-        16: ProductTile(64, warps=4, stages=4, programs=2),
+        16: ProductTile(64, warps=4, stages=5, programs=2),
         32: ProductTile(64, warps=4, stages=4, programs=2),
-        64: ProductTile(64, warps=4, stages=3, programs=2),
+        64: ProductTile(64, warps=4, stages=4, programs=2),
         128: ProductTile(64, warps=8, stages=3, programs=1),
+    }
+    down: Mapping[int, ProductTile] = {
+        16: ProductTile(64, warps=4, stages=5, programs=4),
+        32: ProductTile(64, warps=4, stages=4, programs=3),
+        64: ProductTile(64, warps=4, stages=4, programs=2),
+        128: ProductTile(64, warps=4, stages=3, programs=2),
     }
     # Parts of K for `x · Aᵀ`: others wait for them at their end.
     adapter_parts: int = 16

@@ -29,10 +29,7 @@ def low(first, last, k, rank=8, dtype=BF16, scaling=0.5):
 
 
 def assert_near(actual, expected, *added, steps=1.0, share=0.5):
-    """To the bit, but for the order of a sum, and for a product of one part, which is rounded before anything is added.
-
-    Each of those is off by half a unit in the last place of the largest number there is.
-    """
+    """To the bit, but for the order of a sum: that may move a result by a unit in the last place of the largest."""
     assert actual.dtype == expected.dtype and actual.shape == expected.shape
     largest = max(float(x.float().abs().max()) for x in (expected, *added))
     unit = torch.finfo(actual.dtype).eps * 2.0 ** math.floor(math.log2(max(largest, 1e-30)))
@@ -105,6 +102,10 @@ def test_parts_of_the_columns(parts, monkeypatch):
     adapters, residual = [low(0, 96, 656)], torch.randn(4, 96).to(BF16)
     expected = spec.linear(x, weight, adapters, residual=residual)
     assert_near(kernel.linear(x, weight, adapters, residual=residual), expected, spec.linear(x, weight), residual)
+    gate_up, down = weight_of(256, 656), weight_of(656, 128)
+    lows = [low(0, 256, 656)], [low(0, 656, 128)]
+    expected = spec.gated_mlp(x, gate_up, down, "silu", *lows)
+    assert_near(kernel.gated_mlp(x, gate_up, down, "silu", *lows), expected, steps=2.0, share=0.8)
 
 
 @pytest.mark.parametrize("rows", [16, 64, 128])
@@ -116,6 +117,56 @@ def test_tiles_of_outputs(rows, monkeypatch):
     for granularity in ("block", "channel"):
         x, weight = torch.randn(4, 256).to(BF16), weight_of(384, 256, granularity)
         assert_near(kernel.linear(x, weight), spec.linear(x, weight))
+
+
+def rows_of_all_magnitudes(k):
+    """Huge, tiny, too tiny for their power, mixed over 80 binades, one large among small, and zeros."""
+    x = torch.randn(7, k)
+    x[0] *= 1e37
+    x[1] *= 1e-30
+    x[2] *= 2e-35
+    x[3] *= 2.0 ** torch.randint(-40, 40, (k,))
+    x[4, 1:] *= 2.0**-20
+    x[5] = 0
+    return x.to(BF16)
+
+
+@pytest.mark.parametrize("granularity", ["block", "channel"])
+def test_rows_of_any_magnitude(granularity):
+    """Within the bound of the specification's module, against float64."""
+    x, weight, adapters = rows_of_all_magnitudes(272), weight_of(130, 272, granularity), [low(0, 60, 272)]
+    adapters = [adapters[0]._replace(scaling=2.0**-8)]
+    w = weight.dequantize(torch.float32).double()
+    for lows in ([], adapters):
+        y, wide = kernel.linear(x, weight, lows).double(), x.double()
+        exact, high, extra = wide @ w.t(), wide.abs() @ w.abs().t(), torch.zeros(len(x), len(w), dtype=torch.float64)
+        for first, last, scaling, down, up in lows:
+            a, b = down.double(), up.double()
+            exact[:, first:last] += scaling * wide @ a.t() @ b.t()
+            extra[:, first:last] += scaling * wide.abs() @ a.abs().t() @ b.abs().t()
+        lost = 2.0**-39 * wide.abs().amax(dim=1, keepdim=True) * w.abs().sum(dim=1)
+        lost[2] = 2.0**-151 * w.abs().sum(dim=1)
+        smallest = 2.0**-126  # below that, the interpreter does not round to BF16 as it should
+        sizes = 2.0**-8 * (exact.abs() + extra) + smallest * (1 + sum(low.up.abs().sum() for low in lows))
+        assert ((y - exact).abs() <= lost + 272 * 2.0**-24 * (high + extra) + 1.01 * sizes).all()
+        assert not y[5].any()
+
+
+def test_hidden_features_of_any_magnitude():
+    """h has a power of two for each token and 64 features: here they differ by 2⁶⁰."""
+    x, down = torch.randn(3, 128).to(BF16), weight_of(96, 256, "channel")
+    gate_up = weight_of(512, 128, "channel")
+    size = torch.ones(512, 1)
+    size[:256:2] *= 2.0**30  # even features
+    size[128:256] *= 2.0**-30
+    gate_up = Quantized(gate_up.data, gate_up.scale * size)
+    for only in (slice(0, 128, 2), slice(1, 128, 2), slice(128, 256, 2), slice(129, 256, 2)):
+        data = torch.zeros(96, 256).to(torch.float8_e4m3fn)
+        data[:, only] = down.data[:, only]
+        one = Quantized(data, down.scale)
+        actual, expected = (each.gated_mlp(x, gate_up, one, "silu") for each in (kernel, spec))
+        assert expected.any()
+        assert_near(actual, expected, steps=2.0)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -146,6 +197,7 @@ def test_what_is_not_finite_stays_so(format, byte, granularity):
 def test_a_token_that_is_not_finite_leaves_others_alone():
     x, weight, adapters = torch.randn(5, 144).to(BF16), weight_of(130, 144), [low(0, 50, 144)]
     x[1, 3], x[3, 7] = math.nan, math.inf
+    x[3, 8:] *= 1e30  # infinity in FP16, if infinity counted as the largest magnitude
     assert_nan_alike(kernel.linear(x, weight, adapters), spec.linear(x, weight, adapters))
 
 

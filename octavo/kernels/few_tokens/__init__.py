@@ -29,7 +29,8 @@ from octavo.kernels.few_tokens.kernels import (
     products_kernel,
 )
 from octavo.kernels.gated.activations import ACTIVATIONS
-from octavo.kernels.launch import LaunchCache, Launches, kind
+from octavo.kernels.launch import LaunchCache, Launches
+from octavo.kernels.launch import kind as kind_of
 from octavo.kernels.tiles import multiprocessors
 from octavo.kernels.tuning import FewTokenTiles, ProductTile, may_overlap, tuning_for
 from octavo.numerics.few_tokens import MOST_TOKENS, Low
@@ -42,6 +43,8 @@ WIDEST = 32_768  # columns of x, a row of which is in one program
 DTYPES = (torch.bfloat16, torch.float16)
 ALIGNMENT = 16  # bytes that a thread reads at a time
 _FORMATS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
+# Kinds of products, each with tiles of its own: any, of gate and up to h, and of h.
+PRODUCT, GATED, DOWN = "products", "gated", "down"
 _LAUNCHES = LaunchCache()
 
 
@@ -148,7 +151,7 @@ def linear_launches(
         residual is None,
         _norm_key(norm),
         weight.data.dtype,
-        kind(*given),
+        kind_of(*given),
     )
     launches = _LAUNCHES.get(key)
     if launches is None:
@@ -156,8 +159,8 @@ def linear_launches(
         side = _Side(weight, 1, 2, adapters, 3)
         rest = iter(range(3 + len(matrices), len(given)))
         bias_at, residual_at, norm_at = (None if each is None else next(rest) for each in (bias, residual, norm))
-        laid_out, counters = _add_lay_out(launches, x, norm, norm_at, _counters_of(x, side, gated=False))
-        y, _ = _add_products(launches, x, laid_out, (counters, 0), side, bias_at=bias_at, residual_at=residual_at)
+        laid_out, counters = _add_lay_out(launches, x, norm, norm_at, _counters_of(x, side, PRODUCT))
+        y, _ = _add_products(launches, x, laid_out, (counters, 0), side, PRODUCT, bias_at=bias_at, residual_at=residual_at)
         launches.results = (y,)
         _LAUNCHES.add(key, launches)
     return launches, given
@@ -179,7 +182,7 @@ def gated_mlp(
     weights = [_words(gate_up.data), gate_up.scale, _words(down.data), down.scale]
     given = [x.contiguous(), *weights, *matrices, *of_down, *_some(residual, _weight_of(norm))]
     how = (activation, _places(adapters), _places(adapters_down), residual is None, _norm_key(norm))
-    key = ("mlp", *how, gate_up.data.dtype, down.data.dtype, kind(*given))
+    key = ("mlp", *how, gate_up.data.dtype, down.data.dtype, kind_of(*given))
     launches = _LAUNCHES.get(key)
     if launches is None:
         launches = _new_launches(x, len(given))
@@ -187,11 +190,11 @@ def gated_mlp(
         second = _Side(down, 3, 4, adapters_down, 5 + len(matrices))
         rest = iter(range(5 + len(matrices) + len(of_down), len(given)))
         residual_at, norm_at = (None if each is None else next(rest) for each in (residual, norm))
-        before = _counters_of(x, first, gated=True)
-        every = before + _counters_of(x, second, gated=False)
+        before = _counters_of(x, first, GATED)
+        every = before + _counters_of(x, second, DOWN)
         laid_out, counters = _add_lay_out(launches, x, norm, norm_at, every)
-        h = _add_products(launches, x, laid_out, (counters, 0), first, activation=activation)
-        y, _ = _add_products(launches, x, h, (counters, before), second, stepped=True, residual_at=residual_at)
+        h = _add_products(launches, x, laid_out, (counters, 0), first, GATED, activation=activation)
+        y, _ = _add_products(launches, x, h, (counters, before), second, DOWN, residual_at=residual_at)
         launches.results = (y,)
         _LAUNCHES.add(key, launches)
     return launches.run(*given)[0]
@@ -216,19 +219,19 @@ def _new_launches(x: Tensor, given: int) -> Launches:
     return Launches(given=given, overlaps=may_overlap(x.device), begins_early=early)
 
 
-def _tile_of(x: Tensor, *, gated: bool) -> ProductTile:
-    tuning = tuning_for(x.device).few_tokens
-    return (tuning.gated if gated else tuning.products)[tile_of_tokens(x.shape[0])]
+def _tile_of(x: Tensor, kind: str) -> ProductTile:
+    """The tile of a kind of product, a field of `FewTokenTiles`."""
+    return getattr(tuning_for(x.device).few_tokens, kind)[tile_of_tokens(x.shape[0])]
 
 
-def _tiles_of(x: Tensor, side: _Side, *, gated: bool) -> int:
+def _tiles_of(x: Tensor, side: _Side, kind: str) -> int:
     """How many tiles of outputs there are. Of gate and up, two for 128 features, which may be fewer."""
     n = side.weight.data.shape[0]
-    return -(-n // 2 // BLOCK) * 2 if gated else -(-n // _tile_of(x, gated=False).n)
+    return -(-n // 2 // BLOCK) * 2 if kind == GATED else -(-n // _tile_of(x, kind).n)
 
 
-def _counters_of(x: Tensor, side: _Side, *, gated: bool) -> int:
-    return PARTS_OF_TILE + _tiles_of(x, side, gated=gated)
+def _counters_of(x: Tensor, side: _Side, kind: str) -> int:
+    return PARTS_OF_TILE + _tiles_of(x, side, kind)
 
 
 def _add_lay_out(
@@ -251,16 +254,16 @@ def _add_lay_out(
 
 
 def _add_products(
-    launches: Launches, x: Tensor, laid_out: tuple[int, int], counters: tuple[int, int], side: _Side, *,
-    activation: str | None = None, stepped: bool = False, bias_at: int | None = None, residual_at: int | None = None,
+    launches: Launches, x: Tensor, laid_out: tuple[int, int], counters: tuple[int, int], side: _Side, kind: str, *,
+    activation: str | None = None, bias_at: int | None = None, residual_at: int | None = None,
 ) -> tuple[int, int]:  # fmt: skip
     """Add the launch of a product, and return the numbers of y; or, with an activation, of h and its factors.
 
-    `stepped`: what is laid out is h. `counters`: their number, and the first of them that is this launch's.
+    `counters`: their number, and the first of them that is this launch's.
     """
-    gated, (n, k), scale = activation is not None, side.weight.data.shape, side.weight.scale
+    gated, (n, k), scale = kind == GATED, side.weight.data.shape, side.weight.scale
     m, rows, steps, tuning = x.shape[0], tile_of_tokens(x.shape[0]), -(-k // BLOCK), tuning_for(x.device).few_tokens
-    tile, tiles = _tile_of(x, gated=gated), _tiles_of(x, side, gated=gated)
+    tile, tiles = _tile_of(x, kind), _tiles_of(x, side, kind)
     parts = parts_of(tiles, steps, m, tile.programs * multiprocessors(x.device), tuning)
     parts = -(-steps // -(-steps // parts))  # none without a step
     t_parts = -(-steps // -(-steps // tuning.adapter_parts)) if side.adapters else 1
@@ -277,12 +280,14 @@ def _add_products(
     mode = TENSOR if scale.dim() == 0 else CHANNEL if scale.shape == (n, 1) else BLOCKS
     whole = (n // 2) % BLOCK == 0 if gated else n % tile.n == 0
     constants = {
-        "FORMAT": _FORMATS[side.weight.data.dtype], "MODE": mode.value, "STEPPED": stepped,
+        "FORMAT": _FORMATS[side.weight.data.dtype], "MODE": mode.value, "STEPPED": kind == DOWN,
         "ACTIVATION": None if activation is None else ACTIVATIONS[activation],
         "BIAS": bias_at is not None, "RESIDUAL": residual_at is not None, "PARTS": parts, "T_PARTS": t_parts,
         "EVEN": whole and k % BLOCK == 0, "TILE_M": rows, "TILE_N": tile.n, "PREFETCH": tile.prefetch,
         "num_warps": tile.warps, "num_stages": tile.stages,
     }  # fmt: skip
+    if tile.registers is not None:
+        constants["maxnreg"] = tile.registers
     beside = (y if bias_at is None else bias_at, y if residual_at is None else residual_at)
     tensors = (*laid_out, side.w, side.scale, *side.downs(), *side.ups(), t_sums, t, sums, counters[0], *beside, y)
     numbers = (m, n, k, steps, scale.shape[1] if mode is BLOCKS else 0, counters[1], *side.spans)

@@ -134,11 +134,7 @@ def products_kernel(
         if OVERLAPS:
             gdc_launch_dependents()
             if PREFETCH > 0:
-                bytes = tl.minimum(tl.minimum(end - begin, PREFETCH) * _BLOCK, K - begin * _BLOCK)
-                row = tl.minimum(n, features - 1).to(tl.int64)
-                prefetch(w_ptr + (row * K + begin * _BLOCK) // 2, tl.zeros_like(n) + bytes)
-                if GATED:
-                    prefetch(w_ptr + ((row + features) * K + begin * _BLOCK) // 2, tl.zeros_like(n) + bytes)
+                _prefetch_weights(w_ptr, low, stride, features, begin, end, K, PREFETCH, GATED, TILE_N)
             gdc_wait()
         # Of gate and up, or twice the same, of which only one is computed then.
         first, second = _multiply(
@@ -178,6 +174,23 @@ def products_kernel(
                 low + stride * above, m, tile, M, N, features, first0, first1, first2, size0, size1, size2,
                 scaling0, scaling1, scaling2, ACTIVATION, BIAS, RESIDUAL, RANK0, RANK1, RANK2, TILE_M, SLICED,
             )  # fmt: skip
+
+
+@triton.jit
+def _prefetch_weights(
+    w_ptr, low, stride, features, begin, end, K, PREFETCH: tl.constexpr, GATED: tl.constexpr, TILE_N: tl.constexpr
+):  # fmt: skip
+    """Have L2 read the first steps of a program's weights: a piece of a row for each of 128 threads, or a whole one."""
+    ROWS: tl.constexpr = 2 * TILE_N if GATED else TILE_N
+    PIECES: tl.constexpr = max(1, _BLOCK // ROWS)
+    PIECE: tl.constexpr = (PREFETCH + PIECES - 1) // PIECES * _BLOCK
+    i = tl.arange(0, ROWS * PIECES)
+    row = tl.minimum(low + stride * (i % TILE_N), features - 1)
+    if GATED:
+        row += i // TILE_N * features
+    limit = tl.minimum(end * _BLOCK, K)
+    column = tl.minimum(begin * _BLOCK + i // ROWS * PIECE, limit - 16)
+    prefetch(w_ptr + (row.to(tl.int64) * K + column) // 2, tl.minimum(limit - column, PIECE))
 
 
 @triton.jit
@@ -242,10 +255,6 @@ def _multiply(
             words = _words(other_ptrs + step * _HALF, n, features, step * _HALF + c, K, EVEN)
             second = _step(second, words, x_even, x_odd, other_scale, even_factor, odd_factor, FORMAT, MODE, STEPPED)
         scale, other_scale = following, other_following
-    if not STEPPED:
-        factor = tl.load(factors_ptr + m)[None, :]
-        first *= factor
-        second *= factor
     if MODE == CHANNEL:
         row = tl.minimum(n, features - 1)
         first *= tl.load(scale_ptr + row)[:, None]
@@ -255,6 +264,10 @@ def _multiply(
         whole = tl.load(scale_ptr)
         first *= whole
         second *= whole
+    if not STEPPED:  # last, because it may be large
+        factor = tl.load(factors_ptr + m)[None, :]
+        first *= factor
+        second *= factor
     return first, second
 
 
