@@ -178,6 +178,21 @@ def gated_mlp(
     norm: Norm | None = None,
 ) -> Tensor:
     """The kernels of `numerics.few_tokens.gated_mlp`."""
+    launches, given = mlp_launches(x, gate_up, down, activation, adapters, adapters_down, residual, norm)
+    return launches.run(*given)[0]
+
+
+def mlp_launches(
+    x: Tensor,
+    gate_up: Quantized,
+    down: Quantized,
+    activation: str,
+    adapters: Sequence[Low],
+    adapters_down: Sequence[Low],
+    residual: Tensor | None,
+    norm: Norm | None,
+) -> tuple[Launches, list[Tensor]]:
+    """The launches of `gated_mlp`, and the tensors that they take."""
     matrices, of_down = _matrices(adapters), _matrices(adapters_down)
     weights = [_words(gate_up.data), gate_up.scale, _words(down.data), down.scale]
     given = [x.contiguous(), *weights, *matrices, *of_down, *_some(residual, _weight_of(norm))]
@@ -197,7 +212,7 @@ def gated_mlp(
         y, _ = _add_products(launches, x, h, (counters, before), second, DOWN, residual_at=residual_at)
         launches.results = (y,)
         _LAUNCHES.add(key, launches)
-    return launches.run(*given)[0]
+    return launches, given
 
 
 def tile_of_tokens(tokens: int) -> int:
@@ -282,15 +297,16 @@ def _add_products(
     constants = {
         "FORMAT": _FORMATS[side.weight.data.dtype], "MODE": mode.value, "STEPPED": kind == DOWN,
         "ACTIVATION": None if activation is None else ACTIVATIONS[activation],
-        "BIAS": bias_at is not None, "RESIDUAL": residual_at is not None, "PARTS": parts, "T_PARTS": t_parts,
-        "EVEN": whole and k % BLOCK == 0, "TILE_M": rows, "TILE_N": tile.n, "PREFETCH": tile.prefetch,
+        "BIAS": bias_at is not None, "RESIDUAL": residual_at is not None, "SPLIT": parts > 1,
+        "EVEN": whole and k % BLOCK == 0, "TILE_M": rows, "TILE_N": tile.n,
         "num_warps": tile.warps, "num_stages": tile.stages,
     }  # fmt: skip
     if tile.registers is not None:
         constants["maxnreg"] = tile.registers
     beside = (y if bias_at is None else bias_at, y if residual_at is None else residual_at)
     tensors = (*laid_out, side.w, side.scale, *side.downs(), *side.ups(), t_sums, t, sums, counters[0], *beside, y)
-    numbers = (m, n, k, steps, scale.shape[1] if mode is BLOCKS else 0, counters[1], *side.spans)
+    numbers = (m, n, k, steps, scale.shape[1] if mode is BLOCKS else 0, counters[1])
+    numbers = (*numbers, parts, t_parts, tile.prefetch, *side.spans)
     grid = (len(side.adapters) * t_parts + tiles * parts,)
     launches.launch(products_kernel, grid, (*tensors, factors), numbers, constants | side.rank_constants)
     return y, factors

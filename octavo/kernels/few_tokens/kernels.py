@@ -86,41 +86,41 @@ def lay_out_kernel(
     tl.store(counters_ptr + i, tl.zeros([COUNTERS], tl.int32), mask=(i < counters) & (row == 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts", "t_parts", "prefetched"])
 def products_kernel(
     x_ptr, factors_ptr, w_ptr, scale_ptr, a0_ptr, a1_ptr, a2_ptr, b0_ptr, b1_ptr, b2_ptr, t_parts_ptr, t_ptr, parts_ptr,
     counters_ptr, bias_ptr, residual_ptr, y_ptr, y_factors_ptr,
-    M, N, K, steps, stride_scale, counters_at,
+    M, N, K, steps, stride_scale, counters_at, parts, t_parts, prefetched,
     first0, first1, first2, size0, size1, size2, scaling0, scaling1, scaling2,
     FORMAT: tl.constexpr, MODE: tl.constexpr, ACTIVATION: tl.constexpr, STEPPED: tl.constexpr, BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr, PARTS: tl.constexpr, T_PARTS: tl.constexpr, RANK0: tl.constexpr, RANK1: tl.constexpr,
-    RANK2: tl.constexpr, EVEN: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, PREFETCH: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    RESIDUAL: tl.constexpr, SPLIT: tl.constexpr, RANK0: tl.constexpr, RANK1: tl.constexpr, RANK2: tl.constexpr,
+    EVEN: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """`w_ptr`: to words of two bytes. `steps`: of 128 columns. `STEPPED`: x' is h, with factors for every half step.
 
-    `EVEN`: whole tiles of N and K. `PREFETCH`: steps of which L2 reads the weights before x' is there.
+    `EVEN`: whole tiles of N and K. `SPLIT`: into several `parts` of K. `prefetched`: steps of which L2 reads the weights
+    before x' is there.
     """
     ADAPTERS: tl.constexpr = (RANK0 > 0) + (RANK1 > 0) + (RANK2 > 0)
     RANKS: tl.constexpr = RANK0 + RANK1 + RANK2
     GATED: tl.constexpr = ACTIVATION is not None
     pid = tl.program_id(0)
     counters_ptr += counters_at
-    if pid < ADAPTERS * T_PARTS:
+    if pid < ADAPTERS * t_parts:
         follow_early(OVERLAPS)
-        i, part = pid // T_PARTS, pid % T_PARTS
+        i, part = pid // t_parts, pid % t_parts
         rank = tl.where(i == 2, RANK2, tl.where(i == 1, RANK1, RANK0))
         column = tl.where(i == 2, RANK0 + RANK1, tl.where(i == 1, RANK0, 0))
         PADDED: tl.constexpr = padded(max(RANK0, RANK1, RANK2))
         _project(
-            x_ptr, factors_ptr, choose(i, a0_ptr, a1_ptr, a2_ptr), t_parts_ptr + i * T_PARTS * PADDED * TILE_M,
-            t_ptr + column, counters_ptr, counters_ptr + _PARTS_OF_T + i, part, rank, K, steps, STEPPED, T_PARTS, RANKS,
-            PADDED, TILE_M,
+            x_ptr, factors_ptr, choose(i, a0_ptr, a1_ptr, a2_ptr), t_parts_ptr + i * t_parts * PADDED * TILE_M,
+            t_ptr + column, counters_ptr, counters_ptr + _PARTS_OF_T + i, part, t_parts, rank, K, steps, STEPPED,
+            RANKS, PADDED, TILE_M,
         )  # fmt: skip
     else:
-        pid -= ADAPTERS * T_PARTS
-        tile, part = pid // PARTS, pid % PARTS
-        each = tl.cdiv(steps, PARTS)
+        pid -= ADAPTERS * t_parts
+        tile, part = pid // parts, pid % parts
+        each = tl.cdiv(steps, parts)
         begin = part * each
         end = tl.minimum(begin + each, steps)
         r, m = tl.arange(0, TILE_N), tl.arange(0, TILE_M)
@@ -133,42 +133,43 @@ def products_kernel(
         n = low + stride * r
         if OVERLAPS:
             gdc_launch_dependents()
-            if PREFETCH > 0:
-                _prefetch_weights(w_ptr, low, stride, features, begin, end, K, PREFETCH, GATED, TILE_N)
+            if prefetched > 0:
+                _prefetch_weights(w_ptr, low, stride, features, begin, end, K, prefetched, GATED, TILE_N)
             gdc_wait()
         # Of gate and up, or twice the same, of which only one is computed then.
         first, second = _multiply(
             x_ptr, factors_ptr, w_ptr, scale_ptr, n, low, features, begin, end, N, K, steps, stride_scale, FORMAT, MODE,
             GATED, STEPPED, EVEN, TILE_M, TILE_N,
         )  # fmt: skip
-        SLICED: tl.constexpr = TILE_N if PARTS == 1 or GATED else _SLICE
+        SLICED: tl.constexpr = _SLICE if SPLIT and not GATED else TILE_N
         SLICES: tl.constexpr = TILE_N // SLICED
-        slice, by = part, PARTS
-        if PARTS > 1:
+        slice, by = 0, 1
+        if SPLIT:
             HALVES: tl.constexpr = 2 if GATED else 1
             SIZE: tl.constexpr = TILE_N * TILE_M
-            parts_ptr += tile * (PARTS * HALVES * SIZE)
+            parts_ptr += tile * (parts * HALVES * SIZE)
             mine = parts_ptr + part * (HALVES * SIZE) + r[:, None] * TILE_M + m[None, :]
             tl.store(mine, first)
             if GATED:
                 tl.store(mine + SIZE, second)
             arrived = arrive(counters_ptr + _PARTS_OF_TILE + tile)
+            slice, by = part, parts
             if tiles.INTERPRETED:
-                slice, by = tl.where(arrived == PARTS - 1, 0, SLICES), 1
+                slice, by = tl.where(arrived == parts - 1, 0, SLICES), 1
             elif part < SLICES:
-                wait_for(counters_ptr + _PARTS_OF_TILE + tile, PARTS)
+                wait_for(counters_ptr + _PARTS_OF_TILE + tile, parts)
         if ADAPTERS > 0:
             if slice < SLICES:
                 wait_for(counters_ptr, ADAPTERS)
         for s in tl.range(slice, SLICES, by, num_stages=1):
             above = tl.cast(s, tl.int32) * SLICED
             one, other = first, second
-            if PARTS > 1:
+            if SPLIT:
                 ptrs = parts_ptr + (above + tl.arange(0, SLICED))[:, None] * TILE_M + m[None, :]
-                one = sum_of_parts(ptrs, HALVES * SIZE, PARTS)
+                one = sum_of_parts(ptrs, HALVES * SIZE, parts)
                 other = one
                 if GATED:
-                    other = sum_of_parts(ptrs + SIZE, HALVES * SIZE, PARTS)
+                    other = sum_of_parts(ptrs + SIZE, HALVES * SIZE, parts)
             _finish(
                 one, other, t_ptr, b0_ptr, b1_ptr, b2_ptr, bias_ptr, residual_ptr, y_ptr, y_factors_ptr,
                 low + stride * above, m, tile, M, N, features, first0, first1, first2, size0, size1, size2,
@@ -178,19 +179,19 @@ def products_kernel(
 
 @triton.jit
 def _prefetch_weights(
-    w_ptr, low, stride, features, begin, end, K, PREFETCH: tl.constexpr, GATED: tl.constexpr, TILE_N: tl.constexpr
+    w_ptr, low, stride, features, begin, end, K, prefetched, GATED: tl.constexpr, TILE_N: tl.constexpr
 ):  # fmt: skip
     """Have L2 read the first steps of a program's weights: a piece of a row for each of 128 threads, or a whole one."""
     ROWS: tl.constexpr = 2 * TILE_N if GATED else TILE_N
     PIECES: tl.constexpr = max(1, _BLOCK // ROWS)
-    PIECE: tl.constexpr = (PREFETCH + PIECES - 1) // PIECES * _BLOCK
+    size = tl.cdiv(prefetched, PIECES) * _BLOCK
     i = tl.arange(0, ROWS * PIECES)
     row = tl.minimum(low + stride * (i % TILE_N), features - 1)
     if GATED:
         row += i // TILE_N * features
     limit = tl.minimum(end * _BLOCK, K)
-    column = tl.minimum(begin * _BLOCK + i // ROWS * PIECE, limit - 16)
-    prefetch(w_ptr + (row.to(tl.int64) * K + column) // 2, tl.minimum(limit - column, PIECE))
+    column = tl.minimum(begin * _BLOCK + i // ROWS * size, limit - 16)
+    prefetch(w_ptr + (row.to(tl.int64) * K + column) // 2, tl.minimum(limit - column, size))
 
 
 @triton.jit
@@ -273,13 +274,13 @@ def _multiply(
 
 @triton.jit
 def _project(
-    x_ptr, factors_ptr, a_ptr, t_parts_ptr, t_ptr, done_ptr, counter_ptr, part, rank, K, steps, STEPPED: tl.constexpr,
-    T_PARTS: tl.constexpr, RANKS: tl.constexpr, PADDED: tl.constexpr, TILE_M: tl.constexpr,
+    x_ptr, factors_ptr, a_ptr, t_parts_ptr, t_ptr, done_ptr, counter_ptr, part, parts, rank, K, steps,
+    STEPPED: tl.constexpr, RANKS: tl.constexpr, PADDED: tl.constexpr, TILE_M: tl.constexpr,
 ):  # fmt: skip
     """x · Aᵀ over one part of K; the last of them adds all parts up, and writes t. x is in its own dtype again."""
     dtype: tl.constexpr = t_ptr.dtype.element_ty
     r, m, c, k = tl.arange(0, PADDED), tl.arange(0, TILE_M), tl.arange(0, _HALF), tl.arange(0, _BLOCK)
-    each = tl.cdiv(steps, T_PARTS)
+    each = tl.cdiv(steps, parts)
     begin = part * each
     end = tl.minimum(begin + each, steps)
     x_ptrs = x_ptr + m[:, None] * (steps * _BLOCK) + c[None, :]
@@ -301,8 +302,8 @@ def _project(
         total = product(odd, tl.trans(tiles.round_to(x_odd, dtype)), total)
     parts_ptrs = t_parts_ptr + r[:, None] * TILE_M + m[None, :]
     tl.store(parts_ptrs + part * (PADDED * TILE_M), total)
-    if arrive(counter_ptr) == T_PARTS - 1:
-        total = sum_of_parts(parts_ptrs, PADDED * TILE_M, T_PARTS)
+    if arrive(counter_ptr) == parts - 1:
+        total = sum_of_parts(parts_ptrs, PADDED * TILE_M, parts)
         tl.store(t_ptr + m[None, :] * RANKS + r[:, None], tiles.round_to(total, dtype), mask=r[:, None] < rank)
         arrive(done_ptr)
 

@@ -91,10 +91,10 @@ def wait_for(counter_ptr, count):
 
 
 @triton.jit
-def sum_of_parts(ptrs, stride, PARTS: tl.constexpr):
+def sum_of_parts(ptrs, stride, parts):
     """The sum of parts that lie `stride` apart, always in the same order. A few at a time are on their way."""
     total = tl.load(ptrs, cache_modifier=".cg")
-    for part in tl.range(1, PARTS, num_stages=1, loop_unroll_factor=4):
+    for part in tl.range(1, parts, num_stages=1, loop_unroll_factor=4):
         total += tl.load(ptrs + part * stride, cache_modifier=".cg")
     return total
 
