@@ -40,15 +40,26 @@ SHAPES = {"qkv": (6144, HIDDEN), "o": (HIDDEN, HIDDEN), "gate_up": (2 * FEATURES
 OUTPUTS = {"qkv": (4096, 1024, 1024), "o": (HIDDEN,), "gate_up": (FEATURES, FEATURES), "down": (HIDDEN,)}
 KINDS = {"qkv": kernels.PRODUCT, "o": kernels.PRODUCT, "gate_up": kernels.GATED, "down": kernels.DOWN}
 DISTINCT = 2**28  # bytes of weights that a graph goes through; an H200 has 50 MB of L2
+FEWEST_CALLS = 12  # in a graph, whose own launch takes some µs
 # Outputs, warps, stages, programs for a multiprocessor, registers, by tokens of a tile. Those that spill are not here.
 _SMALL = ((64, 4, 5, 4), (64, 4, 6, 3), (128, 4, 5, 2), (128, 8, 4, 2))
-_TILES = {
-    kernels.PRODUCT: {16: _SMALL, 64: ((128, 8, 4, 2, 128), (128, 4, 4, 2), (64, 4, 5, 2), (64, 4, 3, 3)),
-                      128: ((64, 4, 3, 2), (128, 8, 3, 1))},
-    kernels.GATED: {16: ((64, 4, 4, 3), (64, 4, 5, 2), (64, 4, 6, 2)), 64: ((64, 4, 4, 2), (64, 4, 3, 2), (64, 8, 4, 1)),
-                    128: ((64, 8, 3, 1), (64, 8, 4, 1))},
-    kernels.DOWN: {16: _SMALL, 64: ((64, 4, 5, 2), (64, 4, 3, 2), (128, 8, 4, 1)), 128: ((64, 4, 3, 2), (128, 8, 3, 1))},
-}  # fmt: skip
+_TILES: dict[str, dict[int, tuple[tuple[int, ...], ...]]] = {
+    kernels.PRODUCT: {
+        16: _SMALL,
+        64: ((128, 8, 4, 2, 128), (128, 4, 4, 2), (64, 4, 5, 2), (64, 4, 3, 3)),
+        128: ((64, 4, 3, 2), (128, 8, 3, 1)),
+    },
+    kernels.GATED: {
+        16: ((64, 4, 4, 3), (64, 4, 5, 2), (64, 4, 6, 2)),
+        64: ((64, 4, 4, 2), (64, 4, 3, 2), (64, 8, 4, 1)),
+        128: ((64, 8, 3, 1), (64, 8, 4, 1)),
+    },
+    kernels.DOWN: {
+        16: _SMALL,
+        64: ((64, 4, 5, 2), (64, 4, 3, 2), (128, 8, 4, 1)),
+        128: ((64, 4, 3, 2), (128, 8, 3, 1)),
+    },
+}
 PREFETCHED = (0, 2, 8, 16)
 ADAPTER_PARTS = (4, 8, 32)
 
@@ -58,7 +69,6 @@ class Config(NamedTuple):
 
     tile: ProductTile
     parts: int
-    adapter_parts: int = HOPPER.few_tokens.adapter_parts
 
 
 Configs = dict[str, Config]  # by linear
@@ -70,8 +80,8 @@ def set_configs(configs: Configs, *, begins_early: bool = False) -> None:
     kernels._LAUNCHES.clear()
     tiles = HOPPER.few_tokens._replace(begins_early=begins_early)
     for name, config in configs.items():
-        tiles = tiles._replace(**{KINDS[name]: dict.fromkeys((16, 32, 64, 128), config.tile)})
-        tiles = tiles._replace(adapter_parts=config.adapter_parts)
+        every: Any = {KINDS[name]: dict.fromkeys((16, 32, 64, 128), config.tile)}
+        tiles = tiles._replace(**every)
     parts = {SHAPES[name][1] // 128: config.parts for name, config in configs.items()}  # down has other steps
 
     def parts_of(count: int, steps: int, *rest: Any) -> int:
@@ -154,29 +164,31 @@ def check_mlp(tokens: int) -> list[str]:
     gate_up, down = make_case("gate_up", copies=1), make_case("down", copies=1)
     x, adapters = tokens_of(tokens, HIDDEN), (gate_up.adapters, down.adapters)
     y, expected = (
-        each.gated_mlp(x, gate_up.weights[0], down.weights[0], "silu", *adapters, residual=x) for each in (kernels, spec)
+        each.gated_mlp(x, gate_up.weights[0], down.weights[0], "silu", *adapters, residual=x)
+        for each in (kernels, spec)
     )
     off = float((y.double() - expected.double()).norm() / expected.double().norm())
     return [] if off < 2.0**-7 else [f"MLP of {tokens}: {off:.2e} off"]
 
 
 def time_graph(run: Callable[[int], Any], count: int, budget: float = 3e-3) -> float:
-    """Return the median seconds of a call, where call i is one of `count` in a graph."""
+    """Return the median seconds of a call, of several in a graph; call i takes the i-th of `count` weights."""
     for i in range(min(2, count)):
         run(i)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
+    calls = max(count, FEWEST_CALLS)
     with torch.cuda.graph(graph):
-        kept = [run(i) for i in range(count)]
-    times = []
+        kept = [run(i % count) for i in range(calls)]
+    times: list[float] = []
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     graph.replay()
-    while len(times) < 5 or (sum(times) * count < budget and len(times) < 40):
+    while len(times) < 5 or (sum(times) * calls < budget and len(times) < 40):
         start.record()
         graph.replay()
         end.record()
         end.synchronize()
-        times.append(start.elapsed_time(end) * 1e-3 / count)
+        times.append(start.elapsed_time(end) * 1e-3 / calls)
     del kept, graph
     return statistics.median(times)
 
@@ -189,21 +201,21 @@ class Linears:
         self.norm = Norm((torch.rand(HIDDEN, device=DEVICE) + 0.5).to(BF16), 1e-5)
 
     def run(self, name: str, x: Tensor) -> Callable[[int], Any]:
-        """What call i of a linear does: "qkv" after a norm, "o", "gate_up" after a norm, or all of the "mlp"."""
-        cases, norm = self.cases, self.norm
+        """What call i of a linear does: "qkv" after a norm, "o", "gate_up" after a norm, or all of the "mlp".
+
+        The tiles are those of now, whatever is set later.
+        """
         if name in ("qkv", "o"):
-            case, added = cases[name], {"norm": norm} if name == "qkv" else {"residual": x}
-            return lambda i: kernels.linear(x, case.weights[i], case.adapters, **added)  # type: ignore[arg-type]
-        gate_up, down, adapters = cases["gate_up"], cases["down"], (cases["gate_up"].adapters, cases["down"].adapters)
-
-        def mlp(i: int) -> Any:
-            pair = gate_up.weights[i], down.weights[i]
-            launches, given = kernels.mlp_launches(x, *pair, "silu", *adapters, x, norm)
+            case, beside = self.cases[name], (None, self.norm) if name == "qkv" else (x, None)
+            every = [kernels.linear_launches(x, weight, case.adapters, None, *beside) for weight in case.weights]
+        else:
+            first, second = self.cases["gate_up"], self.cases["down"]
+            pairs, lows = zip(first.weights, second.weights, strict=False), (first.adapters, second.adapters)
+            every = [kernels.mlp_launches(x, *pair, "silu", *lows, x, self.norm) for pair in pairs]
             if name == "gate_up":
-                launches = replace(launches, _launches=launches._launches[:2])
-            return launches.run(*given)
-
-        return mlp
+                some = replace(every[0][0], _launches=every[0][0]._launches[:2])
+                every = [(some, given) for _, given in every]
+        return lambda i: every[i][0].run(*every[i][1])
 
     def count(self, name: str) -> int:
         return len(self.cases["gate_up" if name == "mlp" else name].weights)
@@ -220,7 +232,8 @@ def choices(name: str, rows: int) -> Iterator[Config]:
     n, k = SHAPES[name]
     for fields in _TILES[KINDS[name]][rows]:
         tile = ProductTile(*fields)
-        tiles, slots = -(-n // 128) if name == "gate_up" else -(-n // tile.n), tile.programs * multiprocessors(DEVICE)
+        tiles = -(-n // 128) if name == "gate_up" else -(-n // tile.n)
+        slots = tile.programs * multiprocessors(torch.device(DEVICE))
         tunings = (FewTokenTiles(start=start, part=part) for start, part in ((0.5, 0.05), (3.0, 0.25), (8.0, 1.0)))
         for parts in sorted({HONEST[1](tiles, k // 128, rows, slots, tuning) for tuning in tunings}):
             yield Config(tile, parts)
@@ -244,7 +257,9 @@ def compile_one(job: Job) -> float:
     set_configs(job.configs)
     linears = Linears(copies=1, values=False)
     try:
-        linears.run("mlp" if job.name == "down" else job.name, torch.empty(job.tokens, HIDDEN, dtype=BF16, device=DEVICE))(0)
+        linears.run(
+            "mlp" if job.name == "down" else job.name, torch.empty(job.tokens, HIDDEN, dtype=BF16, device=DEVICE)
+        )(0)
     finally:
         launch.run = honest
     return time.perf_counter() - began
@@ -271,15 +286,19 @@ def sweep(linears: Linears, name: str, rows: int, others: Configs, rate: float) 
         found.append(taken)
         return taken
 
-    best = min(timed(config) for config in choices(name, rows))
+    def improve(best: tuple[float, Config], **changed: int) -> tuple[float, Config]:
+        config = best[1]
+        return min(best, timed(config._replace(tile=config.tile._replace(**changed))), key=lambda each: each[0])
+
+    best = min((timed(config) for config in choices(name, rows)), key=lambda each: each[0])
     for prefetch in PREFETCHED:
-        best = min(best, timed(best[1]._replace(tile=best[1].tile._replace(prefetch=prefetch))))
+        best = improve(best, prefetch=prefetch)
     for parts in ADAPTER_PARTS:
-        best = min(best, timed(best[1]._replace(adapter_parts=parts)))
-    size = SHAPES[name][0] * SHAPES[name][1]
+        best = improve(best, adapter_parts=parts)
+    size = sum(SHAPES[each][0] * SHAPES[each][1] for each in ((name, "gate_up") if name == "down" else (name,)))
     for taken, config in sorted(found, key=lambda each: each[0])[:4]:
-        print(f"  {name:8} M={rows:3} {tuple(config.tile)!s:28} parts {config.parts:2}, of t {config.adapter_parts:2}: "
-              f"{1e6 * taken:6.1f} µs {size / taken / rate:6.1%}{' (whole MLP)' * (name == 'down')}", flush=True)  # fmt: skip
+        print(f"  {name:8} M={rows:3} {tuple(config.tile)!s:32} parts {config.parts:2}: {1e6 * taken:6.1f} µs "
+              f"{size / taken / rate:6.1%}{' (whole MLP)' * (name == 'down')}", flush=True)  # fmt: skip
     return best[1], [{"us": 1e6 * taken, **config._asdict()} for taken, config in found]
 
 
@@ -289,6 +308,10 @@ def time_bf16(name: str, x: Tensor) -> float:
     weights = [torch.randn(n, k, device=DEVICE, dtype=BF16) for _ in range(count)]
     wide = tokens_of(len(x), k)
     return time_graph(lambda i: torch.mm(wide, weights[i].t()), count)
+
+
+def _call_all(calls: Sequence[Callable[[int], Any]], i: int) -> list[Any]:
+    return [call(i) for call in calls]
 
 
 def table(linears: Linears, tokens: Sequence[int], best: dict[int, Configs], rate: float) -> dict[str, Any]:
@@ -307,15 +330,17 @@ def table(linears: Linears, tokens: Sequence[int], best: dict[int, Configs], rat
             times[name] = {"us": 1e6 * taken, "share": n * k / taken / rate, "bf16_us": 1e6 * bf16}
         result[str(m)] = times
     total = sum(n * k for n, k in SHAPES.values())
-    for early in (False, True):
+    for which in ("tuning.py", "the best", "the best, first launches early"):
         for m in tokens:
-            x = tokens_of(m, HIDDEN)
-            set_configs({}, begins_early=early)
-            calls = [linears.run(name, x) for name in ("qkv", "o", "mlp")]
-            taken = time_graph(lambda i, calls=calls: [call(i) for call in calls], linears.count("mlp"))
-            print(f"a layer by tuning.py, M={m:3}{', its first launches early' * early}: {1e6 * taken:6.1f} µs, "
-                  f"{total / taken / rate:.1%}", flush=True)  # fmt: skip
-            result[f"layer {m}{' early' * early}"] = 1e6 * taken
+            configs, x, early = best.get(kernels.tile_of_tokens(m), {}), tokens_of(m, HIDDEN), "early" in which
+            chosen = {} if which == "tuning.py" else configs
+            calls = []
+            for names in (("qkv",), ("o",), ("gate_up", "down")):
+                set_configs({each: chosen[each] for each in names if each in chosen}, begins_early=early)
+                calls.append(linears.run("mlp" if "down" in names else names[0], x))
+            taken = time_graph(partial(_call_all, calls), linears.count("mlp"))
+            print(f"a layer by {which}, M={m:3}: {1e6 * taken:6.1f} µs, {total / taken / rate:.1%}", flush=True)
+            result[f"layer {m} by {which}"] = 1e6 * taken
     return result
 
 
@@ -332,14 +357,15 @@ def main() -> int:
     if not options.quick:
         jobs += [Job(s, m, {s: config}) for s in SHAPES for m in rows for config in choices(s, m)]
     compile_all(pool, jobs)
-    pairs = [(name, granularity) for granularity in ("block", "channel", "tensor") for name in SHAPES]
+    pairs = [*((name, "block") for name in SHAPES), ("qkv", "channel"), ("down", "channel"), ("o", "tensor")]
     checks = [*pool.map(check, pairs), *pool.map(check_mlp, (1, 33, 64, 128))]
     wrong = [line for lines in checks for line in lines]
     print("\n".join(wrong) or "checked: within the bound, the same bits again, NaN stays", flush=True)
     pool.shutdown()
     rate = 1e12 * copy_bandwidth(DEVICE)
     print(f"copy: {rate / 1e12:.2f} TB/s; {time.perf_counter() - began:.0f} s so far", flush=True)
-    linears, best = Linears(), {}
+    best: dict[int, Configs] = {}
+    linears = Linears()
     result: dict[str, Any] = {"wrong": wrong, "copy": rate, "sweep": {}}
     for m in rows if not options.quick else ():
         best[m] = {}

@@ -213,6 +213,7 @@ class ProductTile(NamedTuple):
     """Outputs of a tile, and how a kernel walks along its weights; `programs` that fit on a multiprocessor.
 
     `registers`: at most, for each thread. `prefetch`: steps of 128 columns that L2 is asked for before x is there.
+    `adapter_parts`: parts of K for `x · Aᵀ`, for which others wait at their end.
     """
 
     n: int
@@ -221,13 +222,14 @@ class ProductTile(NamedTuple):
     programs: int
     registers: int | None = None
     prefetch: int = 4
+    adapter_parts: int = 16
 
 
 class FewTokenTiles(NamedTuple):
     """Tiles by their tokens, 16, 32, 64 or 128, of which there is one tile. Not yet measured.
 
-    They are at most 128 outputs, which have one scale for each block. Gate and up: 64 of each, always. `down` comes after
-    them, and has factors for every step, so it takes more registers.
+    They are at most 128 outputs, which have one scale for each block. Gate and up: 64 of each, always. `down` is of
+    what follows them, which has factors for every step, and takes more registers.
     """
 
     products: Mapping[int, ProductTile] = {
@@ -248,8 +250,6 @@ class FewTokenTiles(NamedTuple):
         64: ProductTile(64, warps=4, stages=4, programs=2),
         128: ProductTile(64, warps=4, stages=3, programs=2),
     }
-    # Parts of K for `x · Aᵀ`: others wait for them at their end.
-    adapter_parts: int = 16
     most_parts: int = 16
     lay_out: LinearTile = LinearTile(1024, 4)  # elements for each warp of more than these
     # Cost of a program's start and end, and of a part's sums for each 64 tokens, in steps of 128 columns.

@@ -23,7 +23,8 @@ weight. x, if it is in BF16, is multiplied by a power of two for each row, and h
     2⁻³⁹ · Σ_k a_k · |w_q · scale|_k        a_k: the a of the row, or of the row and its 64 columns
 
 which is less than the K · 2⁻²⁴ · |x| · |w_q · scale|ᵀ of FP32 unless |w| is 2¹⁵ times as large elsewhere as where x is
-largest. The power is at most 2¹²⁶, so where a < 2⁻¹¹² that 2⁻³⁹ · a is 2⁻¹⁵¹. Infinities and NaN stay what they are. tᵢ is of x in its own dtype.
+largest. The power is at most 2¹²⁶, so where a < 2⁻¹¹² that 2⁻³⁹ · a is 2⁻¹⁵¹. Infinities and NaN stay what they are.
+tᵢ is of x in its own dtype.
 
 So a token's logits do not depend on how many tokens there are beyond what the order of a sum does to them.
 

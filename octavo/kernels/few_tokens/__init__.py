@@ -160,7 +160,9 @@ def linear_launches(
         rest = iter(range(3 + len(matrices), len(given)))
         bias_at, residual_at, norm_at = (None if each is None else next(rest) for each in (bias, residual, norm))
         laid_out, counters = _add_lay_out(launches, x, norm, norm_at, _counters_of(x, side, PRODUCT))
-        y, _ = _add_products(launches, x, laid_out, (counters, 0), side, PRODUCT, bias_at=bias_at, residual_at=residual_at)
+        y, _ = _add_products(
+            launches, x, laid_out, (counters, 0), side, PRODUCT, bias_at=bias_at, residual_at=residual_at
+        )
         launches.results = (y,)
         _LAUNCHES.add(key, launches)
     return launches, given
@@ -281,7 +283,7 @@ def _add_products(
     tile, tiles = _tile_of(x, kind), _tiles_of(x, side, kind)
     parts = parts_of(tiles, steps, m, tile.programs * multiprocessors(x.device), tuning)
     parts = -(-steps // -(-steps // parts))  # none without a step
-    t_parts = -(-steps // -(-steps // tuning.adapter_parts)) if side.adapters else 1
+    t_parts = -(-steps // -(-steps // tile.adapter_parts)) if side.adapters else 1
     ranks = side.ranks or [1]
     t_sums = launches.make((len(ranks), t_parts, max(16, triton.next_power_of_2(max(ranks))), rows), torch.float32)
     t = launches.make((rows, sum(ranks)), x.dtype)
@@ -305,8 +307,8 @@ def _add_products(
         constants["maxnreg"] = tile.registers
     beside = (y if bias_at is None else bias_at, y if residual_at is None else residual_at)
     tensors = (*laid_out, side.w, side.scale, *side.downs(), *side.ups(), t_sums, t, sums, counters[0], *beside, y)
-    numbers = (m, n, k, steps, scale.shape[1] if mode is BLOCKS else 0, counters[1])
-    numbers = (*numbers, parts, t_parts, tile.prefetch, *side.spans)
+    stride = scale.shape[1] if mode is BLOCKS else 0
+    numbers = (m, n, k, steps, stride, counters[1], parts, t_parts, tile.prefetch, *side.spans)
     grid = (len(side.adapters) * t_parts + tiles * parts,)
     launches.launch(products_kernel, grid, (*tensors, factors), numbers, constants | side.rank_constants)
     return y, factors

@@ -1,7 +1,7 @@
 """The kernels of the few-token products: x laid out, and products with all that is added to them.
 
     lay_out     x[M, K] → x'[TILE_M, K padded to 128] in FP16, after an RMS norm, if there is one
-    products    y = x' · wᵀ · scales + Σᵢ sᵢ · tᵢ · Bᵢᵀ + bias + residual, tᵢ = x · Aᵢᵀ;  or h = act(gate) · up, laid out
+    products    y = x' · wᵀ · scales + Σᵢ sᵢ · tᵢ · Bᵢᵀ + bias + residual, tᵢ = x · Aᵢᵀ; or h = act(gate) · up, laid out
 
 A weight's tile is the left operand, so that few tokens are few columns: `yᵀ = w · xᵀ`. It goes through shared memory as
 it is, one byte an element, and is converted in registers, from which Hopper's tensor cores take it.
@@ -27,8 +27,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from octavo.kernels import tiles
 from octavo.kernels.adapters.tiles import choose, padded, product
 from octavo.kernels.few_tokens.tiles import (
-    adapted, arrive, from_words, in_dtype, power_for, prefetch, sum_of_parts, wait_for,
-)  # fmt: skip
+    adapted,
+    arrive,
+    from_words,
+    in_dtype,
+    power_for,
+    prefetch,
+    sum_of_parts,
+    wait_for,
+)
 from octavo.kernels.norm import inverse_rms, weighted
 from octavo.numerics.quantize import BLOCK
 
@@ -98,7 +105,7 @@ def products_kernel(
 ):  # fmt: skip
     """`w_ptr`: to words of two bytes. `steps`: of 128 columns. `STEPPED`: x' is h, with factors for every half step.
 
-    `EVEN`: whole tiles of N and K. `SPLIT`: into several `parts` of K. `prefetched`: steps of which L2 reads the weights
+    `EVEN`: whole tiles of N and K. `SPLIT`: into several `parts` of K. `prefetched`: steps whose weights L2 reads
     before x' is there.
     """
     ADAPTERS: tl.constexpr = (RANK0 > 0) + (RANK1 > 0) + (RANK2 > 0)
