@@ -1,6 +1,7 @@
 """Products of few tokens by FP8 weights: the kernels in Triton's interpreter against their specification."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -223,6 +224,21 @@ def test_every_byte():
         actual, finite = kernel.linear(x, weight), every.float().isfinite()
         assert torch.equal(actual[:, finite].float(), every.float()[finite].repeat(2, 1))
         assert torch.equal(actual.isnan(), every.float().isfinite().logical_not().repeat(2, 1))  # 0 × ∞ is NaN
+
+
+def test_counters_begin_at_zero(monkeypatch):
+    """Whatever is in the memory that they are given: without that, programs would not wait, or wait for ever."""
+    monkeypatch.setattr(kernel, "parts_of", lambda *_: 3)
+    monkeypatch.setattr(kernel, "_LAUNCHES", type(kernel._LAUNCHES)())
+    x, gate_up, down = torch.randn(3, 400).to(BF16), weight_of(256, 400), weight_of(70, 128)
+    launches, given = kernel.mlp_launches(x, gate_up, down, "silu", [], [], None, None)
+    expected = kernel.gated_mlp(x, gate_up, down, "silu")
+    assert any(dtype == torch.int32 for _, _, dtype in launches._made)
+    launches._made = [
+        (partial(torch.full, fill_value=7) if dtype == torch.int32 else make, shape, dtype)
+        for make, shape, dtype in launches._made
+    ]
+    assert torch.equal(launches.run(*given)[0], expected)
 
 
 def test_twice_the_same_bits():
