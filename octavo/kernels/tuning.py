@@ -251,7 +251,7 @@ class FewTokenTiles(NamedTuple):
         128: ProductTile(64, warps=4, stages=3, programs=2),
     }
     most_parts: int = 16
-    lay_out: LinearTile = LinearTile(1024, 4)  # elements for each warp of more than these
+    lay_out: LinearTile = LinearTile(512, 4)  # elements for each warp, of which there are so many or more
     # Cost of a program's start and end, and of a part's sums for each 64 tokens, in steps of 128 columns.
     start: float = 3.0
     part: float = 0.25

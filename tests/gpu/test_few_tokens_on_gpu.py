@@ -99,6 +99,37 @@ def test_nan_stays_in_its_row():
     assert torch.equal(y.isnan(), expected)
 
 
+@pytest.mark.parametrize("granularity", ["block", "channel"])
+def test_rows_of_any_magnitude(granularity):
+    """Each row against float64, of which every result is rounded to BF16 once."""
+    x, weight = randn(6, 4096), weight_of(512, 4096, granularity)
+    x *= torch.tensor([1e36, 1e-30, 2e-35, 1.0, 1e10, 0.0], device="cuda")[:, None]
+    x[3] *= 2.0 ** torch.randint(-40, 40, (4096,), device="cuda")
+    x = x.to(BF16)
+    y, exact = kernel.linear(x, weight).double(), x.double() @ weight.dequantize(torch.float32).double().t()
+    assert ((y - exact).norm(dim=1) <= 2.0**-8 * exact.norm(dim=1)).all()
+    assert not y[5].any()
+
+
+@pytest.mark.parametrize("m", [1, 64, 128])
+def test_programs_that_wait_for_each_other(m):
+    """Parts of K and adapters, again and again in a graph, with the memory of counters in use by others between."""
+    k, n = 4096, 1024
+    x, weight, adapters = randn(m, k, dtype=BF16), weight_of(n, k), [low(0, n // 2, k), low(n // 2, n, k)]
+    norm = Norm(torch.ones(k, dtype=BF16, device="cuda"), 1e-5)
+    gate_up, down = weight_of(2 * n, k), weight_of(k, n)
+    expected = kernel.linear(x, weight, adapters), kernel.gated_mlp(x, gate_up, down, "silu", residual=x, norm=norm)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(10):
+            y = kernel.linear(x, weight, adapters)
+            torch.full([8 * 4096], 77, dtype=torch.int32, device="cuda")
+            h = kernel.gated_mlp(x, gate_up, down, "silu", residual=x, norm=norm)
+    for _ in range(50):
+        graph.replay()
+        assert torch.equal(y, expected[0]) and torch.equal(h, expected[1])
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("m", [1, 16, 50, 128])
 @pytest.mark.parametrize(("f", "k"), [(14336, 4096), (384, 144)])
