@@ -16,7 +16,7 @@ of the exact value; here the first u, of the rounded weight, is absent. Adapters
 
 The kernels multiply in FP16, which holds every FP8 value: BF16 would take four times as many instructions to convert a
 weight. x, if it is in BF16, is multiplied by a power of two for each row, and h for each row and 64 of its columns
-(those with even numbers among 128, or with odd ones), so that the largest finite magnitude a is in [2¹⁴, 2¹⁵). FP16 has
+(those with even numbers among 128, or with odd ones), so that the largest magnitude a is in [2¹⁴, 2¹⁵). FP16 has
 3 bits more than BF16, and is spaced by 2⁻²⁴ at the least; so x is exact where |x| ≥ 2⁻³¹ · a, and off by at most
 2⁻³⁹ · a where it is smaller. That adds to the bound
 

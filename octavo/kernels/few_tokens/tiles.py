@@ -58,10 +58,10 @@ def from_words(words, FORMAT: tl.constexpr):
 def power_for(magnitudes, axis: tl.constexpr):
     """The power of two that takes the largest of these magnitudes (bits of FP32) to 2¹⁴ or more, below 2¹⁵.
 
-    What is not finite does not count, and stays what it is. Also returns the inverse. Both are normal numbers.
+    Also returns the inverse. Both are normal numbers, whatever the magnitudes: beside infinity or NaN, which stay what
+    they are, it does not matter what becomes of the others.
     """
-    largest = tl.max(tl.where(magnitudes < tiles.INFINITY_BITS, magnitudes, 0), axis=axis)
-    exponent = tl.minimum(_TOP - (largest >> 23), 253)
+    exponent = tl.minimum(_TOP - (tl.max(magnitudes, axis=axis) >> 23), 253)
     return (exponent << 23).to(tl.float32, bitcast=True), ((254 - exponent) << 23).to(tl.float32, bitcast=True)
 
 
