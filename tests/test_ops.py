@@ -6,6 +6,8 @@ from norm_cases import angles, new_norm, saved_of
 from torch._subclasses import FakeTensorMode
 from torch.library import opcheck
 
+import octavo.ops.norm
+import octavo.ops.rotary  # noqa: F401, registers operators, as does the one before
 from octavo import ops
 from octavo.numerics import E4M3, E5M2, FP8TrainingConfig, OperandRecipe, padded_gemm_nt
 from octavo.numerics.norm import rms_norm

@@ -223,31 +223,53 @@ class GemmTiles(NamedTuple):
 
 
 class ProductTile(NamedTuple):
-    """Outputs of a tile, and how a kernel walks along its weights; `programs` that fit on a multiprocessor."""
+    """Outputs of a tile, and how a kernel walks along its weights; `programs` that fit on a multiprocessor.
+
+    `registers`: at most, for each thread. `prefetch`: steps of 128 columns that L2 is asked for before x is there.
+    `adapter_parts`: parts of K for `x · Aᵀ`, for which others wait at their end.
+    """
 
     n: int
     warps: int
     stages: int
     programs: int
+    registers: int | None = None
+    prefetch: int = 4
+    adapter_parts: int = 16
 
 
 class FewTokenTiles(NamedTuple):
-    """Tiles by the tokens of a product: 16, 32, 64 or 128. Not yet measured."""
+    """Tiles by their tokens, 16, 32, 64 or 128, of which there is one tile. Not yet measured.
+
+    They are at most 128 outputs, which have one scale for each block. Gate and up: 64 of each, always. `down` is of
+    what follows them, which has factors for every step, and takes more registers.
+    """
 
     products: Mapping[int, ProductTile] = {
         16: ProductTile(64, warps=4, stages=5, programs=4),
-        32: ProductTile(64, warps=4, stages=5, programs=3),
+        32: ProductTile(64, warps=4, stages=4, programs=3),
         64: ProductTile(128, warps=4, stages=4, programs=2),
-        128: ProductTile(128, warps=8, stages=3, programs=1),
+        128: ProductTile(64, warps=4, stages=3, programs=2),
     }
-    # Parts of K for `x · Aᵀ`: each has few outputs, and they are to be done no later than all the others.
-    adapter_parts: Mapping[int, int] = {16: 8, 32: 8, 64: 4, 128: 4}
+    gated: Mapping[int, ProductTile] = {
+        16: ProductTile(64, warps=4, stages=5, programs=2),
+        32: ProductTile(64, warps=4, stages=4, programs=2),
+        64: ProductTile(64, warps=4, stages=4, programs=2),
+        128: ProductTile(64, warps=8, stages=3, programs=1),
+    }
+    down: Mapping[int, ProductTile] = {
+        16: ProductTile(64, warps=4, stages=5, programs=4),
+        32: ProductTile(64, warps=4, stages=4, programs=3),
+        64: ProductTile(64, warps=4, stages=4, programs=2),
+        128: ProductTile(64, warps=4, stages=3, programs=2),
+    }
     most_parts: int = 16
-    finish: Tile = Tile(16, 64, warps=4)
-    lay_out: LinearTile = LinearTile(1024, 4)
+    lay_out: LinearTile = LinearTile(512, 4)  # elements for each warp, of which there are so many or more
     # Cost of a program's start and end, and of a part's sums for each 64 tokens, in steps of 128 columns.
     start: float = 3.0
     part: float = 0.25
+    # Whether the first launch of a product begins before the kernel in front of it, whosever it is, has ended.
+    begins_early: bool = False
 
 
 @dataclass(frozen=True)

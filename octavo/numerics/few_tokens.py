@@ -4,16 +4,28 @@
     h = act(gate) · up                                                  of gate and up side by side, without a bias
 
 x is in high precision and not quantised; an RMS norm may come first (`numerics.norm`). Everything is added up in FP32
-and rounded once to the dtype of x, as is h; tᵢ is rounded to it, because a product follows. Where a product is computed
-in one part, it may be rounded to the dtype of x before anything is added.
+and rounded once to the dtype of x, as is h; tᵢ is rounded to it, because a product follows.
 
 With more tokens, or where something is saved for backward, such a product takes what the weight dequantises to, rounded
 to the dtype of x (`ops.weight.Weight.forward_operand`). That is the same product, and this one is nearer to it. With u
-half a unit in the last place of the dtype (2⁻⁹ for BF16), and without adapters, both are within
+half a unit in the last place of the dtype (2⁻⁸ for BF16), and without adapters, both are within
 
     |y − exact| ≤ (u + K · 2⁻²⁴) · |x| · |w_q · scale|ᵀ + 3u · (|y| + |bias| + |residual|)
 
 of the exact value; here the first u, of the rounded weight, is absent. Adapters add 2u · Σᵢ |sᵢ| · |x| · |Aᵢ|ᵀ · |Bᵢ|ᵀ.
+
+The kernels multiply in FP16, which holds every FP8 value: BF16 would take four times as many instructions to convert a
+weight. x, if it is in BF16, is multiplied by a power of two for each row, and h for each row and 64 of its columns
+(those with even numbers among 128, or with odd ones), so that the largest magnitude a is in [2¹⁴, 2¹⁵). FP16 has
+3 bits more than BF16, and is spaced by 2⁻²⁴ at the least; so x is exact where |x| ≥ 2⁻³¹ · a, and off by at most
+2⁻³⁹ · a where it is smaller. That adds to the bound
+
+    2⁻³⁹ · Σ_k a_k · |w_q · scale|_k        a_k: the a of the row, or of the row and its 64 columns
+
+which is less than the K · 2⁻²⁴ · |x| · |w_q · scale|ᵀ of FP32 unless |w| is 2¹⁵ times as large elsewhere as where x is
+largest. The power is at most 2¹²⁶, so where a < 2⁻¹¹² that 2⁻³⁹ · a is 2⁻¹⁵¹. Infinities and NaN stay what they are.
+tᵢ is of x in its own dtype.
+
 So a token's logits do not depend on how many tokens there are beyond what the order of a sum does to them.
 
 Shapes: M tokens, at most `MOST_TOKENS`, K inputs, N outputs, F hidden features, R the rank of an adapter.

@@ -37,7 +37,14 @@ SETUPS = [
     (torch.float16, "nearest"),
 ]
 # In FP16 only what treats 16 bits in pairs, or has its own range.
-FP16 = ("quantize channel", "quantize rows", "gated blocks backward block silu 256", "cross entropy", "adapters")
+FP16 = (
+    "quantize channel",
+    "quantize rows",
+    "gated blocks backward block silu 256",
+    "cross entropy",
+    "adapters",
+    "few tokens",
+)
 
 
 def normalised(ptx: str) -> str:
@@ -85,7 +92,7 @@ def _launches(setup: int) -> dict[str, Callable[[], object]]:
 
 def _compile(job: Job) -> list[tuple[str, str]]:
     """Of every kernel that a launch starts, its name and its PTX."""
-    from octavo.kernels import decode, decode_store, quantize
+    from octavo.kernels import decode, decode_store, few_tokens, quantize
 
     compiled: list[tuple[str, str]] = []
 
@@ -94,7 +101,8 @@ def _compile(job: Job) -> list[tuple[str, str]]:
 
     skip_ptxas()
     triton.runtime.jit.JITFunction.run = compile_instead
-    quantize.may_overlap = decode.may_overlap = decode_store.may_overlap = lambda _device: True
+    for module in (quantize, decode, decode_store, few_tokens):
+        module.may_overlap = lambda _device: True
     _launches(job[0])[job[1]]()
     assert compiled, f"{name_of(job)}: nothing was launched"
     return compiled

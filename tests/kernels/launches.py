@@ -11,7 +11,19 @@ import torch
 from torch import Tensor
 
 from octavo import FP8TrainingConfig
-from octavo.kernels import adamw, cross_entropy, decode, decode_store, gated, norm, quantize, rotary, split, tuning
+from octavo.kernels import (
+    adamw,
+    cross_entropy,
+    decode,
+    decode_store,
+    few_tokens,
+    gated,
+    norm,
+    quantize,
+    rotary,
+    split,
+    tuning,
+)
 from octavo.kernels.adapters import gradients, outputs
 from octavo.kernels.gated import blocks, low_rank
 from octavo.kernels.gemm import triton as gemm_triton
@@ -23,6 +35,7 @@ from octavo.numerics import E4M3, E5M2, Quantized
 from octavo.numerics.activation import ACTIVATIONS
 from octavo.numerics.adamw import Step, with_levels
 from octavo.numerics.decode import KVCache
+from octavo.numerics.few_tokens import Low
 from octavo.numerics.norm import Norm
 from octavo.numerics.rotary import Heads
 from octavo.numerics.scaling import new_states
@@ -44,7 +57,7 @@ def launches(dtype: torch.dtype, rounding: str) -> Iterator[Launch]:
     for part in (_quantize, _gated, _gated_blocks, _bdh):
         yield from part(dtype, rounding)
     if rounding == "nearest":
-        for part in (_cross_entropy, _adamw, _low_rank, _norm, _rotary, _decode):
+        for part in (_cross_entropy, _adamw, _low_rank, _few_tokens, _norm, _rotary, _decode):
             yield from part(dtype)
         if dtype == torch.bfloat16:
             yield from _gemm()
@@ -379,6 +392,60 @@ def _low_rank(dtype: torch.dtype) -> Iterator[Launch]:
         "adapters add edges",
         lambda: outputs.add_outputs(y[:250], t[:250], up, one, None, transposed=True),
     )
+
+
+def _few_tokens(dtype: torch.dtype) -> Iterator[Launch]:
+    if dtype == torch.float32:
+        return
+
+    def weight(n: int, k: int, granularity: str, format: torch.dtype = E4M3.dtype) -> Quantized:
+        scales = {"tensor": (), "channel": (n, 1), "block": (-(-n // 128), -(-k // 128))}
+        return Quantized(torch.zeros(n, k, dtype=format), torch.ones(scales[granularity]))
+
+    def adapters(count: int, n: int, k: int, of: torch.dtype = dtype) -> list[Low]:
+        size = n // count
+        pairs = [(torch.zeros(32, k, dtype=of), torch.zeros(size, 32, dtype=of)) for _ in range(count)]
+        return [Low(i * size, (i + 1) * size, 1.0, *pair) for i, pair in enumerate(pairs)]
+
+    for m in (16, 32, 64, 128) if dtype == torch.bfloat16 else (16,):
+        x = torch.zeros(m, 1024, dtype=dtype)
+        for granularity in ("block", "channel", "tensor"):
+            yield (
+                f"few tokens {m} {granularity}",
+                lambda x=x, g=granularity: few_tokens.linear(x, weight(1536, 1024, g), adapters(3, 1536, 1024)),
+            )
+    x, odd = torch.zeros(5, 256, dtype=dtype), torch.zeros(5, 144, dtype=dtype)
+    plain, bias, residual = (
+        Norm(torch.zeros(256, dtype=dtype), 1e-5),
+        torch.zeros(256),
+        torch.zeros(5, 256, dtype=dtype),
+    )
+    yield (
+        "few tokens E5M2, adapters in FP32, norm, bias, residual",
+        lambda: few_tokens.linear(
+            x,
+            weight(256, 256, "channel", E5M2.dtype),
+            adapters(1, 256, 256, torch.float32),
+            bias=bias,
+            residual=residual,
+            norm=plain,
+        ),
+    )
+    yield "few tokens at edges", lambda: few_tokens.linear(odd, weight(130, 144, "block"), adapters(1, 130, 144))
+    for activation in ACTIVATIONS:
+        yield (
+            f"few tokens gated {activation}",
+            lambda a=activation: few_tokens.gated_mlp(
+                x,
+                weight(1024, 256, "block"),
+                weight(256, 512, "block"),
+                a,
+                adapters(2, 1024, 256),
+                adapters(1, 256, 512),
+                residual=residual,
+                norm=plain,
+            ),
+        )
 
 
 def _gemm() -> Iterator[Launch]:

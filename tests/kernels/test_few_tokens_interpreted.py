@@ -1,6 +1,7 @@
 """Products of few tokens by FP8 weights: the kernels in Triton's interpreter against their specification."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -29,10 +30,7 @@ def low(first, last, k, rank=8, dtype=BF16, scaling=0.5):
 
 
 def assert_near(actual, expected, *added, steps=1.0, share=0.5):
-    """To the bit, but for the order of a sum, and for a product of one part, which is rounded before anything is added.
-
-    Each of those is off by half a unit in the last place of the largest number there is.
-    """
+    """To the bit, but for the order of a sum: that may move a result by a unit in the last place of the largest."""
     assert actual.dtype == expected.dtype and actual.shape == expected.shape
     largest = max(float(x.float().abs().max()) for x in (expected, *added))
     unit = torch.finfo(actual.dtype).eps * 2.0 ** math.floor(math.log2(max(largest, 1e-30)))
@@ -105,9 +103,13 @@ def test_parts_of_the_columns(parts, monkeypatch):
     adapters, residual = [low(0, 96, 656)], torch.randn(4, 96).to(BF16)
     expected = spec.linear(x, weight, adapters, residual=residual)
     assert_near(kernel.linear(x, weight, adapters, residual=residual), expected, spec.linear(x, weight), residual)
+    gate_up, down = weight_of(256, 656), weight_of(656, 128)
+    lows = [low(0, 256, 656)], [low(0, 656, 128)]
+    expected = spec.gated_mlp(x, gate_up, down, "silu", *lows)
+    assert_near(kernel.gated_mlp(x, gate_up, down, "silu", *lows), expected, steps=2.0, share=0.8)
 
 
-@pytest.mark.parametrize("rows", [64, 128, 256])
+@pytest.mark.parametrize("rows", [16, 64, 128])
 def test_tiles_of_outputs(rows, monkeypatch):
     tiles = HOPPER.few_tokens
     products = {tokens: tile._replace(n=rows) for tokens, tile in tiles.products.items()}
@@ -118,8 +120,58 @@ def test_tiles_of_outputs(rows, monkeypatch):
         assert_near(kernel.linear(x, weight), spec.linear(x, weight))
 
 
+def rows_of_all_magnitudes(k):
+    """Huge, tiny, too tiny for their power, mixed over 80 binades, one large among small, and zeros."""
+    x = torch.randn(7, k)
+    x[0] *= 1e37
+    x[1] *= 1e-30
+    x[2] *= 2e-35
+    x[3] *= 2.0 ** torch.randint(-40, 40, (k,))
+    x[4, 1:] *= 2.0**-20
+    x[5] = 0
+    return x.to(BF16)
+
+
+@pytest.mark.parametrize("granularity", ["block", "channel"])
+def test_rows_of_any_magnitude(granularity):
+    """Within the bound of the specification's module, against float64."""
+    x, weight, adapters = rows_of_all_magnitudes(272), weight_of(130, 272, granularity), [low(0, 60, 272)]
+    adapters = [adapters[0]._replace(scaling=2.0**-8)]
+    w = weight.dequantize(torch.float32).double()
+    for lows in ([], adapters):
+        y, wide = kernel.linear(x, weight, lows).double(), x.double()
+        exact, high, extra = wide @ w.t(), wide.abs() @ w.abs().t(), torch.zeros(len(x), len(w), dtype=torch.float64)
+        for first, last, scaling, down, up in lows:
+            a, b = down.double(), up.double()
+            exact[:, first:last] += scaling * wide @ a.t() @ b.t()
+            extra[:, first:last] += scaling * wide.abs() @ a.abs().t() @ b.abs().t()
+        lost = 2.0**-39 * wide.abs().amax(dim=1, keepdim=True) * w.abs().sum(dim=1)
+        lost[2] = 2.0**-151 * w.abs().sum(dim=1)
+        smallest = 2.0**-126  # below that, the interpreter does not round to BF16 as it should
+        sizes = 2.0**-8 * (exact.abs() + extra) + smallest * (1 + sum(low.up.abs().sum() for low in lows))
+        assert ((y - exact).abs() <= lost + 272 * 2.0**-24 * (high + extra) + 1.01 * sizes).all()
+        assert not y[5].any()
+
+
+def test_hidden_features_of_any_magnitude():
+    """h has a power of two for each token and 64 features: here they differ by 2⁶⁰."""
+    x, down = torch.randn(3, 128).to(BF16), weight_of(96, 256, "channel")
+    gate_up = weight_of(512, 128, "channel")
+    size = torch.ones(512, 1)
+    size[:256:2] *= 2.0**30  # even features
+    size[128:256] *= 2.0**-30
+    gate_up = Quantized(gate_up.data, gate_up.scale * size)
+    for only in (slice(0, 128, 2), slice(1, 128, 2), slice(128, 256, 2), slice(129, 256, 2)):
+        data = torch.zeros(96, 256).to(torch.float8_e4m3fn)
+        data[:, only] = down.data[:, only]
+        one = Quantized(data, down.scale)
+        actual, expected = (each.gated_mlp(x, gate_up, one, "silu") for each in (kernel, spec))
+        assert expected.any()
+        assert_near(actual, expected, steps=2.0)
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize(("m", "f", "k", "granularity"), [(5, 208, 144, "block"), (17, 128, 256, "channel")])
+@pytest.mark.parametrize(("m", "f", "k", "granularity"), [(5, 384, 144, "block"), (17, 208, 256, "channel")])
 def test_gated_mlp(m, f, k, granularity, activation):
     x, norm = torch.randn(m, k).to(BF16), Norm(torch.rand(k).to(BF16) + 0.5, 1e-5)
     gate_up, down = weight_of(2 * f, k, granularity), weight_of(k, f, granularity)
@@ -146,6 +198,7 @@ def test_what_is_not_finite_stays_so(format, byte, granularity):
 def test_a_token_that_is_not_finite_leaves_others_alone():
     x, weight, adapters = torch.randn(5, 144).to(BF16), weight_of(130, 144), [low(0, 50, 144)]
     x[1, 3], x[3, 7] = math.nan, math.inf
+    x[3, 8:] *= 1e30
     assert_nan_alike(kernel.linear(x, weight, adapters), spec.linear(x, weight, adapters))
 
 
@@ -173,6 +226,21 @@ def test_every_byte():
         assert torch.equal(actual.isnan(), every.float().isfinite().logical_not().repeat(2, 1))  # 0 × ∞ is NaN
 
 
+def test_counters_begin_at_zero(monkeypatch):
+    """Whatever is in the memory that they are given: without that, programs would not wait, or wait for ever."""
+    monkeypatch.setattr(kernel, "parts_of", lambda *_: 3)
+    monkeypatch.setattr(kernel, "_LAUNCHES", type(kernel._LAUNCHES)())
+    x, gate_up, down = torch.randn(3, 400).to(BF16), weight_of(256, 400), weight_of(70, 128)
+    launches, given = kernel.mlp_launches(x, gate_up, down, "silu", [], [], None, None)
+    expected = kernel.gated_mlp(x, gate_up, down, "silu")
+    assert any(dtype == torch.int32 for _, _, dtype in launches._made)
+    launches._made = [
+        (partial(torch.full, fill_value=7) if dtype == torch.int32 else make, shape, dtype)
+        for make, shape, dtype in launches._made
+    ]
+    assert torch.equal(launches.run(*given)[0], expected)
+
+
 def test_twice_the_same_bits():
     x, weight, adapters = torch.randn(9, 656).to(BF16), weight_of(130, 656), [low(0, 130, 656)]
     assert torch.equal(kernel.linear(x, weight, adapters), kernel.linear(x, weight, adapters))
@@ -191,6 +259,9 @@ def test_what_they_leave_to_others():
     by_row = quantize(torch.randn(64, 256), granularity="block", block=(1, 128))
     assert not kernel.can_multiply(x, by_row, [])
     assert not kernel.can_gate(x, weight, weight_of(64, 48), [], [], norm=None)
+    for granularity, f, taken in (("block", 128, True), ("block", 144, False), ("channel", 144, True)):
+        halves = weight_of(2 * f, 256, granularity), weight_of(256, f, granularity)
+        assert kernel.can_gate(x, *halves, [], [], norm=None) is taken
 
 
 def test_parts_fill_the_gpu():

@@ -2,38 +2,49 @@
 
 A product of some 64 tokens takes as long as its weight takes to be read, if enough of it is asked for at a time. So
 there are as many programs as the GPU holds, and where a weight has too few rows for that, each program has a part of
-its columns (`parts_of`), and a last launch adds the parts up, always in the same order. That launch also adds what
-comes beside the product: adapters, bias, residual; or applies the activation of a gated MLP.
+its columns (`parts_of`). They add the parts up, always in the same order, with what comes beside the product: adapters,
+bias, residual, or the activation of a gated MLP.
 
-    linear       lay out x, products, finish
-    gated MLP    lay out x, products of gate and up, finish to h, laid out; products of down, finish
+    linear       lay out x; products
+    gated MLP    lay out x; products of gate and up, to h, laid out; products of down
 
-Launches overlap: one begins while the last programs of the one before are at work. `kernels.py` has the kernels.
+Launches overlap: one begins while the last programs of the one before are at work, and asks for its first weights
+before it waits. `kernels.py` has the kernels.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.few_tokens.kernels import BLOCKS, CHANNEL, TENSOR, finish_kernel, lay_out_kernel, products_kernel
+from octavo.kernels.few_tokens.kernels import (
+    BLOCKS,
+    CHANNEL,
+    PARTS_OF_TILE,
+    TENSOR,
+    lay_out_kernel,
+    products_kernel,
+)
 from octavo.kernels.gated.activations import ACTIVATIONS
-from octavo.kernels.launch import LaunchCache, Launches, kind
+from octavo.kernels.launch import LaunchCache, Launches
+from octavo.kernels.launch import kind as kind_of
 from octavo.kernels.tiles import multiprocessors
-from octavo.kernels.tuning import FewTokenTiles, may_overlap, tuning_for
+from octavo.kernels.tuning import FewTokenTiles, ProductTile, may_overlap, tuning_for
 from octavo.numerics.few_tokens import MOST_TOKENS, Low
 from octavo.numerics.norm import Norm
 from octavo.numerics.quantize import BLOCK, Quantized
 
 MOST_ADAPTERS = 3
 LARGEST_RANK = 128
-WIDEST_NORM = 16_384  # columns
+WIDEST = 32_768  # columns of x, a row of which is in one program
 DTYPES = (torch.bfloat16, torch.float16)
 ALIGNMENT = 16  # bytes that a thread reads at a time
 _FORMATS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
+# Kinds of products, each with tiles of its own: any, of gate and up to h, and of h.
+PRODUCT, GATED, DOWN = "products", "gated", "down"
 _LAUNCHES = LaunchCache()
 
 
@@ -83,6 +94,7 @@ def can_multiply(x: Tensor, weight: Quantized, adapters: Sequence[Low], norm: No
         and 0 < x.shape[0] <= MOST_TOKENS
         and data.dtype in _FORMATS
         and k % ALIGNMENT == 0
+        and k <= WIDEST
         and data.is_contiguous()
         and data.data_ptr() % ALIGNMENT == 0
         and scale.dtype == torch.float32
@@ -91,16 +103,17 @@ def can_multiply(x: Tensor, weight: Quantized, adapters: Sequence[Low], norm: No
         and len(adapters) <= MOST_ADAPTERS
         and all(0 < low.down.shape[0] <= LARGEST_RANK for low in adapters)
         and len({matrix.dtype for low in adapters for matrix in (low.down, low.up)}) <= 1
-        and (norm is None or (norm.weight.dtype == x.dtype and k <= WIDEST_NORM))
+        and (norm is None or norm.weight.dtype == x.dtype)
     )
 
 
 def can_gate(x: Tensor, gate_up: Quantized, down: Quantized, *adapters: Sequence[Low], norm: Norm | None) -> bool:
-    """Whether they take a gated MLP: both of its products, with the adapters of each."""
+    """Whether they take a gated MLP: both of its products, with the adapters of each. Blocks are of gate, or of up."""
     features = down.data.shape[1]
     h = x.new_empty([x.shape[0], 0])
     return (
         gate_up.data.shape[0] == 2 * features
+        and (features % BLOCK == 0 or gate_up.scale.shape in ((), (2 * features, 1)))
         and can_multiply(x, gate_up, adapters[0], norm)
         and can_multiply(h, down, adapters[1])
     )
@@ -138,16 +151,19 @@ def linear_launches(
         residual is None,
         _norm_key(norm),
         weight.data.dtype,
-        kind(*given),
+        kind_of(*given),
     )
     launches = _LAUNCHES.get(key)
     if launches is None:
-        launches = Launches(given=len(given), overlaps=may_overlap(x.device))
+        launches = _new_launches(x, len(given))
         side = _Side(weight, 1, 2, adapters, 3)
         rest = iter(range(3 + len(matrices), len(given)))
         bias_at, residual_at, norm_at = (None if each is None else next(rest) for each in (bias, residual, norm))
-        x_at = _add_lay_out(launches, x, norm, norm_at)
-        launches.results = (_add_linear(launches, x, x_at, side, bias_at, residual_at),)
+        laid_out, counters = _add_lay_out(launches, x, norm, norm_at, _counters_of(x, side, PRODUCT))
+        y, _ = _add_products(
+            launches, x, laid_out, (counters, 0), side, PRODUCT, bias_at=bias_at, residual_at=residual_at
+        )
+        launches.results = (y,)
         _LAUNCHES.add(key, launches)
     return launches, given
 
@@ -164,23 +180,41 @@ def gated_mlp(
     norm: Norm | None = None,
 ) -> Tensor:
     """The kernels of `numerics.few_tokens.gated_mlp`."""
+    launches, given = mlp_launches(x, gate_up, down, activation, adapters, adapters_down, residual, norm)
+    return launches.run(*given)[0]
+
+
+def mlp_launches(
+    x: Tensor,
+    gate_up: Quantized,
+    down: Quantized,
+    activation: str,
+    adapters: Sequence[Low],
+    adapters_down: Sequence[Low],
+    residual: Tensor | None,
+    norm: Norm | None,
+) -> tuple[Launches, list[Tensor]]:
+    """The launches of `gated_mlp`, and the tensors that they take."""
     matrices, of_down = _matrices(adapters), _matrices(adapters_down)
     weights = [_words(gate_up.data), gate_up.scale, _words(down.data), down.scale]
     given = [x.contiguous(), *weights, *matrices, *of_down, *_some(residual, _weight_of(norm))]
     how = (activation, _places(adapters), _places(adapters_down), residual is None, _norm_key(norm))
-    key = ("mlp", *how, gate_up.data.dtype, down.data.dtype, kind(*given))
+    key = ("mlp", *how, gate_up.data.dtype, down.data.dtype, kind_of(*given))
     launches = _LAUNCHES.get(key)
     if launches is None:
-        launches = Launches(given=len(given), overlaps=may_overlap(x.device))
+        launches = _new_launches(x, len(given))
         first = _Side(gate_up, 1, 2, adapters, 5)
         second = _Side(down, 3, 4, adapters_down, 5 + len(matrices))
         rest = iter(range(5 + len(matrices) + len(of_down), len(given)))
         residual_at, norm_at = (None if each is None else next(rest) for each in (residual, norm))
-        x_at = _add_lay_out(launches, x, norm, norm_at)
-        h_at = _add_gated(launches, x, x_at, first, activation)
-        launches.results = (_add_linear(launches, x, h_at, second, None, residual_at),)
+        before = _counters_of(x, first, GATED)
+        every = before + _counters_of(x, second, DOWN)
+        laid_out, counters = _add_lay_out(launches, x, norm, norm_at, every)
+        h = _add_products(launches, x, laid_out, (counters, 0), first, GATED, activation=activation)
+        y, _ = _add_products(launches, x, h, (counters, before), second, DOWN, residual_at=residual_at)
+        launches.results = (y,)
         _LAUNCHES.add(key, launches)
-    return launches.run(*given)[0]
+    return launches, given
 
 
 def tile_of_tokens(tokens: int) -> int:
@@ -197,73 +231,87 @@ def parts_of(tiles: int, steps: int, tokens: int, slots: int, tuning: FewTokenTi
     return min(range(1, min(steps, tuning.most_parts) + 1), key=cost)
 
 
-def _add_lay_out(launches: Launches, x: Tensor, norm: Norm | None, norm_at: int | None) -> int:
-    (m, k), tuning = x.shape, tuning_for(x.device).few_tokens
+def _new_launches(x: Tensor, given: int) -> Launches:
+    early = tuning_for(x.device).few_tokens.begins_early
+    return Launches(given=given, overlaps=may_overlap(x.device), follows=early)
+
+
+def _tile_of(x: Tensor, kind: str) -> ProductTile:
+    """The tile of a kind of product, a field of `FewTokenTiles`."""
+    return getattr(tuning_for(x.device).few_tokens, kind)[tile_of_tokens(x.shape[0])]
+
+
+def _tiles_of(x: Tensor, side: _Side, kind: str) -> int:
+    """How many tiles of outputs there are. Of gate and up, two for 128 features, which may be fewer."""
+    n = side.weight.data.shape[0]
+    return -(-n // 2 // BLOCK) * 2 if kind == GATED else -(-n // _tile_of(x, kind).n)
+
+
+def _counters_of(x: Tensor, side: _Side, kind: str) -> int:
+    return PARTS_OF_TILE + _tiles_of(x, side, kind)
+
+
+def _add_lay_out(
+    launches: Launches, x: Tensor, norm: Norm | None, norm_at: int | None, counters: int
+) -> tuple[tuple[int, int], int]:
+    """Add the launch before the products, and return the numbers of x', its factors, and the counters."""
+    m, k = x.shape
     rows, across = tile_of_tokens(m), -(-k // BLOCK) * BLOCK
-    out = launches.make((rows, across), x.dtype)
-    width = tuning.lay_out.elements if norm is None else max(BLOCK, triton.next_power_of_2(across))
-    warps = tuning.lay_out.warps * max(1, min(4, width // (4 * tuning.lay_out.elements)))
+    out, factors = launches.make((rows, across), torch.float16), launches.make((rows,), torch.float32)
+    zeros, width = launches.make((counters,), torch.int32), max(BLOCK, triton.next_power_of_2(across))
+    elements, warps = tuning_for(x.device).few_tokens.lay_out
     eps, shifted = (0.0, False) if norm is None else (float(norm.eps), norm.shifted)
-    constants = {"NORM": norm is not None, "SHIFTED": shifted, "K": k, "WIDTH": width, "num_warps": warps}
-    tensors = (0, 0 if norm_at is None else norm_at, out)
-    launches.launch(lay_out_kernel, (rows, -(-across // width)), tensors, (m, across, eps), constants)
-    return out
+    constants = {
+        "NORM": norm is not None, "SHIFTED": shifted, "K": k, "WIDTH": width,
+        "COUNTERS": triton.next_power_of_2(counters), "num_warps": max(warps, min(16, width // elements)),
+    }  # fmt: skip
+    tensors = (0, 0 if norm_at is None else norm_at, out, factors, zeros)
+    launches.launch(lay_out_kernel, (rows,), tensors, (m, across, eps, counters), constants)
+    return (out, factors), zeros
 
 
-def _add_products(launches: Launches, x: Tensor, x_at: int, side: _Side) -> tuple[int, int, dict[str, Any]]:
-    """Add the launch of a product, and return the numbers of its parts and of t, and what the next one must know."""
-    m, (n, k) = x.shape[0], side.weight.data.shape
-    tuning, rows = tuning_for(x.device).few_tokens, tile_of_tokens(m)
-    tile, steps, scale = tuning.products[rows], -(-k // BLOCK), side.weight.scale
-    tiles = -(-n // tile.n)
+def _add_products(
+    launches: Launches, x: Tensor, laid_out: tuple[int, int], counters: tuple[int, int], side: _Side, kind: str, *,
+    activation: str | None = None, bias_at: int | None = None, residual_at: int | None = None,
+) -> tuple[int, int]:  # fmt: skip
+    """Add the launch of a product, and return the numbers of y; or, with an activation, of h and its factors.
+
+    `counters`: their number, and the first of them that is this launch's.
+    """
+    gated, (n, k), scale = kind == GATED, side.weight.data.shape, side.weight.scale
+    m, rows, steps, tuning = x.shape[0], tile_of_tokens(x.shape[0]), -(-k // BLOCK), tuning_for(x.device).few_tokens
+    tile, tiles = _tile_of(x, kind), _tiles_of(x, side, kind)
     parts = parts_of(tiles, steps, m, tile.programs * multiprocessors(x.device), tuning)
     parts = -(-steps // -(-steps // parts))  # none without a step
-    t_parts = min(steps, tuning.adapter_parts[rows]) if side.adapters else 1
-    out = launches.make((parts, m, n), torch.float32 if parts > 1 else x.dtype)
-    t = launches.make((t_parts, m, max(1, sum(side.ranks))), torch.float32)
+    t_parts = -(-steps // -(-steps // tile.adapter_parts)) if side.adapters else 1
+    ranks = side.ranks or [1]
+    t_sums = launches.make((len(ranks), t_parts, max(16, triton.next_power_of_2(max(ranks))), rows), torch.float32)
+    t = launches.make((rows, sum(ranks)), x.dtype)
+    size = (tiles, parts, 2 if gated else 1, tile.n, rows) if parts > 1 else (1,)
+    sums = launches.make(size, torch.float32)
+    if gated:
+        y, factors = launches.make((rows, tiles * tile.n), torch.float16), launches.make((tiles, rows), torch.float32)
+    else:
+        y = launches.make((m, n), x.dtype)
+        factors = sums
     mode = TENSOR if scale.dim() == 0 else CHANNEL if scale.shape == (n, 1) else BLOCKS
+    whole = (n // 2) % BLOCK == 0 if gated else n % tile.n == 0
     constants = {
-        "FORMAT": _FORMATS[side.weight.data.dtype], "MODE": mode.value, "EVEN": n % tile.n == 0 and k % BLOCK == 0,
-        "TILE_M": rows, "TILE_N": tile.n, "num_warps": tile.warps, "num_stages": tile.stages,
+        "FORMAT": _FORMATS[side.weight.data.dtype], "MODE": mode.value, "STEPPED": kind == DOWN,
+        "ACTIVATION": None if activation is None else ACTIVATIONS[activation],
+        "BIAS": bias_at is not None, "RESIDUAL": residual_at is not None, "SPLIT": parts > 1,
+        "EVEN": whole and k % BLOCK == 0, "TILE_M": rows, "TILE_N": tile.n,
+        "num_warps": tile.warps, "num_stages": tile.stages,
     }  # fmt: skip
-    grid = (len(side.adapters) * t_parts + tiles * parts,)
-    stride = scale.shape[1] if mode is BLOCKS else 0
-    tensors = (x_at, side.w, side.scale, *side.downs(), out, t)
-    launches.launch(
-        products_kernel, grid, tensors, (m, n, k, steps, stride, parts, t_parts), constants | side.rank_constants
-    )
-    return out, t, {"PARTS": parts, "T_PARTS": t_parts, **side.rank_constants}
-
-
-def _add_linear(
-    launches: Launches, x: Tensor, x_at: int, side: _Side, bias_at: int | None, residual_at: int | None
-) -> int:
-    parts, t, shared = _add_products(launches, x, x_at, side)
-    y = launches.make((x.shape[0], side.weight.data.shape[0]), x.dtype)
-    constants = {"ACTIVATION": None, "BIAS": bias_at is not None, "RESIDUAL": residual_at is not None, **shared}
+    if tile.registers is not None:
+        constants["maxnreg"] = tile.registers
     beside = (y if bias_at is None else bias_at, y if residual_at is None else residual_at)
-    _add_finish(launches, x, side, (parts, t), beside, y, x.shape[0], side.weight.data.shape[0], constants)
-    return y
-
-
-def _add_gated(launches: Launches, x: Tensor, x_at: int, side: _Side, activation: str) -> int:
-    parts, t, shared = _add_products(launches, x, x_at, side)
-    rows, across = tile_of_tokens(x.shape[0]), -(-side.weight.data.shape[0] // 2 // BLOCK) * BLOCK
-    h = launches.make((rows, across), x.dtype)
-    constants = {"ACTIVATION": ACTIVATIONS[activation], "BIAS": False, "RESIDUAL": False, **shared}
-    _add_finish(launches, x, side, (parts, t), (h, h), h, rows, across, constants)
-    return h
-
-
-def _add_finish(
-    launches: Launches, x: Tensor, side: _Side, products: tuple[int, int], beside: tuple[int, int], out: int,
-    rows: int, columns: int, constants: dict[str, Any],
-) -> None:  # fmt: skip
-    tile = tuning_for(x.device).few_tokens.finish
-    constants |= {"TILE_M": tile.rows, "TILE_N": tile.columns, "num_warps": tile.warps}
-    grid = (-(-columns // tile.columns), -(-rows // tile.rows))
-    numbers = (x.shape[0], side.weight.data.shape[0], *side.spans)
-    launches.launch(finish_kernel, grid, (*products, *side.ups(), *beside, out), numbers, constants)
+    tensors = (*laid_out, side.w, side.scale, *side.downs(), *side.ups(), t_sums, t, sums, counters[0], *beside, y)
+    stride = scale.shape[1] if mode is BLOCKS else 0
+    numbers = (m, n, k, steps, stride, counters[1], parts, t_parts, tile.prefetch, *side.spans)
+    grid = (len(side.adapters) * t_parts + tiles * parts,)
+    launches.launch(products_kernel, grid, (*tensors, factors), numbers, constants | side.rank_constants)
+    return y, factors
 
 
 def _words(data: Tensor) -> Tensor:
