@@ -5,25 +5,13 @@ and `tests/golden/ptx.py` replace Triton's launch by a compilation and look at t
 there in BF16; in FP32 and rounded at random, what depends on it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from octavo import FP8TrainingConfig
-from octavo.kernels import (
-    adamw,
-    cross_entropy,
-    decode,
-    decode_store,
-    few_tokens,
-    gated,
-    norm,
-    quantize,
-    rotary,
-    split,
-    tuning,
-)
+from octavo.kernels import adamw, cross_entropy, gated, norm, quantize, rotary, split
 from octavo.kernels.adapters import gradients, outputs
 from octavo.kernels.gated import blocks, low_rank
 from octavo.kernels.gemm import triton as gemm_triton
@@ -34,13 +22,11 @@ from octavo.models.bdh.kernels import scores as bdh_scores
 from octavo.numerics import E4M3, E5M2, Quantized
 from octavo.numerics.activation import ACTIVATIONS
 from octavo.numerics.adamw import Step, with_levels
-from octavo.numerics.decode import KVCache
-from octavo.numerics.few_tokens import Low
 from octavo.numerics.norm import Norm
 from octavo.numerics.rotary import Heads
 from octavo.numerics.scaling import new_states
+from tests.kernels.launches_of_decoding import Launch, decode_launches, few_token_launches
 
-Launch = tuple[str, Callable[[], object]]
 RECIPES = {
     "delayed": FP8TrainingConfig(),
     "current": FP8TrainingConfig.from_recipe("current"),
@@ -57,7 +43,7 @@ def launches(dtype: torch.dtype, rounding: str) -> Iterator[Launch]:
     for part in (_quantize, _gated, _gated_blocks, _bdh):
         yield from part(dtype, rounding)
     if rounding == "nearest":
-        for part in (_cross_entropy, _adamw, _low_rank, _few_tokens, _norm, _rotary, _decode):
+        for part in (_cross_entropy, _adamw, _low_rank, few_token_launches, _norm, _rotary, decode_launches):
             yield from part(dtype)
         if dtype == torch.bfloat16:
             yield from _gemm()
@@ -303,46 +289,6 @@ def _rotary(dtype: torch.dtype) -> Iterator[Launch]:
             )
 
 
-def _cache(dtype: torch.dtype, places: int, positions: int, heads: int, width: int, *, bytes: bool) -> KVCache:
-    shape = (places, positions, heads, width)
-    if bytes:
-        return KVCache(*(torch.zeros(shape, dtype=torch.uint8) for _ in range(2)), *torch.ones(2, *shape[:3]).unbind())
-    return KVCache(*(torch.zeros(shape, dtype=dtype) for _ in range(2)))
-
-
-def _decode(dtype: torch.dtype) -> Iterator[Launch]:
-    few, whole = torch.zeros(8, dtype=torch.int32), tuning.HOPPER.decode._replace(least=4096)
-    many = tuning.HOPPER.decode._replace(programs=400)
-    for bytes in (False, True):
-        for h, g, d in ((32, 8, 128), (3, 3, 80)) if dtype == torch.bfloat16 else ((32, 8, 128),):
-            prefix, suffix = (_cache(dtype, n, p, g, d, bytes=bytes) for n, p in ((2, 128), (8, 512)))
-            q, name = torch.zeros(8, h, d, dtype=dtype), f"{d} {'bytes' if bytes else 'plain'}"
-            lengths, table = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 4, dtype=torch.int32)
-            usual = (q, prefix, lengths, few, suffix, few, 0.1)
-            yield f"decode {name} shared", lambda given=usual, t=table: decode.decode_attention(*given, None, None, t)
-            yield f"decode {name} alone", lambda given=usual: decode.decode_attention(*given, tile=many)
-            yield (
-                f"decode {name} window and softcap",
-                lambda given=usual, t=table: decode.decode_attention(*given, 64, 30.0, t),
-            )
-            yield f"decode {name} whole", lambda given=usual: decode.decode_attention(*given, tile=whole)
-            kv, heads = torch.zeros(8, g, d, dtype=dtype), Heads(h, g, d)
-            yield f"decode store {name}", lambda kv=kv, s=suffix: decode_store.store(kv, kv, s, few, few)
-            qkv, cos = torch.zeros(8, heads.features, dtype=dtype), torch.zeros(8, d, dtype=dtype)
-            plain = Norm(torch.zeros(d, dtype=dtype), 1e-5)
-            for norms in (None, (plain, plain)):
-                yield (
-                    f"decode rotary and store {name}{'' if norms is None else ' norms'}",
-                    lambda x=qkv, c=cos, h=heads, n=norms, s=suffix: decode_store.rotary_and_store(
-                        x, c, c, h, n, s, few, few
-                    ),
-                )
-        # The widest heads, whose tiles are made to fit shared memory.
-        caches = [_cache(dtype, n, p, 1, 256, bytes=bytes) for n, p in ((2, 128), (8, 512))]
-        given = (torch.zeros(8, 2, 256, dtype=dtype), caches[0], few[:2], few, caches[1], few, 0.1)
-        yield f"decode 256 {'bytes' if bytes else 'plain'}", lambda given=given: decode.decode_attention(*given)
-
-
 def _low_rank(dtype: torch.dtype) -> Iterator[Launch]:
     """What is for 16 bits only: adapters, and the gated activation with theirs."""
     if dtype == torch.float32:
@@ -392,60 +338,6 @@ def _low_rank(dtype: torch.dtype) -> Iterator[Launch]:
         "adapters add edges",
         lambda: outputs.add_outputs(y[:250], t[:250], up, one, None, transposed=True),
     )
-
-
-def _few_tokens(dtype: torch.dtype) -> Iterator[Launch]:
-    if dtype == torch.float32:
-        return
-
-    def weight(n: int, k: int, granularity: str, format: torch.dtype = E4M3.dtype) -> Quantized:
-        scales = {"tensor": (), "channel": (n, 1), "block": (-(-n // 128), -(-k // 128))}
-        return Quantized(torch.zeros(n, k, dtype=format), torch.ones(scales[granularity]))
-
-    def adapters(count: int, n: int, k: int, of: torch.dtype = dtype) -> list[Low]:
-        size = n // count
-        pairs = [(torch.zeros(32, k, dtype=of), torch.zeros(size, 32, dtype=of)) for _ in range(count)]
-        return [Low(i * size, (i + 1) * size, 1.0, *pair) for i, pair in enumerate(pairs)]
-
-    for m in (16, 32, 64, 128) if dtype == torch.bfloat16 else (16,):
-        x = torch.zeros(m, 1024, dtype=dtype)
-        for granularity in ("block", "channel", "tensor"):
-            yield (
-                f"few tokens {m} {granularity}",
-                lambda x=x, g=granularity: few_tokens.linear(x, weight(1536, 1024, g), adapters(3, 1536, 1024)),
-            )
-    x, odd = torch.zeros(5, 256, dtype=dtype), torch.zeros(5, 144, dtype=dtype)
-    plain, bias, residual = (
-        Norm(torch.zeros(256, dtype=dtype), 1e-5),
-        torch.zeros(256),
-        torch.zeros(5, 256, dtype=dtype),
-    )
-    yield (
-        "few tokens E5M2, adapters in FP32, norm, bias, residual",
-        lambda: few_tokens.linear(
-            x,
-            weight(256, 256, "channel", E5M2.dtype),
-            adapters(1, 256, 256, torch.float32),
-            bias=bias,
-            residual=residual,
-            norm=plain,
-        ),
-    )
-    yield "few tokens at edges", lambda: few_tokens.linear(odd, weight(130, 144, "block"), adapters(1, 130, 144))
-    for activation in ACTIVATIONS:
-        yield (
-            f"few tokens gated {activation}",
-            lambda a=activation: few_tokens.gated_mlp(
-                x,
-                weight(1024, 256, "block"),
-                weight(256, 512, "block"),
-                a,
-                adapters(2, 1024, 256),
-                adapters(1, 256, 512),
-                residual=residual,
-                norm=plain,
-            ),
-        )
 
 
 def _gemm() -> Iterator[Launch]:
