@@ -40,5 +40,6 @@ def test_tiles_are_transposed_in_16_bits(dtype):
     few_tokens = {"lay_out_kernel", "products_kernel"} if dtype == "bfloat16" else set()
     quantizing = {"rows_kernel", "amax_kernel", "scaled_kernel", "columns_kernel"}
     assert {k["kernel"] for k in early} == quantizing | few_tokens
-    assert all(len(k["waits"]) == bool(k["may_wait"]) for k in kernels)
-    assert all((k["waits"][0] > 0) is k["needs_nothing"] for k in early)
+    # LLVM copies the wait of `products_kernel` into its two branches.
+    assert all(len(k["waits"]) == bool(k["may_wait"]) for k in kernels if k["kernel"] != "products_kernel")
+    assert all(k["waits"] and (max(k["waits"]) > 0) is k["needs_nothing"] for k in early)
