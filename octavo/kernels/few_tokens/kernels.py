@@ -56,21 +56,15 @@ _SLICE = tl.constexpr(SLICE)
 
 
 @triton.jit
-def follow_early(OVERLAPS: tl.constexpr):
-    """Let the next kernel start at once, then wait for the one before: what starts early only reads weights so far."""
-    if OVERLAPS:
-        gdc_launch_dependents()
-        gdc_wait()
-
-
-@triton.jit
 def lay_out_kernel(
     h_ptr, weight_ptr, x_ptr, factors_ptr, counters_ptr, M, across, eps, counters,
     NORM: tl.constexpr, SHIFTED: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, COUNTERS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Programs: rows. `across`: columns of x', of every 128 the even ones, then the odd ones. Sets counters to zero."""
-    follow_early(OVERLAPS)
+    if OVERLAPS:
+        gdc_launch_dependents()  # before it waits itself: what starts then reads weights only, and waits
+        gdc_wait()
     dtype: tl.constexpr = h_ptr.dtype.element_ty
     row, c = tl.program_id(0), tl.arange(0, WIDTH)
     x = tl.load(h_ptr + row * K + c, mask=(row < M) & (c < K), other=0.0)
@@ -111,38 +105,37 @@ def products_kernel(
     ADAPTERS: tl.constexpr = (RANK0 > 0) + (RANK1 > 0) + (RANK2 > 0)
     RANKS: tl.constexpr = RANK0 + RANK1 + RANK2
     GATED: tl.constexpr = ACTIVATION is not None
-    pid = tl.program_id(0)
     counters_ptr += counters_at
-    if pid < ADAPTERS * t_parts:
-        follow_early(OVERLAPS)
-        i, part = pid // t_parts, pid % t_parts
+    pid = tl.program_id(0)
+    product_id = pid - ADAPTERS * t_parts
+    tile, part = product_id // parts, product_id % parts
+    each = tl.cdiv(steps, parts)
+    begin = part * each
+    end = tl.minimum(begin + each, steps)
+    if GATED:  # the even, or the odd, of 128 features
+        features = N // 2
+        low, stride = tile // 2 * _BLOCK + tile % 2, 2
+    else:
+        features = N
+        low, stride = tile * TILE_N, 1
+    if OVERLAPS:
+        gdc_launch_dependents()
+        if (product_id >= 0) & (prefetched > 0):
+            _prefetch_weights(w_ptr, low, stride, features, begin, end, K, prefetched, GATED, TILE_N)
+        gdc_wait()
+    if product_id < 0:
+        i, t_part = pid // t_parts, pid % t_parts
         rank = tl.where(i == 2, RANK2, tl.where(i == 1, RANK1, RANK0))
         column = tl.where(i == 2, RANK0 + RANK1, tl.where(i == 1, RANK0, 0))
         PADDED: tl.constexpr = padded(max(RANK0, RANK1, RANK2))
         _project(
             x_ptr, factors_ptr, choose(i, a0_ptr, a1_ptr, a2_ptr), t_parts_ptr + i * t_parts * PADDED * TILE_M,
-            t_ptr + column, counters_ptr, counters_ptr + _PARTS_OF_T + i, part, t_parts, rank, K, steps, STEPPED,
+            t_ptr + column, counters_ptr, counters_ptr + _PARTS_OF_T + i, t_part, t_parts, rank, K, steps, STEPPED,
             RANKS, PADDED, TILE_M,
         )  # fmt: skip
     else:
-        pid -= ADAPTERS * t_parts
-        tile, part = pid // parts, pid % parts
-        each = tl.cdiv(steps, parts)
-        begin = part * each
-        end = tl.minimum(begin + each, steps)
         r, m = tl.arange(0, TILE_N), tl.arange(0, TILE_M)
-        if GATED:  # the even, or the odd, of 128 features
-            features = N // 2
-            low, stride = tile // 2 * _BLOCK + tile % 2, 2
-        else:
-            features = N
-            low, stride = tile * TILE_N, 1
         n = low + stride * r
-        if OVERLAPS:
-            gdc_launch_dependents()
-            if prefetched > 0:
-                _prefetch_weights(w_ptr, low, stride, features, begin, end, K, prefetched, GATED, TILE_N)
-            gdc_wait()
         # Of gate and up, or twice the same, of which only one is computed then.
         first, second = _multiply(
             x_ptr, factors_ptr, w_ptr, scale_ptr, n, low, features, begin, end, N, K, steps, stride_scale, FORMAT, MODE,
