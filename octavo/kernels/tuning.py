@@ -239,29 +239,33 @@ class ProductTile(NamedTuple):
 
 
 class FewTokenTiles(NamedTuple):
-    """Tiles by their tokens, 16, 32, 64 or 128, of which there is one tile. Not yet measured.
+    """Tiles by their tokens, 16, 32, 64 or 128, of which there is one tile.
 
     They are at most 128 outputs, which have one scale for each block. Gate and up: 64 of each, always. `down` is of
     what follows them, which has factors for every step, and takes more registers.
+
+    Measured for an 8B with adapters of rank 32 (`benchmarks/few_tokens.py`, H200, 2026-11-17, torch 2.11.0). A layer
+    takes 89 µs at 1 token, 90 at 16 and 112 at 64; with all tiles as those of `products[16]`'s first guess, and 128
+    outputs for 64 tokens, it took 97, 98 and 130. Tiles of 32 and 128 tokens follow their neighbours, unmeasured.
     """
 
     products: Mapping[int, ProductTile] = {
-        16: ProductTile(64, warps=4, stages=5, programs=4),
-        32: ProductTile(64, warps=4, stages=4, programs=3),
-        64: ProductTile(128, warps=4, stages=4, programs=2),
-        128: ProductTile(64, warps=4, stages=3, programs=2),
+        16: ProductTile(64, warps=4, stages=5, programs=4, prefetch=0),  # qkv 14.4 µs, o 12.4; prefetch=4: 15.3, 12.6
+        32: ProductTile(64, warps=4, stages=4, programs=3, prefetch=0),
+        64: ProductTile(64, warps=4, stages=3, programs=3, prefetch=0),  # qkv 23.0 → 19.9, o 19.0 → 15.3
+        128: ProductTile(64, warps=4, stages=3, programs=2, prefetch=0),
     }
     gated: Mapping[int, ProductTile] = {
-        16: ProductTile(64, warps=4, stages=5, programs=2),
-        32: ProductTile(64, warps=4, stages=4, programs=2),
-        64: ProductTile(64, warps=4, stages=4, programs=2),
-        128: ProductTile(64, warps=8, stages=3, programs=1),
+        16: ProductTile(64, warps=4, stages=5, programs=2, prefetch=2, adapter_parts=4),  # 36.7
+        32: ProductTile(64, warps=4, stages=4, programs=2, prefetch=2, adapter_parts=4),
+        64: ProductTile(64, warps=4, stages=4, programs=2, prefetch=0, adapter_parts=4),  # 44.1 → 43.5
+        128: ProductTile(64, warps=8, stages=3, programs=1, prefetch=0, adapter_parts=4),
     }
     down: Mapping[int, ProductTile] = {
-        16: ProductTile(64, warps=4, stages=5, programs=4),
-        32: ProductTile(64, warps=4, stages=4, programs=3),
-        64: ProductTile(64, warps=4, stages=4, programs=2),
-        128: ProductTile(64, warps=4, stages=3, programs=2),
+        16: ProductTile(64, warps=4, stages=6, programs=3, prefetch=0, adapter_parts=8),  # 29.9 → 26.2
+        32: ProductTile(64, warps=4, stages=4, programs=3, prefetch=0, adapter_parts=8),
+        64: ProductTile(64, warps=4, stages=3, programs=2, prefetch=8, adapter_parts=8),  # 41.9 → 34.0
+        128: ProductTile(64, warps=4, stages=3, programs=2, prefetch=8, adapter_parts=8),
     }
     most_parts: int = 16
     lay_out: LinearTile = LinearTile(512, 4)  # elements for each warp, of which there are so many or more
@@ -306,8 +310,8 @@ class Tuning(NamedTuple):
     rotary_programs: int = 8  # with norms of heads, for each multiprocessor
     # Attention of tokens that are generated, over a cache in 16 bits or in bytes, and what stores into it: heads of an
     # 8B, 64 slots, suffixes of up to 512 (`benchmarks/decode_attention.py`, H200, 2026-11-17, torch 2.11.0). Tiles of
-    # 64 keys with 4 warps: 30.4 → 29.0 and, in bytes and still with products in BF16, 34.5 → 29.8. At 256 slots all
-    # programs and parts are within 1 %.
+    # 64 keys with 4 warps: 28.6 instead of 27.5 µs and, in bytes, 29.7 instead of 23.2. At 256 slots all programs and
+    # parts are within 1 %.
     decode: DecodeTile = DecodeTile(32, warps=2, stages=4, programs=6, least=128)
     decode_bytes: DecodeTile = DecodeTile(64, warps=2, stages=3, programs=4, least=256)
     # Programs and the fewest keys of a part, where slots times heads of k are fewer than multiprocessors: one slot
