@@ -29,6 +29,7 @@ def hidden_states(model: Any, kwargs: dict[str, Any], labels: Tensor) -> tuple[T
     layout = _layout(model, kwargs, labels)
     if layout.why_padded:
         _note_padded(model, layout.why_padded)
+        kwargs = kwargs | ragged.told_apart(kwargs)
     elif layout.ragged is not None:
         outputs = model.model(**_flat(model, kwargs, layout.ragged))
         return outputs.last_hidden_state, outputs, layout.ragged.gather_ids(labels, rest=IGNORED)
@@ -57,12 +58,13 @@ def backbone_forward(self: Any, original: Callable[..., Any], *args: Any, **kwar
     layout = _layout(model, named, None)
     if layout.why_padded:
         _note_padded(model, layout.why_padded)
-    elif layout.ragged is not None:
+        return original(self, **named | ragged.told_apart(named))
+    if layout.ragged is not None:
         outputs = original(self, **_flat(model, named, layout.ragged))
         tokens = named["input_ids"] if named.get("inputs_embeds") is None else named["inputs_embeds"]
         outputs.last_hidden_state = layout.ragged.scatter(outputs.last_hidden_state, tokens.shape[:2])
         return outputs
-    elif layout.is_plain:
+    if layout.is_plain:
         return original(self, **_plain(model, named))
     return original(self, *args, **kwargs)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.decoders.attention import is_paged
+from octavo.decoders import ragged
 from octavo.decoders.backbone import POSITIONAL, hidden_states
 from octavo.decoders.classes import HEAD
 from octavo.decoders.hooks import is_hooked
@@ -101,29 +101,8 @@ def causal_lm_forward(self: Any, original: Callable[..., Any], *args: Any, **kwa
 def packed_forward(self: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """transformers' forward, which tells packed sequences apart."""
     named = dict(zip(POSITIONAL, args, strict=False)) | kwargs
-    apart = _told_apart(named) if len(args) <= len(POSITIONAL) else {}
+    apart = ragged.told_apart(named) if len(args) <= len(POSITIONAL) else {}
     return original(self, **named | apart) if apart else original(self, *args, **kwargs)
-
-
-def _told_apart(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments to change in a call of transformers' forward, so that it tells packed sequences apart.
-
-    With a cache, which models have by default, or with a mask, it takes all sequences of a row for one; offsets it only
-    passes on.
-    """
-    positions, mask, ids = (kwargs.get(name) for name in ("position_ids", "attention_mask", "input_ids"))
-    offsets = kwargs.get("cu_seq_lens_q")
-    if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None or is_paged(kwargs):
-        return {}
-    if positions is None and isinstance(offsets, Tensor) and isinstance(ids, Tensor) and len(ids) == 1:
-        places = torch.arange(ids.shape[1], device=ids.device)
-        starts = offsets.to(ids.device).long()
-        positions = (places - starts[torch.bucketize(places, starts, right=True) - 1])[None]
-    if not isinstance(positions, Tensor) or positions.dim() != 2 or not bool((positions.diff(dim=1) != 1).any()):
-        return {}
-    if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2 and bool(mask.all())):
-        return {}
-    return {"use_cache": False, "attention_mask": None, "position_ids": positions}
 
 
 def _count_of(kept: Tensor, labels: Tensor, count: Tensor | int) -> Tensor:

@@ -25,19 +25,20 @@ def _has_own(module: Any) -> bool:
 _LEVELS = 5  # the decoder; its embedding and its list of layers; the layers; their parts; the linears
 # Hooks from these packages bring weights, or outputs that were asked for: they do not depend on a batch's layout.
 _BLIND = (
-    "transformers.utils.output_capturing",
-    "transformers.modeling_utils",
-    "torch.distributed",
-    "accelerate",
-    "deepspeed",
-    "octavo",
+    "transformers.utils.output_capturing.",
+    "transformers.modeling_utils.",
+    "torch.distributed.",
+    "accelerate.",
+    "deepspeed.",
+    "octavo.",
 )
 
 
 def is_watched(decoder: Any) -> str:
     """The first module of a decoder with a hook that may look at hidden states, by its class; empty if there is none.
 
-    Looks at the decoder, its layers, their parts and the linears in those: nothing further inside sees hidden states.
+    A forward that was replaced may, too. Looks at the decoder, its layers, their parts and the linears in those:
+    nothing further inside sees hidden states.
     """
     if _has_any_global_hook():
         return "torch.nn.modules.module"
@@ -52,7 +53,17 @@ def is_watched(decoder: Any) -> str:
 
 def _sees(module: Any) -> bool:
     own = module.__dict__
-    return any(not _origin(hook).startswith(_BLIND) for kind in HOOKS if own[kind] for hook in own[kind].values())
+    origins = [_origin(hook) for kind in HOOKS if own[kind] for hook in own[kind].values()]
+    if "forward" in own:
+        origins.append(_origin_of_forward(own["forward"]))
+    return any(not f"{origin}.".startswith(_BLIND) for origin in origins)
+
+
+def _origin_of_forward(forward: Any) -> str:
+    """The package of a function that was put in the place of a forward; `__module__` is that of what it wraps."""
+    function = getattr(forward, "func", forward)
+    function = getattr(function, "__func__", function)
+    return str(getattr(function, "__globals__", {}).get("__name__", type(function).__module__))
 
 
 def _origin(hook: Any) -> str:

@@ -122,8 +122,8 @@ def layout_of(
         moves = positions.cpu().expand(batch, length).flatten()[index].diff()
         # Without a mask, as transformers has it: any move but one forward. With one, positions may leave numbers out.
         begins |= moves != 1 if mask is None else moves <= 0
-    elif offsets is not None and batch == 1:
-        begins |= torch.isin(index[1:], offsets.cpu())
+    if offsets is not None and batch == 1 and (positions is None or len(index) == length):
+        begins |= torch.isin(index[1:], offsets.cpu())  # positions may run on through a row
     starts = [0, *(begins.nonzero().squeeze(1) + 1).tolist()]
     if len(index) == batch * length and len(starts) == batch:
         return Layout()
@@ -151,6 +151,65 @@ def _ragged(index: Tensor, starts: list[int], device: torch.device) -> Ragged:
         longest=int(offsets.diff().max()),
         rows=rows,
     )
+
+
+def told_apart(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments to change in a call of transformers' layers, so that they tell packed sequences apart.
+
+    With a cache, which models have by default, or with a mask, they take all sequences of a row for one; offsets they
+    only pass on. Without either, a sequence begins where positions do not go on by one. So padding, whose mask is left
+    out, has the position of the token before it (before the first token, of that), and each is a sequence of its own.
+    """
+    tokens = kwargs.get("input_ids") if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
+    mask, given, offsets = (kwargs.get(name) for name in ("attention_mask", "position_ids", "cu_seq_lens_q"))
+    cached = kwargs.get("use_cache") or kwargs.get("past_key_values") is not None or attention.is_paged(kwargs)
+    if cached or tokens is None or (given is None and offsets is None) or torch.compiler.is_compiling():
+        return {}
+    shape = tokens.shape[:2]
+    if not (_is_flat(mask, shape) and _is_flat(given, shape)):
+        return {}
+    real = None if mask is None else mask.bool().expand(shape)
+    positions = None if given is None else given.expand(shape)
+    if isinstance(offsets, Tensor) and shape[0] == 1 and (given is None or real is None or bool(real.all())):
+        positions = _by_offsets(positions, offsets.to(tokens.device).long(), shape[1])
+    if positions is None:
+        return {}
+    packed = bool((positions.diff(dim=1) != 1).any())
+    if real is not None:
+        packed, positions = _without_mask(positions, real.to(positions.device))
+    return {"use_cache": False, "attention_mask": None, "position_ids": positions} if packed else {}
+
+
+def _by_offsets(positions: Tensor | None, offsets: Tensor, length: int) -> Tensor:
+    """Positions `[1, S]` that restart at offsets; those that are given, if they do."""
+    places = torch.arange(length, device=offsets.device)
+    restarting = (places - offsets[torch.bucketize(places, offsets, right=True) - 1])[None]
+    if positions is None:
+        return restarting
+    runs_on = (restarting.diff() != 1) & (positions.to(offsets.device).diff() == 1)
+    return restarting if bool(runs_on.any()) else positions
+
+
+def _is_flat(given: Any, shape: Sequence[int]) -> bool:
+    """Whether a mask or positions have one number for each token, or are not given."""
+    if given is None:
+        return True
+    return isinstance(given, Tensor) and given.dim() == 2 and given.shape[1] == shape[1] and len(given) in (1, shape[0])
+
+
+def _without_mask(positions: Tensor, real: Tensor) -> tuple[bool, Tensor]:
+    """Whether rows hold several sequences, and positions that tell them and padding apart without a mask.
+
+    Padding within a sequence has to stay masked: then the sequences of that batch are not told apart.
+    """
+    places = torch.arange(real.shape[1], device=real.device).expand_as(real)
+    last = places.where(real, -1).cummax(dim=1).values  # the place of the last token, up to here
+    first = real.long().argmax(dim=1, keepdim=True)
+    earlier = pad(last, (1, 0), value=-1)[:, :-1]
+    follows = real & (earlier >= 0)
+    restarts = follows & (positions <= positions.gather(1, earlier.clamp(min=0)))
+    has_holes = follows & ~restarts & (places - earlier > 1)
+    return bool(restarts.any() & ~has_holes.any()), positions.gather(1, last.where(last >= 0, first))
 
 
 def why_not_plain(config: Any) -> str:

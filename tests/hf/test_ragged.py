@@ -1,6 +1,7 @@
 """Padded and packed batches: layers compute real tokens alone, and losses and gradients are those of each sequence."""
 
 import copy
+import functools
 import gc
 import weakref
 
@@ -21,10 +22,11 @@ FAMILIES = {
     "Qwen2": {},
     "Mistral": {"sliding_window": 5},
     "Gemma": {},
+    "Gemma2": {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
     "Gemma3": {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
 }
 LENGTHS = (13, 1, 21, 6)
-every_family = pytest.mark.parametrize("family", FAMILIES)
+every_family = pytest.mark.parametrize("family", [name for name in FAMILIES if name != "Gemma2"])  # see CALLS
 
 
 def both(family="Llama", **changes):
@@ -320,6 +322,102 @@ def test_scores_that_are_bent_are_left_to_the_family():
     convert_to_fp8(model)
     run(model, **padded(sequences((21, 21))))
     assert seen == [model.config.attn_logit_softcapping] * 2
+
+
+def with_mask(inputs, side="right", padding=7, between=False):
+    """A packed row with a mask, and with padding on one side, or after its first sequence."""
+    inputs = inputs | {"attention_mask": torch.ones_like(inputs["input_ids"])}
+    at = LENGTHS[0] if between else (0 if side == "left" else inputs["input_ids"].shape[1])
+    rest = {name: torch.full((1, padding), -100 if name == "labels" else 0) for name in inputs}
+    return {name: torch.cat([x[:, :at], rest[name], x[:, at:]], dim=1) for name, x in inputs.items()}
+
+
+def by_offsets(inputs, positions=None):
+    offsets = torch.tensor([0, *LENGTHS]).cumsum(0).int()
+    given = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 21, "max_length_k": 21}
+    return {name: x for name, x in inputs.items() if name != "position_ids"} | given | (positions or {})
+
+
+PACKED = {
+    "positions": packed(sequences()),
+    "a mask of ones": with_mask(packed(sequences()), padding=0),
+    "padding on the right": with_mask(packed(sequences())),
+    "padding on the left": with_mask(packed(sequences()), "left"),
+    "padding between sequences": with_mask(packed(sequences()), between=True),
+    "offsets": by_offsets(packed(sequences())),
+    "offsets, positions that run on": by_offsets(packed(sequences()), {"position_ids": torch.arange(41)[None]}),
+}
+CALLS = {
+    "real tokens alone": ("Llama", {}),
+    "hidden states": ("Mistral", {"output_hidden_states": True}),
+    "a hook": ("Gemma3", {}),
+    "softcapping of scores": ("Gemma2", {}),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("inputs", PACKED)
+def test_packed_rows_are_told_apart_however_they_are_computed(inputs, call):
+    """While training, while evaluating, and where layers have to see the batch as it was given."""
+    family, asked = CALLS[call]
+    changes = {"final_logit_softcapping": None, "attn_logit_softcapping": 4.0} if family == "Gemma2" else {}
+    reference, model = both(family, **changes)
+    if call == "a hook":
+        model.model.layers[0].register_forward_hook(lambda *_: None)
+    expected = one_by_one(reference, sequences())
+    assert_same(run(model, **PACKED[inputs], **asked), expected, tolerance=1e-4)
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(**PACKED[inputs], **asked).loss, expected[0], rtol=2e-5, atol=1e-5)
+
+
+def test_positions_that_leave_numbers_out():
+    """With a mask, as transformers has it, a jump forward is no new sequence, in training and in evaluation alike."""
+    reference, model = both()
+    inputs = padded(sequences((21, 21)))
+    inputs["position_ids"] = torch.cat([torch.arange(9), torch.arange(30, 42)])[None].expand(2, -1)
+    expected = reference(**inputs).loss
+    torch.testing.assert_close(model(**inputs).loss, expected)
+    torch.testing.assert_close(model.eval()(**inputs).loss, expected)
+
+
+def test_tokens_masked_within_a_packed_sequence_stay_masked():
+    inputs = with_mask(packed(sequences()), padding=0)
+    inputs["attention_mask"][0, 5] = 0
+    assert ragged.told_apart(inputs) == {}
+
+
+def test_a_cache_that_is_asked_for_is_one_sequence_as_in_transformers():
+    reference, model = both()
+    inputs = packed(sequences()) | {"use_cache": True}
+    torch.testing.assert_close(model(**inputs).loss, reference(**inputs).loss)
+
+
+@pytest.mark.parametrize("module", ["accelerate_tools", "octavo_script", "octavo.decoders"])
+def test_hooks_are_known_by_their_package(module):
+    _, model = both()
+
+    def hook(*_):
+        return None
+
+    hook.__module__ = module
+    model.model.layers[0].register_forward_hook(hook)
+    run(model, **padded(sequences()))
+    assert bool(model.octavo_report.padded) == (module != "octavo.decoders")
+
+
+def test_a_forward_of_ones_own_sees_rows_as_they_were_given():
+    _, model = both()
+    layer, seen = model.model.layers[0], []
+    original = layer.forward
+
+    @functools.wraps(original)
+    def forward(hidden_states, *args, **kwargs):
+        seen.append(tuple(hidden_states.shape[:2]))
+        return original(hidden_states, *args, **kwargs)
+
+    layer.forward = forward
+    run(model, **padded(sequences()))
+    assert seen == [(4, 21)]
 
 
 def test_an_empty_cache_is_filled():
