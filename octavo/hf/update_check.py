@@ -38,6 +38,7 @@ ELEMENTS = 64
 SAMPLED = 32  # weights that are looked at from log to log
 ENOUGH = 0.9  # of the elements with a gradient should move in a step
 _ZERO = "its gradient was zero"
+_LORA_A = ".lora_A."
 MOST_STEPS = 10  # with a learning rate above zero; what has not moved by then is reported
 
 
@@ -53,6 +54,7 @@ class _Probe:
     lr: float
     in_optimizer: bool
     like_adam: bool
+    eps: float  # Adam's, beside the root of its second moment
 
 
 @dataclass
@@ -155,6 +157,8 @@ class UpdateCheck:
         """One line for each reason why weights could not be judged."""
         by_reason: dict[str, list[str]] = {}
         for name, reason in self._pending.items():
+            if reason == _ZERO and self.steps < 2 and _LORA_A in name:
+                continue  # its B is zero until after the first step
             by_reason.setdefault(reason, []).append(name)
         lines = [_finding(names, why, self.by_rewards) for why, names in by_reason.items()]
         if self.moved < ENOUGH * self.reached:
@@ -218,7 +222,13 @@ def _probe(
     before, reached = _elements(optimizer, parameter, indices), gradient[indices.to(gradient.device)] != 0
     # The settings tell: an optimiser whose step does nothing has no state that would.
     like_adam = group is None or "betas" in group
-    return "", _Probe(parameter, indices, before, reached, largest, lr, group is not None, like_adam)
+    eps = _eps(group)
+    return "", _Probe(parameter, indices, before, reached, largest, lr, group is not None, like_adam, eps)
+
+
+def _eps(group: dict[str, Any] | None) -> float:
+    eps = 0.0 if group is None else group.get("eps", 0.0)
+    return float(eps) if isinstance(eps, (int, float)) else 0.0
 
 
 def _compare(probe: _Probe, optimizer: Any) -> Tensor:
@@ -227,15 +237,17 @@ def _compare(probe: _Probe, optimizer: Any) -> Tensor:
     Returns whether it has a gradient, whether it moved, whether its update is below its rounding, the number of
     elements with a gradient, and of those the number that moved.
 
-    Adam's first updates have the size of the learning rate, whatever the gradient. Of an optimiser that is none of
-    that kind the update is taken to be lr × gradient, if the gradient is below one.
+    Adam's first updates have the size of the learning rate, whatever the gradient, unless that is as small as eps:
+    lr × g / (g + eps). Data that leaves attention no choice, such as one token over and over, gives q and k gradients
+    that are rounding alone. Of an optimiser that is none of that kind the update is taken to be lr × gradient, if the
+    gradient is below one.
     """
     after = _elements(optimizer, probe.weight, probe.indices)
     before = probe.before.to(after.device, after.dtype)  # a master in FP32, where the first step has made one
     gradient, reached = probe.gradient.to(after.device), probe.reached.to(after.device)
     moved = after != before
-    size = probe.lr * (1.0 if probe.like_adam else gradient.clamp(max=1.0))
-    below = (size <= before.float().abs() * torch.finfo(after.dtype).eps).all()
+    size = probe.lr * (gradient / (gradient + probe.eps) if probe.like_adam else gradient.clamp(max=1.0))
+    below = ((size <= before.float().abs() * torch.finfo(after.dtype).eps) | ~reached).all()
     return torch.stack([gradient != 0, moved.any(), below, reached.sum(), (moved & reached).sum()]).long()
 
 

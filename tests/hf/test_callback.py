@@ -229,6 +229,32 @@ def test_what_has_a_zero_gradient_waits():
     assert checked(model, optimizer, lambda: (model(x) - y).square().sum(), 2).findings() == []
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_far_below_adams_eps_are_no_fault(dtype):
+    """One token over and over leaves attention no choice: the gradients of q and k are rounding alone."""
+    model = nn.Linear(16, 16, bias=False).to(dtype)
+    nn.init.constant_(model.weight, 0.1)
+    with torch.no_grad():
+        model.weight[0] = 0.0  # and has no gradient, as the padding row of an embedding
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-4, weight_decay=0.0)
+    x = torch.full((4, 16), 1e-20, dtype=dtype)
+    check = checked(model, optimizer, lambda: model(x)[:, 1:].sum())
+    assert any("below the rounding" in line for line in check.findings())
+    frozen = Frozen(model.parameters(), lr=0.1)
+    with pytest.raises(RuntimeError, match="did not move"):
+        checked(model, frozen, lambda: model(x / 1e-20)[:, 1:].sum())
+
+
+def test_one_step_says_nothing_of_loras_first_matrix():
+    model = nn.ModuleDict({"lora_A": nn.ModuleDict({"default": nn.Linear(8, 2)}), "lora_B": nn.Linear(2, 8)})
+    model = nn.ModuleDict({"q": model})
+    nn.init.zeros_(model["q"]["lora_B"].weight)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    x = torch.randn(4, 8)
+    check = checked(model, optimizer, lambda: model["q"]["lora_B"](model["q"]["lora_A"]["default"](x)).sum())
+    assert not check.done and check.findings() == []
+
+
 @pytest.mark.parametrize("sgd", [False, True])
 def test_updates_below_the_rounding_are_no_fault(sgd):
     """1 + 1e-5 is 1 in BF16; weights near zero do move."""
