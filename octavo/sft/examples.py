@@ -96,8 +96,15 @@ class Data:
         return text
 
 
-def make_examples(source: Source, tokenizer: Any, settings: SFTSettings, seq: int, option: str = "DATA") -> Examples:
-    """Tokenise all rows of a source."""
+def make_examples(
+    source: Source,
+    tokenizer: Any,
+    settings: SFTSettings,
+    seq: int,
+    option: str = "DATA",
+    positions: int | None = None,
+) -> Examples:
+    """Tokenise all rows of a source. `option`: what the user calls it; `positions`: those of the model, if known."""
     form = _form(source.rows[0], dict(settings.columns), option)
     conversation = Conversation(tokenizer, settings.loss)
     examples: list[Example] = []
@@ -114,11 +121,29 @@ def make_examples(source: Source, tokenizer: Any, settings: SFTSettings, seq: in
     if cut == len(source.rows):
         raise UserError(
             f"{option} {source.description}: every example has more than --seq {seq} tokens, the shortest "
-            f"{shortest:,}; give --seq {shortest} or more, or shorter examples"
+            f"{shortest:,}; {_remedy(shortest or 0, positions)}"
         )
     if not examples:
+        roles = _roles(source, form, dict(settings.columns))
+        if roles and "assistant" not in roles and settings.loss == "completion":
+            raise UserError(
+                f"{option} {source.description}: no message has the role assistant, so that there is nothing to "
+                f"predict; there are {', '.join(roles)}; rename them, or give --loss all"
+            )
         raise UserError(f"{option} {source.description}: no example has a token to predict within --seq {seq}")
     return Examples(examples, cut, left_out, any(row.continuous for row in source.rows))
+
+
+def _remedy(shortest: int, positions: int | None) -> str:
+    if positions is None or shortest <= positions:
+        return f"give --seq {shortest} or more, or shorter examples"
+    return f"the model has {positions:,} positions, so give shorter examples, or a model with more"
+
+
+def _roles(source: Source, form: Sequence[str], columns: Mapping[str, str]) -> list[str]:
+    """Return the roles of all messages, sorted; none if rows are no conversations."""
+    found = (_values(row, form, columns)["messages"] for row in source.rows) if "messages" in form else ()
+    return sorted({str(message["role"]) for messages in found for message in messages})
 
 
 def split(examples: Examples, share: float, seed: int) -> tuple[Examples, Examples | None]:
@@ -149,14 +174,30 @@ class Conversation:
         self.masked = loss == "completion"
         self._marked: str | None = None  # a template with generation markers
         self._looked = False
+        self._tools: list[Any] | None = None  # of the conversation at hand
 
-    def example(self, messages: Sequence[Mapping[str, Any]], prompt: int, where: str) -> Example:
-        """Return a conversation of which the first `prompt` messages are not predicted."""
+    def _require_tools_known(self, messages: Sequence[Mapping[str, Any]], tools: Any, where: str) -> None:
+        """Raise if the template would leave out the tools of a conversation, or calls of them."""
+        template = str(self.tokenizer.chat_template)
+        called = any("tool_calls" in message for message in messages)
+        for there, name in ((called, "tool_calls"), (bool(tools), "tools")):
+            if there and name not in template:
+                raise UserError(
+                    f"{where}: the conversation has {name}, which the chat template leaves out: take a model whose "
+                    "template knows them, or give --chat-template FILE"
+                )
+
+    def example(
+        self, messages: Sequence[Mapping[str, Any]], prompt: int, where: str, tools: list[Any] | None = None
+    ) -> Example:
+        """Return a conversation of which the first `prompt` messages are not predicted. `tools`: for the template."""
         if not self.tokenizer.chat_template:
             raise UserError(
                 f"{where} is a conversation, and the model's tokenizer has no chat template: take a model that was "
                 "trained for chats, or give --chat-template FILE"
             )
+        self._require_tools_known(messages, tools, where)
+        self._tools = tools
         marked = self._marked_template() if self.masked and not prompt else None
         if marked is not None:
             tokens = self._render(messages, where, chat_template=marked, return_assistant_tokens_mask=True)
@@ -198,7 +239,8 @@ class Conversation:
         from jinja2 import TemplateError
 
         try:
-            return self.tokenizer.apply_chat_template(list(messages), tokenize=True, return_dict=True, **options)
+            options = {"tokenize": True, "return_dict": True, "tools": self._tools, **options}
+            return self.tokenizer.apply_chat_template(list(messages), **options)
         except (TemplateError, ValueError, TypeError, KeyError) as error:
             raise UserError(f"{where}: the chat template does not take this conversation: {error}") from error
 
@@ -236,24 +278,33 @@ def _values(row: Row, form: Sequence[str], columns: Mapping[str, str]) -> dict[s
         value = row.values.get(column)
         if isinstance(value, str) and name == "messages":
             value = _from_json(value, row.where)  # CSV has no lists
-        if not value or not isinstance(value, (str, list)):
+        if column not in row.values:
             there = ", ".join(map(str, row.values))
-            missing = "is empty" if column in row.values else f"is missing; there are {there}"
-            raise UserError(f"{row.where}: column {column!r} {missing}")
+            raise UserError(f"{row.where}: column {column!r} is missing; there are {there}")
+        if value is None or value in ("", []):
+            raise UserError(f"{row.where}: column {column!r} is empty")
+        if not isinstance(value, (str, list)):
+            needed = "a list of messages" if name == "messages" else "text; in JSON, put it in quotes"
+            raise UserError(f"{row.where}: column {column!r} is {_kind(value)}, {value!r:.40}; it has to be {needed}")
         values[name] = value
     return values
 
 
-def _from_json(text: str, where: str) -> Any:
+def _kind(value: Any) -> str:
+    kinds = ((bool, "a truth value"), ((int, float), "a number"), (dict, "an object"), (list, "a list"))
+    return next((words for types, words in kinds if isinstance(value, types)), f"a {type(value).__name__}")
+
+
+def _from_json(text: str, where: str, column: str = "messages") -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise UserError(f"{where}: messages is text, and not a JSON list: {error}") from error
+        raise UserError(f"{where}: {column} is text, and not a JSON list: {error}") from error
 
 
 def _example(values: Mapping[str, Any], row: Row, conversation: Conversation, settings: SFTSettings) -> Example:
     if "messages" in values:
-        return conversation.example(_checked(values["messages"], row.where), 0, row.where)
+        return conversation.example(_checked(values["messages"], row.where), 0, row.where, _tools(row))
     tokenizer = conversation.tokenizer
     if "text" in values:
         if not isinstance(values["text"], str):
@@ -265,7 +316,7 @@ def _example(values: Mapping[str, Any], row: Row, conversation: Conversation, se
         prompt, completion = [{"role": "user", "content": prompt}], [{"role": "assistant", "content": completion}]
     if isinstance(prompt, list) and isinstance(completion, list):
         prompt, completion = _checked(prompt, row.where), _checked(completion, row.where)
-        return conversation.example([*prompt, *completion], len(prompt), row.where)
+        return conversation.example([*prompt, *completion], len(prompt), row.where, _tools(row))
     if not (isinstance(prompt, str) and isinstance(completion, str)):
         raise UserError(f"{row.where}: prompt and completion have to be two strings, or two lists of messages")
     ids = _ended(tokenizer(prompt + completion, verbose=False)["input_ids"], tokenizer)
@@ -276,10 +327,34 @@ def _example(values: Mapping[str, Any], row: Row, conversation: Conversation, se
 def _checked(messages: Any, where: str) -> list[dict[str, Any]]:
     if not isinstance(messages, list) or not messages:
         raise UserError(f"{where}: messages have to be a list of objects with role and content")
-    for number, message in enumerate(messages, 1):
-        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-            raise UserError(f"{where}: message {number} has to be an object with role and content, not {message!r:.80}")
-    return messages
+    return [_message(message, f"{where}: message {number}") for number, message in enumerate(messages, 1)]
+
+
+def _message(message: Any, where: str) -> dict[str, Any]:
+    """Return a message with its content as text, and without fields that are null, as tables have them."""
+    given = {name: x for name, x in message.items() if x is not None} if isinstance(message, dict) else {}
+    if given.get("tool_calls"):
+        given.setdefault("content", "")
+    if "role" not in given or "content" not in given:
+        raise UserError(f"{where} has to be an object with role and content, not {message!r:.80}")
+    content = given["content"]
+    if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
+        return given | {"content": "".join(part["text"] for part in content)}
+    if not isinstance(content, str):
+        raise UserError(f"{where}: content is {_kind(content)}, {content!r:.40}; it has to be text")
+    return given
+
+
+def _tools(row: Row) -> list[Any] | None:
+    """Return the functions that a conversation may call, by its column `tools`, as TRL names it."""
+    tools = row.values.get("tools")
+    if isinstance(tools, str) and tools.strip():
+        tools = _from_json(tools, row.where, "tools")
+    if not tools:
+        return None
+    if not isinstance(tools, list):
+        raise UserError(f"{row.where}: column 'tools' is {_kind(tools)}, {tools!r:.40}; it has to be a list")
+    return tools
 
 
 def _ended(ids: list[int], tokenizer: Any) -> list[int]:

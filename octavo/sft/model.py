@@ -46,8 +46,8 @@ def read_tokenizer(name: str, settings: SFTSettings) -> Any:
     return tokenizer
 
 
-def longest(name: str, settings: SFTSettings) -> int:
-    """Return the tokens of an example: as asked, or 2,048, but no more than the model has positions for."""
+def longest(name: str, settings: SFTSettings) -> tuple[int, int | None]:
+    """Return the tokens of an example (as asked, or 2,048) and the positions of the model, which are not exceeded."""
     from transformers import AutoConfig
 
     try:
@@ -56,10 +56,10 @@ def longest(name: str, settings: SFTSettings) -> int:
         raise UserError(f"MODEL {name}: its config.json does not load: {str(error).splitlines()[0]}") from error
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if settings.seq is None:
-        return min(MAX_SEQ, positions or MAX_SEQ)
+        return min(MAX_SEQ, positions or MAX_SEQ), positions
     if positions is not None and settings.seq > positions:
         raise UserError(f"seq={settings.seq}: MODEL {name} has {positions:,} positions; give --seq {positions} or less")
-    return settings.seq
+    return settings.seq, positions
 
 
 def load_model(name: str, settings: SFTSettings) -> Any:

@@ -48,8 +48,9 @@ def fine_tune(
         _opening(settings, display)
         name, config = find_model(settings)
         tokenizer = read_tokenizer(name, settings)
-        settings = replace(settings, seq=longest(name, settings))
-        data = _read_data(settings, tokenizer)
+        seq, positions = longest(name, settings)
+        settings = replace(settings, seq=seq)
+        data = _read_data(settings, tokenizer, positions)
         display.say(f"Data: {data}", "dim")
         if resume:
             _check_same_run(find_run(out), settings, data)
@@ -93,15 +94,15 @@ def _opening(settings: SFTSettings, display: Display) -> None:
         leave_emulation_unannounced(settings.device)
 
 
-def _read_data(settings: SFTSettings, tokenizer: object) -> Data:
+def _read_data(settings: SFTSettings, tokenizer: object, positions: int | None) -> Data:
     assert settings.seq is not None
     source = read_docstrings() if settings.data is None else read_source(settings.data, settings.split)
-    examples = make_examples(source, tokenizer, settings, settings.seq)
+    examples = make_examples(source, tokenizer, settings, settings.seq, positions=positions)
     if settings.eval_data is None:
         train, held_out = split(examples, settings.held_out, settings.seed)
         return Data(train, held_out, source.description)
     other: Source = read_source(settings.eval_data, settings.split, "--eval-data")
-    held_out = make_examples(other, tokenizer, settings, settings.seq, "--eval-data")
+    held_out = make_examples(other, tokenizer, settings, settings.seq, "--eval-data", positions)
     return Data(examples, held_out, f"{source.description}; evaluated on {other.description}")
 
 

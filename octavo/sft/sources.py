@@ -81,7 +81,7 @@ def _read(path: Path, option: str) -> Iterator[Row]:
 
 
 def _json(path: Path) -> Iterator[Row]:
-    if path.suffix == ".json" and (text := path.read_text("utf-8")).lstrip().startswith("["):
+    if path.suffix == ".json" and (text := path.read_text("utf-8-sig")).lstrip().startswith("["):
         try:
             entries = json.loads(text)
         except ValueError as error:
@@ -136,7 +136,7 @@ def _parquet(path: Path) -> Iterator[Row]:
 
 
 def _text(path: Path) -> Iterator[Row]:
-    text = path.read_text("utf-8")
+    text = path.read_text("utf-8-sig")
     if text.strip():
         yield Row({"text": text}, str(path), continuous=True)
 

@@ -1,6 +1,7 @@
 """What becomes of data: tokens, labels and splits; and one clear line for each thing that can be wrong with it."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -138,6 +139,75 @@ def test_docstrings():
     assert len(found.rows) == 160 and found == read_docstrings()
     user, assistant = found.rows[0].values["messages"]
     assert "def " in user["content"] and assistant["content"] not in user["content"]
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    """Some editors write one."""
+    rows = [{"text": "one"}, {"text": "two"}]
+    csv = "text\none\ntwo\n"
+    lines = "\n".join(map(json.dumps, rows))
+    for name, content in (("a.json", json.dumps(rows)), ("b.json", lines), ("c.jsonl", lines), ("d.csv", csv)):
+        (tmp_path / name).write_text(content, encoding="utf-8-sig")
+        assert [row.values for row in read_source(str(tmp_path / name)).rows] == rows, name
+    (tmp_path / "e.txt").write_text("one", encoding="utf-8-sig")
+    assert read_source(str(tmp_path / "e.txt")).rows[0].values == {"text": "one"}
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"text": 5}, "column 'text' is a number, 5; it has to be text; in JSON, put it in quotes"),
+        ({"text": 0}, "column 'text' is a number, 0; it has to be text"),
+        ({"text": True}, "column 'text' is a truth value, True; it has to be text"),
+        ({"text": {"a": 1}}, "column 'text' is an object"),
+        ({"text": None}, "column 'text' is empty"),
+        ({"prompt": "2+2=", "completion": 4.5}, "column 'completion' is a number, 4.5"),
+        ({"messages": 3}, "column 'messages' is a number, 3; it has to be a list of messages"),
+        ({"messages": [ASKED, {"role": "assistant", "content": 4}]}, "message 2: content is a number, 4; it has to be"),
+        ({"messages": [ASKED, {"role": "assistant", "content": None}]}, "message 2 has to be an object with role and"),
+        ({"messages": [ASKED | {"content": [{"type": "image"}]}]}, "message 1: content is a list"),
+        ({"messages": [{"role": "human", "content": "a"}, {"role": "gpt", "content": "b"}]}, "there are gpt, human"),
+    ],
+)
+def test_values_that_are_no_text(row, expected):
+    with pytest.raises(UserError, match=re.escape(expected)):
+        examples(row)
+
+
+def test_content_in_parts_is_one_text():
+    parts = [{"type": "text", "text": "fo"}, {"type": "text", "text": "ur"}]
+    (example,) = examples({"messages": [ASKED, ANSWERED | {"content": parts, "name": None}]}).examples
+    assert predicted(example) == "four\n"
+
+
+TOOLS = TEMPLATE.replace("{% for", "{% if tools %}{{ tools[0]['name'] }}:{% endif %}{% for", 1).replace(
+    "{{ message['content'] }}", "{% for c in message.tool_calls %}!{{ c['name'] }}{% endfor %}{{ message['content'] }}"
+)
+
+
+@pytest.mark.parametrize("tools", [[{"name": "add"}], '[{"name": "add"}]'], ids=["list", "text"])
+def test_tools_and_calls_of_them_reach_the_template(tools):
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
+    row = {"messages": [ASKED | {"tool_calls": None}, call, {"role": "tool", "content": "4"}, ANSWERED], "tools": tools}
+    (example,) = examples(row, template=TOOLS).examples
+    assert whole(example) == "add:<user>two plus two?\n<assistant>!add\n<tool>4\n<assistant>four\n"
+    assert predicted(example) == "!add\nfour\n"
+    with pytest.raises(UserError, match="the conversation has tool_calls, which the chat template leaves out"):
+        examples(row)
+    with pytest.raises(UserError, match="the conversation has tools, which the chat template leaves out"):
+        examples({"messages": [ASKED, ANSWERED], "tools": tools})
+
+
+def test_a_length_is_advised_only_if_the_model_has_it(invoke, model, tmp_path):
+    data = tmp_path / "long.jsonl"
+    data.write_text(json.dumps({"text": "x" * 80}) + "\n" + json.dumps({"text": "y" * 90}) + "\n")
+    error = error_of(invoke, model, str(data), "--seq", "20")
+    assert "more than --seq 20 tokens, the shortest 81; give --seq 81 or more, or shorter examples" in error
+    data.write_text(json.dumps({"text": "x" * 120}) + "\n")
+    error = error_of(invoke, model, str(data))
+    assert (
+        "the shortest 121; the model has 96 positions, so give shorter examples" in error and "give --seq" not in error
+    )
 
 
 BAD = {
