@@ -96,6 +96,10 @@ class NativeEngine:
 
     def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> list[Completion]:
         """Complete each prompt n times with the weights as they are now, in the order of the prompts."""
+        with self.policy.lock:  # the cache and the slots are of one call
+            return self._generate(prompts, n, sampling)
+
+    def _generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> list[Completion]:
         check_positive_int("n", n)
         given = [[_as_int(token) for token in prompt] for prompt in prompts]
         check_sampling(sampling, self.exact_logprobs)
@@ -124,19 +128,21 @@ class NativeEngine:
 
     def standby(self) -> None:
         """Free the cache, the recorded graphs and the copies of weights; the memory goes back to the device."""
-        if self._cache is not None:
-            self._size = self._cache.size
-        self._cache = self._hidden = None
-        self._steps.clear()
-        self._recorded, self._recorder = [], None
-        self.policy.release()
+        with self.policy.lock:
+            if self._cache is not None:
+                self._size = self._cache.size
+            self._cache = self._hidden = None
+            self._steps.clear()
+            self._recorded, self._recorder = [], None
+            self.policy.release()
         if self.policy.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def wake(self) -> None:
         """Allocate the cache again, as large as it was. Graphs are recorded by the next rollout."""
-        if self._cache is None and self._size is not None:
-            self._make_room(self._size)
+        with self.policy.lock:
+            if self._cache is None and self._size is not None:
+                self._make_room(self._size)
 
     def statistics(self) -> dict[str, float]:
         """Figures of the last `generate`.

@@ -20,6 +20,7 @@ from octavo.rl import vllm
 from octavo.rl.attach import attach, attached
 from octavo.rl.completions import Completion, Engine, Sampling
 from octavo.rl.engine import NativeEngine
+from octavo.rl.policy import ends_of
 
 logger = logging.getLogger("octavo")
 # Fields of SamplingParams that change what is sampled, with the values that do not.
@@ -122,7 +123,7 @@ class _FastGenerate:
             )
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         ids = [self.tokenizer(text)["input_ids"] for text in texts]
-        n, sampling = self._sampling(sampling_params)
+        n, sampling = self._sampling(sampling_params, ends_of(model))
         done = engine.generate(ids, n, sampling)
         return [
             FastOutput(text, ids[i], [self._output(j, one) for j, one in enumerate(done[i * n : (i + 1) * n])])
@@ -133,8 +134,11 @@ class _FastGenerate:
         text = self.tokenizer.decode(one.tokens, skip_special_tokens=True)
         return FastCompletion(index, text, one.tokens, one.logprobs, "stop" if one.stopped else "length")
 
-    def _sampling(self, params: Any) -> tuple[int, Sampling]:
-        """How many completions, and how tokens are chosen, by the fields of vLLM's SamplingParams."""
+    def _sampling(self, params: Any, ends: Sequence[int]) -> tuple[int, Sampling]:
+        """How many completions, and how tokens are chosen, by the fields of vLLM's SamplingParams.
+
+        `ends`: the model's own ends of sequence, which end a completion besides those that are named there.
+        """
         get: dict[str, Any] = {"n": 1, "max_tokens": 16, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "seed": None}
         get |= {name: value for name in get if (value := getattr(params, name, None)) is not None}
         for name, neutral in _NEUTRAL.items():
@@ -142,12 +146,14 @@ class _FastGenerate:
             if value and value != neutral:
                 raise ValueError(f"sampling_params.{name}={value!r}: the engine samples by temperature, top_k, top_p")
         stop_ids = [*(getattr(params, "stop_token_ids", None) or ()), *self._stops(getattr(params, "stop", None))]
+        if not getattr(params, "ignore_eos", False):
+            stop_ids += ends
         return int(get["n"]), Sampling(
             max_new_tokens=get["max_tokens"],
             temperature=get["temperature"],
             top_k=get["top_k"] if get["top_k"] > 0 else None,
             top_p=get["top_p"] if get["top_p"] < 1 else None,
-            stop_ids=tuple(stop_ids) or None,
+            stop_ids=tuple(stop_ids),
             seed=get["seed"],
         )
 

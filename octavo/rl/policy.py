@@ -6,12 +6,16 @@ they are, unless the model's own FP8 products are asked for. Afterwards, and aft
 
 Adapters are never merged: rounding to FP8 again would eat updates below an FP8 step. PEFT keeps them in FP32 beside a
 BF16 model; a BF16 copy is made for each rollout, in the same memory each time.
+
+Two threads that roll out on one model take turns (`lock`), whatever engines they use: each changes its modules.
 """
 
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +33,7 @@ from octavo.rl.cache import CacheFormat
 PRODUCTS = ("weights", "fp8")
 _FIXED_ROPE = ("default", "linear", "llama3", "yarn", "proportional")  # others depend on the longest sequence so far
 _ADAPTERS = (".lora_A.", ".lora_B.")
+_LOCKS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 
 
 class Policy:
@@ -37,6 +42,7 @@ class Policy:
     def __init__(self, model: Any) -> None:
         self.model: Any = _without_peft(model)
         self.config = self.model.config
+        self.lock = _LOCKS.setdefault(self.model, threading.RLock())  # of all engines on this model
         self.attentions = _attentions(self.model)
         _check_rotation(self.config)
         embedding = self.model.get_input_embeddings()
@@ -63,11 +69,7 @@ class Policy:
 
     def stop_ids(self) -> tuple[int, ...]:
         """Return the tokens that end a sequence, as the model says; () if it does not."""
-        for holder in (getattr(self.model, "generation_config", None), self.config):
-            found = getattr(holder, "eos_token_id", None)
-            if found is not None:
-                return tuple(found) if isinstance(found, list | tuple) else (int(found),)
-        return ()
+        return ends_of(self.model)
 
     def hidden(self, attends: Attends, ids: Tensor, positions: Tensor) -> Tensor:
         """Return the last hidden states `[B, S, H]` of tokens at these positions, which attend by a cache."""
@@ -101,6 +103,7 @@ class Policy:
     def rollout(self, products: str) -> Iterator[None]:
         """Have the model generate. `products`: "weights" or "fp8"."""
         with ExitStack() as stack:
+            stack.enter_context(self.lock)
             stack.enter_context(torch.inference_mode(False))  # tensors made in it could not be written to outside
             stack.enter_context(torch.no_grad())
             stack.enter_context(torch.autocast(self.device.type, enabled=False))
@@ -153,6 +156,15 @@ class Policy:
         if self._copies:
             torch._foreach_copy_(self._copies, [p.detach() for p in parameters])
         return self._copies
+
+
+def ends_of(model: Any) -> tuple[int, ...]:
+    """Return the tokens that end a sequence, as a model says; () if it does not."""
+    for holder in (getattr(model, "generation_config", None), model.config):
+        found = getattr(holder, "eos_token_id", None)
+        if found is not None:
+            return tuple(found) if isinstance(found, list | tuple) else (int(found),)
+    return ()
 
 
 def _without_peft(model: Any) -> Any:

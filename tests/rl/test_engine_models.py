@@ -2,6 +2,8 @@
 
 import copy
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -203,6 +205,20 @@ def test_the_model_is_left_as_it_was(kind):
     assert engine.generate(PROMPTS, 2, GREEDY) == completions
     ids = torch.tensor([PROMPTS[1]])
     model(input_ids=ids, labels=ids).loss.backward()  # and it trains as before
+
+
+def test_threads_take_turns():
+    """Two engines on one model, and one that frees its cache meanwhile; a hook lets the other thread run in between."""
+    model = plain()
+    one, other = NativeEngine(model, slots=3), NativeEngine(model, slots=5)
+    expected = [each.tokens for each in one.generate(PROMPTS, 2, GREEDY)]
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: time.sleep(1e-4))
+    before = flags(model), model.config._attn_implementation
+    with ThreadPoolExecutor(3) as threads:
+        found = [threads.submit(engine.generate, PROMPTS, 2, GREEDY) for engine in (one, other, one)]
+        threads.submit(one.standby).result()
+    assert [[each.tokens for each in future.result()] for future in found] == [expected] * 3
+    assert (flags(model), model.config._attn_implementation) == before
 
 
 def test_an_error_leaves_the_model_as_it_was(monkeypatch):

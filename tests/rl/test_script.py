@@ -179,6 +179,13 @@ def test_fast_generate(folder, caplog):
     stop = tokenizer.convert_ids_to_tokens(greedy.outputs[0].token_ids[1])
     ended = adapted.fast_generate(PROMPTS[0], Params(n=1, temperature=0.0, stop=[stop]))[0].outputs[0]
     assert ended.finish_reason == "stop" and len(ended.token_ids) <= 2
+    tokens = greedy.outputs[0].token_ids
+    model.generation_config.eos_token_id = tokens[1]  # ends a completion besides what is named, as in vLLM
+    whole = tokens.index(tokens[1]) + 1, len(tokens)
+    for ignored, length in zip((False, True), whole, strict=True):
+        params = Params(n=1, temperature=0.0, stop_token_ids=[next(iter({0, 2, 3, 4, 5, 6} - set(tokens)))])
+        params.ignore_eos = ignored
+        assert len(adapted.fast_generate(PROMPTS[0], params)[0].outputs[0].token_ids) == length
     for fields, message in (
         ({"min_p": 0.1}, "sampling_params.min_p=0.1"),
         ({"stop": ["no such token"]}, "sampling_params.stop='no such token'"),
