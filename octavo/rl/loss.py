@@ -108,8 +108,11 @@ def group_advantages(rewards: Tensor, scale: str) -> Tensor:
     """Return the advantages `[G, n]` of rewards `[G, n]`. NaN is a completion without a reward: its advantage is 0."""
     known = rewards.isfinite()
     count = known.sum(dim=1, keepdim=True)
-    mean = rewards.where(known, 0.0).sum(dim=1, keepdim=True) / count.clamp(min=1)
-    centred = (rewards - mean).where(known, 0.0)
+    # Counted from the least one, so that equal rewards have advantages of exactly 0: the mean of eight times 0.1 is
+    # not 0.1, and an optimiser that has not seen a gradient yet makes a whole step of any rounding error.
+    least = rewards.where(known, torch.inf).amin(dim=1, keepdim=True)
+    above = (rewards - least).where(known, 0.0)
+    centred = (above - above.sum(dim=1, keepdim=True) / count.clamp(min=1)).where(known, 0.0)
     if scale == "none":
         return centred
     if scale == "group":
@@ -124,13 +127,18 @@ def corrections(old: Tensor, rollout: Tensor, sequence: Tensor, sequences: int, 
     """Return the weight `[N]` of each token, for having been drawn by an engine instead of the trainer."""
     if loss.correction == "none":
         return torch.ones_like(old)
-    logarithm = old - rollout
-    if loss.correction_level == "sequence":
-        logarithm = old.new_zeros(sequences).index_add(0, sequence, logarithm)[sequence]
-    ratio, low = logarithm.exp(), loss.correction_min or 0.0
+    ratio, low = _ratios(old, rollout, sequence, sequences, loss.correction_level), loss.correction_min or 0.0
     if loss.correction == "tis":
         return ratio.clamp(low, loss.correction_max)
     return ratio.where((ratio >= low) & (ratio <= loss.correction_max), 0.0)
+
+
+def _ratios(old: Tensor, rollout: Tensor, sequence: Tensor, sequences: int, level: str) -> Tensor:
+    """π_old / π_rollout of each token, or of its sequence."""
+    logarithm = old - rollout
+    if level == "sequence":
+        logarithm = old.new_zeros(sequences).index_add(0, sequence, logarithm)[sequence]
+    return logarithm.exp()
 
 
 def grpo_loss(logprobs: Tensor, tokens: Tokens, loss: GRPOLoss, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
@@ -151,8 +159,8 @@ def grpo_loss(logprobs: Tensor, tokens: Tokens, loss: GRPOLoss, totals: Totals) 
         kl = difference.exp() - difference - 1
         per_token = per_token + loss.beta * kl
     clipped = ((ratio < low) & (advantages < 0)) | ((ratio > high) & (advantages > 0))
-    plain = (tokens.old - tokens.rollout).exp() if loss.correction_level == "token" else weights
-    changed = (weights != plain) | (weights == 0)
+    plain = _ratios(tokens.old, tokens.rollout, sequence, len(tokens.lengths), loss.correction_level)
+    changed = (weights != plain) & (loss.correction != "none")
     figures = {"clipped": clipped.sum(), "kl": kl.detach().sum(), "corrected": changed.sum()}
     return _reduced(per_token, tokens, loss.loss_type, totals), figures
 

@@ -179,6 +179,24 @@ def test_advantages():
         group_advantages(rewards, "batch")[0], torch.tensor([0.5, -0.5, -0.5, 0.5]) / (known.std() + 1e-4)
     )
     assert group_advantages(torch.full((2, 3), math.nan), "group").eq(0).all()
+    equal = torch.tensor([[0.1], [0.3], [0.7], [1e30]]).expand(4, 7).clone()
+    equal[:, 3] = math.nan
+    for scale in ("group", "none"):
+        assert group_advantages(equal, scale).eq(0).all(), "the mean of equal numbers is rounded"
+
+
+@pytest.mark.parametrize(
+    ("correction", "level", "expected"),
+    [("none", "token", 0), ("tis", "token", 2), ("mis", "token", 2), ("none", "sequence", 0), ("tis", "sequence", 3)],
+)
+def test_corrections_are_counted(correction, level, expected):
+    """Of the tokens whose weight is cut: ratios of 1.5, 3, 3 in one sequence, and of 1.5 in another, cut at 2."""
+    old, rollout = torch.tensor([1.5, 3.0, 3.0, 1.5]).log() - 5, torch.full((4,), -5.0)
+    sequence = torch.tensor([0, 0, 0, 1])
+    given = Tokens(old, rollout, None, sequence, torch.ones(2), torch.tensor([3, 1]))
+    loss = GRPOLoss(correction=correction, correction_level=level)
+    _, figures = grpo_loss(old, given, loss, Totals(2, 4, 1, 8))
+    assert figures["corrected"] == expected
 
 
 def test_gap_statistics():
