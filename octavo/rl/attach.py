@@ -165,13 +165,14 @@ def _sampling(settings: dict[str, Any], length: int) -> Sampling:
     if new < 1:
         raise ValueError(f"max_length={whole}: the rows have {length} tokens already; set max_new_tokens")
     sampled = bool(settings.get("do_sample"))
-    temperature = settings.get("temperature", 1.0) if sampled else 0.0
-    top_k, top_p = settings.get("top_k", _TOP_K), settings.get("top_p", 1.0)
+    given = settings.get("temperature")  # None changes nothing, as in transformers
+    temperature = 0.0 if not sampled else 1.0 if given is None else given
+    top_k, top_p = settings.get("top_k", _TOP_K), settings.get("top_p")
     return Sampling(
         max_new_tokens=new,
         temperature=temperature,
         top_k=top_k if sampled and top_k and top_k > 0 else None,
-        top_p=top_p if sampled and top_p < 1 else None,
+        top_p=top_p if sampled and top_p is not None and top_p < 1 else None,
         stop_ids=_as_tuple(settings.get("eos_token_id")),
     )
 

@@ -77,6 +77,8 @@ def test_samples_by_the_settings_of_the_call(model, monkeypatch):
     assert asked.pop() == (3, Sampling(max_new_tokens=2, temperature=0.5, top_k=50, stop_ids=()))
     model.generate(input_ids=torch.tensor([[5, 6]]), max_length=5, do_sample=True, top_k=0, top_p=0.5)
     assert asked.pop() == (1, Sampling(max_new_tokens=3, temperature=0.5, top_p=0.5, stop_ids=()))
+    model.generate(torch.tensor([[5]]), max_new_tokens=2, do_sample=True, temperature=None, top_k=None, top_p=None)
+    assert asked.pop() == (1, Sampling(max_new_tokens=2, temperature=1.0, stop_ids=()))
     config = transformers.GenerationConfig(temperature=0.7, do_sample=True, top_k=7, eos_token_id=4)
     model.generate(input_ids=torch.tensor([[5, 6]]), generation_config=config)
     assert asked.pop() == (1, Sampling(max_new_tokens=20, temperature=0.7, top_k=7, stop_ids=(4,)))
