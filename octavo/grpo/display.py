@@ -86,6 +86,8 @@ def _counted(row: dict[str, Any]) -> str:
         words.append(f"{row['equal_groups']} of {row['groups']} groups all equal")
     if row["unscored"]:
         words.append(f"{row['unscored']} without a reward")
+    if row["left_out"] > row["unscored"]:
+        words.append(f"{row['left_out'] - row['unscored']} cut off and not learned from")
     if row["truncated"] >= 0.5:
         words.append(f"{100 * row['truncated']:.0f} % ended by length")
     return f"  ({', '.join(words)})" if words else ""

@@ -125,8 +125,12 @@ def _base(folder: Path, settings: RunSettings, steps: int, display: Display) -> 
     if not base.exists():
         wrong = f"{100 * demo.WRONG:.0f} %"
         display.say(f"Making the model: {steps} steps on examples of which {wrong} are wrong (about a minute)", "dim")
-        with display.bar("examples", steps):
-            demo.make_base(base, settings.seed, steps=steps, progress=lambda _, loss: display.advance(f"{loss:.3f}"))
+        try:
+            with display.bar("examples", steps):
+                demo.make_base(base, settings.seed, steps=steps, progress=lambda _, x: display.advance(f"{x:.3f}"))
+        except Interrupted as interrupted:
+            display.say(f"Stopped ({interrupted}) before the model was made: start again, without --resume", "bold")
+            raise
     return base
 
 

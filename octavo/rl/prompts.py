@@ -5,6 +5,7 @@ prompts that leave no room for a completion. The prompts of a step depend on the
 resumed run takes those that it would have taken.
 """
 
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -78,5 +79,8 @@ def _tokenized(row: dict[str, Any], tokenizer: Any) -> Prompt:
     if tokenizer.chat_template is None:  # what the messages say, one below the other
         text = "\n".join(str(message["content"]) for message in prompt) + "\n"
         return Prompt(row, text, tokenizer(text)["input_ids"])
-    text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    try:
+        text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # a template is a program of its own, and says in its own way what it does not take
+        raise UserError(f"the chat template refuses the messages {reprlib.repr(prompt)}: {error}") from error
     return Prompt(row, text, tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -11,8 +11,9 @@ left out of its group, and counted. Whatever else a function does wrong is an er
 
 import inspect
 import math
+import reprlib
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,15 +24,16 @@ from torch import Tensor
 from octavo.training.errors import RunError
 
 RewardFunction = Callable[..., Any]
+ARGUMENTS = ("prompts", "completions", "completion_ids")  # what a function can ask for besides columns
 _HINT = "mend it, then continue with --resume"
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Rewards of completions. `rewards[C]`: NaN where there is none. `means`: of each function, by its name."""
+    """Rewards of completions. `rewards[C]`, FP64: NaN where there is none. `means`: of each function, by its name."""
 
     rewards: Tensor
-    means: dict[str, float]
+    means: dict[str, float | None]
     unscored: int
 
 
@@ -39,8 +41,12 @@ class Rewards:
     """Reward functions and their weights."""
 
     def __init__(self, functions: Sequence[RewardFunction], weights: Sequence[float] | None = None) -> None:
+        if not isinstance(functions, list | tuple) or not all(callable(function) for function in functions):
+            raise ValueError(f"rewards={reprlib.repr(functions)}: a list of functions")
         if not functions:
             raise ValueError("rewards: no function is given; GRPO needs at least one")
+        if weights is not None and not isinstance(weights, list | tuple):
+            raise ValueError(f"weights={weights!r}: a list, with a number for each reward function")
         weights = [1.0] * len(functions) if weights is None else list(weights)
         if len(weights) != len(functions):
             raise ValueError(f"weights: {len(weights)} of them, for {len(functions)} reward functions; give one each")
@@ -72,25 +78,28 @@ class Rewards:
                 f"no completion has a reward: {', '.join(self.names)} gave None or NaN for all {count}; {_HINT}"
             )
         means = {
-            name: float(row[row.isfinite()].mean()) if row.isfinite().any() else math.nan
+            name: float(row[row.isfinite()].mean()) if row.isfinite().any() else None
             for name, row in zip(self.names, values, strict=True)
         }
-        return Scores(rewards.where(is_scored, math.nan).float(), means, int((~is_scored).sum()))
+        return Scores(rewards.where(is_scored, math.nan), means, int((~is_scored).sum()))
 
     def _values(self, function: RewardFunction, given: dict[str, Any], count: int) -> list[float]:
         """Return what a function says; None becomes NaN, and NaN becomes infinity, which is no reward either."""
         name = name_of(function)
         try:
             values = function(**_accepted(function, given))
+        except RunError:
+            raise
         except Exception as error:  # whatever it is, it is not ours: it ends the run, and says where it comes from
             raise RunError(f"reward function {name} raised {_said(error)}; {_HINT}") from error
-        if values is None:
-            raise RunError(f"reward function {name} returned None: a list with a number for each completion; {_HINT}")
         try:
+            if isinstance(values, str | bytes | Mapping | Set):  # these can be listed, too, and would be something else
+                raise TypeError
             values = list(values)
         except TypeError as error:
+            shown = reprlib.repr(values)
             raise RunError(
-                f"reward function {name} returned {values!r}: a list with a number for each completion; {_HINT}"
+                f"reward function {name} returned {shown}: a list with a number for each completion; {_HINT}"
             ) from error
         if len(values) != count:
             raise RunError(f"reward function {name} returned {len(values)} rewards for {count} completions; {_HINT}")
@@ -114,8 +123,15 @@ def _number(name: str, value: Any) -> float:
 
 
 def _accepted(function: RewardFunction, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments that a function names, or all if it takes any."""
+    """Return the arguments that a function names, or all if it takes any; raise for one that there is not."""
     parameters = inspect.signature(function).parameters
+    for name, parameter in parameters.items():
+        is_variable = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if parameter.default is parameter.empty and not is_variable and name not in given:
+            raise RunError(
+                f"reward function {name_of(function)} asks for {name!r}; there are {', '.join(given)}: give the rows "
+                f"such a column, or the argument a default; {_HINT}"
+            )
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return given
     return {name: value for name, value in given.items() if name in parameters}

@@ -14,13 +14,14 @@ import importlib.util
 import inspect
 import json
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from octavo.rl.rewards import Rewards
+from octavo.rl.rewards import ARGUMENTS, Rewards
 from octavo.training.errors import UserError
 
 GYM = "reasoning-gym:"
@@ -41,6 +42,12 @@ class Task:
     def __post_init__(self) -> None:
         if not self.rows:
             raise UserError(f"{self.name}: no prompts in it")
+        for name in ARGUMENTS:
+            if any(name in row for row in self.rows):
+                raise UserError(
+                    f"{self.name}: a column is named {name!r}, by which reward functions get what the model wrote or "
+                    "read: rename the column"
+                )
 
     def columns(self, rows: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
         """Return the columns of some rows, without the prompt; None where a row has no such thing."""
@@ -83,6 +90,7 @@ def _load(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"octavo_rewards_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickle look for the module of a class there
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # a user's file may fail in any way, and the line says in which
@@ -99,7 +107,7 @@ def _rewards_of(module: ModuleType, path: Path) -> Rewards:
             if name != "PROMPTS" and not name.startswith("_")
             if inspect.isfunction(function) and function.__module__ == module.__name__
         ]
-    if not functions:
+    if isinstance(functions, list | tuple) and not functions:
         raise UserError(
             f"{path}: no reward function in it; define one: def f(completions, **columns) -> list of numbers"
         )
@@ -116,7 +124,11 @@ def _python_task(path: Path, rewards: Rewards | None) -> Task:
         raise UserError(
             f"{path}: no PROMPTS in it; define a list of texts or rows, or give a .jsonl and --rewards {path}"
         )
-    rows = [{"prompt": row} if isinstance(row, str) else row for row in (prompts() if callable(prompts) else prompts)]
+    try:
+        entries = list(prompts() if callable(prompts) else prompts)
+    except Exception as error:  # as in a file that does not load
+        raise UserError(f"{path}: PROMPTS gives no list of prompts: {type(error).__name__}: {error}") from error
+    rows = [{"prompt": row} if isinstance(row, str) else row for row in entries]
     for number, row in enumerate(rows, start=1):
         _check_row(row, f"{path}: PROMPTS, entry {number}")
     return Task(path.stem, rows, rewards or _rewards_of(module, path), f"{len(rows):,} prompts of {path.name}")
@@ -124,7 +136,7 @@ def _python_task(path: Path, rewards: Rewards | None) -> Task:
 
 def _jsonl_task(path: Path, rewards: Rewards | None) -> Task:
     try:
-        lines = path.read_text("utf-8").splitlines()
+        lines = path.read_text("utf-8-sig").split("\n")  # splitlines would split at U+2028, too, inside of a text
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"TASK {path}: {getattr(error, 'strerror', None) or error}") from error
     rows = []
@@ -145,7 +157,11 @@ def _jsonl_task(path: Path, rewards: Rewards | None) -> Task:
 
 def _check_row(row: Any, where: str) -> None:
     prompt = row.get("prompt") if isinstance(row, dict) else None
-    is_chat = isinstance(prompt, list) and prompt and all(isinstance(m, dict) and "content" in m for m in prompt)
+    is_chat = (
+        isinstance(prompt, list)
+        and prompt
+        and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt)
+    )
     if not is_chat and not (isinstance(prompt, str) and prompt):
         raise UserError(f"{where}: no prompt in it; a row has a prompt, a text or messages with role and content")
 

@@ -21,12 +21,20 @@ def failing(**_):
     raise KeyError("answer")
 
 
+def wanting(completions, solution):
+    return [float(text == solution) for text in completions]
+
+
 @pytest.mark.parametrize(
     ("function", "words"),
     [
         (failing, r"reward function failing raised KeyError: 'answer' \(test_tasks.py:\d+\); mend it"),
         (lambda **_: [1.0], "returned 1 rewards for 3 completions"),
         (lambda **_: None, "returned None: a list with a number for each completion"),
+        (lambda **_: "111", "returned '111': a list with a number"),
+        (lambda **_: {0: 1.0, 1: 0.5, 2: 0.0}, "returned {0: 1.0, 1: 0.5, 2: 0.0}: a list with a number"),
+        (lambda **_: {0.0, 0.5, 1.0}, "returned {0.0, 0.5, 1.0}: a list with a number"),
+        (wanting, "wanting asks for 'solution'; there are prompts, completions, completion_ids: give the rows"),
         (lambda **_: 1.0, "returned 1.0: a list with a number"),
         (lambda **_: ["good", 1, 1], "gave 'good' for a completion: a number, or None"),
         (lambda **_: [None] * 3, "no completion has a reward: .* gave None or NaN for all 3"),
@@ -48,6 +56,19 @@ def test_rewards_are_weighed_and_none_is_no_opinion():
     assert list(scores.means.values()) == [1.0, 2.5]
 
 
+def test_a_function_without_any_opinion_has_no_mean():
+    scores = score(lambda **_: [None] * 3, lambda **_: [1.0, 2.0, 1e200])
+    assert next(iter(scores.means.values())) is None and scores.rewards.tolist() == [1.0, 2.0, 1e200]
+
+
+def test_texts_with_separators_of_lines_that_json_does_not_know(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    path.write_bytes(
+        b"\xef\xbb\xbf" + '{"prompt": "a\u2028b\x85c", "answer": 0}\r\n{"prompt": "d", "answer": 1}\n'.encode()
+    )
+    assert [row["prompt"] for row in read_task(str(path)).rows] == ["a\u2028b\x85c", "d"]
+
+
 def test_a_jsonl_with_answers(tmp_path):
     path = tmp_path / "sums.jsonl"
     path.write_text(
@@ -65,7 +86,22 @@ def test_a_jsonl_with_answers(tmp_path):
         ("p.jsonl", '{"prompt": "a", "answer": 1}\n{"text": "b"}\n', "p.jsonl:2: no prompt in it"),
         ("p.jsonl", "{", "p.jsonl:1: "),
         ("p.jsonl", "", "rows without an answer"),
+        ("p.jsonl", '{"prompt": [{"content": "a"}], "answer": 1}\n', "messages with role and content"),
+        ("p.jsonl", '{"prompt": "a", "answer": 1, "completions": "b"}\n', "a column is named 'completions'.*rename"),
         ("p.py", "PROMPTS = ['a']\n", "no reward function in it"),
+        (
+            "p.py",
+            "def PROMPTS(): return 1 / 0\ndef f(completions): return []\n",
+            "PROMPTS gives no list .*ZeroDivision",
+        ),
+        ("p.py", "PROMPTS = 3\ndef f(completions): return []\n", "PROMPTS gives no list of prompts: TypeError"),
+        (
+            "p.py",
+            "PROMPTS = ['a']\ndef f(completions): return []\nREWARDS = f\n",
+            "rewards=<function.*: a list of functions",
+        ),
+        ("p.py", "PROMPTS = ['a']\nREWARDS = [1]\n", r"rewards=\[1\]: a list of functions"),
+        ("p.py", "PROMPTS = ['a']\ndef f(completions): return []\nWEIGHTS = 1.0\n", "weights=1.0: a list"),
         ("p.py", "def f(completions): return []\n", "no PROMPTS in it"),
         ("p.py", "import nothing_of_the_kind\n", "does not load: ModuleNotFoundError"),
         ("p.py", "PROMPTS = [3]\ndef f(completions): return []\n", "PROMPTS, entry 1: no prompt"),
@@ -86,6 +122,15 @@ def test_a_python_file(tmp_path):
     task = read_task(str(path))
     assert task.rewards.names == ["f"] and [row["prompt"] for row in task.rows] == ["a", "b"]
     assert task.rewards.score(["a"], ["1234"], [[1]], {}).rewards.tolist() == [4.0]
+
+
+def test_a_python_file_with_a_dataclass(tmp_path):
+    path = tmp_path / "classes.py"
+    path.write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass Row:\n    x: int\n"
+        "PROMPTS = [str(Row(1).x)]\ndef f(completions): return [0.0 for _ in completions]\n"
+    )
+    assert [row["prompt"] for row in read_task(str(path)).rows] == ["1"]
 
 
 def test_reasoning_gym_is_named_where_it_is_missing(monkeypatch):
