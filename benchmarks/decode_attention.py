@@ -46,7 +46,7 @@ LAYERS = {1: 32, 64: 6}  # of which a graph reads the caches; 3 for more slots
 
 
 class Step(NamedTuple):
-    """What one step of so many layers reads."""
+    """Bytes that one step of so many layers reads."""
 
     q: Tensor
     caches: list[tuple[KVCache, KVCache]]
@@ -73,7 +73,7 @@ class Step(NamedTuple):
         return decode_store.rotary_and_store(self.qkv, cos, sin, HEADS, None, suffix, self.places, self.newest)
 
     def bytes(self) -> int:
-        """Of keys and values in one layer."""
+        """Bytes of keys and values in one layer."""
         tokens = int(self.suffix_lengths.sum()) + int(self.prefix_lengths.sum())
         keys = self.caches[0][1].keys
         scale = 0 if self.caches[0][1].key_scales is None else 4
@@ -130,7 +130,7 @@ def time_graph(run: Callable[[], object], calls: int, repeats: int = 15) -> floa
 
 
 class Case(NamedTuple):
-    """What is timed; `table`: groups read their prompt, otherwise slots do. `overlaps`: launches begin early."""
+    """A case to time; `table`: groups read their prompt, otherwise slots do. `overlaps`: launches begin early."""
 
     slots: int
     as_bytes: bool
@@ -156,7 +156,7 @@ def set_overlaps(overlaps: bool) -> None:
 
 
 def cases_of(slots: int, as_bytes: bool, best: DecodeTile | None) -> list[Case]:
-    """What to time for so many slots: tiles at 64, where `best` is not known yet; then parts, for that tile."""
+    """Cases to time for so many slots: tiles at 64, where `best` is not known yet; then parts, for that tile."""
     usual = tile_for(slots, HEADS.kv, as_bytes=as_bytes, device=torch.device("cuda"))
     table = slots > 1
     if best is None:
@@ -204,7 +204,7 @@ class Compiler:
 
 
 def difference(step: Step, case: Case, expected: Tensor) -> str:
-    """What is wrong with the output, beyond the rounding of probabilities and of the output to BF16; empty if nothing.
+    """The error of the output, beyond the rounding of probabilities and of the output to BF16; empty if nothing.
 
     Computed twice: the second run is launched directly.
     """

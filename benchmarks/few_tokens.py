@@ -65,7 +65,7 @@ ADAPTER_PARTS = (4, 8, 32)
 
 
 class Config(NamedTuple):
-    """Of one linear."""
+    """Choices for one linear."""
 
     tile: ProductTile
     parts: int
@@ -203,7 +203,7 @@ class Linears:
         self.norm = Norm((torch.rand(HIDDEN, device=DEVICE) + 0.5).to(BF16), 1e-5)
 
     def run(self, name: str, x: Tensor) -> Callable[[int], Any]:
-        """What call i of a linear does: "qkv" after a norm, "o", "gate_up" after a norm, or all of the "mlp".
+        """Return call i of a linear: "qkv" after a norm, "o", "gate_up" after a norm, or all of the "mlp".
 
         The tiles are those of now, whatever is set later.
         """
@@ -242,7 +242,7 @@ def choices(name: str, rows: int) -> Iterator[Config]:
 
 
 class Job(NamedTuple):
-    """What a process compiles, without a launch: it goes to Triton's cache on disk."""
+    """Compile in a process, without a launch: it goes to Triton's cache on disk."""
 
     name: str
     tokens: int

@@ -203,7 +203,7 @@ class GRPO:
         loss_sum, clipped, corrected, kl = sums.tolist()
         if not math.isfinite(loss_sum) or not math.isfinite(float(norm)):
             raise RunError(
-                f"the loss or gradient of step {number} is not finite; nothing was changed by it: start again from the "
+                f"the loss or gradient of step {number} is not finite, and it was not applied: start again from the "
                 f"last checkpoint with a smaller --lr (it was {settings.learning_rate(number):g}), in a new run"
             )
         self.optimizer.step()
