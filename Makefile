@@ -1,5 +1,6 @@
 # Two commands, `make train` and `make test`. `make test-all` runs the slow tests, too; `make test-hf` has the tests of
-# Hugging Face's libraries, `make test-rl` those of reinforcement learning, with vLLM. Each installs what it still needs.
+# Hugging Face's libraries, `make test-rl` those of reinforcement learning, with vLLM, `make test-dist` those of several
+# ranks. Each installs what it still needs.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -15,7 +16,7 @@ NEWEST := transformers==5.22.2
 NEWEST_TORCH := torch==2.15.0
 CORE_TESTS := tests/numerics tests/nn tests/optim tests/training tests/test_convert.py tests/test_ops.py tests/models/test_bdh.py
 
-.PHONY: train test test-all test-hf test-rl test-newest-torch lint types pytest clean
+.PHONY: train test test-all test-hf test-rl test-dist test-newest-torch lint types pytest clean
 
 train: $(VENV)/.core
 	$(BIN)/octavo train $(ARGS)
@@ -34,7 +35,8 @@ types: $(VENV)/.dev
 
 # A core that is done takes from the other, so that none waits at the end.
 pytest: $(VENV)/.dev
-	$(BIN)/pytest -n 2 --dist worksteal tests --ignore=tests/hf --ignore=tests/sft --ignore=tests/rl $(SELECTED) $(ARGS)
+	$(BIN)/pytest -n 2 --dist worksteal tests --ignore=tests/hf --ignore=tests/sft --ignore=tests/rl --ignore=tests/dist \
+		$(SELECTED) $(ARGS)
 
 # Everything that meets Hugging Face's libraries, with the oldest transformers; with the newest, all but the decoders'
 # numerics.
@@ -47,6 +49,10 @@ test-hf: $(VENV)/.dev $(VENV)/.newest
 test-rl: $(VENV)/.dev $(VENV)-vllm/.done
 	$(BIN)/pytest -n 2 tests/rl --ignore=tests/rl/with_vllm $(ARGS)
 	HF_HUB_OFFLINE=1 $(VENV)-vllm/bin/python -m pytest -p no:cacheprovider tests/rl/with_vllm $(ARGS)
+
+# Several ranks: two processes a test, so one test at a time.
+test-dist: $(VENV)/.dev
+	$(BIN)/pytest tests/dist $(ARGS)
 
 # Numerics, layers, optimisers and the training command with the newest torch.
 test-newest-torch: $(VENV)-newest-torch/.done

@@ -18,6 +18,7 @@ ORDER = [
     "ops",
     "nn",
     "optim",
+    "dist",
     "models",
     "decoders",
     "convert",
