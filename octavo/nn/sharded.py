@@ -18,6 +18,11 @@ def ranks() -> int:
     return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 
+def may_be_freed() -> bool:
+    """Whether an engine may free Parameters between forward and backward: DeepSpeed does, also on one rank."""
+    return not torch.compiler.is_compiling() and distributed.is_available() and distributed.is_initialized()
+
+
 def is_sharded(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor)
 
@@ -33,9 +38,9 @@ def plain_class(module: torch.nn.Module) -> type[torch.nn.Module]:
     return kind.__mro__[kind.__mro__.index(FSDPModule) + 1] if issubclass(kind, FSDPModule) else kind
 
 
-def set_plain_class(module: Any, cls: type[torch.nn.Module]) -> None:
+def set_plain_class(module: Any, cls: Any) -> None:
     """Let a module be of another class, beneath the subclass that FSDP2 may have given it."""
-    kind = type(module)
+    kind: Any = type(module)
     module.__class__ = _unit(kind, cls) if issubclass(kind, FSDPModule) else cls
 
 
