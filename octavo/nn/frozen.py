@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from octavo.nn.linear import LinearInFP8
 from octavo.nn.linear_function import linear
+from octavo.nn.sharded import may_be_freed
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 from octavo.numerics.checks import check_choice
 from octavo.numerics.config import check_config
@@ -179,8 +180,10 @@ class FP8FrozenLinear(LinearInFP8):
 
     def as_weight(self, *others: "FP8FrozenLinear") -> Weight:
         """Return the weight as products take it, with those of others side by side."""
-        weights, scales = zip(*(member.quantized for member in (self, *others)), strict=True)
-        return Weight(weights, scales)
+        members = (self, *others)
+        weights, scales = zip(*(member.quantized for member in members), strict=True)
+        names = ("weight", SCALE_NAME) if may_be_freed() else ()
+        return Weight(weights, scales, sources=[getattr(member, name) for name in names for member in members])
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return self.quantized.dequantize(dtype)

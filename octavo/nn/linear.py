@@ -18,6 +18,7 @@ from torch.nn.utils import parametrize
 from octavo.nn import held
 from octavo.nn.fp8_only import OffloadedWeight
 from octavo.nn.linear_function import linear
+from octavo.nn.sharded import set_plain_class
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 from octavo.numerics.config import Recipe, check_config
 from octavo.ops.linear import LinearSpec, linear_spec
@@ -59,7 +60,7 @@ def change_class(module: Any, cls: type[nn.Module]) -> None:
     if parametrize.is_parametrized(module):
         type(module).__bases__ = (cls,)
     else:
-        module.__class__ = cls
+        set_plain_class(module, cls)
 
 
 class LinearInFP8(nn.Linear):
@@ -185,7 +186,7 @@ class FP8Linear(LinearInFP8):
         cls, module: nn.Module, config: FP8TrainingConfig, scaling: FP8ScalingManager, name: str
     ) -> Self:
         """Make this very module an FP8 one: its hooks and references to it stay."""
-        module.__class__ = cls
+        set_plain_class(module, cls)
         assert isinstance(module, cls)
         module._enable_fp8(config, scaling, name)
         return module
