@@ -80,6 +80,28 @@ def longest_completions() -> str:
     return "\n\n".join(parts)
 
 
+def rl_smollm() -> str:
+    """GRPO of SmolLM2: the gap by precision, and the reward of each run; without a measurement, nothing."""
+    parts = []
+    for result in read("*-rl-smollm*.json"):
+        heading = provenance(result, f"python benchmarks/rl_smollm.py --model {result['model']}")
+        formats = {"gap_mean": ".4f", "gap_p99": ".3f", "gap_k3": ".1e", "gap_exp": ".3f", "gap_clip": ".2%"}
+        gaps = []
+        for row in result["gap"]:
+            ratio = "–" if row["ratio"] is None else f"{row['ratio']:.2f}x"
+            gaps.append([f"{row['way']}, rollout {row['rollout']}", ratio, *figures(row, formats)])
+        names = ["mean", "p99", "k3", "mean exp", "past a clipping bound"]
+        parts.append(heading + table(["trainer, rollout's products", "against BF16", *names], gaps))
+        runs = [run for run in result["runs"] if "final" in run]
+        rewards = [
+            [f"{run['way']}, seed {run['seed']}", *figures(run, {"first": ".3f", "final": ".3f"})] for run in runs
+        ]
+        steps_of = f"{result['compared_steps']:,} steps of {result['settings']['prompts']} × "
+        steps_of += f"{result['settings']['completions']} completions; means over a fifth of them:\n\n"
+        parts.append(steps_of + table(["", "reward at first", "at last"], rewards))
+    return "\n\n".join(parts)
+
+
 def kernels() -> str:
     """Microseconds and the share of a copy's bandwidth, one row for each recipe and operand."""
     (result,) = (result for result in read("*-kernels.json"))
@@ -197,6 +219,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "workloads": workloads,
     "rollouts": rollouts,
     "longest-completions": longest_completions,
+    "rl-smollm": rl_smollm,
     "kernels": kernels,
     "frozen-products": frozen_products,
     "longest": longest,

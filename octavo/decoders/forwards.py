@@ -23,6 +23,7 @@ from octavo.decoders.classes import ORIGINAL, is_fused
 from octavo.decoders.hooks import is_hooked
 from octavo.decoders.match import GATE_UP, QKV, base_of, norm_of
 from octavo.decoders.products import adds_residual, gated_mlp, linear_group, linear_group_after_norm
+from octavo.decoders.rehearsal import needs_rehearsal, rehearse
 from octavo.nn.frozen import FP8FrozenLinear
 from octavo.nn.linear import FP8Linear, LinearInFP8
 from octavo.nn.norm import rms_norm
@@ -175,7 +176,13 @@ def norm_forward(self: Any, original: Callable[..., Any], x: Tensor) -> Tensor:
 def layer_forward(self: Any, original: Callable[..., Any], hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if args or hidden_states.numel() == 0:
         return original(self, hidden_states, *args, **kwargs)
-    return _feed_forward(self, *_attend(self, hidden_states, kwargs))
+    if needs_rehearsal(self, hidden_states, kwargs):
+        rehearse(self, _layer, hidden_states, kwargs)
+    return _layer(self, hidden_states, kwargs)
+
+
+def _layer(layer: Any, h: Tensor, kwargs: dict[str, Any]) -> Tensor:
+    return _feed_forward(layer, *_attend(layer, h, kwargs))
 
 
 def _attend(layer: Any, h: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
