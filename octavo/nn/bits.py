@@ -1,7 +1,7 @@
 """Parameters whose bits FSDP2 must gather as they are: frozen FP8 weights and their scales, which are integers.
 
-With `MixedPrecisionPolicy(param_dtype=…)`, FSDP2 of torch 2.11 casts what it gathers, integers too: a scale's bits would
-become some number. torch 2.13 leaves integers alone. FSDP2 gathers a tensor with `fsdp_pre_all_gather` and
+With `MixedPrecisionPolicy(param_dtype=…)`, FSDP2 of torch 2.11 casts what it gathers, integers too: the bits of a scale
+would become some number. torch 2.13 leaves integers alone. FSDP2 gathers a tensor with `fsdp_pre_all_gather` and
 `fsdp_post_all_gather` by these instead, so where it casts integers, shards get the two, which send and take bytes.
 """
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from octavo.nn.bits import gather_as_is
 from octavo.nn.linear import LinearInFP8
 from octavo.nn.linear_function import linear
-from octavo.nn.sharded import is_sharded, local, placed_like
+from octavo.nn.sharded import is_sharded, local, may_be_freed, placed_like
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 from octavo.numerics.checks import check_choice
 from octavo.numerics.config import check_config
@@ -196,7 +196,7 @@ class FP8FrozenLinear(LinearInFP8):
         weight, scale = self.weight.detach(), getattr(self, SCALE_NAME).detach()
         if weight.element_size() != 1 or scale.element_size() != 4:
             raise RuntimeError(
-                f"this FP8FrozenLinear finds its weight in {weight.dtype} and its scales in {scale.dtype}: FSDP2 of torch "
+                f"this FP8FrozenLinear finds its weight in {weight.dtype}, its scales in {scale.dtype}: FSDP2 of torch "
                 f"{torch.__version__} has cast them. Update to torch 2.13, or leave param_dtype out of the "
                 "MixedPrecisionPolicy"
             )
@@ -206,8 +206,10 @@ class FP8FrozenLinear(LinearInFP8):
 
     def as_weight(self, *others: "FP8FrozenLinear") -> Weight:
         """Return the weight as products take it, with those of others side by side."""
-        weights, scales = zip(*(member.quantized for member in (self, *others)), strict=True)
-        return Weight(weights, scales)
+        members = (self, *others)
+        weights, scales = zip(*(member.quantized for member in members), strict=True)
+        names = ("weight", SCALE_NAME) if may_be_freed() else ()
+        return Weight(weights, scales, sources=[getattr(member, name) for name in names for member in members])
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return self.quantized.dequantize(dtype)
@@ -269,7 +271,7 @@ class FP8FrozenLinear(LinearInFP8):
             # With assign=True, where the loaded ones are: this linear may be on the meta device.
             device = weight.device if local_metadata.get("assign_to_params_buffers") else self.weight.device
             if is_sharded(weight) and weight.element_size() > 1:
-                error_msgs.append(f"{prefix}weight is a shard in {weight.dtype}: quantise weights before they are sharded")
+                error_msgs.append(f"{prefix}weight is a shard in {weight.dtype}: quantise it before it is sharded")
             elif weight.element_size() == 1 and not scale.is_floating_point():
                 error_msgs.append(f"{prefix}{SCALE_NAME} is in {scale.dtype}: something has cast it from float32")
             elif weight.element_size() == 1:

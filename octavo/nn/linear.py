@@ -19,6 +19,7 @@ from torch.nn.utils import parametrize
 from octavo.nn import held
 from octavo.nn.fp8_only import OffloadedWeight
 from octavo.nn.linear_function import linear
+from octavo.nn.sharded import set_plain_class
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 from octavo.numerics.config import Recipe, check_config
 from octavo.ops.linear import LinearSpec, linear_spec
@@ -60,7 +61,7 @@ def change_class(module: Any, cls: type[nn.Module]) -> None:
     if parametrize.is_parametrized(module):
         type(module).__bases__ = (cls,)
     else:
-        module.__class__ = cls
+        set_plain_class(module, cls)
 
 
 class LinearInFP8(nn.Linear):
@@ -87,7 +88,7 @@ class LinearInFP8(nn.Linear):
         device = self.weight.device
         if isinstance(self.weight, DTensor) and device.type != self.weight.device_mesh.device_type:
             kind = self.weight.device_mesh.device_type
-            return torch.device(kind, torch.get_device_module(kind).current_device()) if kind != "cpu" else torch.device(kind)
+            return torch.device(kind, None if kind == "cpu" else torch.get_device_module(kind).current_device())
         return torch.device("cpu") if device.type == "meta" else device
 
     @property
@@ -196,7 +197,7 @@ class FP8Linear(LinearInFP8):
         cls, module: nn.Module, config: FP8TrainingConfig, scaling: FP8ScalingManager, name: str
     ) -> Self:
         """Make this very module an FP8 one: its hooks and references to it stay."""
-        module.__class__ = cls
+        set_plain_class(module, cls)
         assert isinstance(module, cls)
         module._enable_fp8(config, scaling, name)
         return module

@@ -25,7 +25,7 @@ from octavo.decoders.attention import plainly_causal
 from octavo.decoders.decoding import Attends, decoding
 from octavo.decoders.fuse import fused_for_decoding
 from octavo.decoders.graph_state import state_of
-from octavo.decoders.hooks import is_hooked
+from octavo.decoders.hooks import brings_weights, is_hooked
 from octavo.nn.held import HeldWeights, holding
 from octavo.nn.linear import LinearInFP8, weights_only
 from octavo.rl.cache import CacheFormat
@@ -235,7 +235,7 @@ def _base(module: Any) -> Any:
 
 
 def _is_plain(head: Any) -> bool:
-    return type(head) is nn.Linear and head.bias is None and not is_hooked(head)
+    return type(head) is nn.Linear and head.bias is None and not is_hooked(head) and not brings_weights(head)
 
 
 @contextmanager
