@@ -13,6 +13,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
 from octavo.nn import held
@@ -83,7 +84,12 @@ class LinearInFP8(nn.Linear):
 
     @property
     def scaling_device(self) -> torch.device:
-        return torch.device("cpu") if self.weight.device.type == "meta" else self.weight.device
+        """Where products are computed: with the weight, or, if that is a shard, on its mesh's devices."""
+        device = self.weight.device
+        if isinstance(self.weight, DTensor) and device.type != self.weight.device_mesh.device_type:
+            kind = self.weight.device_mesh.device_type
+            return torch.device(kind, None if kind == "cpu" else torch.get_device_module(kind).current_device())
+        return torch.device("cpu") if device.type == "meta" else device
 
     @property
     def states(self) -> tuple[Tensor, Tensor]:
@@ -125,6 +131,11 @@ class LinearInFP8(nn.Linear):
         super()._apply(fn, recurse)
         self.scaling.to(self.scaling_device)
         return self
+
+    def _bring_states(self) -> None:
+        """Move scaling states to the weight, which `load_state_dict(assign=True)` may have put on another device."""
+        if self.scaling.device != self.scaling_device:
+            self.scaling.to(self.scaling_device)
 
 
 class FP8Linear(LinearInFP8):
@@ -266,6 +277,8 @@ class FP8Linear(LinearInFP8):
         )
         if loaded is not None and prefix + "weight" in missing_keys:
             missing_keys.remove(prefix + "weight")
+        if local_metadata.get("assign_to_params_buffers"):
+            self._bring_states()
 
     def extra_repr(self) -> str:
         state = "" if self.fp8_only is None else ", weight in FP8 only"
