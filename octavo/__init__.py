@@ -19,6 +19,8 @@ if TYPE_CHECKING:  # see the end
     from octavo.convert import convert_to_fp8 as convert_to_fp8
     from octavo.convert import restore as restore
     from octavo.decoders.graphs import use_cuda_graphs as use_cuda_graphs
+    from octavo.dist.amax import share_amax as share_amax
+    from octavo.dist.gather import fp8_all_gather as fp8_all_gather
     from octavo.hf.accelerate import setup_fp8_mixed_precision_training as setup_fp8_mixed_precision_training
     from octavo.hf.accelerate import watch_environment as watch_environment
     from octavo.hf.callback import OctavoCallback as OctavoCallback
@@ -66,6 +68,7 @@ __all__ = [
     "compute_scale",
     "convert_to_fp8",
     "dequantize",
+    "fp8_all_gather",
     "fp8_autocast",
     "fp8_linear",
     "fp8_matmul",
@@ -74,6 +77,7 @@ __all__ = [
     "quantize",
     "quantize_stochastic",
     "restore",
+    "share_amax",
 ]
 
 # Imported when first asked for: torch takes seconds, and the `octavo` command should say what it can do before that.
@@ -94,6 +98,7 @@ _WHERE = {
     "compute_scale": "octavo.numerics",
     "convert_to_fp8": "octavo.convert",
     "dequantize": "octavo.numerics",
+    "fp8_all_gather": "octavo.dist.gather",
     "fp8_autocast": "octavo.nn.autocast",
     "fp8_linear": "octavo.nn.functional",
     "fp8_matmul": "octavo.nn.functional",
@@ -102,6 +107,7 @@ _WHERE = {
     "quantize": "octavo.numerics",
     "quantize_stochastic": "octavo.numerics",
     "restore": "octavo.convert",
+    "share_amax": "octavo.dist.amax",
 }
 # Not in `__all__`: these need transformers, accelerate or peft.
 _LATER = {

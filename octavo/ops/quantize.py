@@ -10,6 +10,7 @@ from torch import Tensor
 
 from octavo.numerics import OperandRecipe, Quantized
 from octavo.numerics import operand as spec
+from octavo.numerics.amax import block_amax, finite_amax
 from octavo.numerics.formats import E8M0_DTYPE
 from octavo.numerics.quantize import packed_scale_dtype, scale_shape
 from octavo.ops.register import operator
@@ -39,6 +40,16 @@ def quantize_group(
         if kernel.can_quantize(xs, recipe):
             return kernel.quantize_group(xs, state, recipe, record=record, layout=layout, scale=scale)
     return spec.quantize_group(xs, state, recipe, record=record, layout=layout, scale=scale)
+
+
+def matrix_amax(x: Tensor, *, by_column: bool) -> Tensor:
+    """Return the largest finite magnitude of a matrix `[R, C]`, `[1]`, or of each of its columns, `[C]`; FP32."""
+    if has_fp8_tensor_cores(x.device):
+        from octavo.kernels import quantize as kernel
+
+        if kernel.can_measure(x):
+            return kernel.matrix_amax(x, by_column=by_column)
+    return block_amax(x, (x.shape[0], 1)).view(-1) if by_column else finite_amax(x)[0].view(1)
 
 
 def quantize_folded(g: Tensor, factor: Tensor, state: Tensor, recipe: OperandRecipe) -> Quantized:
