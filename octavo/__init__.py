@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # see the end
     from octavo.decoders.graphs import use_cuda_graphs as use_cuda_graphs
     from octavo.dist.amax import share_amax as share_amax
     from octavo.dist.gather import fp8_all_gather as fp8_all_gather
+    from octavo.dist.reduce import reduce_gradients as reduce_gradients
     from octavo.hf.accelerate import setup_fp8_mixed_precision_training as setup_fp8_mixed_precision_training
     from octavo.hf.accelerate import watch_environment as watch_environment
     from octavo.hf.callback import OctavoCallback as OctavoCallback
@@ -76,6 +77,7 @@ __all__ = [
     "measure_memory",
     "quantize",
     "quantize_stochastic",
+    "reduce_gradients",
     "restore",
     "share_amax",
 ]
@@ -106,6 +108,7 @@ _WHERE = {
     "measure_memory": "octavo.optim.step_memory",
     "quantize": "octavo.numerics",
     "quantize_stochastic": "octavo.numerics",
+    "reduce_gradients": "octavo.dist.reduce",
     "restore": "octavo.convert",
     "share_amax": "octavo.dist.amax",
 }

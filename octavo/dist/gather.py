@@ -63,7 +63,7 @@ class GatheredMember:
         self._version = local._version
         return local.detach()
 
-    def pre(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
+    def pre(self, _mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
         """What this rank sends: values of one layout or two, each with its scales if all ranks do not know them."""
         if self.parameter._sharded_local_tensor._version != self._version:
             self.gathers.refresh()

@@ -38,16 +38,16 @@ class GatheredWeight(Tensor):
 
     @staticmethod
     def __new__(cls, source: Source) -> "GatheredWeight":
-        made: GatheredWeight = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: GatheredWeight = torch.Tensor._make_wrapper_subclass(
             cls, source.shape, dtype=source.dtype, device=source.device
         )
         made.source = source
         return made
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         aten = torch.ops.aten
         same = func in (aten.detach.default, aten.alias.default)
         if func is aten.as_strided.default:
@@ -58,8 +58,8 @@ class GatheredWeight(Tensor):
 
         if func._schema.is_mutable:
             raise RuntimeError(
-                f"{func} on a weight that was gathered in FP8: its values are those of its shards. Write to the sharded "
-                "parameter (outside forward and backward), or call remove() on what octavo.fp8_all_gather returned"
+                f"{func} on a weight that was gathered in FP8: its values are those of its shards. Write to the "
+                "sharded parameter between steps, or call remove() on what octavo.fp8_all_gather returned"
             )
 
         def values(value: Any) -> Any:
@@ -69,7 +69,7 @@ class GatheredWeight(Tensor):
         new_args, new_kwargs = torch.utils._pytree.tree_unflatten([values(each) for each in flat], tree)
         return func(*new_args, **new_kwargs)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         return f"GatheredWeight({tuple(self.shape)}, {self.dtype}, {self.device})"
 
 

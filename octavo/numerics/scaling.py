@@ -285,6 +285,11 @@ class FP8ScalingManager:
                 limits = list(zip(self._maximum, self._margin, strict=True))
                 self._limits = torch.tensor(limits, dtype=torch.float32, device=self.device).reshape(-1, 2)
 
+    def histories(self) -> list[Tensor]:
+        """Return what states are rolled by, to be read or written in place."""
+        self._arrange()
+        return [getattr(self, name) for name in _PER_STATE]
+
     def statistics(self, *, reset: bool = True) -> dict[str, dict[str, float]]:
         """Return statistics since the last reset, by name. Synchronises.
 

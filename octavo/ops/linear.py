@@ -99,7 +99,8 @@ class Call(NamedTuple):
         x, w, g, flags, dtypes, save_x, saves, x_dtype, *positions = text.split("|")
         recipes = [OperandRecipe.decode(recipe) if recipe else None for recipe in (x, w, g)]
         x_dtype_, out, *dw = (getattr(torch, name.removeprefix("torch.")) for name in (x_dtype, *dtypes.split(",")))
-        spec = LinearSpec(recipes[0], recipes[1], recipes[2], out, *(flag == "1" for flag in flags), *dw)
+        rest: list[Any] = [*(flag == "1" for flag in flags), *dw]
+        spec = LinearSpec(recipes[0], recipes[1], recipes[2], out, *rest)
         return Call(spec, save_x, saves == "1", x_dtype_, tuple(positions))
 
 
