@@ -29,6 +29,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from torch import Tensor, distributed, nn
 
 import octavo
 from octavo.dist.amax import AmaxExchange
+from octavo.dist.collectives import all_gather
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 from octavo.numerics.scaling import new_states
 from octavo.ops.quantize import matrix_amax, quantize_group
@@ -95,7 +97,7 @@ def train(
         marks.append(_mark(device))
     if device == "cuda":
         torch.cuda.synchronize()
-    seconds = [_between(a, b) for a, b in zip(marks, marks[1:], strict=False)]
+    seconds = [_between(a, b) for a, b in pairwise(marks)]
     return torch.stack(losses).float().tolist(), seconds
 
 
@@ -229,8 +231,7 @@ def amax(options: Options) -> Row:
     manager.exchange = exchange
     for _ in range(3):
         manager.step()
-    alone, reduced = torch.stack(manager.states), partial(exchange.reduce, torch.stack(manager.states))
-    del alone
+    reduced = partial(exchange.reduce, torch.stack(manager.states))
     if options.device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
@@ -268,7 +269,7 @@ def lora(options: Options) -> Row:
                 model_of.forget_gradients()
                 marks.append(_mark(options.device))
             last = losses[-1].item()
-            seconds = [_between(a, b) for a, b in zip(marks, marks[1:], strict=False)]
+            seconds = [_between(a, b) for a, b in pairwise(marks)]
             middle = statistics.median(seconds[options.lora_steps // 2 :])
             ways[way] = {"ms": 1e3 * middle, "peak_gib": peak_gib(options.device), "last": last}
         except RuntimeError as error:
@@ -314,7 +315,7 @@ def float8(options: Options) -> Row:
         received = torch.zeros(256, dtype=torch.uint8, device=options.device).view(dtype)
         for name, call in {
             "broadcast": lambda sent=sent, received=received: distributed.broadcast(received.copy_(sent), 0),
-            "all_gather": partial(distributed.all_gather_into_tensor, received, sent),
+            "all_gather": partial(all_gather, received, sent),
         }.items():
             try:
                 call()

@@ -65,7 +65,7 @@ class AmaxExchange:
             self.ranks, timeout=timedelta(seconds=LIMIT), use_local_synchronization=group is not None, group_desc=GROUP
         )
         self._all = group  # without that limit: ranks may come late to their first forward
-        self._agreed = ""  # the names on which all ranks have agreed
+        self._agreed: tuple[int, ...] = ()  # how many operands and sources all ranks have agreed on
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _no_exchange, ()
@@ -115,10 +115,11 @@ class AmaxExchange:
 
     def _require_agreement(self) -> None:
         """Raise on every rank if ranks would reduce different things; looks again only when something is new here."""
+        counts = (len(self.manager.states) if self.shares_states else 0, *map(id, self.sources))
+        if counts == self._agreed:
+            return
         names = self.manager.names if self.shares_states else []
         labels = "\n".join([*(source.label for source in self.sources), *names])
-        if labels == self._agreed:
-            return
         digest = int.from_bytes(hashlib.sha256(labels.encode()).digest()[:7], "big")
         device = self.manager.states[0].device
         numbers = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
@@ -128,7 +129,7 @@ class AmaxExchange:
             everyone: list[Any] = [None] * len(self.ranks)
             distributed.all_gather_object(everyone, labels.split("\n"), group=self.group)
             raise ValueError(_difference(self.ranks, everyone))
-        self._agreed = labels
+        self._agreed = counts
         if self.shares_states:
             for history in self.manager.histories():  # those of a run that was local until now differ
                 self._all_reduce(history)

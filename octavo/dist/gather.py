@@ -21,9 +21,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
 from octavo.dist.amax import AmaxExchange, exchange_of, require_ranks
+from octavo.dist.collectives import all_gather
 from octavo.dist.shards import Product, ProductScales, Shard
 from octavo.nn.gathered import GatheredWeight
 from octavo.nn.groups import linears_by_product
@@ -140,7 +141,7 @@ class GatheredMember:
         if self.world == 1:
             return mine
         everyone = mine.new_empty(self.world * mine.shape[0], *mine.shape[1:])
-        distributed.all_gather_into_tensor(everyone, mine.contiguous(), group=self.unit.mesh_info.shard_process_group)
+        all_gather(everyone, mine.contiguous(), self.unit.mesh_info.shard_process_group)
         return everyone
 
     def attach(self) -> None:

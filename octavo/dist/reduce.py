@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
+from octavo.dist.collectives import all_gather
 from octavo.numerics import OperandRecipe, Quantized
 from octavo.numerics.checks import check_choice
 from octavo.numerics.formats import E4M3
@@ -95,7 +96,7 @@ class SmallAllReduce:
         padded = nn.functional.pad(buffer, (0, world * size - buffer.numel())).view(world, size)
         mean = (exchange_and_sum(padded, self.dtype, self.group) / world).to(torch.bfloat16)
         everyone = mean.new_empty(world * size)
-        distributed.all_gather_into_tensor(everyone, mean, group=self.group)
+        all_gather(everyone, mean, self.group)
         buffer.copy_(everyone[: buffer.numel()])
 
     def start(self, buffer: Tensor) -> "torch.futures.Future[Tensor]":
