@@ -54,19 +54,22 @@ class GatheredMember:
         self.dtype, self.device = linear.weight.dtype, self.local().device
         self.product: Product
         self.members: Sequence[GatheredMember]
-        self._version = -1  # of the shard, when maxima were measured
+        self._version = (-1, -1)  # of the shard, when maxima were measured
         self._sent: tuple[Any, ...] = ()  # shapes and dtypes that FSDP2 has buffers for
         self._held: dict[str, Quantized] = {}  # by layout
 
     def local(self) -> Tensor:
         """Return this rank's rows, and take note of which values they are."""
-        local: Tensor = self.parameter._sharded_local_tensor
-        self._version = local._version
-        return local.detach()
+        self._version = self._newest_version()
+        return self.parameter._sharded_local_tensor.detach()
+
+    def _newest_version(self) -> tuple[int, int]:
+        """Count writes: to the DTensor, which do not show in its local tensor, and to that one."""
+        return self.parameter.sharded_param._version, self.parameter._sharded_local_tensor._version
 
     def pre(self, _mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
         """What this rank sends: values of one layout or two, each with its scales if all ranks do not know them."""
-        if self.parameter._sharded_local_tensor._version != self._version:
+        if self._newest_version() != self._version:
             self.gathers.refresh()
         layouts = self._wanted()
         tensors = [tensor for layout in layouts for tensor in self._quantized(layout)]
