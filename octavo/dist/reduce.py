@@ -99,7 +99,7 @@ class SmallAllReduce:
         all_gather(everyone, mean, self.group)
         buffer.copy_(everyone[: buffer.numel()])
 
-    def start(self, buffer: Tensor) -> "torch.futures.Future[Tensor]":
+    def start(self, buffer: Tensor) -> torch.futures.Future[Tensor]:
         """Average on a stream of its own, so that backward goes on."""
         if not buffer.is_cuda:
             self.average(buffer)
@@ -116,7 +116,7 @@ class SmallAllReduce:
         return done
 
 
-def _ddp_hook(state: SmallAllReduce, bucket: distributed.GradBucket) -> "torch.futures.Future[Tensor]":
+def _ddp_hook(state: SmallAllReduce, bucket: distributed.GradBucket) -> torch.futures.Future[Tensor]:
     return state.start(bucket.buffer())
 
 

@@ -27,9 +27,9 @@ from torch import Tensor
 
 from octavo.numerics import OperandRecipe, Quantized
 from octavo.numerics.amax import block_amax
-from octavo.numerics.quantize import mx_scale, quantize_by, scale_from_amax
+from octavo.numerics.quantize import mx_scale, scale_from_amax, scale_of_rows
 from octavo.numerics.scaling import AMAX, RESCALED, SCALE, SEEN, holds, new_states
-from octavo.ops.quantize import matrix_amax, quantize_group, transpose_bytes
+from octavo.ops.quantize import matrix_amax, quantize_by_groups, quantize_group, transpose_bytes
 
 LAYOUTS = {"tensor": ("rows",), "block": ("rows",), "channel": ("rows", "columns"), "mx": ("rows", "columns")}
 
@@ -113,8 +113,9 @@ class Product:
                 return Quantized(x.new_empty(x.shape, dtype=recipe.format.dtype), scale)
             if recipe.granularity == "tensor":
                 return quantize_group([x], self._unused, recipe, False, "rows", scale=scale)[0]
-            scale = self._spread(layout, scale, shard.first, x.shape[0])
-            return quantize_by(x, scale, recipe.format, recipe.rounding)
+            group = self.groups[layout]
+            how: dict[str, Any] = {"first": shard.first, "height": group.height, "width": group.width}
+            return Quantized(quantize_by_groups(x, scale, recipe, **how), scale)
         if not x.shape[0]:
             down, across = self.groups[layout].counts(0, self.columns)
             scale = torch.empty(down, across, dtype=torch.uint8 if recipe.granularity == "mx" else torch.float32)
@@ -128,7 +129,8 @@ class Product:
         """Return the values of a whole weight."""
         data, scale = quantized
         if layout in self.shared and scale.dim():
-            scale = self._spread(layout, scale, shard.start, shard.rows)
+            group = self.groups[layout]
+            scale = scale_of_rows(scale, data.shape, first=shard.start, height=group.height, width=group.width)
         return Quantized(data, scale).dequantize(dtype)
 
     def scale_of(self, layout: str, shard: Shard) -> Tensor:
@@ -143,16 +145,6 @@ class Product:
                 "product from being one, or call remove() on what octavo.fp8_all_gather returned"
             )
         return scale[shard.start // height : -(-(shard.start + shard.rows) // height)]
-
-    def _spread(self, layout: str, scale: Tensor, first: int, rows: int) -> Tensor:
-        """Return the scales of rows from `first` on, one for each element or one that broadcasts."""
-        group = self.groups[layout]
-        if group.height is not None and group.height > 1:
-            scale = scale.float() if scale.dtype != torch.float32 else scale
-            scale = scale[torch.arange(first, first + rows, device=scale.device) // group.height]
-        if group.width is not None and group.width > 1:
-            scale = scale.repeat_interleave(group.width, dim=1)[:, : self.columns]
-        return scale
 
 
 class ProductScales:

@@ -13,6 +13,7 @@ from octavo.numerics import operand as spec
 from octavo.numerics.amax import block_amax, finite_amax
 from octavo.numerics.formats import E8M0_DTYPE
 from octavo.numerics.quantize import packed_scale_dtype, scale_shape
+from octavo.numerics.quantize import quantize_by_groups as spec_by_groups
 from octavo.ops.register import operator
 from octavo.support import has_fp8_tensor_cores
 
@@ -40,6 +41,18 @@ def quantize_group(
         if kernel.can_quantize(xs, recipe):
             return kernel.quantize_group(xs, state, recipe, record=record, layout=layout, scale=scale)
     return spec.quantize_group(xs, state, recipe, record=record, layout=layout, scale=scale)
+
+
+def quantize_by_groups(
+    x: Tensor, scale: Tensor, recipe: OperandRecipe, *, first: int, height: int | None, width: int | None
+) -> Tensor:
+    """Quantise rows of a larger matrix by its scales; see `numerics.quantize.quantize_by_groups`."""
+    if has_fp8_tensor_cores(x.device):
+        from octavo.kernels.quantize import by_scales as kernel
+
+        if kernel.can_quantize(x, recipe.format, recipe.rounding):
+            return kernel.quantize_by_groups(x, scale, recipe.format, first=first, height=height, width=width)
+    return spec_by_groups(x, scale, recipe.format, recipe.rounding, first=first, height=height, width=width)
 
 
 def matrix_amax(x: Tensor, *, by_column: bool) -> Tensor:
