@@ -19,7 +19,9 @@ from octavo.numerics import Quantized
 WIDE = {"hidden_size": 128, "intermediate_size": 128, "num_key_value_heads": 4, "num_hidden_layers": 4}
 
 
-def trained(rank, kind, recipe, fp8, *, steps=2, prepare=None, between=None, dtype=None, changes=None, **options):
+def trained(
+    rank, kind, recipe, fp8, *, steps=2, prepare=None, between=None, dtype=None, autocast=False, changes=None, **options
+):
     """Parameters after some steps under FSDP2, with or without gathering in FP8."""
     model = converted(kind, recipe, **(changes or {}))
     model = model if dtype is None else model.to(dtype)
@@ -29,7 +31,9 @@ def trained(rank, kind, recipe, fp8, *, steps=2, prepare=None, between=None, dty
     gathers = octavo.fp8_all_gather(model) if fp8 else None
     optimizer = adamw(model.parameters())
     for i in range(steps):
-        loss_of(model, batch(kind, i, rank)).backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = loss_of(model, batch(kind, i, rank))
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         if between is not None:
@@ -106,6 +110,7 @@ def options(rank):
     found["undone"] = largest_difference(trained(rank, "MLP", "delayed", True, steps=4, between=undo)[0], plain)
     found["shared"] = difference(rank, "MLP", "delayed", prepare=share, steps=3)
     found["BF16"] = difference(rank, "Llama", "delayed", dtype=torch.bfloat16)
+    found["autocast"] = difference(rank, "Llama", "block", autocast=True)
     return found
 
 

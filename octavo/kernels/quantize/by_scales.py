@@ -39,7 +39,8 @@ def by_scales_kernel(
     if E8M0:
         scale = tiles.mx_factor(scale.to(tl.int32))
     v = tiles.scaled(loaded.to(tl.float32), tiles.reciprocal(scale))
-    q = tiles.cast(tiles.saturate(v, 0, 0, FORMAT, False, False), out_ptr.dtype.element_ty, loaded.dtype)
+    # As FP32, whatever x is: scales lie in other threads than x, so the result changes hands (see `tiles.cast`).
+    q = tiles.cast(tiles.saturate(v, 0, 0, FORMAT, False, False), out_ptr.dtype.element_ty, tl.float32)
     out = out_ptr + r[:, None].to(tl.int64) * C + c[None, :]
     if EVEN:
         tl.store(out, q)
