@@ -24,7 +24,7 @@ WITHOUT_RESULT = ("st.", "red.", "bar.", "bra", "ret", "fence.")
 # Each kernel with what moves bytes between threads, or waits. All of them: `python -m tests.golden.ptx`.
 CHECKED = (
     *("quantize delayed g", "quantize channel g", "quantize block g", "quantize block w both", "quantize mx g"),
-    *("quantize block, channel wgrad g both (256", "quantize rows", "quantize folded"),
+    *("quantize block, channel wgrad g both (256", "quantize rows", "quantize folded", "quantize by scales"),
     *("gated quantize backward delayed silu", "gated quantize backward from saved silu"),
     "gated quantize and save silu",
     *("gated blocks block silu 256", "gated blocks block, channel wgrad silu 256", "gated blocks mx silu 256"),
