@@ -43,8 +43,8 @@ def launches(dtype: torch.dtype, rounding: str) -> Iterator[Launch]:
     for part in (_quantize, _gated, _gated_blocks, _bdh):
         yield from part(dtype, rounding)
     if rounding == "nearest":
-        decoding = (few_token_launches, decode_launches, sampling_launches)
-        for part in (_cross_entropy, _adamw, _low_rank, _norm, _rotary, *decoding):
+        decoding = (decode_launches, sampling_launches)
+        for part in (_cross_entropy, _adamw, _low_rank, few_token_launches, _norm, _rotary, *decoding):
             yield from part(dtype)
         if dtype == torch.bfloat16:
             yield from _gemm()
