@@ -26,7 +26,7 @@ from octavo.numerics.adamw import Step, with_levels
 from octavo.numerics.norm import Norm
 from octavo.numerics.rotary import Heads
 from octavo.numerics.scaling import new_states
-from tests.kernels.launches_of_decoding import Launch, decode_launches, few_token_launches
+from tests.kernels.launches_of_decoding import Launch, decode_launches, few_token_launches, sampling_launches
 
 RECIPES = {
     "delayed": FP8TrainingConfig(),
@@ -44,7 +44,8 @@ def launches(dtype: torch.dtype, rounding: str) -> Iterator[Launch]:
     for part in (_quantize, _gated, _gated_blocks, _bdh):
         yield from part(dtype, rounding)
     if rounding == "nearest":
-        for part in (_cross_entropy, _adamw, _low_rank, few_token_launches, _norm, _rotary, decode_launches):
+        decoding = (decode_launches, sampling_launches)
+        for part in (_cross_entropy, _adamw, _low_rank, few_token_launches, _norm, _rotary, *decoding):
             yield from part(dtype)
         if dtype == torch.bfloat16:
             yield from _gemm()
