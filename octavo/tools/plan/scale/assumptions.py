@@ -54,7 +54,8 @@ class Assumptions:
     at_tokens: int | None = AT_TOKENS
     quantise_rate: float = HOPPER.rates.bytes
     copy_rate: float = 4.2e12  # of the H200 in benchmarks/results/2026-11-16-h200-8b-32l-kernels.json
-    optimizer_rate: float = 2.9e12  # 14 bytes a parameter of an 8b in 38 ms: a whole step less forward and backward
+    # 26 bytes a parameter, of 1.5 billion, in 19.5 ms: benchmarks/results/2026-11-16-h200-1b-masters-in-one-pass.json.
+    optimizer_rate: float = 2.0e12
 
     def __post_init__(self) -> None:
         named = {"bandwidth": min(self.bandwidth.values(), default=0.0), "network": self.network}

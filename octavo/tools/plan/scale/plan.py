@@ -87,8 +87,9 @@ def _at(request: ScaleRequest, gpus: int) -> AtScale:
 
 
 def rows_of(request: ScaleRequest, gpus: int) -> list[Row]:
-    """Return each way, with checkpointing only where it does not fit without."""
-    return [_row(request, gpus, way) for way in request.ways]
+    """Return each way, with checkpointing only where it does not fit without. One GPU has nothing on the wire."""
+    ways = [way for way in request.ways if gpus > 1 or not (way.fp8_gather or way.says_reduce)]
+    return [_row(request, gpus, way) for way in ways]
 
 
 def _row(request: ScaleRequest, gpus: int, way: Way) -> Row:
@@ -124,7 +125,7 @@ def _why(request: ScaleRequest, gpus: int, rows: Sequence[Row], chosen: Row) -> 
         ratio = row.step.seconds / step.seconds
         is_later = rows.index(row) > rows.index(chosen)
         if is_later and ratio <= 1:
-            parts.append(f"{row.way.name} would gain {1 - ratio:.1%}, too little for what it rounds")
+            parts.append(f"{row.way.name} would gain only {1 - ratio:.1%}")
         elif is_later:
             reason = _all_to_all(request, gpus, row)
             parts.append(f"{row.way.name} would take {ratio - 1:.0%} longer{reason}")
