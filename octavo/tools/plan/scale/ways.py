@@ -1,7 +1,8 @@
 """Ways to train on several GPUs: precision of products, of gathered weights and of reduced gradients.
 
-    ddp     every rank has all weights, and gradients are all-reduced in their own dtype. FP8 reduce: a hook of DDP
-    fsdp2   weights are sharded, gathered in BF16 or FP8 twice a step, gradients reduced in FP32, BF16 or FP8 to shards
+    ddp     every rank has all weights, and gradients are all-reduced in their own dtype, or by a hook in FP8
+    fsdp2   weights are sharded, gathered in BF16 or FP8 twice a step, and gradients reduced to shards, in FP32 or BF16
+            (`MixedPrecisionPolicy(reduce_dtype=…)`) or in FP8
     zero3   DeepSpeed: as fsdp2, in BF16 both ways; it has no door for FP8 ones
 
 A frozen base is gathered as it is stored: in FP8, one byte a weight, without anything more. Its adapters are too small
