@@ -1,6 +1,6 @@
 """The bytes that `octavo plan --gpus` computes, against those that ranks really send: collectives are counted."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from ranks import on_ranks
 from torch import distributed, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import octavo
 from octavo.tools.plan.scale.ways import Way, ways_of
 from octavo.tools.plan.scale.wire import wire_of
 from octavo.tools.shapes import Case
@@ -27,7 +28,7 @@ SIZES = {
     "tie_word_embeddings": False,
 }
 RANK = 3
-REDUCED = {"fp32": torch.float32, "bf16": torch.bfloat16}
+REDUCED = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float32}
 
 
 class Sent(TorchDispatchMode):
@@ -35,7 +36,7 @@ class Sent(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.bytes: Counter[str] = Counter()
+        self.bytes: dict[str, float] = defaultdict(float)
         self.calls: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -46,18 +47,13 @@ class Sent(TorchDispatchMode):
             if name in ("allgather_base", "reduce_scatter_base"):  # the smaller is a rank's part
                 self.bytes[name] += others * min(tensor.nbytes for tensor in tensors[:2])
             elif name == "allreduce":
-                self.bytes[name] += 2 * others * sum(tensor.nbytes for tensor in tensors)
+                self.bytes[name] += 2 * others / (others + 1) * sum(tensor.nbytes for tensor in tensors)
             elif name == "alltoall_base":
-                self.bytes[name] += others * tensors[1].nbytes
+                self.bytes[name] += others / (others + 1) * tensors[1].nbytes
             elif name not in ("broadcast", "barrier"):  # of buffers and of DDP's own
                 raise AssertionError(f"{name} is not counted")
             self.calls[name] += 1
         return func(*args, **(kwargs or {}))
-
-    def sent(self, *names: str) -> float:
-        """Return bytes of a rank; those above that go to all ranks alike are divided here."""
-        shared = {"allreduce", "alltoall_base"}
-        return sum(self.bytes[n] / (distributed.get_world_size() if n in shared else 1) for n in names)
 
 
 def case_of(mode: str, **changes: Any) -> Case:
@@ -68,8 +64,6 @@ def case_of(mode: str, **changes: Any) -> Case:
 
 def build(way: Way, mode: str, folder: str, **changes: Any) -> Any:
     """A tiny Llama as the way trains it; for LoRA, of the checkpoint in the folder."""
-    import octavo
-
     recipe = way.option.recipe
     if mode == "full":
         model = plain(**changes)
@@ -112,25 +106,33 @@ class Job:
         return case_of(self.mode, **self.changes), self.way, self.strategy
 
 
-def count(rank: int, jobs: list[Job], folder: str) -> list[tuple[float, float, dict[str, int]]]:
-    """On a rank: for each job, gathered and reduced bytes of a step, and the numbers of collectives."""
+def wrapped(job: Job, folder: str) -> tuple[Any, nn.Module]:
+    """The model of a job, and what is called to train it."""
+    model = build(job.way, job.mode, folder, **job.changes)
+    trained: nn.Module = nn.parallel.DistributedDataParallel(model) if job.strategy == "ddp" else model
+    if job.strategy != "ddp":
+        shard(model, job.way)
+    if job.way.fp8_gather:
+        octavo.share_amax(model)
+        octavo.fp8_all_gather(model)
+    if job.way.reduce == "fp8":
+        octavo.reduce_gradients(trained, "fp8")
+    return model, trained
+
+
+def count(rank: int, jobs: list[Job], folder: str) -> list[tuple[dict[str, float], dict[str, int]]]:
+    """On a rank: for each job, bytes that it sends in its second step, and numbers of calls, by collective."""
     ids = torch.randint(0, SIZES["vocab_size"], (2, 8), generator=torch.Generator().manual_seed(rank))
     counted = []
     for job in jobs:
-        model = build(job.way, job.mode, folder, **job.changes)
-        trained: nn.Module = model
-        if job.strategy == "ddp":
-            trained = nn.parallel.DistributedDataParallel(model)
-        else:
-            shard(model, job.way)
+        model, trained = wrapped(job, folder)
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-3)
-        for _ in range(2 if job.strategy == "ddp" else 1):  # DDP orders its buckets in the first step
+        for _ in range(2):  # in the first, DDP orders its buckets, and ranks agree on names
             with Sent() as sent:
                 trained(input_ids=ids, labels=ids).loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        gathered, reduced = sent.sent("allgather_base"), sent.sent("reduce_scatter_base", "allreduce")
-        counted.append((gathered, reduced, {name: n for name, n in sent.calls.items() if name != "broadcast"}))
+        counted.append((sent.bytes, {name: n for name, n in sent.calls.items() if name != "broadcast"}))
     return counted
 
 
@@ -155,10 +157,31 @@ def test_ranks_send_what_is_planned(world: int, tmp_path: Path) -> None:
     jobs = jobs_of(world)
     results = on_ranks(world, count, jobs, str(tmp_path))
     assert all(result == results[0] for result in results)
-    for job, (gathered, reduced, calls) in zip(jobs, results[0], strict=True):
+    for job, (sent, calls) in zip(jobs, results[0], strict=True):
         wire = wire_of(*job.wire, world)
-        assert (gathered, reduced) == (wire.gather, pytest.approx(wire.reduce, rel=1e-12)), job
+        reduced = sent.get("reduce_scatter_base", 0) + sent.get("allreduce", 0)
+        assert (sent.get("allgather_base", 0), reduced) == (wire.gather, pytest.approx(wire.reduce, rel=1e-12)), job
         tied = bool(job.changes)
         if job.strategy == "fsdp2":  # the root once, two layers and the head twice; all are reduced that are trained
             trained = 2 if job.mode == "lora" else 3 if tied else 4
             assert calls == {"allgather_base": 5 if tied else 7, "reduce_scatter_base": trained}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_send_what_is_planned_in_fp8(world: int) -> None:
+    """Gathers, reduces and amax. Blocks lie within shards on two ranks, except those of q, k and v; on four none do."""
+    full = case_of("full")
+    wide = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
+    jobs = [Job("full", "fsdp2", way, {}) for way in ways_of(full, "fsdp2")[4:]]
+    jobs += [Job("full", "fsdp2", ways_of(full, "fsdp2", "block")[4], wide)]
+    jobs += [Job("full", "ddp", ways_of(full, "ddp")[3], {})]
+    results = on_ranks(world, count, jobs, "")
+    assert all(result == results[0] for result in results)
+    for job, (sent, calls) in zip(jobs, results[0], strict=True):
+        wire = wire_of(*job.wire, world)
+        if job.strategy == "ddp":  # one bucket here, and not one a unit: parts are rounded up once
+            assert sent["allgather_base"] + sent["alltoall_base"] == pytest.approx(wire.reduce, rel=0.02)
+            continue
+        assert sent["allgather_base"] == wire.gather, job
+        assert sent.get("reduce_scatter_base", 0) + sent.get("alltoall_base", 0) == wire.reduce, job
+        assert sent["allreduce"] == wire.amax and calls["allreduce"] == 1, job

@@ -180,6 +180,37 @@ def test_gathered_units_are_those_of_the_model() -> None:
             assert elements == persistent.parameters(case) + case.adapter_parameters
 
 
+def test_the_parts_of_a_rank() -> None:
+    """8b on 64 GPUs, when its last layer goes backward: shards; root and two layers; the head's gradient in FP32."""
+    case = case_of()
+    way = ways_of(case, "fsdp2")[3]
+    one, rank = plan_memory(case, way.option), rank_memory(case, way, "fsdp2", 64)
+    before, moment = ({m.name: m for m in memory.moments}["last layer"] for memory in (one, rank))
+    vocabulary = persistent.vocabulary_parameters(case)
+    gathered = 2 * (vocabulary + 4096) + 2 * 2 * (persistent.layer_parameters(case) + 2 * 4096)
+    assert moment.weights == -(-before.weights // 64) + gathered
+    assert moment.gradients == -(-2 * vocabulary // 64) + 4 * vocabulary
+    assert moment.states == -(-before.states // 64)
+    assert (moment.activations, moment.buffers) == (before.activations, before.buffers)
+    # FP8 gather halves the layers' part; zero3 has two bytes more of masters, and keeps no root.
+    smaller = {m.name: m for m in rank_memory(case, ways_of(case, "fsdp2")[4], "fsdp2", 64).moments}["last layer"]
+    assert moment.weights - smaller.weights == 2 * persistent.layer_parameters(case)
+    zero = {m.name: m for m in rank_memory(case, ways_of(case, "zero3")[2], "zero3", 64).moments}["last layer"]
+    assert zero.states == -(-(before.states + 2 * persistent.parameters(case)) // 64)
+    assert moment.weights - zero.weights == 2 * (vocabulary + 4096)
+    ddp = rank_memory(case, ways_of(case, "ddp")[2], "ddp", 64)
+    assert ddp.peak.total == one.peak.total + 2 * persistent.parameters(case)
+
+
+def test_a_tied_head_keeps_its_gradient() -> None:
+    """It is the embedding's, too, which FSDP2 reduces when backward is over."""
+    case = case_of("1b")
+    memory = rank_memory(case, ways_of(case, "fsdp2")[3], "fsdp2", 8)
+    for moment in memory.moments:
+        assert moment.gradients >= 2 * persistent.vocabulary_parameters(case)
+        assert moment.weights >= 2 * persistent.vocabulary_parameters(case)
+
+
 def test_the_schedule() -> None:
     """Hidden: the first gather and the last reduce alone are added. Not hidden: communication decides."""
     hidden = [UnitTime(1.0, 2.0, 0.5, 0.5, 0.25)] * 4
@@ -189,6 +220,9 @@ def test_the_schedule() -> None:
     assert step_seconds([UnitTime(1.0, 2.0)] * 3, 0.12) == pytest.approx(9.0)
     # Both run all the time but for the ends: each at 0.88.
     even = [UnitTime(1.0, 1.0, 1.0, 1.0, 0.0)] * 50
+    # A gather that takes long is not begun before the unit two before it is done.
+    late = [UnitTime(1.0, 0.0), UnitTime(1.0, 0.0), UnitTime(0.0, 0.0, 1.5)]
+    assert step_seconds(late, 0.0) == pytest.approx(2.5)
     assert step_seconds(even, 0.12) == pytest.approx(100 / 0.88, rel=0.03)
     assert step_seconds(even, 0.0) <= step_seconds(even, 0.12) <= step_seconds(even, 0.3)
 

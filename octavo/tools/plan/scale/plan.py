@@ -113,6 +113,10 @@ def _chosen(rows: Iterable[Row]) -> Row | None:
 def _why(request: ScaleRequest, gpus: int, rows: Sequence[Row], chosen: Row) -> str:
     step = chosen.step
     parts = [f"{1e3 * step.seconds:,.0f} ms, {chosen.memory.peak_gib:.1f} of {request.room(gpus) / GIB:.1f} GiB"]
+    bf16 = [row for row in rows if row.fits and row.way.option.code != "fp8"]
+    if bf16 and chosen.way.option.code == "fp8":
+        best = min(bf16, key=lambda row: row.step.seconds)
+        parts.append(f"{best.step.seconds / step.seconds:.2f}x as fast as {best.way.name}, the fastest in BF16")
     if gpus > 1:
         slower = step.waiting / step.computing
         parts.append(
