@@ -19,7 +19,8 @@ from torch import Tensor
 
 from octavo.rl.rewards import Rewards
 from octavo.rl.tasks import Task
-from octavo.training.files import disk_errors, sync_folder
+from octavo.dist.durable import sync_folder
+from octavo.training.files import disk_errors
 
 DIGITS = 4
 WRONG = 0.65  # of the examples

@@ -33,7 +33,7 @@ from octavo.rl.rewards import Scores
 from octavo.rl.settings import GRPOSettings
 from octavo.rl.tasks import Task
 from octavo.training.errors import RunError, UserError
-from octavo.training.random_states import get_rng_states, set_rng_states
+from octavo.dist.random_states import get_rng_states, set_rng_states
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,9 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from octavo.dist.durable import sync_folder, write_durable
 from octavo.training.errors import RunError
-from octavo.training.files import disk_errors, sync_folder, write_durable
+from octavo.training.files import disk_errors
 
 KEEP = 2
 NAME = re.compile(r"checkpoint-(\d{6,})")

@@ -39,7 +39,7 @@ from octavo.optim.out_of_memory import explained
 from octavo.support import check_fp8_support
 from octavo.training.files import disk_errors, model_file
 from octavo.training.gradients import GRADIENTS, GradientSums, default_for
-from octavo.training.random_states import get_rng_states, set_rng_states
+from octavo.dist.random_states import get_rng_states, set_rng_states
 
 OFFLOADS = ("optimizer", "master")
 
