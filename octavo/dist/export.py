@@ -1,7 +1,8 @@
 """Weights out of shards: one folder of safetensors, written by one process.
 
     export("checkpoint-000120", "model")        # from a checkpoint of any number of ranks; needs no other rank
-    weights = gathered(model)                   # from the shards in memory: all ranks call it, rank 0 gets them
+
+(`octavo/dist/whole.py` gathers the shards that ranks have in memory, and `FP8Trainer.save_model` writes those.)
 
 `export` reads and writes a file's worth of tensors at a time, so that its memory does not grow with the model. Files
 and their index have the names that Hugging Face's libraries expect; `config.json` and the tokenizer are the model's own
@@ -14,12 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
-from octavo.dist.checkpoint import MODEL, is_sharded_checkpoint, unwrapped
+from octavo.dist.checkpoint import MODEL, is_sharded_checkpoint
 from octavo.dist.durable import sync_folder
-from octavo.dist.together import rank
 
 LARGEST = 5 * 10**9  # bytes of a file, as transformers writes them
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
@@ -61,33 +60,6 @@ def export(
         (folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=2))
     sync_folder(folder)
     return files
-
-
-def gathered(model: nn.Module) -> dict[str, Tensor]:
-    """Return the whole state of a model in host memory, on rank 0; nothing on the others, which must call it, too."""
-    whole: dict[str, Tensor] = {}
-    for name, tensor in unwrapped(model).state_dict().items():
-        full = full_tensor(tensor)
-        if rank() == 0:
-            whole[name] = full.detach().cpu()
-    return whole
-
-
-def full_tensor(tensor: Tensor) -> Tensor:
-    """Return all of a tensor that may be sharded; FP8 travels as bytes, since gloo knows no FP8."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    if tensor.dtype not in _FP8:
-        return tensor.full_tensor()
-    as_bytes = DTensor.from_local(
-        tensor.to_local().view(torch.uint8),
-        tensor.device_mesh,
-        tensor.placements,
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
-    )
-    return as_bytes.full_tensor().view(tensor.dtype)
 
 
 def _as(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -26,8 +26,8 @@ from rich.console import Console
 from torch import Tensor
 
 from octavo.dist.checkpoint import is_sharded_checkpoint
-from octavo.dist.export import gathered
 from octavo.dist.together import from_first, rank
+from octavo.dist.whole import whole_state
 from octavo.nn.sharded import ranks
 from octavo.optim.step_memory import StepMemory, in_words, measure_memory
 from octavo.training.checkpoint import (
@@ -176,7 +176,7 @@ def _train_legs(
     with memory_errors(learner, leg.checkpoints, folder):
         taken = _train_leg(leg, learner, start, display, stop)
         results = {leg.settings.precision: _result(leg, learner, taken, folder)}
-        parameters = gathered(learner.model)
+        parameters = whole_state(learner.model)
         if rank() == 0:
             replace_file(folder / MODEL, model_bytes(parameters, _model_metadata(leg.settings)))
         del parameters
