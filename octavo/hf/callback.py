@@ -32,7 +32,8 @@ from octavo.hf.update_check import SampledWeights, UpdateCheck
 from octavo.nn.linear import FP8Linear, LinearInFP8
 from octavo.numerics import FP8ScalingManager
 from octavo.optim import keep_masters, offload_master, step_in_backward
-from octavo.optim.in_backward import InBackward
+from octavo.optim.in_backward import InBackward, why_not_in_backward
+from octavo.optim.masters import why_not_offloaded
 from octavo.optim.split_masters import has_master
 from octavo.support import emulation_on
 
@@ -141,12 +142,10 @@ class OctavoCallback(TrainerCallback):
                     f"OctavoCallback({asked}) with {name}={value}: that needs all gradients at once; "
                     f"set TrainingArguments({name}={fix}), or leave {asked.partition('=')[0]} out"
                 )
-        if args.world_size > 1:
-            raise ValueError(
-                f"OctavoCallback({asked}) in {args.world_size} processes: gradients would be applied "
-                f"before they are averaged; train in one process, or leave {asked.partition('=')[0]} out"
-            )
         optimizer = getattr(optimizer, "optimizer", optimizer)  # without what Accelerate puts around it
+        reason = why_not_offloaded(optimizer) if self.offload else why_not_in_backward(optimizer)
+        if reason:
+            raise ValueError(f"OctavoCallback({asked}) {reason}; leave {asked.partition('=')[0]} out")
         if self._check is not None:
             self._check.watch(optimizer)  # before what takes the gradients away
         return offload_master(model, optimizer) if self.offload else step_in_backward(optimizer)

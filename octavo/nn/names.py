@@ -1,14 +1,15 @@
 """Names of the weights in products, and which of them `config.skip` leaves in high precision.
 
-The names are those of the model, if it is given. Without it, they are looked up when a Parameter first comes up in a
-product: the largest module that holds it among the local variables of the calling functions (`self`, as a rule) names
-it and all its other Parameters.
+The names are those of the model, if it is given: a weight is known by the module that has it now, under which name.
+FSDP2 puts another Parameter there, and a third one for the time of a call. Without the model, names are looked up when
+a Parameter first comes up in a product: the largest module that holds it among the local variables of the calling
+functions (`self`, as a rule) names it and all its other Parameters.
 """
 
 import fnmatch
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
 
 import torch
@@ -17,26 +18,39 @@ from torch import Tensor, nn
 from octavo.numerics import FP8TrainingConfig
 
 
+class _Place(NamedTuple):
+    """Where the given model has a weight: `name` in full, and the module that has it as `key`."""
+
+    name: str
+    module: nn.Module
+    key: str
+
+    def holds(self, x: Tensor) -> bool:
+        """Return True if `x` is the Parameter that is there now, or a view of it."""
+        parameter = self.module._parameters.get(self.key)  # not there while it is parametrised
+        return parameter is not None and is_same(x, parameter)
+
+
 class WeightNames:
-    """The names of the weights in products. `skipped`: Parameters of the given model that stay in high precision."""
+    """The names of the weights in products."""
 
     def __init__(self, config: FP8TrainingConfig, model: nn.Module | None) -> None:
         self._skip = tuple(config.skip)
         self._given = model is not None
         # A tied weight has two names, and either may be skipped.
-        self.parameters = list(model.named_parameters(remove_duplicate=False)) if model is not None else []
-        self.skipped = [p for name, p in self.parameters if self._is_skipped(name)]
+        self._places = [] if model is None else _places(model)
+        self._skipped = [place for place in self._places if self._is_skipped(place.name)]
         # Patterns of the user that no weight has matched so far.
         self._unmatched = {pattern for pattern in config.skip if pattern not in FP8TrainingConfig.skip}
         self._lookups: dict[int, tuple[ReferenceType[Tensor], bool]] = {}  # by id: the Parameter, whether it is skipped
-        self._match(name for name, _ in self.parameters)
+        self._match(place.name for place in self._places)
         if model is not None and self._unmatched:
             raise ValueError(f"skip={self._one_unmatched()!r}: no weight of {type(model).__name__} has that name")
 
     def is_skipped(self, *operands: Tensor) -> bool:
         """Return True if one of the operands is a weight that stays in high precision, or a view of one."""
         if self._given or not self._skip:
-            return any(is_same(x, parameter) for x in operands for parameter in self.skipped)
+            return any(place.holds(x) for x in operands for place in self._skipped)
         if torch.compiler.is_compiling():
             if any(is_weight(x) for x in operands):
                 _refuse_while_compiling(self._skip)
@@ -45,7 +59,7 @@ class WeightNames:
 
     def name_of(self, *operands: Tensor) -> str:
         """Return the name of the first operand that is a weight of the given model; empty if none is."""
-        return next((name for name, p in self.parameters if any(is_same(x, p) for x in operands)), "")
+        return next((place.name for place in self._places if any(place.holds(x) for x in operands)), "")
 
     def check(self) -> None:
         """Raise if a name in `skip` matched no weight and no model was given, which would have the names."""
@@ -83,6 +97,16 @@ class WeightNames:
 
     def _one_unmatched(self) -> str:
         return min(self._unmatched)
+
+
+def _places(model: nn.Module) -> list[_Place]:
+    modules = model.named_modules(remove_duplicate=False)
+    return [
+        _Place(f"{prefix}.{key}".lstrip("."), module, key)
+        for prefix, module in modules
+        for key, parameter in module._parameters.items()
+        if parameter is not None
+    ]
 
 
 def _refuse_while_compiling(skip: tuple[str, ...]) -> None:

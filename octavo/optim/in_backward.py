@@ -9,8 +9,10 @@ The gradients of a model then never exist all at once. An 8B has 15 GiB of them 
         optimizer.step()                   # nothing is left to apply; schedulers and histories count this
 
 It is the same optimiser with the same state, so learning rates, checkpoints and `octavo`'s scaling histories work as
-before. Operations that need all gradients at once are impossible: clipping their norm, summing over micro-batches, or
-averaging over processes (DDP would average gradients that have been applied).
+before. Operations that need all gradients at once are impossible: clipping their norm, or summing over micro-batches.
+
+On several ranks, a gradient is complete when it is averaged over them. FSDP2 averages before it hands a gradient out,
+so there the step is right. DDP and DeepSpeed average `.grad` later, when it has been applied: that is an error.
 
 A weight gets one step for each `optimizer.step()`. A second gradient for it before that, from a second backward or
 from reentrant checkpointing, whose graphs end within backward, would be a second step with a part of the gradient: an
@@ -21,7 +23,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from octavo.nn.sharded import ranks
 from octavo.optim.host_states import HostStates
 from octavo.optim.per_parameter import PerParameter
 from octavo.optim.split_masters import leave_to_others
@@ -42,6 +46,8 @@ class InBackward(PerParameter):
         setattr(optimizer, _MARK, self)
 
     def _apply_once(self, parameter: Tensor) -> None:
+        if _waits_for_ranks(parameter):  # the process group may have come since
+            raise ValueError(f"step_in_backward {why_not_in_backward(self.optimizer)}")
         if parameter in self._applied:
             raise RuntimeError(
                 f"a second gradient of a parameter of shape {tuple(parameter.shape)} before optimizer.step(): its "
@@ -69,6 +75,9 @@ class InBackward(PerParameter):
 def step_in_backward(optimizer: torch.optim.Optimizer, *, offload: bool = False) -> InBackward:
     """Let `optimizer` apply each gradient within backward. `offload`: keep its states in host memory."""
     require_free(optimizer)
+    reason = why_not_in_backward(optimizer)
+    if reason:
+        raise ValueError(f"step_in_backward {reason}")
     if not any(parameter.requires_grad for parameter in _parameters(optimizer)):
         raise ValueError(f"{type(optimizer).__name__} has no parameter that requires a gradient")
     return InBackward(optimizer, states=HostStates(optimizer) if offload else None)
@@ -84,6 +93,24 @@ def require_free(optimizer: torch.optim.Optimizer) -> None:
             f"{' and '.join(others)} steps parameters of this {type(optimizer).__name__} in backward; call remove() on "
             "what that returned first"
         )
+
+
+def why_not_in_backward(optimizer: torch.optim.Optimizer) -> str:
+    """Return why the gradients of `optimizer` are not complete within backward, and what to do; empty if they are."""
+    trained = [parameter for parameter in _parameters(optimizer) if parameter.requires_grad]
+    waiting = sum(map(_waits_for_ranks, trained))
+    if not waiting:
+        return ""
+    return (
+        f"on {ranks()} ranks: {waiting} of {len(trained)} parameters are not sharded by FSDP2, so their gradients "
+        "would be applied before they are averaged, and the ranks would drift apart. Shard the model with "
+        "torch.distributed.fsdp.fully_shard before the optimiser is built, train in one process, or step after backward"
+    )
+
+
+def _waits_for_ranks(parameter: Tensor) -> bool:
+    """Whether other ranks have yet to add to a gradient when backward hands it out."""
+    return ranks() > (parameter.device_mesh.size() if isinstance(parameter, DTensor) else 1)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[Any]:

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from octavo.nn.groups import FP8OnlyGroup, linears_by_product, why_not_fp8_only
 from octavo.nn.linear import FP8Linear
+from octavo.nn.sharded import is_sharded
 from octavo.optim.host_states import HostStates
-from octavo.optim.in_backward import InBackward, require_free
+from octavo.optim.in_backward import InBackward, require_free, why_not_in_backward
 
 
 class OffloadedMasters(InBackward):
@@ -123,7 +124,21 @@ def offload_master(model: nn.Module, optimizer: torch.optim.Optimizer) -> Offloa
             "offload_master with DistributedDataParallel: gradients would be applied before they are averaged; train "
             "in one process"
         )
+    reason = why_not_offloaded(optimizer)
+    if reason:
+        raise ValueError(f"offload_master {reason}")
     return OffloadedMasters(optimizer, _products(model, optimizer))
+
+
+def why_not_offloaded(optimizer: torch.optim.Optimizer) -> str:
+    """Return why `offload_master` is not for these ranks, and what to do; empty if it is."""
+    sharded = any(is_sharded(parameter) for group in optimizer.param_groups for parameter in group["params"])
+    if not sharded:
+        return why_not_in_backward(optimizer)
+    return (
+        "with FSDP2: masters of shards are not supported; use step_in_backward(optimizer, offload=True), which keeps "
+        "the optimiser's states in host memory, or fully_shard(..., offload_policy=CPUOffloadPolicy())"
+    )
 
 
 def _products(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[FP8Linear]]:

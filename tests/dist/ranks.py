@@ -20,7 +20,13 @@ from typing import Any
 LIMIT = 300  # seconds: a machine may be busy. What must not hang is given a limit of its own.
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
-    ["octavo.hf", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torchao.optim"]
+    [
+        "octavo.hf",
+        "torch.distributed.fsdp",
+        "torch.distributed.checkpoint",
+        "torchao.optim",
+        "transformers.models.llama.modeling_llama",
+    ]
 )
 
 
