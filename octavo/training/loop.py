@@ -131,10 +131,10 @@ def train(
     """
     display = Display(console_of(console))
     stop = StopSignals()
-    with stop.caught(), met(settings):
+    with stop.caught(), met(settings.device):
         display.opening(settings)
         data = load_data(settings.data, sequence=settings.seq, held_out=settings.held_out)
-        check_alike(settings, data.digest)
+        check_alike(settings.to_dict(), data.digest)
         learner = _new_learner(settings, data)  # before the folder is made: an impossible request leaves nothing behind
         opened = partial(resumed_run, out) if resume else partial(new_run, settings.name, out, overwrite)
         with folder_of(opened) as folder:

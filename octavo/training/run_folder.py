@@ -174,6 +174,8 @@ class Metrics:
 
     def keep(self, step: int) -> None:
         """Drop rows of steps after `step`, which will be computed and written again."""
+        if not self._writes:
+            return
         lines = [line for line in self._lines() if json.loads(line)["step"] <= step]
         replace_file(self.path, b"".join(line + b"\n" for line in lines))
 

@@ -20,6 +20,7 @@ from octavo.numerics import FP8TrainingConfig
 from octavo.numerics.checks import check_choice, check_positive_int
 from octavo.optim import OPTIMIZERS
 from octavo.support import has_fp8_tensor_cores
+from octavo.training.shares import check_shares, own_micro_batches
 
 MODELS = ("bdh",)
 PRECISIONS = ("fp8", "bf16", "fp32")
@@ -127,11 +128,7 @@ class TrainSettings:
             self._check(name, 0 <= getattr(self, name) < math.inf, "a number, 0 or more")
         for name in ("beta1", "beta2"):
             self._check(name, 0 <= getattr(self, name) < 1, "a number of at least 0 and less than 1")
-        if self.sequences_per_step % self.ranks:
-            raise ValueError(
-                f"batch={self.batch}: the {self.sequences_per_step} sequences of a step cannot be shared equally by "
-                f"{self.ranks} ranks; give --batch a multiple of {self.ranks}"
-            )
+        check_shares(self.batch, self.micro_batches, self.ranks)
         self._check("lr", 0 < self.lr < math.inf, "a number above 0, such as 0.001")
         self._check("held_out", 0 < self.held_out <= 0.5, "a share above 0 and up to 0.5")
         self._check("data", self.data != "", "a file, a folder or a pattern; leave it out for the standard library")
@@ -158,17 +155,12 @@ class TrainSettings:
 
     @property
     def tokens_per_step(self) -> int:
-        return self.sequences_per_step * self.seq
-
-    @property
-    def sequences_per_step(self) -> int:
-        return self.batch * self.micro_batches
+        return self.batch * self.micro_batches * self.seq
 
     @property
     def own_micro_batches(self) -> int:
-        """Micro-batches of one rank in a step: as few as hold its share with at most `batch` sequences each."""
-        share = self.sequences_per_step // self.ranks
-        return next(count for count in range(-(-share // self.batch), share + 1) if share % count == 0)
+        """Micro-batches of one rank in a step."""
+        return own_micro_batches(self.batch, self.micro_batches, self.ranks)
 
     def learning_rate(self, step: int) -> float:
         """Return the rate of step 1, 2, …: linear over `warmup` steps, then the schedule (cosine ends near 0)."""

@@ -10,10 +10,10 @@ fellows' shards of checkpoints.
 
 import io
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
@@ -24,6 +24,7 @@ from octavo.nn.sharded import ranks
 from octavo.training.errors import LostContact, UserError
 from octavo.training.settings import TrainSettings
 
+Result = TypeVar("Result")
 # What gloo, NCCL's watchdog and the store of the ranks say where another rank has ended.
 _LOST = ("Connection closed", "Connection reset", "Broken pipe", "Timed out", "NCCL", "recvValue failed")
 
@@ -39,12 +40,12 @@ def is_first() -> bool:
 
 
 @contextmanager
-def met(settings: TrainSettings) -> Iterator[None]:
-    """Join the other ranks, if there are any, for the length of a run."""
-    if settings.ranks == 1 or distributed.is_initialized():
+def met(device: str) -> Iterator[None]:
+    """Join the other ranks, if a launcher has started any, for the length of a run."""
+    if launched_ranks() == 1 or distributed.is_initialized():
         yield
         return
-    on_gpu = settings.device == "cuda"
+    on_gpu = device == "cuda"
     if on_gpu:
         _take_gpu()
     try:
@@ -73,9 +74,9 @@ def lost_contact() -> Iterator[None]:
         ) from error
 
 
-def check_alike(settings: TrainSettings, digest: str) -> None:
+def check_alike(settings: dict[str, Any], digest: str) -> None:
     """Raise if ranks were started with other options, or read other data: on several machines both may happen."""
-    for name, value in (("options", settings.to_dict()), ("data", digest)):
+    for name, value in (("options", settings), ("data", digest)):
         everyone = from_all(value)
         for number, other in enumerate(everyone):
             if other != everyone[0]:
@@ -96,6 +97,13 @@ def folder_of(opened: Any) -> Iterator[Path]:
             yield folder
     else:
         yield Path(from_first(None))
+
+
+def first_then_others(action: Callable[[], Result]) -> Result:
+    """Call a function on rank 0, and then on the others: what it makes or downloads is there for them."""
+    result = action() if rank() == 0 else None
+    from_first(None)
+    return action() if result is None else result
 
 
 def wrapped(model: nn.Module, settings: TrainSettings) -> nn.Module:

@@ -32,11 +32,11 @@ def free_port() -> str:
 class Forked:
     """Ranks forked from a process that has imported torch: a fraction of a second each."""
 
-    def __init__(self, world: int, *arguments: str) -> None:
+    def __init__(self, world: int, *arguments: str, command: str = "train") -> None:
         common = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
         common["OMP_NUM_THREADS"] = "1"
         self._ranks = [
-            Command("train", *arguments, environment={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+            Command(command, *arguments, environment={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
             for rank in range(world)
         ]
 
