@@ -154,7 +154,9 @@ def read_extra(path: str | Path) -> dict[str, Any]:
 
 def merged(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return one scaling state for those of several ranks: the larger of each number, for every name."""
-    first = {name: list(value) if isinstance(value, list) else value.clone() for name, value in states[0].items()}
+    first: dict[str, Any] = {}
+    for name, value in states[0].items():
+        first[name] = list(value) if isinstance(value, list) else value.clone()
     per_name = [name for name, value in first.items() if isinstance(value, Tensor)]
     for state in states[1:]:
         places = {name: i for i, name in enumerate(first["names"])}

@@ -44,7 +44,8 @@ def export(
     about: dict[str, Any] = {name: value for name, value in saved.items() if name.startswith(MODEL)}
     parts = list(_parts(about, largest))
     folder.mkdir(parents=True, exist_ok=True)
-    files, index = [], {}
+    files: list[Path] = []
+    index: dict[str, str] = {}
     for number, names in enumerate(parts, start=1):
         tensors = {name: torch.empty(about[name].size, dtype=about[name].properties.dtype) for name in names}
         read_tensors(tensors, storage_reader=FileSystemReader(checkpoint), no_dist=True)

@@ -33,16 +33,13 @@ Facts about the variable (read and run: transformers 5.17.0 and 5.22.2, TRL 1.16
 """
 
 import inspect
-import itertools
 import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, wraps
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakSet
 
-import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import AORecipeKwargs, DistributedType, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
@@ -51,12 +48,10 @@ from torch import Tensor, nn
 from octavo.convert import COMPILE, ConversionReport, convert_to_fp8, is_converted
 from octavo.decoders.classes import HEAD
 from octavo.decoders.fuse import insist_on_fp8
-from octavo.dist.checkpoint import merged
-from octavo.dist.together import rank
 from octavo.hf import accelerate_backends as backends
+from octavo.hf.accelerate_state import save_with_state
 from octavo.nn.linear import LinearInFP8
 from octavo.nn.model_report import report_of
-from octavo.nn.sharded import ranks
 from octavo.nn.undo import all_or_nothing
 from octavo.numerics import FP8TrainingConfig
 from octavo.numerics.checks import check_choice
@@ -305,37 +300,9 @@ class _PreparesInFP8(_Before):
         for model, report in zip(models, reports, strict=False):
             self.print(f"Octavo FP8: {report.summary()}")
             self.fp8_reports.append(report)
-            _save_with_state(self, model, f"fp8_scaling_{len(self.fp8_reports) - 1}.pt")
+            save_with_state(self, model, f"fp8_scaling_{len(self.fp8_reports) - 1}.pt")
         for model in models:
             self._fp8_models.add(model)
-
-
-def _save_with_state(accelerator: Any, model: nn.Module, file: str) -> None:
-    """Save scales with `save_state`, of each rank its own; on another number of ranks, the larger of each is loaded.
-
-    Not by `register_for_checkpointing`: that fails on states saved without FP8.
-    """
-    managers = list(dict.fromkeys(module.scaling for module in model.modules() if isinstance(module, LinearInFP8)))
-
-    def save(_models: Any, _weights: Any, folder: str) -> None:
-        torch.save([manager.state_dict() for manager in managers], _of_rank(folder, file, rank()))
-        if rank() == 0:
-            _of_rank(folder, file, ranks()).unlink(missing_ok=True)  # the end of an earlier save by more ranks
-
-    def load(_models: Any, folder: str) -> None:
-        numbers = itertools.takewhile(lambda number: _of_rank(folder, file, number).exists(), itertools.count())
-        saved = [torch.load(_of_rank(folder, file, n), map_location="cpu", weights_only=True) for n in numbers]
-        for i, manager in enumerate(managers if saved else []):
-            states = [state[i] for state in saved]
-            manager.load_state_dict(states[rank()] if len(states) == ranks() else merged(states))
-
-    accelerator.register_save_state_pre_hook(save)
-    accelerator.register_load_state_pre_hook(load)
-
-
-def _of_rank(folder: str, file: str, number: int) -> Path:
-    """The file of a rank: `fp8_scaling_0.pt` of the first, `fp8_scaling_0.rank1.pt` of the second."""
-    return Path(folder) / (f"{file.removesuffix('.pt')}.rank{number}.pt" if number else file)
 
 
 def _converted(model: nn.Module, mode: FP8MixedPrecision) -> ConversionReport:

@@ -178,7 +178,9 @@ class Session:
     def _held_out(self) -> dict[int, float]:
         """Return held-out losses by step, the last step's among them; all ranks evaluate."""
         held_out = {
-            entry["step"]: entry["eval_loss"] for entry in self.trainer.state.log_history if "eval_loss" in entry
+            int(entry["step"]): float(entry["eval_loss"])
+            for entry in self.trainer.state.log_history
+            if "eval_loss" in entry
         }
         if self.data.held_out is not None and self.steps not in held_out:
             held_out[self.steps] = float(self.trainer.evaluate()["eval_loss"])

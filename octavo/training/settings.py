@@ -31,8 +31,10 @@ STRATEGIES = ("ddp", "fsdp2")
 # `data` is only a path; resuming checks that the bytes are the same.
 # `ranks` and `strategy` alter it within rounding; a run that is resumed on others says so.
 # `steps` is checked against the checkpoint: a finished run may be extended, and a constant rate does not know its end.
-HARMLESS = ("data", "steps", "log_interval", "save_interval", "evaluation_batches", "sample_bytes", "compare")
-HARMLESS += ("ranks", "strategy")
+HARMLESS = (
+    *("data", "steps", "log_interval", "save_interval", "evaluation_batches", "sample_bytes", "compare"),
+    *("ranks", "strategy"),
+)
 ADDED_LATER = ("fused", "compile", "ranks", "strategy")  # runs of earlier versions go on without them
 SHAPE_OPTIONS = ("dim", "heads", "neurons", "layers", "dropout")
 

@@ -115,7 +115,8 @@ def wrapped(model: nn.Module, settings: TrainSettings) -> nn.Module:
         return nn.parallel.DistributedDataParallel(model, device_ids=ids)
     from torch.distributed.fsdp import fully_shard
 
-    return fully_shard(model)
+    fully_shard(model)
+    return model
 
 
 def own_random_numbers(seed: int) -> None:

@@ -72,9 +72,8 @@ class TorchRun:
         return self._process.poll() is None
 
     def kill(self, rank: int) -> None:
-        for child in self._children():
-            if f"\0RANK={rank}\0" in Path(f"/proc/{child}/environ").read_text():
-                os.kill(child, signal.SIGKILL)
+        [child] = [c for c in self._children() if f"\0RANK={rank}\0" in Path(f"/proc/{c}/environ").read_text()]
+        os.kill(child, signal.SIGKILL)
 
     def communicate(self) -> tuple[list[int | None], list[str], list[str]]:
         output, _ = self._process.communicate()
@@ -104,7 +103,11 @@ def newest(folder: Path) -> int:
 def kill_one(ranks: Any, folder: Path, moment: str, reached: int, choose: random.Random, world: int) -> dict[str, Any]:
     """kill -9 one rank: some milliseconds after row `reached` is there, or while a checkpoint is being written."""
     victim, delay = choose.randrange(world), choose.uniform(0, 0.03)
-    while len(rows(folder)) < reached and ranks.running():
+    reached, metrics = max(reached, newest(folder) + 1), folder / "metrics.jsonl"
+    earlier = metrics.stat().st_ino if metrics.exists() else None  # a run that resumes replaces the file first
+    while ranks.running():
+        if metrics.exists() and metrics.stat().st_ino != earlier and len(rows(folder)) >= reached:
+            break
         time.sleep(0.001)
     if moment == "saving":
         while not list(folder.glob("*.tmp")) and ranks.running():
