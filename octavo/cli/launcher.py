@@ -23,6 +23,7 @@ from octavo.training.errors import LostContact, RunError, UserError
 from octavo.training.signals import SIGNALS
 
 GRACE = 30.0  # seconds to finish a step and save, after a signal; to notice a lost rank
+PROGRAM = [sys.executable, "-m", "octavo"]
 _STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 
@@ -91,7 +92,7 @@ class _Rank:
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
         }
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "octavo", *arguments],
+            [*PROGRAM, *arguments],
             env=environment,
             stdout=None if number == 0 else subprocess.DEVNULL,
             stderr=subprocess.PIPE,

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from octavo.dist.together import from_all, host_group
-from octavo.nn.sharded import local
+from octavo.dist.whole import part_of
+from octavo.nn.sharded import local, place_of
 
 SIGNED = "exp_avg"  # of the states in few bits, the only one that may be negative
 
@@ -83,6 +84,30 @@ def load_optimizer(
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
+def cut_states(optimizer: torch.optim.Optimizer, whole: dict[str, Any]) -> dict[str, Any]:
+    """Return a `state_dict` that one process saved, with states cut for the shards of this optimiser's parameters."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    state = {
+        number: {key: _cut(optimizer, parameters[number], key, value) for key, value in states.items()}
+        for number, states in whole["state"].items()
+    }
+    return {**whole, "state": state}
+
+
+def _cut(optimizer: Any, parameter: Tensor, key: str, value: Any) -> Any:
+    if not (isinstance(parameter, DTensor) and isinstance(value, Tensor) and value.shape == parameter.shape):
+        return value
+    block = _block_size(value)
+    if block is None:
+        return part_of(value, parameter)
+    into: Tensor = optimizer._new_buffer(parameter, key == SIGNED)
+    start, rows = _own_rows(into)
+    row = value.numel() // value.shape[0]
+    aligned = not (start * row % block or rows * row % block)
+    local(into).copy_(value[start : start + rows] if aligned else value.dequantize()[start : start + rows])  # type: ignore[operator]
+    return into
+
+
 def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     """The names of an optimiser's parameters, in the order in which torch numbers them."""
     known = {parameter: name for name, parameter in model.named_parameters()}
@@ -135,12 +160,7 @@ def _cuts_a_block(metadata: Any, block: int, into: Tensor) -> bool:
 
 def _own_rows(tensor: Tensor) -> tuple[int, int]:
     """Return the first row of this rank's shard, and the number of its rows."""
-    if not isinstance(tensor, DTensor):
-        return 0, tensor.shape[0]
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return (offset[0], shape[0]) if shape else (0, 0)
+    return place_of(tensor)[0].start if isinstance(tensor, DTensor) else 0, local(tensor).shape[0]
 
 
 def _put(full: Tensor, into: Tensor) -> None:

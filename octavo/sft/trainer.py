@@ -27,7 +27,6 @@ from octavo.sft.settings import OPTIMIZERS, SFTSettings
 from octavo.training.errors import RunError
 from octavo.training.files import write_json
 from octavo.training.run_folder import CHECKPOINTS, Metrics
-from octavo.training.several_ranks import anyone_asks
 from octavo.training.signals import StopSignals
 
 COMPLETE = "octavo-complete.json"
@@ -103,8 +102,7 @@ class Figures(TrainerCallback):
         trainer, number = self.trainer, state.global_step
         self._pending.append(Step(number, trainer.step_loss, trainer.step_norm, trainer.step_tokens, self._lr))
         trainer.begin_step()
-        self.stop.requested = anyone_asks(self.stop.requested)
-        if self.stop.requested:
+        if self.stop.asked():
             control.should_save = control.should_training_stop = True
         log = number == 1 or number % self.log_interval == 0 or number == state.max_steps
         if log or control.should_save:

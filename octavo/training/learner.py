@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 from torch.compiler import set_stance
 
+from octavo.dist.optimizer_states import cut_states
 from octavo.dist.together import rank
+from octavo.dist.whole import cut
 from octavo.models.bdh import BDH, fuse
 from octavo.nn.report import Report
-from octavo.nn.sharded import is_sharded
 from octavo.numerics import FP8ScalingManager
 from octavo.optim import build_optimizer, set_learning_rate
 from octavo.support import require_tensor_cores
@@ -168,13 +169,8 @@ class Learner:
         }
 
     def load_state_dict(self, parameters: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        if any(is_sharded(p) for p in self.model.parameters()):
-            raise UserError(
-                "strategy='fsdp2': the checkpoint is of one process; continue it with --strategy ddp, whose "
-                "checkpoints both strategies read"
-            )
-        self.model.load_state_dict(parameters)
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.model.load_state_dict(cut(parameters, self.model))
+        self.optimizer.load_state_dict(cut_states(self.optimizer, state["optimizer"]))
         if self.scaling is not None:
             self.scaling.load_state_dict(state["scaling"])
         torch.set_rng_state(state["rng_cpu"])

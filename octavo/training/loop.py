@@ -131,6 +131,7 @@ def train(
     """
     display = Display(console_of(console))
     stop = StopSignals()
+    stop.shared = anyone_asks
     with stop.caught(), met(settings.device):
         display.opening(settings)
         data = load_data(settings.data, sequence=settings.seq, held_out=settings.held_out)
@@ -228,11 +229,12 @@ def _train_leg(leg: Leg, learner: Learner, start: int, display: Display, stop: S
             rows.add(Taken(number, step, seconds, log, scaling))
             if number == start + WARM_UP < settings.steps and settings.device == "cuda":
                 torch.cuda.reset_peak_memory_stats()
-            stop.requested = anyone_asks(stop.requested)
-            if number % settings.save_interval == 0 or number == settings.steps or stop.requested:
+            asked = stop.asked()
+            if number % settings.save_interval == 0 or number == settings.steps or asked:
                 rows.write()
                 _save(leg, learner, number)
-            stop.raise_if_requested()
+            if asked:
+                raise Interrupted(asked)
     return settings.steps - start
 
 

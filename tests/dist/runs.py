@@ -11,8 +11,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import commands
 from commands import Command
+from ranks import PRELOAD
 
+commands._CONTEXT.set_forkserver_preload(PRELOAD)  # there is one such server, and `commands` has set its own list
 TEXT = b"It was a bright cold day in April, and the clocks were striking thirteen.\n" * 60
 # Dropout, stochastic rounding and micro-batches are on, so that every random state and every history matters.
 OPTIONS = [

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from octavo import convert_to_fp8
 from octavo.dist import checkpoint
 from octavo.dist.checkpoint import DamagedCheckpoint, load, merged, save
+from octavo.dist.optimizer_states import cut_states
 from octavo.nn.sharded import local
 from octavo.numerics import FP8ScalingManager
 from octavo.optim import build_optimizer
@@ -135,6 +136,31 @@ def test_blocks_that_new_shards_cut_are_rounded_again(tmp_path):
     assert whole.abs().max() > 0 and (joined(thirds) - whole).abs().max() <= bound
     halves = on_ranks(2, states_of, tmp_path / "c", "fsdp2")
     assert all(low_bit for _, low_bit in halves) and torch.equal(joined(halves), whole)
+
+
+def cut_of_whole(rank):
+    """Means of a rank's shards, cut from those of a model that each rank has trained alone; on rank 0, those, too."""
+    states = []
+    plain, whole = build(optimizer="adamw8bit", wrap="")
+    train(plain, whole, 0)
+    model, optimizer = build(optimizer="adamw8bit")
+    optimizer.load_state_dict(cut_states(optimizer, whole.state_dict()))
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        mine, all_of_it = local(optimizer.state[p]["exp_avg"]), whole.state[q]["exp_avg"] if rank == 0 else None
+        states.append(mine.dequantize().tolist() if type(mine) is not torch.Tensor else mine.tolist())
+        if rank == 0:
+            states[-1] = states[-1], (all_of_it.dequantize() if all_of_it.dim() > 1 else all_of_it).tolist()
+    assert int(optimizer.state[next(model.parameters())]["step"]) == STEPS
+    return states
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_states_of_one_process_are_cut_for_shards(world):
+    first, *others = on_ranks(world, cut_of_whole)
+    for i, (mine, whole) in enumerate(first):
+        shards = torch.cat([torch.tensor(part) for part in (mine, *(other[i] for other in others))])
+        bound = 0.5 * 0.0151 * torch.tensor(whole).abs().max() if world == 3 else 0.0
+        assert (shards - torch.tensor(whole)).abs().max() <= bound
 
 
 def die_in(rank, folder, victim, where):
