@@ -69,6 +69,6 @@ def all_or_none() -> Iterator[None]:
     errors = from_all(None if mine is None else str(mine))
     if mine is not None:
         raise mine
-    for number, error in enumerate(errors):
-        if error is not None:
-            raise OtherRankFailed(f"rank {number}: {error}")
+    for number, words in enumerate(errors):
+        if words is not None:
+            raise OtherRankFailed(f"rank {number}: {words}")

@@ -89,7 +89,11 @@ class LinearInFP8(nn.Linear):
         device = self.weight.device
         if isinstance(self.weight, DTensor) and device.type != self.weight.device_mesh.device_type:
             kind = self.weight.device_mesh.device_type
-            return torch.device(kind, None if kind == "cpu" else torch.get_device_module(kind).current_device())
+            return (
+                torch.device(kind)
+                if kind == "cpu"
+                else torch.device(kind, torch.get_device_module(kind).current_device())
+            )
         return torch.device("cpu") if device.type == "meta" else device
 
     @property

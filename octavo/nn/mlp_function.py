@@ -174,9 +174,8 @@ class _GatedMLP(torch.autograd.Function):
             ((gate, up), of_gate_up), ((down,), of_down) = _weights((), viewed(ctx.sources, ctx.dtypes), ctx.sizes)
             given = (of_gate_up, of_down)
         elif ctx.gathered:
-            (gate, up), of_gate_up = gathered_again(ctx.gathered[:2])
-            (down,), of_down = gathered_again(ctx.gathered[2:])
-            given = (of_gate_up, of_down)
+            ((gate, up), first), ((down,), second) = map(gathered_again, (ctx.gathered[:2], ctx.gathered[2:]))
+            given = (first, second)
         else:
             gate, up, down = rest[low:] or ctx.frozen
         adapters = _sort(matrices, ctx.positions)
