@@ -4,6 +4,7 @@ FSDP2 replaces each Parameter by a DTensor and gives each module that is a unit 
 ZeRO-3 keeps the Parameter and empties it. Code that compares classes, or that reads a tensor's storage, asks here.
 """
 
+import os
 from functools import cache
 from typing import Any
 
@@ -16,6 +17,26 @@ from torch.distributed.tensor import DTensor
 def ranks() -> int:
     """The number of ranks in the default process group; 1 where there is none."""
     return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+
+
+def own_gpu() -> int:
+    """The GPU of this process, which is made the current one: LOCAL_RANK's, unless another has been chosen already.
+
+    A launcher that shows each process one GPU has chosen.
+    """
+    current, count = torch.cuda.current_device(), torch.cuda.device_count()
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if current != 0 or count == 1:
+        return current
+    if rank >= count:
+        raise ValueError(f"LOCAL_RANK={rank}: torch sees {count} GPUs here; start one process for each of them")
+    torch.cuda.set_device(rank)
+    return rank
+
+
+def capture_error_mode() -> str:
+    """The mode in which a CUDA graph is captured: with a process group, calls of NCCL's own thread are no mistake."""
+    return "thread_local" if distributed.is_available() and distributed.is_initialized() else "global"
 
 
 def may_be_freed() -> bool:
