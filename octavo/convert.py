@@ -147,11 +147,11 @@ def restore(model: nn.Module) -> None:
         )
     unfused = 0
     for module in model.modules():
+        unfused += fuse.restore(module)  # first: an FP8 linear that is a unit of FSDP2 is given a class, too
         if isinstance(module, FP8Linear):
             module.restore_in_place()
         if isinstance(module, Fused):
             module.unfuse()
-        unfused += fuse.restore(module)
         undo_compile(module)
     for module in model.modules():
         _detach_report(module, unfused=unfused > 0)

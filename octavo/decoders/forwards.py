@@ -35,6 +35,7 @@ from octavo.decoders.products import (
     one_function,
     one_product,
 )
+from octavo.decoders.rehearsal import needs_rehearsal, rehearse
 from octavo.nn.frozen import FP8FrozenLinear
 from octavo.nn.linear import LinearInFP8
 from octavo.nn.norm import rms_norm
@@ -208,7 +209,13 @@ def norm_forward(self: Any, original: Callable[..., Any], x: Tensor) -> Tensor:
 def layer_forward(self: Any, original: Callable[..., Any], hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if args or hidden_states.numel() == 0:
         return original(self, hidden_states, *args, **kwargs)
-    return _feed_forward(self, *_attend(self, hidden_states, kwargs))
+    if needs_rehearsal(self, hidden_states, kwargs):
+        rehearse(self, _layer, hidden_states, kwargs)
+    return _layer(self, hidden_states, kwargs)
+
+
+def _layer(layer: Any, h: Tensor, kwargs: dict[str, Any]) -> Tensor:
+    return _feed_forward(layer, *_attend(layer, h, kwargs))
 
 
 def _attend(layer: Any, h: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:

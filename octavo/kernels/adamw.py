@@ -56,15 +56,16 @@ _PLAIN_BLOCK = 256
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@triton.jit(do_not_specialize=["phase", "phase_of_p"])
+@triton.jit(do_not_specialize=["phase", "phase_of_p", "first"])
 def adamw_kernel(
     p_ptr, low_ptr, g_ptr, mean_ptr, mean_scale_ptr, square_ptr, square_scale_ptr, n, rate, decay, weight_1, weight_2,
-    root_correction, eps, bound, phase, phase_of_p, SPLIT: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
+    root_correction, eps, bound, phase, phase_of_p, first, SPLIT: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, BOUNDED: tl.constexpr, STOCHASTIC: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """`rate`: with the mean's correction; `decay`: what is left of p; `weight_1`, `_2`: of the new in the means.
 
-    `SPLIT`: p and low are the halves of an FP32 number, as 16 bits.
+    `first`: index of the first element in the whole parameter, of which p may be a shard. `SPLIT`: p and low are the
+    halves of an FP32 number, as 16 bits.
     """
     row, column = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     where = row[:, None] * BLOCK + column[None, :]
@@ -78,7 +79,7 @@ def adamw_kernel(
     size = root(square)
     moved = tl.minimum(tl.maximum(mean, -size * bound), size * bound) if BOUNDED else mean
     p = p * decay - rate * moved * inverse(size * root_correction + eps)
-    start = _start(where)
+    start = _start(where, first)
     noise = start + phase.to(tl.uint32, bitcast=True)
     _write(mean, noise, mean_ptr, mean_scale_ptr, row, where, inside, n, True, KIND, BLOCK, EVEN)
     _write(square, noise, square_ptr, square_scale_ptr, row, where, inside, n, False, KIND, BLOCK, EVEN)
@@ -188,9 +189,9 @@ def _nearest(x, D: tl.constexpr):
 
 
 @triton.jit
-def _start(where):
+def _start(where, first):
     """Start of the dither at each index; see `numerics.adamw.noise_of`."""
-    x = where.to(tl.uint32) * _GOLDEN
+    x = (where.to(tl.uint32) + first.to(tl.uint32, bitcast=True)) * _GOLDEN
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
     return x ^ (x >> 16)
@@ -261,7 +262,9 @@ def _signed(highest: int) -> list[float]:
     return [-level for level in reversed(above[:-1])] + [0.0] + above
 
 
-def apply(step: spec.Step, p: Tensor, g: Tensor, mean: Any, square: Any, low: Tensor | None = None) -> None:
+def apply(
+    step: spec.Step, p: Tensor, g: Tensor, mean: Any, square: Any, low: Tensor | None = None, *, first: int = 0
+) -> None:
     """Step one parameter; see `numerics.adamw.apply`. `low`: the lower half of its master."""
     kind = _KINDS.get(type(mean).__name__, PLAIN)
     block = _PLAIN_BLOCK if kind is PLAIN else mean.block_size
@@ -278,7 +281,8 @@ def apply(step: spec.Step, p: Tensor, g: Tensor, mean: Any, square: Any, low: Te
     with torch.cuda.device(p.device) if p.is_cuda else nullcontext():
         adamw_kernel[(-(-n // (rows * block)),)](
             *halves, g.contiguous(), *_codes_and_scale(mean), *_codes_and_scale(square), n, *numbers,
-            spec.phase_of(step.count), step.count * spec.PHASE_STEP_OF_P & 0xFFFF, **constants, num_warps=warps,
+            spec.phase_of(step.count), step.count * spec.PHASE_STEP_OF_P & 0xFFFF, spec.as_int32(first), **constants,
+            num_warps=warps,
         )  # fmt: skip
 
 

@@ -4,7 +4,9 @@ FSDP2 replaces each Parameter by a DTensor and gives each module that is a unit 
 ZeRO-3 keeps the Parameter and empties it. Code that compares classes, or that reads a tensor's storage, asks here.
 """
 
+import math
 import os
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -50,7 +52,60 @@ def is_sharded(tensor: Tensor) -> bool:
 
 def local(tensor: Tensor) -> Tensor:
     """The part of a tensor that this rank holds: all of one that is not a DTensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with nullcontext() if tensor.requires_grad else torch.no_grad():  # with it, a view, which low-bit states take badly
+        return tensor.to_local()
+
+
+def placed_like(values: Tensor, example: Tensor) -> Tensor:
+    """The tensor whose local part is `values`, distributed as `example` is; `values` themselves if that is a whole one.
+
+    `values` stay on their device, also where that is not the mesh's: host memory, say.
+    """
+    if not isinstance(example, DTensor):
+        return values
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    meta = TensorMeta(example.shape, example.stride(), values.dtype)
+    spec = DTensorSpec(example.device_mesh, tuple(example.placements), tensor_meta=meta)
+    return DTensor(values, spec, requires_grad=False)
+
+
+def place_of(tensor: DTensor) -> tuple[slice, ...]:
+    """Where this rank's part lies in the whole tensor, by dimension."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    sizes, starts = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+
+
+def first_index(tensor: Tensor) -> int:
+    """The index of this rank's first element in the whole tensor, laid out in rows; 0 for a whole one."""
+    if not isinstance(tensor, DTensor) or not local(tensor.detach()).numel():
+        return 0
+    starts = (place.start for place in place_of(tensor))
+    return sum(start * math.prod(tensor.shape[i + 1 :]) for i, start in enumerate(starts))
+
+
+def sizes_of_shards(tensor: Tensor) -> set[int]:
+    """The numbers of elements that ranks may hold: where they do not divide a dimension, more than one."""
+    lengths = [{length} for length in tensor.shape]
+    if isinstance(tensor, DTensor):
+        for dimension, placement in enumerate(tensor.placements):
+            at: int | None = getattr(placement, "dim", None)  # of those that shard
+            if at is not None:
+                parts = tensor.device_mesh.size(dimension)
+                lengths[at] = {part for length in lengths[at] for part in _chunks(length, parts)}
+    sizes = {1}
+    for several in lengths:
+        sizes = {size * length for size in sizes for length in several}
+    return sizes
+
+
+def _chunks(length: int, parts: int) -> set[int]:
+    each = -(-length // parts)
+    return {max(0, min(each, length - i * each)) for i in range(parts)}
 
 
 def plain_class(module: torch.nn.Module) -> type[torch.nn.Module]:

@@ -16,7 +16,8 @@ The dither is a Weyl sequence: start = hash(element index) (lowbias32 by C. Well
 once per optimiser step. Over a few steps an element is therefore rounded up as often as it should be, not only on
 average, and errors cancel. The mean, the squares and a BF16 weight have separate starts and irrationals: a mean rounded
 up moves the weight further in the next step, whose rounding must not correlate with it. The result does not depend on
-the order in which parameters are stepped, and is the same after a restart.
+the order in which parameters are stepped, and is the same after a restart. Of a shard, the index is that in the whole
+parameter (`first` is that of its first element), so it does not depend on the number of ranks either.
 """
 
 import math
@@ -77,8 +78,8 @@ class Step:
         return self.stochastic and p.dtype == torch.bfloat16
 
 
-def apply(step: Step, p: Tensor, g: Tensor, mean: Any, square: Any) -> None:
-    """Update p and its two moments in place."""
+def apply(step: Step, p: Tensor, g: Tensor, mean: Any, square: Any, *, first: int = 0) -> None:
+    """Update p and its two moments in place. `first`: index of p's first element in the parameter it is a shard of."""
     g = g.float()
     new_mean = mean.float().lerp(g, 1 - step.betas[0])
     new_square = square.float().lerp(g.square(), 1 - step.betas[1])
@@ -88,7 +89,7 @@ def apply(step: Step, p: Tensor, g: Tensor, mean: Any, square: Any) -> None:
         moved = new_mean.clamp(-largest, largest)
     new = p.float() * step.decay - step.rate * moved / (new_square.sqrt() * step.root_correction + step.eps)
     of_4_bits, rounds_p = is_of_4_bits(square), step.rounds_at_random(p)
-    noise: tuple[Tensor, ...] = noise_of(g, step.count) if of_4_bits or rounds_p else ()
+    noise: tuple[Tensor, ...] = noise_of(g, step.count, first) if of_4_bits or rounds_p else ()
     for i, (state, values) in enumerate(((square, new_square), (mean, new_mean))):
         if of_4_bits:
             write_levels(state, values, noise[i])
@@ -99,13 +100,18 @@ def apply(step: Step, p: Tensor, g: Tensor, mean: Any, square: Any) -> None:
 
 def phase_of(count: int) -> int:
     """Return the phases of the dither at this step as an int32: squares above, the mean in the lower 16 bits."""
-    phase = count * PHASE_STEP & _MASK
-    return phase - (phase >> 31 << 32)
+    return as_int32(count * PHASE_STEP)
 
 
-def noise_of(like: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return 16 bits of dither per element for the squares, the mean and p."""
-    x = torch.arange(like.numel(), device=like.device).view(like.shape) * GOLDEN & _MASK
+def as_int32(number: int) -> int:
+    """Return the lower 32 bits of a number, with a sign."""
+    number &= _MASK
+    return number - (number >> 31 << 32)
+
+
+def noise_of(like: Tensor, count: int, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Return 16 bits of dither per element for the squares, the mean and p; `first` is the index of the first."""
+    x = (torch.arange(like.numel(), device=like.device).view(like.shape) + first & _MASK) * GOLDEN & _MASK
     x = (x ^ x >> 16) * 0x7FEB352D & _MASK
     x = (x ^ x >> 15) * 0x846CA68B & _MASK
     x = x ^ x >> 16

@@ -1,7 +1,12 @@
 """torchao's optimisers with a fused step: one pass over each parameter, where there is a kernel for it.
 
-Elsewhere, and on a CPU, `numerics/adamw.py` computes the same step in torch. Sharded parameters and amsgrad use
-torchao's own step, which rounds to nearest.
+Elsewhere, and on a CPU, `numerics/adamw.py` computes the same step in torch. Amsgrad uses torchao's own step, which
+rounds to nearest.
+
+Of a sharded parameter (DTensor), each rank steps its shard. States in blocks then equal those of the whole parameter
+where shards end at block ends, and so does the dither, which goes by the place in the whole. Where a shard of any rank
+ends within a block, states are plain on all ranks, as those of whole parameters that blocks do not divide: a checkpoint
+has one format.
 """
 
 from collections.abc import Callable
@@ -13,8 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.compiler import set_stance
+from torch.distributed.tensor import DTensor
 
+from octavo.nn.sharded import first_index, is_sharded, local, placed_like, sizes_of_shards
 from octavo.numerics import adamw
+
+_SMALLEST = 4096  # elements of a parameter whose states are in blocks; torchao's
 
 
 @cache
@@ -34,6 +43,14 @@ def with_fused_step(optimizer_class: Any) -> Any:
             if adamw.is_of_4_bits(state):
                 state.qmap.copy_(adamw.levels(signed=signed))
             return state
+
+        def _new_buffer(self, p: Tensor, signed: bool) -> Any:
+            if not is_sharded(p):
+                return super()._new_buffer(p, signed)
+            shard = local(p.detach())
+            in_blocks = p.numel() >= _SMALLEST and all(n and n % self.block_size == 0 for n in sizes_of_shards(p))
+            zeros = self._subclass_zeros(shard, signed, self.block_size) if in_blocks else torch.zeros_like(shard)
+            return placed_like(zeros, p)
 
         @torch.no_grad()
         def step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -61,23 +78,32 @@ def with_fused_step(optimizer_class: Any) -> Any:
 
         def _step_one(self, p: Tensor, group: dict[str, Any]) -> bool:
             grad, state = p.grad, self.state[p]
-            if grad is None or grad.is_sparse or group["amsgrad"] or type(p.detach()) is not Tensor:
+            if grad is None or grad.is_sparse or group["amsgrad"] or type(local(p.detach())) is not Tensor:
                 return False
             if not state:
                 state["step"] = torch.tensor(0.0)
                 state["exp_avg"] = self._new_buffer(p, True)
                 state["exp_avg_sq"] = self._new_buffer(p, False)
             state["step"] += 1
-            means = state["exp_avg"], state["exp_avg_sq"]
+            means = local(state["exp_avg"]), local(state["exp_avg_sq"])
             step = adamw.Step(
                 int(state["step"]), float(group["lr"]), group["betas"], group["eps"], group["weight_decay"],
                 self.bf16_stochastic_round,
             )  # fmt: skip
-            _way_for(p, *means)(step, p.detach(), grad, *means)
+            shard = local(p.detach())
+            if shard.numel():
+                _way_for(shard, *means)(step, shard, local(_placed_as(grad, p)), *means, first=first_index(p))
             return True
 
     FusedStep.__name__ = FusedStep.__qualname__ = optimizer_class.__name__
     return FusedStep
+
+
+def _placed_as(grad: Tensor, p: Tensor) -> Tensor:
+    """Return a gradient distributed as its parameter; that of FSDP2 is."""
+    if isinstance(grad, DTensor) and isinstance(p, DTensor) and grad.placements != p.placements:
+        return grad.redistribute(p.device_mesh, p.placements)
+    return grad
 
 
 def _way_for(p: Tensor, mean: Tensor, square: Tensor) -> Callable[..., None]:

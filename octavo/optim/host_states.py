@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo.nn.sharded import local, placed_like
 from octavo.optim.split_masters import LOW, has_master, joined
 from octavo.optim.transfers import State, Transfers, Trip, is_moved, mapped
 
@@ -164,8 +165,10 @@ class HostStates:
 
 def _in_dtype(value: Any, dtype: torch.dtype | None) -> Any:
     """Cast a plain floating-point state; low-bit states have formats of their own."""
-    plain = is_moved(value) and not hasattr(value, "__tensor_flatten__") and value.is_floating_point()
-    return value.to(dtype) if plain and dtype is not None else value
+    if dtype is None or not is_moved(value) or not value.is_floating_point():
+        return value
+    mine = local(value)
+    return value if hasattr(mine, "__tensor_flatten__") else placed_like(mine.to(dtype), value)
 
 
 def _to_host(device: torch.device, x: Tensor) -> Tensor:

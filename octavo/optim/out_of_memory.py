@@ -10,9 +10,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from octavo.nn.linear import FP8Linear
+from octavo.nn.sharded import local
 from octavo.optim.host_states import AHEAD
 from octavo.optim.in_backward import steps_in_backward
 from octavo.optim.split_masters import has_master
@@ -74,9 +75,9 @@ def savings(model: nn.Module, optimizer: Any, memory: StepMemory) -> dict[str, i
     """
     optimizer = getattr(optimizer, "optimizer", optimizer)  # unwrap Accelerate's
     trained = [p for p in model.parameters() if p.requires_grad]
-    numbers, gradients = sum(p.numel() for p in trained), sum(tensor_bytes(p) for p in trained)
-    largest = max((p.numel() for p in trained), default=0)
-    halves = sum(p.numel() for p in trained if has_master(optimizer, p))  # each with a low half, and FP32 moments
+    numbers, gradients = sum(map(_elements, trained)), sum(tensor_bytes(p) for p in trained)
+    largest = max(map(_elements, trained), default=0)
+    halves = sum(_elements(p) for p in trained if has_master(optimizer, p))  # each with a low half, and FP32 moments
     to_come = 2 * gradients + (2 + 4) * halves if isinstance(optimizer, torch.optim.Adam) else 0
     states = max(memory.states, to_come)
 
@@ -94,6 +95,11 @@ def savings(model: nn.Module, optimizer: Any, memory: StepMemory) -> dict[str, i
         bytes_saved |= {name: round(states - 2 * halves - numbers * each) for name, each in LOW_BIT.items()}
         bytes_saved["offload"] = round(states * max(1 - (1 + AHEAD) * largest / numbers, 0))
     return bytes_saved
+
+
+def _elements(p: Tensor) -> int:
+    """Return the number of elements that this rank holds."""
+    return local(p.detach()).numel()
 
 
 def _can_keep_fp8(model: nn.Module) -> bool:

@@ -5,7 +5,7 @@
 
 The first three are sizes of existing tensors. Activations and temporary buffers are the remainder of the allocator's
 peak, `torch.cuda.max_memory_allocated`, since the process began or since `torch.cuda.reset_peak_memory_stats()`. A CPU
-has no such figure.
+has no such figure. Of sharded tensors, the bytes of this rank's shards count.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.nn.fp8_only import offloaded_of
+from octavo.nn.sharded import local
 from octavo.optim.in_backward import steps_in_backward
 
 GIB, MIB = 2**30, 2**20
@@ -148,7 +149,8 @@ def _weight_bytes(x: Tensor) -> int:
 
 
 def tensor_bytes(x: Tensor) -> int:
-    """Return the bytes of a tensor; for a low-bit state or a shard, those of its inner tensors."""
+    """Return the bytes of a tensor on this rank; for a low-bit state, those of its inner tensors."""
+    x = local(x.detach())
     if not hasattr(x, "__tensor_flatten__"):
         return x.nbytes
     names, _ = x.__tensor_flatten__()

@@ -8,6 +8,8 @@ there. A copy into a buffer waits, on the device, for the copy out of it.
     inwards    wait until the host copy is written and the buffer is free     host copy → buffer
     compute    wait for that copy                                             the optimiser's step
     outwards   wait for the step                                              buffer → host copy
+
+Of a sharded state (DTensor), this rank's shard is copied; the optimiser finds a DTensor in either place.
 """
 
 from collections import deque
@@ -17,6 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from octavo.nn.sharded import is_sharded, local, placed_like
 
 State = dict[str, Any]
 
@@ -121,7 +125,9 @@ def mapped(state: State, function: Callable[[Tensor], Tensor]) -> State:
 
 
 def map_tensor(value: Any, function: Callable[[Tensor], Tensor]) -> Tensor:
-    """Apply `function` to a tensor, or to each inner tensor of a low-bit state."""
+    """Apply `function` to a tensor, or to each inner tensor of a low-bit state; of a shard, to this rank's."""
+    if is_sharded(value):
+        return placed_like(map_tensor(local(value), function), value)
     if not hasattr(value, "__tensor_flatten__"):
         return function(value)
     names, context = value.__tensor_flatten__()
@@ -141,11 +147,13 @@ def copy(host_copy: State, state: State) -> None:
     for name, value in state.items():
         if not is_moved(value):
             host_copy[name] = value
-        elif hasattr(value, "__tensor_flatten__"):
-            for inner in value.__tensor_flatten__()[0]:
-                getattr(host_copy[name], inner).copy_(getattr(value, inner), non_blocking=True)
+            continue
+        here, there = local(value), local(host_copy[name])
+        if hasattr(here, "__tensor_flatten__"):
+            for inner in here.__tensor_flatten__()[0]:
+                getattr(there, inner).copy_(getattr(here, inner), non_blocking=True)
         else:
-            host_copy[name].copy_(value, non_blocking=True)
+            there.copy_(here, non_blocking=True)
 
 
 def pinned_like(x: Tensor) -> Tensor:

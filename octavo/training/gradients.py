@@ -11,6 +11,9 @@ not worth twice the error. Vectors (norms, biases) stay in FP32.
 A parameter's gradient is added when it is complete, within backward, and then freed: all gradients exist at once only
 in the last micro-batch, in the dtype of the parameters. The random numbers of the rounding are seeded by micro-batch
 and parameter, so a resumed run repeats them.
+
+FSDP2 hands out the gradient of a shard when it is averaged over ranks. Each rank sums its own shards, and gets sums
+that are distributed as the parameters are.
 """
 
 from collections.abc import Iterator
@@ -20,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from octavo.nn.sharded import local, placed_like
 from octavo.numerics.quantize import BLOCK, Quantized, quantize
 from octavo.numerics.rounding import round_stochastic_bf16
 
@@ -62,12 +66,13 @@ class GradientSums:
             return
         if self._is_last:
             if name in self._sums:
-                total = _total(self._sums.pop(name), parameter.grad, parameter.dtype)
+                last = None if parameter.grad is None else local(parameter.grad)
+                total, mine = _total(self._sums.pop(name), last, parameter.dtype), local(parameter.detach())
                 # In the parameter's memory layout, which some optimisers assume.
-                same = total.stride() == parameter.stride()
-                parameter.grad = total if same else torch.empty_like(parameter).copy_(total)
+                total = total if total.stride() == mine.stride() else torch.empty_like(mine).copy_(total)
+                parameter.grad = placed_like(total, parameter)
         elif parameter.grad is not None:
-            self._sums[name] = self._added(self._sums.get(name), parameter.grad, name)
+            self._sums[name] = self._added(self._sums.get(name), local(parameter.grad), name)
             parameter.grad = None
 
     def _added(self, total: _Sum | None, grad: Tensor, name: str) -> _Sum:
@@ -85,7 +90,7 @@ class GradientSums:
         self._sums.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a tensor for each parameter with a sum; in FP8 two, values and scales."""
+        """Return a tensor for each parameter with a sum; in FP8 two, values and scales. Of shards, this rank's."""
         copies = {name: [tensor.clone() for tensor in tensors] for name, tensors in self._sums.items()}
         return {name: tensors[0] if len(tensors) == 1 else tensors for name, tensors in copies.items()}
 

@@ -25,6 +25,10 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from octavo.convert import can_convert, convert_to_fp8
+from octavo.dist.checkpoint import unwrapped
+from octavo.dist.random_states import get_rng_states, set_rng_states
+from octavo.dist.together import all_or_none, rank
+from octavo.dist.whole import has_shards, whole, whole_state
 from octavo.models.bdh import fused_layers
 from octavo.nn.autocast import FP8Autocast, fp8_autocast
 from octavo.nn.linear import LinearInFP8
@@ -39,7 +43,7 @@ from octavo.optim.out_of_memory import explained
 from octavo.support import check_fp8_support
 from octavo.training.files import disk_errors, model_file
 from octavo.training.gradients import GRADIENTS, GradientSums, default_for
-from octavo.training.random_states import get_rng_states, set_rng_states
+from octavo.training.model_files import Gathered, read_model, write_model
 
 OFFLOADS = ("optimizer", "master")
 
@@ -141,25 +145,26 @@ class FP8Trainer:
             offload_states(optimizer)
 
     def _set_up_fp8(self, convert: bool) -> None:
-        converted = [m for m in self.model.modules() if isinstance(m, LinearInFP8)]
-        if fused := fused_layers(self.model):
+        model = unwrapped(self.model)  # the names of its layers have no prefix
+        converted = [m for m in model.modules() if isinstance(m, LinearInFP8)]
+        if fused := fused_layers(model):
             self.report, self.scaling = fused.report, fused.scaling
         elif converted:  # earlier, or loaded with weights frozen in FP8, whose adapters stay as they are
-            self.report = report_of(self.model)
+            self.report = report_of(model)
             self.scaling = converted[0].scaling
             logger.info("%s", self.report.summary())
-        elif convert and can_convert(self.model, self.fp8_config):
-            report = convert_to_fp8(self.model, self.fp8_config)
+        elif convert and can_convert(model, self.fp8_config):
+            report = convert_to_fp8(model, self.fp8_config)
             self.report, self.scaling = report, report.scaling
             logger.info("%s", report.summary())
         elif convert:
-            self._fp8 = fp8_autocast(self.fp8_config, model=self.model)
+            self._fp8 = fp8_autocast(self.fp8_config, model=model)
             self.report, self.scaling = self._fp8.report, self._fp8.scaling
-            logger.info("no nn.Linear to convert in %s: its products run under fp8_autocast", type(self.model).__name__)
+            logger.info("no nn.Linear to convert in %s: its products run under fp8_autocast", type(model).__name__)
         if self.scaling is None:
-            logger.info("training %s as it is: convert_model_to_fp8=False", type(self.model).__name__)
+            logger.info("training %s as it is: convert_model_to_fp8=False", type(model).__name__)
         else:
-            device = next(self.model.parameters()).device
+            device = next(model.parameters()).device
             support = check_fp8_support(device)
             logger.info("FP8 training enabled with format: %s", self.fp8_config.fp8_format.lower())
             logger.info("%s", support if support else f"FP8 is emulated on {device}: {support.reason}")
@@ -275,9 +280,10 @@ class FP8Trainer:
     def _clip_gradients(self) -> Tensor:
         """Clip the gradients; return the loss of the step and their norm before, without waiting for the device."""
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        self.grad_norm = get_total_norm(gradients)
+        norm = get_total_norm(gradients)
         if self.max_grad_norm is not None:
-            clip_grads_with_norm_(self.model.parameters(), self.max_grad_norm, self.grad_norm)
+            clip_grads_with_norm_(self.model.parameters(), self.max_grad_norm, norm)
+        self.grad_norm = whole(norm)  # of shards, a sum over ranks that is still to be made
         assert self._loss_sum is not None
         loss_and_norm = torch.stack((self._loss_sum.to(self.grad_norm.device), self.grad_norm))
         self._loss_sum = None
@@ -299,19 +305,14 @@ class FP8Trainer:
     def save_model(self, path: str | Path) -> Path:
         """Write the weights: safetensors, or `torch.save`'s format if the name ends in `.pt` or `.pth`.
 
-        A folder gets a `model.safetensors`. The file appears under its name only when it is complete.
+        A folder gets a `model.safetensors`. The file appears under its name only when it is complete. On several ranks
+        all call it, and rank 0 writes; the file of a sharded model (FSDP2) is that of the whole one.
         """
         path = model_file(Path(path))
-        temporary = path.with_name(path.name + ".tmp")
-        with disk_errors(path, "check the path and the space left"):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if path.suffix in (".pt", ".pth"):
-                torch.save(self.model.state_dict(), temporary)
-            else:
-                from safetensors.torch import save_model
-
-                save_model(self.model, str(temporary))
-            temporary.replace(path)
+        model = Gathered(whole_state(self.model)) if has_shards(self.model) else self.model
+        with disk_errors(path, "check the path and the space left"), all_or_none():
+            if rank() == 0:
+                write_model(model, path)
         self._saved = path
         logger.info("saved %s", path)
         return path
@@ -321,12 +322,7 @@ class FP8Trainer:
         path = model_file(Path(path))
         if not path.exists():
             raise FileNotFoundError(f"{path}: no such model file")
-        if path.suffix in (".pt", ".pth"):
-            self.model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
-        else:
-            from safetensors.torch import load_model
-
-            load_model(self.model, str(path))
+        read_model(self.model, path)
         logger.info("loaded %s", path)
 
     def state_dict(self) -> dict[str, Any]:

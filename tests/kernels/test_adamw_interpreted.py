@@ -105,3 +105,32 @@ def test_a_master_in_halves_is_stepped_as_one_in_fp32(shape):
         torch.testing.assert_close(split.join(high, low), master, rtol=3e-7, atol=1e-9)
     for one, other in zip(mine, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)  # a step of FP32 at 1, where sums cancel
+
+
+@pytest.mark.parametrize("name", ["adamw4bit", "adamw"])
+def test_a_shard_is_rounded_by_its_place_in_the_whole(name):
+    """Halves of a parameter, each with the index of its first element, get the bits of the whole."""
+    torch.manual_seed(0)
+    p, g = torch.randn(64, 256).bfloat16(), torch.randn(64, 256).bfloat16()
+    means, halves = new_means(name, p), [part.clone() for part in p.chunk(2)]
+    means_of_halves = [new_means(name, part) for part in halves]
+    for count in (1, 2):
+        step = Step(count, **RATES, stochastic=True)
+        adamw.apply(step, p, g, *means)
+        for i, (part, states) in enumerate(zip(halves, means_of_halves, strict=True)):
+            adamw.apply(step, part, g.chunk(2)[i], *states, first=i * part.numel())
+    assert torch.equal(torch.cat(halves), p)
+    for whole, *parts in zip(means, *means_of_halves, strict=True):
+        codes = [getattr(state, "codes", state) for state in (whole, *parts)]
+        assert torch.equal(torch.cat(codes[1:]), codes[0])
+
+
+@pytest.mark.parametrize("first", [2**31 - 7, 2**32 + 2**31 + 5])
+def test_places_beyond_32_bits_are_those_of_the_specification(first):
+    p = torch.randn(4, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    rounded = []
+    for apply in (adamw.apply, spec.apply):
+        mine, means = p.clone(), (torch.zeros_like(p), torch.zeros_like(p))
+        apply(Step(3, **RATES, stochastic=True), mine, torch.zeros_like(p), *means, first=first)
+        rounded.append(mine)
+    assert torch.equal(*rounded)

@@ -1,0 +1,279 @@
+"""Optimisers on shards (FSDP2): low-bit states, stochastic rounding, offload, sums; against whole models."""
+
+import pytest
+import torch
+from ranks import on_ranks
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from octavo.nn.sharded import first_index, local, place_of, placed_like, sizes_of_shards
+from octavo.optim import build_optimizer, measure_memory, offload_states, step_in_backward
+from octavo.optim.out_of_memory import savings
+from octavo.training.errors import RunError
+from octavo.training.gradients import GradientSums
+from octavo.training.trainer import FP8Trainer
+
+LOW_BIT = ("adamw8bit", "adamwfp8", "adamw4bit")
+STEPS = 4
+WAYS = ("step", "offload", "in backward", "in backward, offload")
+
+
+def build(dtype=torch.float32, rows=64):
+    """A model whose two large weights are in low-bit states, also by halves, and whose others are plain."""
+    torch.manual_seed(1)
+    layers = nn.Linear(256, rows), nn.Tanh(), nn.Linear(rows, 256, bias=False), nn.LayerNorm(256)
+    return nn.Sequential(*layers).to(dtype)
+
+
+def shard(model, **options):
+    for module in (model[0], model[2]):
+        fully_shard(module, **options)
+    return fully_shard(model, **options)
+
+
+def part_of(whole, p):
+    return placed_like(whole[place_of(p)].clone(), p) if isinstance(p, DTensor) else whole
+
+
+def distance(mine, whole):
+    """The largest distance of a shard from its part of a whole tensor."""
+    mine, whole = mine.detach(), whole.detach()
+    difference = values_of(local(mine)) - values_of(whole)[place_of(mine)]
+    return difference.abs().max().item() if difference.numel() else 0.0
+
+
+def values_of(x):
+    return x.float() if type(x) is torch.Tensor else x.dequantize(torch.float32)
+
+
+def batch_of(step, rank=None):
+    x = torch.randn(8, 256, generator=torch.Generator().manual_seed(step))
+    return x if rank is None else x.chunk(2)[rank]
+
+
+def give_gradients(model, step):
+    """Set the same gradients on a whole model and on shards, so that only the steps can differ."""
+    for i, p in enumerate(model.parameters()):
+        generator = torch.Generator().manual_seed(100 * step + i)
+        whole = torch.randn(p.shape, generator=generator) * torch.randn(p.shape, generator=generator).exp()
+        p.grad = part_of(whole.to(p.dtype), p)
+
+
+def backward(model, step):
+    """Compute a loss that does not depend on the input's split, and whose gradient a rank computes as one process."""
+    x = batch_of(step)
+    model(x.to(next(model.parameters()).dtype)).float().square().mean().backward()
+
+
+def optimizer_of(model, name, way="step", stochastic=False):
+    optimizer = build_optimizer(name, model.parameters(), lr=1e-2, stochastic_rounding=stochastic)
+    if way == "offload":
+        offload_states(optimizer)
+    elif way != "step":
+        step_in_backward(optimizer, offload=way.endswith("offload"))
+    return optimizer
+
+
+def compare(mine, optimizer, expected, reference):
+    """The largest distance of weights and states, and the classes of states."""
+    distances, kinds = [], []
+    for p, q in zip(mine.parameters(), expected.parameters(), strict=True):
+        distances.append(distance(p, q))
+        for name in ("exp_avg", "exp_avg_sq"):
+            distances.append(distance(optimizer.state[p][name], reference.state[q][name]))
+        kinds.append(type(local(optimizer.state[p]["exp_avg"])).__name__.startswith("OptimState"))
+    return max(distances), kinds
+
+
+def step_by_given_gradients(rank, name, dtype=torch.float32, stochastic=False):
+    models = shard(build(dtype)), build(dtype)
+    optimizers = [optimizer_of(model, name, stochastic=stochastic) for model in models]
+    for step in range(STEPS):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            give_gradients(model, step)
+            optimizer.step()
+    return compare(models[0], optimizers[0], models[1], optimizers[1])
+
+
+@pytest.mark.parametrize("name", LOW_BIT)
+def test_low_bit_states_of_shards_equal_those_of_the_whole(name):
+    for result in on_ranks(2, step_by_given_gradients, name):
+        assert result == (0.0, [True, False, True, False, False])
+
+
+@pytest.mark.parametrize("name", ["adamw4bit", "adamw"])
+def test_bf16_shards_are_rounded_at_random_by_their_place_in_the_whole(name):
+    for far, _ in on_ranks(2, step_by_given_gradients, name, torch.bfloat16, True):
+        assert far == 0.0
+
+
+def step_uneven_shards(rank):
+    """Three ranks: 64 rows are 22, 22 and 20, of which blocks of 256 elements are whole; 256 rows of 62 are not."""
+    models = shard(build(rows=62)), build(rows=62)
+    optimizers = [optimizer_of(model, "adamw8bit") for model in models]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        give_gradients(model, 0)
+        optimizer.step()
+    first, second = (models[0][i].weight for i in (0, 2))
+    kinds = [type(local(optimizers[0].state[p]["exp_avg"])) is torch.Tensor for p in (first, second)]
+    return distance(first, models[1][0].weight), kinds, sizes_of_shards(first), first_index(second)
+
+
+def test_uneven_shards_that_end_within_a_block_have_plain_states_on_all_ranks():
+    results = on_ranks(3, step_uneven_shards)
+    assert [far for far, *_ in results] == [0.0] * 3
+    assert [kinds for _, kinds, *_ in results] == [[False, True]] * 3
+    assert results[0][2] == {21 * 256, 20 * 256}
+    assert [first for *_, first in results] == [0, 86 * 62, 172 * 62]
+
+
+def step_in_every_way(rank, name):
+    """Distances from the step of the whole model, by the way of stepping; both ranks see the whole batch."""
+    expected = build()
+    reference = optimizer_of(expected, name)
+    for step in range(STEPS):
+        backward(expected, step)
+        reference.step()
+        reference.zero_grad()
+    found = {}
+    for way in WAYS:
+        mine = shard(build())
+        optimizer = optimizer_of(mine, name, way)
+        for step in range(STEPS):
+            backward(mine, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        found[way] = compare(mine, optimizer, expected, reference)[0]
+        if way == "offload":
+            optimizer.load_state_dict(optimizer.state_dict())
+            found["reloaded"] = compare(mine, optimizer, expected, reference)[0]
+    return found
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit", "adamw4bit"])
+def test_shards_are_stepped_in_backward_and_with_states_in_host_memory(name):
+    for found in on_ranks(2, step_in_every_way, name):
+        assert found == dict.fromkeys([*WAYS, "reloaded"], 0.0)
+
+
+def sum_gradients(rank, kind):
+    """Sums over three micro-batches on shards, against FP32 ones of one process; and the same again."""
+
+    def summed(model, kind):
+        sums = GradientSums(model, kind)
+        for i in range(3):
+            with sums.adding(i, is_last=i == 2):
+                backward(model, i)
+        return model
+
+    mine, again, exact = summed(shard(build()), kind), summed(shard(build()), kind), summed(build(), "fp32")
+    assert all(torch.equal(local(p.grad), local(q.grad)) for p, q in zip(mine.parameters(), again.parameters()))
+    worst = 0.0
+    for p, q in zip(mine.parameters(), exact.parameters(), strict=True):
+        assert p.grad.placements == p.placements
+        worst = max(worst, distance(p.grad, q.grad) / q.grad.abs().max().item())
+    return worst
+
+
+@pytest.mark.parametrize(("kind", "bound"), [("fp32", 0.0), ("bf16", 2 / 128), ("fp8", 2 / 8)])
+def test_gradients_of_shards_are_summed(kind, bound):
+    """Two of three additions are rounded, each by at most a 128th or an 8th of the sum so far."""
+    for worst in on_ranks(2, sum_gradients, kind):
+        assert worst <= bound and (worst > 0) == (bound > 0)
+
+
+def norms_of(model, kind):
+    trainer = FP8Trainer(
+        model, optimizer_of(model, "adamw"), convert_model_to_fp8=False, gradient_accumulation_steps=2, gradients=kind,
+        max_grad_norm=0.01, loss_fn=lambda y, target: (y - target).square().mean(),
+    )  # fmt: skip
+    norms = []
+    for i in range(4):
+        x = batch_of(i)
+        trainer.training_step((x, x.roll(1, 0)))
+        norms.append(trainer.last_step.grad_norm if trainer.last_step else 0.0)
+    return norms, model
+
+
+def train_with_sums(rank, kind):
+    """Norms of the steps, and how far parameters are from those of one process with FP32 sums."""
+    (norms, mine), (exact, expected) = norms_of(shard(build()), kind), norms_of(build(), "fp32")
+    return norms, exact, max(map(distance, mine.parameters(), expected.parameters()))
+
+
+@pytest.mark.parametrize(("kind", "bound"), [("fp32", 0.0), ("bf16", 1 / 128), ("fp8", 1 / 8)])
+def test_a_trainer_sums_shards_and_all_ranks_agree_on_the_norm(kind, bound):
+    one, other = on_ranks(2, train_with_sums, kind)
+    assert one[0] == other[0]
+    assert one[0] == pytest.approx(one[1], rel=bound + 1e-5)  # shards sum their squares in another order
+    assert bound or one[2] <= 1e-6
+
+
+def measure(rank):
+    model = shard(build())
+    optimizer = optimizer_of(model, "adamw8bit")
+    backward(model, 0)
+    optimizer.step()
+    memory = measure_memory(model, optimizer)
+    return memory.weights, memory.gradients, memory.states, savings(model, optimizer, memory)["adamw4bit"]
+
+
+def test_memory_of_shards_is_that_of_this_rank():
+    large, small = 2 * 64 * 256, 64 + 2 * 256
+    for weights, gradients, states, saved in on_ranks(2, measure):
+        assert weights == gradients == 4 * (large + small) // 2
+        blocks, levels = large // 2 // 256, 2 * 2 * 256 * 4
+        assert states == 2 * (large // 2 + 4 * blocks + 4 * small // 2) + levels
+        assert saved == round(states - (large + small) // 2 * 2 * (1 / 2 + 4 / 128))
+
+
+class Tied(nn.Module):
+    """An embedding and a head that are one Parameter, and rows that ranks do not divide."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.embed, self.middle, self.head = nn.Embedding(33, 16), nn.Linear(16, 16), nn.Linear(16, 33, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x):
+        return self.head(self.middle(self.embed(x)))
+
+
+def save_and_load(rank, folder):
+    """Files of shards against those of the whole model, byte for byte, and what shards read from them."""
+    equal = []
+    for name in ("model.safetensors", "model.pt"):
+        model, expected = fully_shard(Tied()), Tied()
+        trainer = FP8Trainer(model, optimizer_of(model, "adamw"), convert_model_to_fp8=False)
+        assert trainer.save_model(folder / "shards" / name).exists()
+        other = fully_shard(Tied())
+        for p in other.parameters():
+            local(p.detach()).fill_(-1.0)
+        loader = FP8Trainer(other, optimizer_of(other, "adamw"), convert_model_to_fp8=False)
+        loader.load_model(folder / "shards" / name)
+        equal.append(all(distance(p, q) == 0 for p, q in zip(other.parameters(), expected.parameters(), strict=True)))
+    return equal
+
+
+def test_shards_are_saved_as_one_file_by_one_rank(tmp_path):
+    assert on_ranks(2, save_and_load, tmp_path) == [[True, True]] * 2
+    whole = Tied()
+    trainer = FP8Trainer(whole, optimizer_of(whole, "adamw"), convert_model_to_fp8=False)
+    expected = trainer.save_model(tmp_path / "whole")
+    assert expected.read_bytes() == (tmp_path / "shards" / "model.safetensors").read_bytes()
+    assert sorted(path.name for path in (tmp_path / "shards").iterdir()) == ["model.pt", "model.safetensors"]
+    trainer.load_model(tmp_path / "shards" / "model.pt")
+
+
+def save_where_there_is_a_file(rank, path):
+    model = fully_shard(Tied())
+    trainer = FP8Trainer(model, optimizer_of(model, "adamw"), convert_model_to_fp8=False)
+    with pytest.raises(RunError, match="cannot write"):
+        trainer.save_model(path / "model.safetensors")
+
+
+def test_a_file_that_cannot_be_written_is_an_error_on_every_rank(tmp_path):
+    (tmp_path / "taken").write_text("")
+    on_ranks(2, save_where_there_is_a_file, tmp_path / "taken", limit=60)
