@@ -233,7 +233,7 @@ def _attend_joined(
     layer: Any, members: Sequence[Any], names: Sequence[Names], kwargs: dict[str, Any], h: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     norm, attention = layer.input_layernorm, layer.self_attn
-    qkv, h = linear_group_after_norm(members, h, Norm(norm.weight, norm.variance_epsilon), names)
+    qkv, h = linear_group_after_norm(members, h, _plain_norm(norm), names)
     adds = adds_residual(attention.o_proj)
     # The original reads the shape of h alone.
     given = {"hidden_states": h, **kwargs}
@@ -253,7 +253,7 @@ def _feed_forward(layer: Any, h: Tensor, y: Tensor | None) -> Tensor:
         return h + mlp(norm(h))
 
     def function(h: Tensor) -> Tensor:
-        return gated_mlp_as(mlp, h, names, Norm(norm.weight, norm.variance_epsilon), residual=True)
+        return gated_mlp_as(mlp, h, names, _plain_norm(norm), residual=True)
 
     return around([norm, mlp], function, h)
 
@@ -276,6 +276,10 @@ def _norm_of(module: Any, like: Tensor) -> Norm | None:
     """The norm that a module computes of what is like this tensor; None if it has to be called."""
     norm = None if is_hooked(module) else norm_of(module)
     return norm if norm is not None and norm.weight.dtype == like.dtype else None
+
+
+def _plain_norm(norm: Any) -> Norm:
+    return Norm(norm.weight, norm.variance_epsilon)
 
 
 def _can_join(norm: Any, follower: Any, linear: Any, h: Tensor) -> bool:
