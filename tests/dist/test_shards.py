@@ -4,12 +4,13 @@ import pytest
 import torch
 from ranks import on_ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from octavo.nn.sharded import first_index, local, place_of, placed_like, sizes_of_shards
 from octavo.optim import build_optimizer, measure_memory, offload_states, step_in_backward
-from octavo.optim.out_of_memory import savings
+from octavo.optim.out_of_memory import explain, savings
 from octavo.training.errors import RunError
 from octavo.training.gradients import GradientSums
 from octavo.training.trainer import FP8Trainer
@@ -86,26 +87,40 @@ def compare(mine, optimizer, expected, reference):
     return max(distances), kinds
 
 
-def step_by_given_gradients(rank, name, dtype=torch.float32, stochastic=False):
-    models = shard(build(dtype)), build(dtype)
-    optimizers = [optimizer_of(model, name, stochastic=stochastic) for model in models]
-    for step in range(STEPS):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            give_gradients(model, step)
-            optimizer.step()
-    return compare(models[0], optimizers[0], models[1], optimizers[1])
+def step_by_given_gradients(rank, names, dtype, shard_by):
+    """By the name of an optimiser: how far shards are from the whole, and which states are in few bits."""
+    found = {}
+    for name in names:
+        models = shard_by(build(dtype)), build(dtype)
+        optimizers = [optimizer_of(model, name, stochastic=dtype == torch.bfloat16) for model in models]
+        for step in range(STEPS):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                give_gradients(model, step)
+                optimizer.step()
+        found[name] = compare(models[0], optimizers[0], models[1], optimizers[1])
+    return found
 
 
-@pytest.mark.parametrize("name", LOW_BIT)
-def test_low_bit_states_of_shards_equal_those_of_the_whole(name):
-    for result in on_ranks(2, step_by_given_gradients, name):
-        assert result == (0.0, [True, False, True, False, False])
+def test_low_bit_states_of_shards_equal_those_of_the_whole():
+    for found in on_ranks(2, step_by_given_gradients, LOW_BIT, torch.float32, shard):
+        assert found == dict.fromkeys(LOW_BIT, (0.0, [True, False, True, False, False]))
 
 
-@pytest.mark.parametrize("name", ["adamw4bit", "adamw"])
-def test_bf16_shards_are_rounded_at_random_by_their_place_in_the_whole(name):
-    for far, _ in on_ranks(2, step_by_given_gradients, name, torch.bfloat16, True):
-        assert far == 0.0
+def test_bf16_shards_are_rounded_at_random_by_their_place_in_the_whole():
+    names = ("adamw4bit", "adamw")
+    for found in on_ranks(2, step_by_given_gradients, names, torch.bfloat16, shard):
+        assert {name: far for name, (far, _) in found.items()} == dict.fromkeys(names, 0.0)
+
+
+def shard_by_halves_twice(model):
+    """HSDP: two groups of two ranks, whose shards are alike."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return fully_shard(model, mesh=mesh)
+
+
+def test_replicas_of_shards_equal_the_whole():
+    for found in on_ranks(4, step_by_given_gradients, ("adamw4bit",), torch.bfloat16, shard_by_halves_twice):
+        assert found["adamw4bit"][0] == 0.0
 
 
 def step_uneven_shards(rank):
@@ -215,6 +230,8 @@ def measure(rank):
     backward(model, 0)
     optimizer.step()
     memory = measure_memory(model, optimizer)
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    assert "what took it: weights 0.1 MiB" in explain(error, model, optimizer, {})
     return memory.weights, memory.gradients, memory.states, savings(model, optimizer, memory)["adamw4bit"]
 
 
