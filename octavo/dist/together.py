@@ -1,4 +1,4 @@
-"""What ranks tell each other besides tensors: plain values, and whether something went wrong.
+"""Values that ranks tell each other besides tensors, and whether something went wrong on one of them.
 
 Values go through host memory, over gloo, also where tensors go over NCCL: no GPU waits for them. Every function here is
 collective: all ranks call it, in the same order. With one process it returns at once.
@@ -69,6 +69,6 @@ def all_or_none() -> Iterator[None]:
     errors = from_all(None if mine is None else str(mine))
     if mine is not None:
         raise mine
-    for number, error in enumerate(errors):
-        if error is not None:
-            raise OtherRankFailed(f"rank {number}: {error}")
+    for number, words in enumerate(errors):
+        if words is not None:
+            raise OtherRankFailed(f"rank {number}: {words}")

@@ -64,6 +64,11 @@ def change_class(module: Any, cls: type[nn.Module]) -> None:
         set_plain_class(module, cls)
 
 
+def _current(kind: str) -> int:
+    index: int = torch.get_device_module(kind).current_device()
+    return index
+
+
 class LinearInFP8(nn.Linear):
     """Base class of linears in FP8, whether their weight is trained or frozen."""
 
@@ -88,7 +93,7 @@ class LinearInFP8(nn.Linear):
         device = self.weight.device
         if isinstance(self.weight, DTensor) and device.type != self.weight.device_mesh.device_type:
             kind = self.weight.device_mesh.device_type
-            return torch.device(kind, None if kind == "cpu" else torch.get_device_module(kind).current_device())
+            return torch.device(kind) if kind == "cpu" else torch.device(kind, _current(kind))
         return torch.device("cpu") if device.type == "meta" else device
 
     @property
