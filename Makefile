@@ -52,7 +52,7 @@ test-rl: $(VENV)/.dev $(VENV)-vllm/.done
 
 # Several ranks: two processes a test, so one test at a time.
 test-dist: $(VENV)/.dev
-	$(BIN)/pytest tests/dist $(ARGS)
+	$(BIN)/pytest tests/dist $(SELECTED) $(ARGS)
 
 # Numerics, layers, optimisers and the training command with the newest torch.
 test-newest-torch: $(VENV)-newest-torch/.done

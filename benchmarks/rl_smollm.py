@@ -63,7 +63,7 @@ def read_options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=int, default=16)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--alpha", type=float, default=32)
-    parser.add_argument("--lr", type=float, default=2e-4)
+    parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--recipe", default="channel", help="scales of FP8 weights: channel or block")
     parser.add_argument("--gap-prompts", type=int, default=128, help="at most; each is completed --completions times")
     parser.add_argument("--gap-tokens", type=int, default=64, help="of a completion, at most")

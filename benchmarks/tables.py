@@ -163,6 +163,43 @@ def first_step() -> str:
     return heading + table(["", "first step, s", "loading, s", "later steps, s"], rows)
 
 
+def one_rank() -> str:
+    """Checks with NCCL on one rank, of the newest file; without any, nothing."""
+    results = read("*-one-rank*.json")
+    return one_rank_table(results[-1]) if results else ""
+
+
+def one_rank_table(result: dict[str, Any]) -> str:
+    rows = [
+        [
+            row["check"],
+            "holds" if row["ok"] else f"fails: {row.get('error', 'see its figures')}",
+            _one_rank_figures(row),
+        ]
+        for row in result["rows"]
+    ]
+    return provenance(result, result["command"].split(" --out ")[0]) + table(["check", "", "figures"], rows)
+
+
+def _one_rank_figures(row: dict[str, Any]) -> str:
+    """What a check has measured, in words."""
+    parts = []
+    for way, figures_of in row.get("ways", {}).items():
+        if "error" in figures_of:
+            parts.append(f"{way} failed: {figures_of['error']}")
+        else:
+            peak = "" if figures_of["peak_gib"] is None else f", {figures_of['peak_gib']:.1f} GiB"
+            parts.append(f"{way} {figures_of['ms']:.1f} ms{peak}")
+    for shard in row.get("rows", []):
+        parts.append(f"{shard['recipe']} {shard['part']} {shard['us']:.1f} µs, {shard['of_a_copy']:.0%} of a copy")
+    for name, text in {"host_ms": "{:.3f} ms of the host", "device_ms": "{:.3f} ms of the device"}.items():
+        parts += [text.format(row[name])] if name in row else []
+    parts += [f"{row['steps']} steps"] if "steps" in row else []
+    parts += [f"{name}: {text}" for name, text in row.get("found", {}).items()]
+    parts += [row["left_out"]] if "left_out" in row else []
+    return "; ".join(parts)
+
+
 def masters() -> str:
     """Ways to train BF16 weights; a later file replaces the rows that it measured again."""
     ways: dict[str, dict[str, Any]] = {}
@@ -224,6 +261,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "frozen-products": frozen_products,
     "longest": longest,
     "first-step": first_step,
+    "one-rank": one_rank,
     "load": load,
     "masters": masters,
     "bdh-memory": bdh_memory,

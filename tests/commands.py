@@ -18,12 +18,14 @@ _CONTEXT.set_forkserver_preload(["torch._dynamo", "octavo.cli", "octavo.training
 class Command:
     """A running `octavo …` in the current folder, with the methods of `subprocess.Popen` that tests need.
 
-    `largest_file`: the size in bytes at which the system refuses to write on.
+    `largest_file`: the size in bytes at which the system refuses to write on. `environment`: variables to set.
     """
 
-    def __init__(self, *arguments: str, largest_file: int | None = None) -> None:
+    def __init__(
+        self, *arguments: str, largest_file: int | None = None, environment: dict[str, str] | None = None
+    ) -> None:
         self._files = tempfile.TemporaryDirectory()
-        how = (arguments, str(Path.cwd()), self._files.name, largest_file)
+        how = (arguments, str(Path.cwd()), self._files.name, largest_file, environment or {})
         self._process = _CONTEXT.Process(target=_run, args=how)
         self._process.start()
 
@@ -38,6 +40,9 @@ class Command:
         assert self._process.pid is not None
         os.kill(self._process.pid, number)
 
+    def kill(self) -> None:
+        self._process.kill()
+
     def communicate(self) -> tuple[str, str]:
         """Wait for its end; what it wrote to stdout and to stderr."""
         self._process.join()
@@ -46,8 +51,11 @@ class Command:
         return output, error
 
 
-def _run(arguments: tuple[str, ...], folder: str, files: str, largest_file: int | None) -> None:
+def _run(
+    arguments: tuple[str, ...], folder: str, files: str, largest_file: int | None, environment: dict[str, str]
+) -> None:
     """In the forked process."""
+    os.environ.update(environment)
     from octavo.cli import main
 
     os.chdir(folder)

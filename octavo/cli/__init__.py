@@ -1,7 +1,8 @@
 """The `octavo` command: reads the command line and calls the library. Nothing is computed here.
 
-Exit codes: 0 done; 1 the run could not go on; 2 the request cannot be met; 130 and 143 stopped by Ctrl-C and SIGTERM.
-An error that a person can act on is one line on stderr, a few where memory runs out; a traceback means a bug in Octavo.
+Exit codes: 0 done; 1 the run could not go on; 2 the request cannot be met; 3 another rank has ended; 130 and 143
+stopped by Ctrl-C and SIGTERM. An error that a person can act on is one line on stderr, a few where memory runs out; a
+traceback means a bug in Octavo.
 
 A command imports what it needs when it runs: torch takes seconds, and `--help` should not.
 """

@@ -1,5 +1,6 @@
 """`octavo grpo`."""
 
+import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -145,6 +146,8 @@ def grpo(
     options = {name: value for name, value in locals().items() if value is not None}
     for name in ("out", "resume", "overwrite"):
         options.pop(name, None)
+    if (ranks := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+        raise UserError(f"octavo grpo runs in one process, and a launcher has started {ranks}: leave torchrun out")
     if resume and overwrite:
         raise UserError("--resume continues the run in --out and --overwrite replaces it: give one of them")
     if (model is None) != (task is None) and not resume:

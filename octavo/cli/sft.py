@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from octavo.cli.launcher import launch
 from octavo.cli.options import option
 from octavo.training.errors import UserError
 
@@ -91,6 +92,9 @@ def sft(
         str | None, option("Precision", "--recipe", "Scales per channel, block or tensor (default: the fastest).")
     ] = None,
     device: Annotated[str | None, option("Precision", "--device", "auto, cpu or cuda (default: auto).")] = None,
+    nproc: Annotated[
+        int | None, option("Several GPUs", "--nproc", "Processes of this machine that share each step, one a GPU.")
+    ] = None,
     out: Annotated[Path | None, option("Run", "--out", "Output folder (default: a new one below runs/).")] = None,
     resume: Annotated[bool, option("Run", "--resume", "Continue the run in --out from its checkpoint.")] = False,
     overwrite: Annotated[bool, option("Run", "--overwrite", "Replace the run in --out.")] = False,
@@ -114,7 +118,9 @@ def sft(
     Python's standard library, three minutes on a CPU.
     """
     options = {name: value for name, value in locals().items() if value is not None}
-    for name in ("out", "resume", "overwrite", "plan"):
+    if nproc is not None and launch(nproc):
+        return
+    for name in ("out", "resume", "overwrite", "plan", "nproc"):
         options.pop(name, None)
     if resume and overwrite:
         raise UserError("--resume continues the run in --out and --overwrite replaces it: give one of them")
@@ -126,7 +132,9 @@ def sft(
     from octavo.sft.run import fine_tune, read_settings
     from octavo.sft.settings import settings_from_options
     from octavo.training.run_folder import find_run
+    from octavo.training.several_ranks import launched_ranks
 
+    options["ranks"] = launched_ranks()
     base = read_settings(find_run(out)) if resume else None
     try:
         settings = settings_from_options(options, base)

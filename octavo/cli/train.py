@@ -6,6 +6,7 @@ from typing import Annotated, Any
 from rich.console import Console
 from rich.text import Text
 
+from octavo.cli.launcher import launch
 from octavo.cli.options import GRANULARITIES, RECIPES, in_words, operand_option, option
 from octavo.training.errors import RunError, UserError
 
@@ -123,6 +124,12 @@ def train(
     emulate: Annotated[
         bool | None, option("FP8", "--emulate/--no-emulate", "Emulate FP8, or insist on tensor cores.")
     ] = None,
+    nproc: Annotated[
+        int | None, option("Several GPUs", "--nproc", "Processes of this machine that share each step, one a GPU.")
+    ] = None,
+    strategy: Annotated[
+        str | None, option("Several GPUs", "--strategy", "ddp (whole copies) or fsdp2 (shards) (default: ddp).")
+    ] = None,
     out: Annotated[
         Path | None, option("Run", "--out", "Output folder (default: a new one such as runs/bdh-tiny-001).")
     ] = None,
@@ -144,36 +151,47 @@ def train(
     Without options: BDH on the source of Python's standard library, a few minutes on any machine.
     """
     options = {name: value for name, value in locals().items() if value is not None}
+    if nproc is not None and launch(nproc):
+        return
 
-    from octavo.tools.html_report import write_report
-    from octavo.tools.run_memory import show_memory
-    from octavo.training.files import disk_errors
     from octavo.training.loop import train as run_training
-    from octavo.training.run_folder import REPORT, find_run, read_settings
+    from octavo.training.run_folder import find_run, read_settings
     from octavo.training.settings import settings_from_options
+    from octavo.training.several_ranks import console_of, is_first, launched_ranks
 
-    for name in ("out", "resume", "overwrite"):
+    for name in ("out", "resume", "overwrite", "nproc"):
         options.pop(name, None)
     fp8 = {name: options.pop(name) for name in FP8_FIELDS if name in options}
     if resume and overwrite:
         raise UserError("--resume continues the run in --out and --overwrite replaces it: give one of them")
+    options["ranks"] = launched_ranks()
     base = read_settings(find_run(out)) if resume else None
     try:
         settings = settings_from_options({**options, "fp8": fp8}, base)
     except ValueError as error:
         raise UserError(str(error)) from error
 
-    console = Console()
+    console = console_of(Console())
     result = run_training(settings, out=out, resume=resume, overwrite=overwrite, console=console)
-    show_memory(result.folder, console)
-    try:
-        with disk_errors(result.folder / REPORT):
-            report = write_report(result.folder)
-    except ValueError as error:
-        raise RunError(f"no report: {error}; restore the file or, if it is not config.json, delete it") from error
-    console.print(Text(f"Report: {report}", style="bold"), soft_wrap=True)
+    if is_first():
+        _report(result.folder, console)
     if result.diverged:
         raise RunError(
             f"the run has diverged: {' and '.join(result.diverged)} ended without a finite loss; try a smaller --lr "
             f"(it is {settings.lr:g}), a longer --warmup ({settings.warmup}) or --precision bf16"
         )
+
+
+def _report(folder: Path, console: Console) -> None:
+    from octavo.tools.html_report import write_report
+    from octavo.tools.run_memory import show_memory
+    from octavo.training.files import disk_errors
+    from octavo.training.run_folder import REPORT
+
+    show_memory(folder, console)
+    try:
+        with disk_errors(folder / REPORT):
+            report = write_report(folder)
+    except ValueError as error:
+        raise RunError(f"no report: {error}; restore the file or, if it is not config.json, delete it") from error
+    console.print(Text(f"Report: {report}", style="bold"), soft_wrap=True)

@@ -7,6 +7,7 @@ counts calls with labels of which the loss was not computed here. A head that is
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from octavo.decoders.classes import HEAD, UNFUSED
 from octavo.decoders.gathering import around
 from octavo.decoders.hooks import is_hooked
 from octavo.decoders.match import has_default_loss, is_head
+from octavo.decoders.rehearsal import followed_by
 from octavo.nn.loss import FP8Head, linear_cross_entropy
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 from octavo.numerics.config import Recipe
@@ -88,7 +90,9 @@ def causal_lm_forward(self: Any, original: Callable[..., Any], *args: Any, **kwa
     count, shifted = named.get("num_items_in_batch"), named.get("shift_labels")
     if shifted is None:
         shifted = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
-    hidden, outputs, kept = hidden_states(self, named, shifted)
+    # Dynamo does not know context variables.
+    with nullcontext() if torch.compiler.is_compiling() else followed_by(lambda h: _loss_like(self, h)):
+        hidden, outputs, kept = hidden_states(self, named, shifted)
     if count is not None and kept is not shifted:
         count = _count_of(kept, shifted, count)
     if not hidden.requires_grad and not self.lm_head.weight.requires_grad:
@@ -107,6 +111,14 @@ def causal_lm_forward(self: Any, original: Callable[..., Any], *args: Any, **kwa
         hidden_states=getattr(outputs, "hidden_states", None),
         attentions=getattr(outputs, "attentions", None),
     )
+
+
+def _loss_like(model: Any, hidden: Tensor) -> Tensor:
+    """A loss by the same kernels as the model's, for a rehearsal: of no labels in particular, and of no effect."""
+    head, states = getattr(model, HEAD)
+    labels = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
+    states = states and tuple(state.clone() for state in states)
+    return linear_cross_entropy(model.model.norm(hidden), model.lm_head.weight, labels, head=head, states=states)
 
 
 def packed_forward(self: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo.dist.durable import sync_folder
 from octavo.rl.rewards import Rewards
 from octavo.rl.tasks import Task
-from octavo.training.files import disk_errors, sync_folder
+from octavo.training.files import disk_errors
 
 DIGITS = 4
 WRONG = 0.65  # of the examples

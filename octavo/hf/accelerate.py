@@ -36,12 +36,10 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, wraps
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakSet
 
-import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import AORecipeKwargs, DistributedType, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
@@ -51,6 +49,7 @@ from octavo.convert import COMPILE, ConversionReport, convert_to_fp8, is_convert
 from octavo.decoders.classes import HEAD
 from octavo.decoders.fuse import insist_on_fp8
 from octavo.hf import accelerate_backends as backends
+from octavo.hf.accelerate_state import save_with_state
 from octavo.nn.linear import LinearInFP8
 from octavo.nn.model_report import report_of
 from octavo.nn.undo import all_or_nothing
@@ -301,27 +300,9 @@ class _PreparesInFP8(_Before):
         for model, report in zip(models, reports, strict=False):
             self.print(f"Octavo FP8: {report.summary()}")
             self.fp8_reports.append(report)
-            _save_with_state(self, model, f"fp8_scaling_{len(self.fp8_reports) - 1}.pt")
+            save_with_state(self, model, f"fp8_scaling_{len(self.fp8_reports) - 1}.pt")
         for model in models:
             self._fp8_models.add(model)
-
-
-def _save_with_state(accelerator: Any, model: nn.Module, file: str) -> None:
-    """Save scales with `save_state`. Not by `register_for_checkpointing`: that fails on states saved without FP8."""
-    managers = list(dict.fromkeys(module.scaling for module in model.modules() if isinstance(module, LinearInFP8)))
-
-    def save(_models: Any, _weights: Any, folder: str) -> None:
-        if accelerator.is_main_process:
-            torch.save([manager.state_dict() for manager in managers], Path(folder) / file)
-
-    def load(_models: Any, folder: str) -> None:
-        if (Path(folder) / file).exists():
-            states = torch.load(Path(folder) / file, map_location="cpu", weights_only=True)
-            for manager, state in zip(managers, states, strict=True):
-                manager.load_state_dict(state)
-
-    accelerator.register_save_state_pre_hook(save)
-    accelerator.register_load_state_pre_hook(load)
 
 
 def _converted(model: nn.Module, mode: FP8MixedPrecision) -> ConversionReport:

@@ -161,7 +161,7 @@ def compiled_ahead(device: torch.device) -> Iterator[None]:
     """Compile the kernels of all launches of this block and this thread, side by side, and launch none of them.
 
     Tensors that they would have written are undefined: run a computation here whose results nobody needs. Has compiled
-    and loaded all of them when it is left. Functions that launch without `Launches` do launch.
+    and loaded all of them when it is left.
     """
     from triton.runtime._async_compile import AsyncCompileMode
 
@@ -175,6 +175,15 @@ def compiled_ahead(device: torch.device) -> Iterator[None]:
                 _NAMED.reset(token)
         for _ in pool.map(lambda kernel: _load(kernel, device), {id(kernel): kernel for kernel in named}.values()):
             pass  # raises what was raised in a thread
+
+
+def launch_once(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    """`kernel[grid](*arguments, **constants)`, through Triton, for what is launched seldom."""
+    named = _NAMED.get()
+    if named is None:
+        kernel[grid](*arguments, **constants)
+    else:
+        named.append(kernel.warmup(*arguments, grid=grid, **constants))
 
 
 def _load(kernel: Any, device: torch.device) -> None:

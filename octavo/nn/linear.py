@@ -18,6 +18,7 @@ from torch.nn.utils import parametrize
 
 from octavo.nn import held
 from octavo.nn.fp8_only import OffloadedWeight
+from octavo.nn.gathered import GatheredWeight
 from octavo.nn.linear_function import linear
 from octavo.nn.sharded import set_plain_class
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
@@ -64,11 +65,6 @@ def change_class(module: Any, cls: type[nn.Module]) -> None:
         set_plain_class(module, cls)
 
 
-def _current(kind: str) -> int:
-    index: int = torch.get_device_module(kind).current_device()
-    return index
-
-
 class LinearInFP8(nn.Linear):
     """Base class of linears in FP8, whether their weight is trained or frozen."""
 
@@ -93,7 +89,11 @@ class LinearInFP8(nn.Linear):
         device = self.weight.device
         if isinstance(self.weight, DTensor) and device.type != self.weight.device_mesh.device_type:
             kind = self.weight.device_mesh.device_type
-            return torch.device(kind) if kind == "cpu" else torch.device(kind, _current(kind))
+            return (
+                torch.device(kind)
+                if kind == "cpu"
+                else torch.device(kind, torch.get_device_module(kind).current_device())
+            )
         return torch.device("cpu") if device.type == "meta" else device
 
     @property
@@ -128,6 +128,7 @@ class LinearInFP8(nn.Linear):
             self.config.emulate is True,
             accumulation != "none",
             accumulation == "all",
+            self.weight.dtype if isinstance(self.weight, GatheredWeight) else None,
         )
         # Dynamo warns of functions with a cache, and traces what they compute anyway.
         return LinearSpec(*fields) if torch.compiler.is_compiling() else linear_spec(*fields)
@@ -224,6 +225,8 @@ class FP8Linear(LinearInFP8):
         holder = held.current()
         if holder is not None:
             return holder.weight(members)
+        if isinstance(self.weight, GatheredWeight):
+            return self.weight.source.together([member.weight for member in members], "forward")
         if self.fp8_only is None:
             return Weight([member.weight for member in members], state=self.state_w)
         weights = [member.fp8_only.data for member in members if member.fp8_only is not None]

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from octavo.nn.gathered import gathered_again, is_gathered
 from octavo.nn.norm import NO_NORM, back_through, normed, normed_again
 from octavo.nn.versions import check_versions, versions_of, viewed
 from octavo.numerics.norm import Norm
@@ -178,10 +179,11 @@ class _Linear(torch.autograd.Function):
         # either: it changes with every use, which autograd's version check would take for a mistake.
         ctx.save_for_backward(
             *(saved if save_x else (None, None)), t if positions else None, used, inverse, norm_weight,
-            *adapters.downs, *adapters.ups, *(parts if trained else ()),
+            *adapters.downs, *adapters.ups, *(parts if trained and not is_gathered(trained) else ()),
         )  # fmt: skip
         ctx.frozen, ctx.scales = (sources, ()) if sources else (() if trained else parts, scales)
         ctx.dtypes = tuple(tensor.dtype for tensor in stored) if sources else ()
+        ctx.gathered = trained if is_gathered(trained) else ()
         ctx.states = state_g, state_w
         ctx.versions = () if trained else versions_of(sources or stored)
         ctx.spec, ctx.call, ctx.save_x, ctx.eps = spec, call, save_x, norm_eps
@@ -198,6 +200,8 @@ class _Linear(torch.autograd.Function):
         x_data, x_scale, t, w_scale, inverse, norm_weight, *rest = ctx.saved_tensors
         count, low, _ = ctx.counts
         matrices, parts, given = rest[: 2 * low], rest[2 * low :] or ctx.frozen, ctx.scales
+        if ctx.gathered:
+            parts, given = gathered_again(ctx.gathered)
         needs_x, needs_bias, needs_residual, needs_norm = ctx.needs_input_grad[:4]
         needs_w, needs_a, needs_b = _split(ctx.needs_input_grad[_BEFORE:], count, low)
         needs = [needs_x or needs_norm, any(needs_w), any(needs_a), any(needs_b)]

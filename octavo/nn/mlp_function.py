@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from octavo.nn.gathered import gathered_again, is_gathered
 from octavo.nn.linear_function import AS_IS, States, how_to_save
 from octavo.nn.norm import NO_NORM, back_through, normed, normed_again
 from octavo.nn.versions import check_versions, versions_of, viewed
@@ -146,8 +147,10 @@ class _GatedMLP(torch.autograd.Function):
         parts = (*weights[0][0], *weights[1][0])
         # Frozen weights and scaling state are not saved as tensors are; `linear_function.py` says why.
         ctx.save_for_backward(
-            *saved, w_scale, w_down_scale, inverse, norm_weight, *matrices, *(parts if trained else ())
-        )
+            *saved, w_scale, w_down_scale, inverse, norm_weight, *matrices,
+            *(parts if trained and not is_gathered(trained) else ()),
+        )  # fmt: skip
+        ctx.gathered = trained if is_gathered(trained) else ()
         ctx.frozen, ctx.scales = () if trained else parts, (weights[0][1], weights[1][1])
         ctx.versions = () if trained else versions_of((*parts, *weights[0][1], *weights[1][1]))
         ctx.sources, ctx.dtypes, ctx.sizes = sources, (), sizes
@@ -170,6 +173,9 @@ class _GatedMLP(torch.autograd.Function):
         if ctx.sources:
             ((gate, up), of_gate_up), ((down,), of_down) = _weights((), viewed(ctx.sources, ctx.dtypes), ctx.sizes)
             given = (of_gate_up, of_down)
+        elif ctx.gathered:
+            ((gate, up), first), ((down,), second) = map(gathered_again, (ctx.gathered[:2], ctx.gathered[2:]))
+            given = (first, second)
         else:
             gate, up, down = rest[low:] or ctx.frozen
         adapters = _sort(matrices, ctx.positions)

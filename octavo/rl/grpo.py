@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo.dist.random_states import get_rng_states, set_rng_states
 from octavo.hf.callback import scaling_managers
 from octavo.optim import build_optimizer
 from octavo.rl.batches import MicroBatch, Sample, pack
@@ -33,7 +34,6 @@ from octavo.rl.rewards import Scores
 from octavo.rl.settings import GRPOSettings
 from octavo.rl.tasks import Task
 from octavo.training.errors import RunError, UserError
-from octavo.training.random_states import get_rng_states, set_rng_states
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ def load_model(name: str, settings: SFTSettings) -> Any:
             name,
             load_in_fp8=fp8,
             full_finetuning=settings.full,
-            device_map={"": 0 if settings.device == "cuda" else "cpu"},
+            device_map={"": torch.cuda.current_device() if settings.device == "cuda" else "cpu"},
             dtype=torch.bfloat16,
             tokenizer=False,
         )

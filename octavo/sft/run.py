@@ -5,6 +5,7 @@ run that was interrupted anywhere is continued by the same function with `resume
 """
 
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from octavo.sft.trainer import newest_checkpoint
 from octavo.support import check_fp8_support, leave_emulation_unannounced
 from octavo.training.errors import RunError, UserError
 from octavo.training.run_folder import CONFIG, find_run, new_run, read_config, resumed_run
+from octavo.training.several_ranks import anyone_asks, check_alike, console_of, first_then_others, folder_of, met
 from octavo.training.signals import Interrupted, StopSignals
 
 
@@ -42,11 +44,12 @@ def fine_tune(
     """
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise UserError("device='cuda': torch sees no CUDA device here; use --device cpu")
-    display = Display(console or Console(), settings.device)
+    display = Display(console_of(console), settings.device)
     stop = StopSignals()
-    with stop.caught(), quiet():
+    stop.shared = anyone_asks
+    with stop.caught(), quiet(), met(settings.device):
         _opening(settings, display)
-        name, config = find_model(settings)
+        name, config = first_then_others(lambda: find_model(settings))  # it may be made, or downloaded
         tokenizer = read_tokenizer(name, settings)
         seq, positions = longest(name, settings)
         settings = replace(settings, seq=seq)
@@ -57,7 +60,9 @@ def fine_tune(
         settings = _with_memory(settings, config, plan, display)
         model = load_model(name, settings)
         settings = replace(settings, layout=choose_layout(model, settings))
-        with resumed_run(out) if resume else new_run(settings.name, out, overwrite) as folder:
+        check_alike(settings.to_dict(), data.train.digest)
+        opened = partial(resumed_run, out) if resume else partial(new_run, settings.name, out, overwrite)
+        with folder_of(opened) as folder:
             session = Session(folder, settings, data, model, tokenizer, display, stop)
             try:
                 session.train()
@@ -109,9 +114,10 @@ def _read_data(settings: SFTSettings, tokenizer: object, positions: int | None) 
 def _with_memory(settings: SFTSettings, config: Path, plan: bool, display: Display) -> SFTSettings:
     """Compare the run with the memory there is, and return settings that say whether to checkpoint."""
     assert settings.seq is not None
+    own = replace(settings, batch=settings.own_batch, micro_batches=settings.own_micro_batches, ranks=1)
     if plan:
-        show_plan(settings, config, settings.seq, display.console)
-    checkpointing, words = choose_checkpointing(settings, config, settings.seq)
+        show_plan(own, config, settings.seq, display.console)
+    checkpointing, words = choose_checkpointing(own, config, settings.seq)
     if words:
         display.say(f"Memory: {words}", "dim")
     return replace(settings, checkpointing=checkpointing)

@@ -21,6 +21,7 @@ import trl
 from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import IntervalStrategy
 
+from octavo.dist.together import from_first, rank
 from octavo.hf.callback import OctavoCallback
 from octavo.hf.export import save_merged
 from octavo.nn.report import REPORT as MODEL_REPORT
@@ -64,8 +65,8 @@ class Session:
     ) -> None:
         self.folder, self.settings, self.data = folder, settings, data
         self.tokenizer, self.display, self.stop = tokenizer, display, stop
-        self.checkpoint = newest_checkpoint(folder)
-        self.metrics = Metrics(folder / METRICS)
+        self.checkpoint = from_first(newest_checkpoint(folder) if rank() == 0 else None)
+        self.metrics = Metrics(folder / METRICS, writes=rank() == 0)
         self.figures = Figures(self.metrics, stop, settings.log_interval, display)
         arguments = training_arguments(settings, folder)
         if data.held_out is not None:
@@ -86,13 +87,17 @@ class Session:
         """Train from the newest checkpoint, or from the start, to the last step."""
         done = 0 if self.checkpoint is None else int(self.checkpoint[1]["step"])
         self.metrics.keep(done)
-        self._write_config()
+        if rank() == 0:
+            self._write_config()
         settings, display = self.settings, self.display
         display.say(
             f"Steps: {self.steps:,} of {settings.micro_batches} × {settings.batch} rows, {settings.layout}, at most "
             f"{settings.seq:,} tokens an example, peak rate {settings.lr:g}; output: {self.folder}",
             "dim",
         )
+        if settings.ranks > 1:
+            share = f"{settings.own_micro_batches} × {settings.own_batch} rows of a step"
+            display.say(f"Ranks: {settings.ranks}, each with {share}", "dim")
         if self.checkpoint is not None:
             display.say(f"Resuming after step {done:,}", "bold")
             self.figures.tokens = int(self.checkpoint[1]["tokens"])
@@ -116,7 +121,10 @@ class Session:
 
     def finish(self) -> None:
         """Write what the run has led to."""
-        result = self._result()
+        held_out = self._held_out()
+        if rank():
+            return
+        result = self._result(held_out)
         self._save_model()
         sample = self._sample()
         if sample is not None:
@@ -167,15 +175,21 @@ class Session:
                 method = f"merged_{settings.merge or '16bit'}"
                 save_merged(model, self.folder / WHOLE_MODEL, method, tokenizer=self.tokenizer)
 
-    def _result(self) -> dict[str, Any]:
-        """Return the figures of `summary.json`."""
-        rows = self.metrics.rows()
-        losses = [row["loss"] for row in rows[-max(len(rows) // 10, 1) :]]
+    def _held_out(self) -> dict[int, float]:
+        """Return held-out losses by step, the last step's among them; all ranks evaluate."""
         held_out = {
-            entry["step"]: entry["eval_loss"] for entry in self.trainer.state.log_history if "eval_loss" in entry
+            int(entry["step"]): float(entry["eval_loss"])
+            for entry in self.trainer.state.log_history
+            if "eval_loss" in entry
         }
         if self.data.held_out is not None and self.steps not in held_out:
             held_out[self.steps] = float(self.trainer.evaluate()["eval_loss"])
+        return held_out
+
+    def _result(self, held_out: dict[int, float]) -> dict[str, Any]:
+        """Return the figures of `summary.json`."""
+        rows = self.metrics.rows()
+        losses = [row["loss"] for row in rows[-max(len(rows) // 10, 1) :]]
         return {
             "final_loss": statistics.fmean(losses),
             **({} if self.data.held_out is None else {"held_out_loss": held_out[self.steps]}),

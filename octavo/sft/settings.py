@@ -15,6 +15,7 @@ import torch
 
 from octavo.nn.frozen import FROZEN_GRANULARITIES
 from octavo.numerics.checks import check_choice, check_positive_int
+from octavo.training.shares import check_shares, own_micro_batches
 
 DEVICES = ("cpu", "cuda")
 PRECISIONS = ("fp8", "bf16")
@@ -25,7 +26,8 @@ MERGES = ("fp8", "16bit")
 # As TrainingArguments calls them.
 OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw8bit": "adamw_torch_8bit", "adamw4bit": "adamw_torch_4bit"}
 # Those of data and model are paths; resuming compares the tokens that were made of the data.
-HARMLESS = ("data", "eval_data", "log_interval", "save_interval", "sample_tokens", "merge")
+HARMLESS = ("data", "eval_data", "log_interval", "save_interval", "sample_tokens", "merge", "ranks")
+ADDED_LATER = ("ranks",)  # runs of earlier versions have it not
 MAX_SEQ = 2048  # by default, unless the model has fewer positions
 LORA_LR, FULL_LR = 2e-4, 1e-5
 # A run without arguments, three minutes on two cores.
@@ -60,6 +62,7 @@ class SFTSettings:
             tenth of the run).
         sample_tokens: tokens to generate at the end.
         merge: also write the whole model with its adapters merged, in `fp8` or `16bit`.
+        ranks: processes that share each step (`octavo/training/shares.py`).
     """
 
     model: str | None = None
@@ -96,6 +99,7 @@ class SFTSettings:
     save_interval: int | None = None
     sample_tokens: int = 48
     merge: str | None = None
+    ranks: int = 1
 
     def __post_init__(self) -> None:
         choices: dict[str, Any] = {"device": DEVICES, "precision": PRECISIONS, "loss": LOSSES, "schedule": SCHEDULES}
@@ -104,8 +108,9 @@ class SFTSettings:
         for name, allowed in {"layout": LAYOUTS, "merge": MERGES, "recipe": FROZEN_GRANULARITIES}.items():
             if getattr(self, name) is not None:
                 check_choice(name, getattr(self, name), allowed)
-        for name in ("rank", "batch", "micro_batches", "log_interval"):
+        for name in ("rank", "batch", "micro_batches", "log_interval", "ranks"):
             check_positive_int(name, getattr(self, name))
+        check_shares(self.batch, self.micro_batches, self.ranks)
         for name in ("seq", "steps", "save_interval"):
             if getattr(self, name) is not None:
                 check_positive_int(name, getattr(self, name))
@@ -133,6 +138,16 @@ class SFTSettings:
         model = "smollm2-135m" if self.model is None else Path(self.model).name.lower()
         return f"{model}-{'full' if self.full else 'lora'}"
 
+    @property
+    def own_micro_batches(self) -> int:
+        """Micro-batches of one rank in a step."""
+        return own_micro_batches(self.batch, self.micro_batches, self.ranks)
+
+    @property
+    def own_batch(self) -> int:
+        """Examples of one rank's micro-batch."""
+        return self.batch * self.micro_batches // (self.ranks * self.own_micro_batches)
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, ready for JSON."""
         return {**asdict(self), "columns": [list(pair) for pair in self.columns]}
@@ -140,7 +155,7 @@ class SFTSettings:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         known = {f.name for f in fields(cls)}
-        if missing := sorted(known - set(values)):
+        if missing := sorted(known - set(values) - set(ADDED_LATER)):
             raise ValueError(f"the setting {missing[0]} is missing")
         return cls(**{**values, "columns": tuple((ours, theirs) for ours, theirs in values["columns"])})
 

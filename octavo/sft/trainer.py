@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PrinterCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
+from octavo.dist.together import from_all, rank
 from octavo.hf.callback import scaling_managers
 from octavo.hf.speed import Speed
 from octavo.sft.display import Display
@@ -101,7 +102,7 @@ class Figures(TrainerCallback):
         trainer, number = self.trainer, state.global_step
         self._pending.append(Step(number, trainer.step_loss, trainer.step_norm, trainer.step_tokens, self._lr))
         trainer.begin_step()
-        if self.stop.requested:
+        if self.stop.asked():
             control.should_save = control.should_training_stop = True
         log = number == 1 or number % self.log_interval == 0 or number == state.max_steps
         if log or control.should_save:
@@ -114,13 +115,16 @@ class Figures(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.metrics.sync()  # a checkpoint must not be newer than the rows that it continues
-        folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
-        write_json(folder / COMPLETE, {"step": state.global_step, "tokens": self.tokens})
+        from_all(None)  # every rank has written its files
+        if rank() == 0:
+            folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
+            write_json(folder / COMPLETE, {"step": state.global_step, "tokens": self.tokens})
         self._speed.other_work_ended()
 
     def _write_rows(self, log: bool) -> None:
         steps, self._pending = self._pending, []
-        figures = [(float(step.loss), float(step.norm), int(step.tokens)) for step in steps]
+        own = [(float(step.loss), float(step.norm), int(step.tokens)) for step in steps]
+        figures = [_of_all(of_step) for of_step in zip(*from_all(own), strict=True)]
         rate = self._speed.since_last_log(self.tokens + sum(tokens for _, _, tokens in figures))
         for step, (loss, norm, tokens) in zip(steps, figures, strict=True):
             self.tokens += tokens
@@ -143,6 +147,12 @@ class Figures(TrainerCallback):
             self.display.step(row, log and step is steps[-1])
 
 
+def _of_all(figures: tuple[tuple[float, float, int], ...]) -> tuple[float, float, int]:
+    """Return the loss, the norm and the tokens of a step over all ranks; the norm is that of averaged gradients."""
+    losses, norms, tokens = zip(*figures, strict=True)
+    return sum(losses) / len(losses), norms[0], sum(tokens)
+
+
 def _require_finite(row: dict[str, Any]) -> None:
     for name, words in (("loss", "loss"), ("grad_norm", "gradient norm")):
         if not math.isfinite(row[name]):
@@ -158,9 +168,10 @@ def training_arguments(settings: SFTSettings, folder: Path) -> SFTConfig:
     on_gpu = settings.device == "cuda"
     config = SFTConfig(
         output_dir=str(folder / CHECKPOINTS),
-        per_device_train_batch_size=settings.batch,
-        per_device_eval_batch_size=settings.batch,
-        gradient_accumulation_steps=settings.micro_batches,
+        per_device_train_batch_size=settings.own_batch,
+        per_device_eval_batch_size=settings.own_batch,
+        gradient_accumulation_steps=settings.own_micro_batches,
+        ddp_find_unused_parameters=False if settings.ranks > 1 else None,
         learning_rate=settings.lr,
         lr_scheduler_type=settings.schedule if settings.schedule != "constant" else "constant_with_warmup",
         max_grad_norm=settings.clip,

@@ -24,11 +24,11 @@ from typing import Any
 
 import numpy as np
 
+from octavo.dist.durable import sync_folder, write_durable
 from octavo.optim.step_memory import in_words
 from octavo.tools.charts import COLUMNS, SATURATED, Floats, Ints, Run, line, read_run, scaling_series, smooth, spans
 from octavo.tools.families import family_of
 from octavo.tools.run_memory import RunMemory, memory_rows, run_memories
-from octavo.training.files import sync_folder, write_durable
 from octavo.training.run_folder import read_summary
 from octavo.training.step_rows import WARM_UP
 

@@ -11,6 +11,8 @@ fills up, leaves at worst a `.tmp` folder, which nothing reads and the next save
 goes the same way backwards: renamed to `.tmp` first. So a folder with the right name was complete once, and the
 manifest tells whether it still is.
 
+A run on several ranks writes folders of the same names by `octavo/dist/checkpoint.py`, which keeps to the same rules.
+
 A damaged checkpoint is never passed over quietly for an older one: the error names it and the user decides.
 """
 
@@ -21,6 +23,7 @@ import re
 import shutil
 import zlib
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +31,18 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from octavo.dist import checkpoint as dist_checkpoint
+from octavo.dist.checkpoint import METADATA
+from octavo.dist.durable import sync_folder, write_durable
+from octavo.dist.together import all_or_none, from_first, rank
 from octavo.training.errors import RunError
-from octavo.training.files import disk_errors, sync_folder, write_durable
+from octavo.training.files import disk_errors
 
 KEEP = 2
 NAME = re.compile(r"checkpoint-(\d{6,})")
 UNFINISHED = re.compile(r"checkpoint-\d{6,}\.tmp")
 MODEL, STATE, MANIFEST = "model.safetensors", "state.pt", "manifest.json"
+RANK_FILE = re.compile(r"rank-\d+\.pt|__\d+_\d+\.distcp")
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -54,7 +62,8 @@ def written_checkpoints(folder: Path) -> list[Path]:
 
 def foreign_files(path: Path) -> list[Path]:
     """Return the files in a checkpoint's folder that do not belong to a checkpoint, and must stay."""
-    return [file for file in sorted(path.rglob("*")) if file.name not in (MODEL, STATE, MANIFEST)]
+    ours = (MODEL, STATE, MANIFEST, METADATA)
+    return [file for file in sorted(path.rglob("*")) if file.name not in ours and not RANK_FILE.fullmatch(file.name)]
 
 
 def save_checkpoint(folder: Path, step: int, model: Mapping[str, Tensor], state: Mapping[str, Any]) -> Path:
@@ -66,9 +75,7 @@ def save_checkpoint(folder: Path, step: int, model: Mapping[str, Tensor], state:
     manifest = {name: {"bytes": len(content), "crc32": zlib.crc32(content)} for name, content in contents.items()}
     contents[MANIFEST] = json.dumps(manifest, indent=2).encode()
 
-    earlier = list_checkpoints(folder)
-    earlier_one = f"{earlier[-1].name} is intact" if earlier else "there is no earlier one"
-    with disk_errors(target, hint=f"{earlier_one}; free some space, then continue with --resume"):
+    with _write_errors(target):
         _clear_unfinished(folder)
         unfinished = _unfinished(target)
         try:
@@ -81,10 +88,56 @@ def save_checkpoint(folder: Path, step: int, model: Mapping[str, Tensor], state:
         sync_folder(unfinished)
         unfinished.rename(target)
         sync_folder(folder)
-        for old in list_checkpoints(folder)[:-KEEP]:
-            if not foreign_files(old):
-                _remove(old)
+        _remove_old(folder)
     return target
+
+
+def save_shards(folder: Path, step: int, learner: Any, state: Mapping[str, Any]) -> Path:
+    """Write the checkpoint of `step` on several ranks, which all call it; then rank 0 removes old ones."""
+    target = checkpoint_path(folder, step)
+    if from_first(target.exists()):
+        return target
+    with _write_errors(target):
+        with all_or_none():
+            if rank() == 0:
+                _clear_unfinished(folder)
+        dist_checkpoint.save(target, learner.model, learner.optimizer, scaling=_scaling(learner), extra=state)
+        with all_or_none():
+            if rank() == 0:
+                _remove_old(folder)
+    return target
+
+
+def load_shards(path: Path, learner: Any) -> int:
+    """Load a checkpoint of several ranks, on any number; return the number of ranks that saved it."""
+    try:
+        return dist_checkpoint.load(path, learner.model, learner.optimizer, scaling=_scaling(learner)).ranks
+    except dist_checkpoint.DamagedCheckpoint as error:
+        raise _damaged(path, str(error).partition(" is damaged: ")[2]) from error
+
+
+def read_shards_state(path: Path) -> dict[str, Any]:
+    """Return the state of a checkpoint of several ranks, without loading it."""
+    try:
+        return dist_checkpoint.read_extra(path)
+    except dist_checkpoint.DamagedCheckpoint as error:
+        raise _damaged(path, str(error).partition(" is damaged: ")[2]) from error
+
+
+def _scaling(learner: Any) -> list[Any]:
+    return [] if learner.scaling is None else [learner.scaling]
+
+
+def _write_errors(target: Path) -> AbstractContextManager[None]:
+    earlier = list_checkpoints(target.parent)
+    earlier_one = f"{earlier[-1].name} is intact" if earlier else "there is no earlier one"
+    return disk_errors(target, hint=f"{earlier_one}; free some space, then continue with --resume")
+
+
+def _remove_old(folder: Path) -> None:
+    for old in list_checkpoints(folder)[:-KEEP]:
+        if not foreign_files(old):
+            _remove(old)
 
 
 def load_checkpoint(path: Path, device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:

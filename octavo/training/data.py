@@ -8,7 +8,8 @@ weights): it is left out, and said to be. A file that is named itself is read wh
 
 A batch is a pure function of (seed, step, micro-batch): sequences start at random offsets drawn from a generator seeded
 by those three numbers. There is no iterator whose position would have to be saved, so a resumed run reads exactly the
-batches that the uninterrupted one would have.
+batches that the uninterrupted one would have. Ranks share the sequences of a step in their order, so that a step is the
+same on any number of ranks.
 """
 
 import hashlib
@@ -111,6 +112,21 @@ def get_batch(
     starts = torch.randint(len(tokens) - sequence, (batch, 1), generator=generator)
     window = tokens[starts + torch.arange(sequence + 1)].long()
     return window[:, :-1], window[:, 1:]
+
+
+def get_share(
+    tokens: Tensor, *, seed: int, step: int, batch: int, micro_batches: int, sequence: int, rank: int, ranks: int
+) -> tuple[Tensor, Tensor]:
+    """Return the inputs and targets of one rank: its part of the sequences of all micro-batches of a step, in order."""
+    count = batch * micro_batches // ranks
+    first, last = rank * count, (rank + 1) * count
+    inputs, targets = [], []
+    for i in range(first // batch, -(-last // batch)):  # the micro-batches that the share lies in
+        x, y = get_batch(tokens, seed=seed, step=step, micro_batch=i, batch=batch, sequence=sequence)
+        mine = slice(max(first - i * batch, 0), last - i * batch)
+        inputs.append(x[mine])
+        targets.append(y[mine])
+    return torch.cat(inputs), torch.cat(targets)
 
 
 def get_evaluation_batch(tokens: Tensor, *, index: int, count: int, batch: int, sequence: int) -> tuple[Tensor, Tensor]:

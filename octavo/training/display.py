@@ -51,6 +51,10 @@ class Display:
         if settings.micro_batches > 1:
             tokens = f"{settings.micro_batches} × {tokens}"
         self.say(f"Steps: {settings.steps:,} of {tokens}, {settings.optimizer}, peak rate {settings.lr:g}", "dim")
+        if settings.ranks > 1:
+            own = settings.batch * settings.micro_batches // (settings.ranks * settings.own_micro_batches)
+            share = f"{settings.own_micro_batches} × {own} × {settings.seq} bytes of a step"
+            self.say(f"Ranks: {settings.ranks} by {settings.strategy}, each with {share}", "dim")
         self.say(f"Output: {folder}", "dim")
 
     @contextmanager

@@ -11,3 +11,9 @@ class RunError(UserError):
     """A sound request cannot continue: a full disk, a damaged checkpoint, a non-finite loss."""
 
     exit_code = 1
+
+
+class LostContact(RunError):
+    """Another rank has ended, and this one cannot go on without it. That one's error is the one to read."""
+
+    exit_code = 3

@@ -5,12 +5,12 @@ the old content or the new. The folder is forced to the disk too, because that i
 """
 
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from octavo.dist.durable import sync_folder, write_durable
 from octavo.training.errors import RunError
 
 HINT = "free some space or choose another --out"
@@ -23,23 +23,6 @@ def disk_errors(path: Path, hint: str = HINT) -> Iterator[None]:
         yield
     except OSError as error:
         raise RunError(f"cannot write {path}: {error.strerror or error}; {hint}") from error
-
-
-def write_durable(path: Path, content: bytes) -> None:
-    """Write a file and wait until it is on the disk. Not atomic by itself: see `replace_file`."""
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def replace_file(path: Path, content: bytes | str, hint: str = HINT) -> None:

@@ -17,15 +17,19 @@ import torch
 from torch import Tensor
 from torch.compiler import set_stance
 
+from octavo.dist.optimizer_states import cut_states
+from octavo.dist.together import rank
+from octavo.dist.whole import cut
 from octavo.models.bdh import BDH, fuse
 from octavo.nn.report import Report
 from octavo.numerics import FP8ScalingManager
 from octavo.optim import build_optimizer, set_learning_rate
 from octavo.support import require_tensor_cores
-from octavo.training.data import ByteData, get_batch, get_evaluation_batch
+from octavo.training.data import ByteData, get_evaluation_batch, get_share
 from octavo.training.errors import RunError, UserError
 from octavo.training.run_trainer import RunTrainer, TakenStep
 from octavo.training.settings import DTYPES, TrainSettings
+from octavo.training.several_ranks import own_random_numbers, wrapped
 from octavo.training.trainer import Step
 
 PROMPT_BYTES = 64
@@ -53,6 +57,8 @@ class Learner:
             raise UserError(str(error)) from error
         self.settings, self.data = settings, data
         self.device = torch.device(settings.device)
+        if self.device.type == "cuda":
+            self.device = torch.device("cuda", torch.cuda.current_device())
         torch.backends.cuda.matmul.allow_tf32 = settings.tf32
         torch.manual_seed(settings.seed)
         self.model = BDH(settings.shape).to(self.device)
@@ -60,6 +66,8 @@ class Learner:
             fuse(self.model, settings.fp8)
         elif settings.compile:
             self.model.compile()
+        called = wrapped(self.model, settings)
+        own_random_numbers(settings.seed)
         try:
             self.optimizer = build_optimizer(
                 settings.optimizer,
@@ -71,11 +79,11 @@ class Learner:
         except ModuleNotFoundError as error:
             raise UserError(str(error)) from error
         self.trainer = RunTrainer(
-            self.model,
+            called,
             self.optimizer,
             settings.fp8,
             convert_model_to_fp8=settings.precision == "fp8",
-            gradient_accumulation_steps=settings.micro_batches,
+            gradient_accumulation_steps=settings.own_micro_batches,
             max_grad_norm=settings.clip or None,
             autocast_dtype=None if settings.dtype == "float32" else DTYPES[settings.dtype],
         )
@@ -99,15 +107,18 @@ class Learner:
     def _batches(self, number: int) -> Iterator[tuple[Tensor, ...]]:
         """Yield the micro-batches of a step, on the device."""
         settings = self.settings
-        for micro_batch in range(settings.micro_batches):
-            batch = get_batch(
-                self.data.train,
-                seed=settings.seed,
-                step=number,
-                micro_batch=micro_batch,
-                batch=settings.batch,
-                sequence=settings.seq,
-            )
+        inputs, targets = get_share(
+            self.data.train,
+            seed=settings.seed,
+            step=number,
+            batch=settings.batch,
+            micro_batches=settings.micro_batches,
+            sequence=settings.seq,
+            rank=rank(),
+            ranks=settings.ranks,
+        )
+        count = settings.own_micro_batches
+        for batch in zip(inputs.chunk(count), targets.chunk(count), strict=True):
             if self.device.type == "cuda":
                 # From pageable memory, or from rows with gaps, the host would wait for everything queued before.
                 yield tuple(part.contiguous().pin_memory().to(self.device, non_blocking=True) for part in batch)
@@ -158,13 +169,14 @@ class Learner:
         }
 
     def load_state_dict(self, parameters: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        self.model.load_state_dict(parameters)
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.model.load_state_dict(cut(parameters, self.model))
+        self.optimizer.load_state_dict(cut_states(self.optimizer, state["optimizer"]))
         if self.scaling is not None:
             self.scaling.load_state_dict(state["scaling"])
         torch.set_rng_state(state["rng_cpu"])
         if self.device.type == "cuda":
             torch.cuda.set_rng_state(state["rng_cuda"])
+        own_random_numbers(self.settings.seed)
 
     def _loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         with self._as_written():

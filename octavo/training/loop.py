@@ -17,6 +17,7 @@ import platform
 import statistics
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,20 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from octavo.dist.checkpoint import is_sharded_checkpoint
+from octavo.dist.together import from_first, rank
+from octavo.dist.whole import whole_state
+from octavo.nn.sharded import ranks
 from octavo.optim.step_memory import StepMemory, in_words, measure_memory
-from octavo.training.checkpoint import list_checkpoints, load_checkpoint, model_bytes, save_checkpoint
+from octavo.training.checkpoint import (
+    list_checkpoints,
+    load_checkpoint,
+    load_shards,
+    model_bytes,
+    read_shards_state,
+    save_checkpoint,
+    save_shards,
+)
 from octavo.training.data import ByteData, load_data
 from octavo.training.display import Display, code_of, why_emulated
 from octavo.training.errors import RunError, UserError
@@ -50,6 +63,7 @@ from octavo.training.run_folder import (
     write_config,
 )
 from octavo.training.settings import TrainSettings
+from octavo.training.several_ranks import anyone_asks, check_alike, console_of, folder_of, met
 from octavo.training.signals import Interrupted, StopSignals
 from octavo.training.step_rows import WARM_UP, StepRows, Taken, median_speed
 
@@ -115,18 +129,22 @@ def train(
     Raises `UserError` for mistakes the user can correct and `Interrupted` after a Ctrl-C or SIGTERM; in both cases the
     folder can be resumed if it holds a checkpoint.
     """
-    display = Display(console or Console())
+    display = Display(console_of(console))
     stop = StopSignals()
-    with stop.caught():
+    stop.shared = anyone_asks
+    with stop.caught(), met(settings.device):
         display.opening(settings)
         data = load_data(settings.data, sequence=settings.seq, held_out=settings.held_out)
+        check_alike(settings.to_dict(), data.digest)
         learner = _new_learner(settings, data)  # before the folder is made: an impossible request leaves nothing behind
-        with resumed_run(out) if resume else new_run(settings.name, out, overwrite) as folder:
+        opened = partial(resumed_run, out) if resume else partial(new_run, settings.name, out, overwrite)
+        with folder_of(opened) as folder:
             legs = _legs(settings, folder)
             if resume:
                 _check_resumable(legs, data, folder)
             start = _load_newest(legs[0], learner, display) if resume else 0
-            write_config(folder, settings, _machine_facts(settings, data))
+            if rank() == 0:
+                write_config(folder, settings, _machine_facts(settings, data))
             display.model_and_data(settings, data, folder)
             ready = [learner]
             del learner  # a reference here would keep it in memory during the BF16 leg, and count in its peak
@@ -138,9 +156,10 @@ def train(
 
 
 def _legs(settings: TrainSettings, folder: Path) -> list[Leg]:
-    legs = [Leg(settings, Metrics(folder / METRICS), folder)]
+    writes = rank() == 0
+    legs = [Leg(settings, Metrics(folder / METRICS, writes=writes), folder)]
     if settings.compare:
-        legs.append(Leg(settings.in_bf16(), Metrics(folder / METRICS_BF16), folder / BF16))
+        legs.append(Leg(settings.in_bf16(), Metrics(folder / METRICS_BF16, writes=writes), folder / BF16))
     return legs
 
 
@@ -158,9 +177,12 @@ def _train_legs(
     with memory_errors(learner, leg.checkpoints, folder):
         taken = _train_leg(leg, learner, start, display, stop)
         results = {leg.settings.precision: _result(leg, learner, taken, folder)}
-        replace_file(folder / MODEL, model_bytes(learner.model.state_dict(), _model_metadata(leg.settings)))
+        parameters = whole_state(learner.model)
+        if rank() == 0:
+            replace_file(folder / MODEL, model_bytes(parameters, _model_metadata(leg.settings)))
+        del parameters
         sample = _sample(learner)
-    if sample is not None:
+    if sample is not None and rank() == 0:
         write_json(folder / SAMPLE, asdict(sample))
     for leg in legs[1:]:
         code = code_of(leg.settings)
@@ -172,7 +194,8 @@ def _train_legs(
             taken = _train_leg(leg, learner, start, display, stop)
             results[leg.settings.precision] = _result(leg, learner, taken, folder)
 
-    write_json(folder / SUMMARY, {name: result.to_dict() for name, result in results.items()})
+    if rank() == 0:
+        write_json(folder / SUMMARY, {name: result.to_dict() for name, result in results.items()})
     display.sample(sample)
     display.results({name: asdict(result) for name, result in results.items()}, legs[0].settings)
     return RunResult(folder, results)
@@ -206,28 +229,42 @@ def _train_leg(leg: Leg, learner: Learner, start: int, display: Display, stop: S
             rows.add(Taken(number, step, seconds, log, scaling))
             if number == start + WARM_UP < settings.steps and settings.device == "cuda":
                 torch.cuda.reset_peak_memory_stats()
-            if number % settings.save_interval == 0 or number == settings.steps or stop.requested:
+            asked = stop.asked()
+            if number % settings.save_interval == 0 or number == settings.steps or asked:
                 rows.write()
                 _save(leg, learner, number)
-            stop.raise_if_requested()
+            if asked:
+                raise Interrupted(asked)
     return settings.steps - start
 
 
 def _save(leg: Leg, learner: Learner, number: int) -> None:
     leg.metrics.sync()
-    state = {"step": number, "settings": leg.settings.to_dict(), **learner.state_dict()}
-    save_checkpoint(leg.checkpoints, number, learner.model.state_dict(), state)
-    if learner.report is not None:
+    state: dict[str, Any] = {"step": number, "settings": leg.settings.to_dict()}
+    if ranks() > 1:
+        save_shards(leg.checkpoints, number, learner, state)
+    else:
+        save_checkpoint(leg.checkpoints, number, learner.model.state_dict(), {**state, **learner.state_dict()})
+    if learner.report is not None and rank() == 0:
         write_json(leg.checkpoints / PRODUCTS, learner.report.to_dict())
 
 
 def _load_newest(leg: Leg, learner: Learner, display: Display) -> int:
     """Load the newest checkpoint into the learner; return its step, or 0 if there is none."""
-    saved = _newest(leg, learner.device)
-    if saved is None:
+    newest = _newest(leg, learner.device)
+    if newest is None:
         return 0
-    parameters, state = saved
-    learner.load_state_dict(parameters, state)
+    path, parameters, state = newest
+    if parameters is None:
+        saved_by = load_shards(path, learner)
+    else:
+        learner.load_state_dict(parameters, state)
+        saved_by = 1
+    if saved_by != ranks():
+        display.say(
+            f"Resuming on {_ranks(ranks())} what {_ranks(saved_by)} saved: the same steps, within rounding; "
+            f"bit for bit only on {_ranks(saved_by)}"
+        )
     step, planned = int(state["step"]), int(state["settings"]["steps"])
     display.say(f"Resuming after step {step:,}", "bold")
     settings = leg.settings
@@ -240,13 +277,19 @@ def _load_newest(leg: Leg, learner: Learner, display: Display) -> int:
     return step
 
 
-def _newest(leg: Leg, device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-    """Return the newest checkpoint of a leg, if its settings allow to continue it."""
-    checkpoints = list_checkpoints(leg.checkpoints)
+def _newest(leg: Leg, device: torch.device) -> tuple[Path, dict[str, Tensor] | None, dict[str, Any]] | None:
+    """Return the newest checkpoint of a leg, its parameters unless it is one of several ranks, and its state.
+
+    Raises if the settings do not allow to continue it.
+    """
+    checkpoints = from_first(list_checkpoints(leg.checkpoints))
     if not checkpoints:
         return None
-    path = checkpoints[-1]
-    parameters, state = load_checkpoint(path, device)
+    path: Path = checkpoints[-1]
+    if is_sharded_checkpoint(path):
+        parameters, state = None, read_shards_state(path)
+    else:
+        parameters, state = load_checkpoint(path, device)
     before = TrainSettings.from_dict(state["settings"])
     _check_same_run(before, leg.settings, path)
     steps, reached, planned = leg.settings.steps, state["step"], before.steps
@@ -257,7 +300,11 @@ def _newest(leg: Leg, device: torch.device) -> tuple[dict[str, Tensor], dict[str
             f"cannot resume {path} with steps={steps}: it was started with {planned}, and a cosine over another number "
             f"of steps would alter the loss curve; finish it with --steps {planned}, then extend it"
         )
-    return parameters, state
+    return path, parameters, state
+
+
+def _ranks(number: int) -> str:
+    return "1 rank" if number == 1 else f"{number} ranks"
 
 
 def _say_how_to_resume(folder: Path, interrupted: Interrupted, display: Display) -> None:
@@ -321,19 +368,24 @@ def _sample(learner: Learner) -> Sample | None:
 
 
 def _result(leg: Leg, learner: Learner, taken: int, folder: Path) -> LegResult:
-    # Measured before anything else is computed; without new steps, the earlier measurement stands.
-    precision = leg.settings.precision
-    memory = measure_memory(learner.model, learner.optimizer) if taken else _measured_before(folder, precision)
+    # Measured before anything else is computed, on rank 0; without new steps, the earlier measurement stands.
+    memory = measure_memory(learner.model, learner.optimizer) if taken else None
+    held_out_loss = learner.evaluate()
+    result: LegResult = from_first(_figures(leg, memory, held_out_loss, folder) if rank() == 0 else None)
+    return result
+
+
+def _figures(leg: Leg, memory: StepMemory | None, held_out_loss: float, folder: Path) -> LegResult:
     rows = leg.metrics.rows()
     speed = median_speed(rows)
     last_losses = [row["loss"] for row in rows[-max(len(rows) // 10, 1) :] if not row["skipped"]]
     return LegResult(
         final_loss=statistics.fmean(last_losses) if last_losses else math.nan,
-        held_out_loss=learner.evaluate(),
+        held_out_loss=held_out_loss,
         tokens_per_s=speed,
         ms_per_step=1000 * leg.settings.tokens_per_step / speed,
         skipped=sum(row["skipped"] for row in rows),
-        memory=memory,
+        memory=memory or _measured_before(folder, leg.settings.precision),
     )
 
 

@@ -136,23 +136,30 @@ def write_config(folder: Path, settings: TrainSettings, facts: dict[str, Any]) -
 class Metrics:
     """Rows of `metrics.jsonl`. Each row is written at once, so a kill loses at most the row it hits."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, writes: bool = True) -> None:
         self.path = path
+        self._writes = writes  # of several ranks, the first alone
 
     def rows(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self._lines()]
 
     def append(self, row: dict[str, Any]) -> None:
+        if not self._writes:
+            return
         with disk_errors(self.path), self.path.open("ab") as file:
             file.write(json.dumps(row).encode() + b"\n")
 
     def sync(self) -> None:
         """Wait until every row is on the disk: a checkpoint must not be newer than the rows it needs."""
+        if not self._writes:
+            return
         with disk_errors(self.path), self.path.open("ab") as file:
             os.fsync(file.fileno())
 
     def cut_back(self, step: int) -> None:
         """Keep the rows of steps 1 to `step`; later ones will be computed and written again."""
+        if not self._writes:
+            return
         lines = self._lines()[:step]
         try:
             complete = [json.loads(line)["step"] for line in lines] == list(range(1, step + 1))
@@ -167,6 +174,8 @@ class Metrics:
 
     def keep(self, step: int) -> None:
         """Drop rows of steps after `step`, which will be computed and written again."""
+        if not self._writes:
+            return
         lines = [line for line in self._lines() if json.loads(line)["step"] <= step]
         replace_file(self.path, b"".join(line + b"\n" for line in lines))
 

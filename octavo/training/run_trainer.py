@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo.nn.sharded import is_sharded
+from octavo.training.several_ranks import mean_of_ranks
 from octavo.training.trainer import Batch, FP8Trainer, Step
 
 
@@ -67,10 +69,10 @@ class RunTrainer(FP8Trainer):
 
     @property
     def queues(self) -> bool:
-        """True if steps are queued: with torch's fused AdamW on a GPU."""
+        """True if steps are queued: with torch's fused AdamW on a GPU, on whole parameters."""
         groups = self.optimizer.param_groups
         return type(self.optimizer) is torch.optim.AdamW and all(
-            group["fused"] and all(p.is_cuda for p in group["params"]) for group in groups
+            group["fused"] and all(p.is_cuda and not is_sharded(p) for p in group["params"]) for group in groups
         )
 
     def take_step(self, batches: Iterable[Batch]) -> Step | TakenStep:
@@ -86,6 +88,11 @@ class RunTrainer(FP8Trainer):
 
     def should_skip(self, step: Step) -> bool:
         return not (math.isfinite(step.loss) and math.isfinite(step.grad_norm))
+
+    def _clip_gradients(self) -> Tensor:
+        assert self._loss_sum is not None
+        self._loss_sum = mean_of_ranks(self._loss_sum)
+        return super()._clip_gradients()
 
     def _apply_gradients(self) -> None:
         if not self.queues:

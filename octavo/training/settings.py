@@ -20,16 +20,22 @@ from octavo.numerics import FP8TrainingConfig
 from octavo.numerics.checks import check_choice, check_positive_int
 from octavo.optim import OPTIMIZERS
 from octavo.support import has_fp8_tensor_cores
+from octavo.training.shares import check_shares, own_micro_batches
 
 MODELS = ("bdh",)
 PRECISIONS = ("fp8", "bf16", "fp32")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DEVICES = ("cpu", "cuda")
 SCHEDULES = ("cosine", "constant")
+STRATEGIES = ("ddp", "fsdp2")
 # `data` is only a path; resuming checks that the bytes are the same.
+# `ranks` and `strategy` alter it within rounding; a run that is resumed on others says so.
 # `steps` is checked against the checkpoint: a finished run may be extended, and a constant rate does not know its end.
-HARMLESS = ("data", "steps", "log_interval", "save_interval", "evaluation_batches", "sample_bytes", "compare")
-ADDED_LATER = ("fused", "compile")  # runs of earlier versions have neither, and go on without them
+HARMLESS = (
+    *("data", "steps", "log_interval", "save_interval", "evaluation_batches", "sample_bytes", "compare"),
+    *("ranks", "strategy"),
+)
+ADDED_LATER = ("fused", "compile", "ranks", "strategy")  # runs of earlier versions go on without them
 SHAPE_OPTIONS = ("dim", "heads", "neurons", "layers", "dropout")
 
 # Found by short runs on the default data: CPU sizes for minutes on two cores, GPU sizes for minutes on one H200. A GPU
@@ -57,7 +63,7 @@ class TrainSettings:
         fp8: the FP8 recipe; used when `precision` is `fp8`.
         data, held_out: the source (None: the Python standard library) and the share of it never trained on.
         steps, batch, micro_batches, seq: optimiser steps; sequences per micro-batch; micro-batches per step (their
-            gradients add up in FP32); bytes per sequence.
+            gradients add up in FP32); bytes per sequence. On several ranks, these are a step of all of them together.
         lr, warmup, schedule: the peak rate, the steps that rise to it, and then `cosine` (down to 0) or `constant`.
         clip: the largest gradient norm let through; 0 never clips.
         optimizer, weight_decay, beta1, beta2: see `octavo.optim`.
@@ -68,6 +74,7 @@ class TrainSettings:
         compare: train again in BF16 afterwards, on the same seed and data.
         fused: train through the fused FP8 layers of `octavo.models.bdh`.
         compile: train through `torch.compile`, where the layers are not fused; always in the BF16 comparison.
+        ranks, strategy: processes that share each step, and how: `ddp` (whole copies) or `fsdp2` (shards).
     """
 
     shape: BDHConfig
@@ -100,6 +107,8 @@ class TrainSettings:
     compare: bool = False
     fused: bool = False
     compile: bool = False
+    ranks: int = 1
+    strategy: str = "ddp"
 
     def __post_init__(self) -> None:
         check_choice("model", self.model, MODELS)
@@ -109,7 +118,10 @@ class TrainSettings:
         check_choice("dtype", self.dtype, tuple(DTYPES))
         check_choice("schedule", self.schedule, SCHEDULES)
         check_choice("optimizer", self.optimizer, OPTIMIZERS)
-        for name in ("steps", "batch", "micro_batches", "seq", "log_interval", "save_interval", "evaluation_batches"):
+        check_choice("strategy", self.strategy, STRATEGIES)
+        for name in ("steps", "batch", "micro_batches", "seq", "ranks"):
+            check_positive_int(name, getattr(self, name))
+        for name in ("log_interval", "save_interval", "evaluation_batches"):
             check_positive_int(name, getattr(self, name))
         for name in ("warmup", "sample_bytes", "seed"):
             value = getattr(self, name)
@@ -118,6 +130,7 @@ class TrainSettings:
             self._check(name, 0 <= getattr(self, name) < math.inf, "a number, 0 or more")
         for name in ("beta1", "beta2"):
             self._check(name, 0 <= getattr(self, name) < 1, "a number of at least 0 and less than 1")
+        check_shares(self.batch, self.micro_batches, self.ranks)
         self._check("lr", 0 < self.lr < math.inf, "a number above 0, such as 0.001")
         self._check("held_out", 0 < self.held_out <= 0.5, "a share above 0 and up to 0.5")
         self._check("data", self.data != "", "a file, a folder or a pattern; leave it out for the standard library")
@@ -145,6 +158,11 @@ class TrainSettings:
     @property
     def tokens_per_step(self) -> int:
         return self.batch * self.micro_batches * self.seq
+
+    @property
+    def own_micro_batches(self) -> int:
+        """Micro-batches of one rank in a step."""
+        return own_micro_batches(self.batch, self.micro_batches, self.ranks)
 
     def learning_rate(self, step: int) -> float:
         """Return the rate of step 1, 2, …: linear over `warmup` steps, then the schedule (cosine ends near 0)."""

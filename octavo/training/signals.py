@@ -1,12 +1,12 @@
 """Ctrl-C and SIGTERM: finish the step, save, exit.
 
 Outside `deferred()` a signal raises `Interrupted` at once: nothing would be lost. Inside it the first signal is only
-noted, and the loop asks `requested` after each step; a second one, from someone who does not want to wait, raises.
+noted, and the loop asks after each step; a second one, from someone who does not want to wait, raises.
 """
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -26,6 +26,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.requested: int | None = None
+        self.shared: Callable[[int | None], int | None] = lambda number: number
         self._deferred = False
 
     @contextmanager
@@ -49,9 +50,13 @@ class StopSignals:
             self._deferred = False
         self.raise_if_requested()  # a signal after the loop's last check
 
+    def asked(self) -> int | None:
+        """Return the signal to stop for. On several ranks, where `shared` asks all of them, the same on each."""
+        return self.shared(self.requested)
+
     def raise_if_requested(self) -> None:
-        if self.requested is not None:
-            raise Interrupted(self.requested)
+        if (number := self.asked()) is not None:
+            raise Interrupted(number)
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         is_first = self.requested is None

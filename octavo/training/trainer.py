@@ -25,6 +25,8 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from octavo.convert import can_convert, convert_to_fp8
+from octavo.dist.checkpoint import unwrapped
+from octavo.dist.random_states import get_rng_states, set_rng_states
 from octavo.dist.together import all_or_none, rank
 from octavo.dist.whole import has_shards, whole, whole_state
 from octavo.models.bdh import fused_layers
@@ -42,7 +44,6 @@ from octavo.support import check_fp8_support
 from octavo.training.files import disk_errors, model_file
 from octavo.training.gradients import GRADIENTS, GradientSums, default_for
 from octavo.training.model_files import Gathered, read_model, write_model
-from octavo.training.random_states import get_rng_states, set_rng_states
 
 OFFLOADS = ("optimizer", "master")
 
@@ -144,25 +145,26 @@ class FP8Trainer:
             offload_states(optimizer)
 
     def _set_up_fp8(self, convert: bool) -> None:
-        converted = [m for m in self.model.modules() if isinstance(m, LinearInFP8)]
-        if fused := fused_layers(self.model):
+        model = unwrapped(self.model)  # the names of its layers have no prefix
+        converted = [m for m in model.modules() if isinstance(m, LinearInFP8)]
+        if fused := fused_layers(model):
             self.report, self.scaling = fused.report, fused.scaling
         elif converted:  # earlier, or loaded with weights frozen in FP8, whose adapters stay as they are
-            self.report = report_of(self.model)
+            self.report = report_of(model)
             self.scaling = converted[0].scaling
             logger.info("%s", self.report.summary())
-        elif convert and can_convert(self.model, self.fp8_config):
-            report = convert_to_fp8(self.model, self.fp8_config)
+        elif convert and can_convert(model, self.fp8_config):
+            report = convert_to_fp8(model, self.fp8_config)
             self.report, self.scaling = report, report.scaling
             logger.info("%s", report.summary())
         elif convert:
-            self._fp8 = fp8_autocast(self.fp8_config, model=self.model)
+            self._fp8 = fp8_autocast(self.fp8_config, model=model)
             self.report, self.scaling = self._fp8.report, self._fp8.scaling
-            logger.info("no nn.Linear to convert in %s: its products run under fp8_autocast", type(self.model).__name__)
+            logger.info("no nn.Linear to convert in %s: its products run under fp8_autocast", type(model).__name__)
         if self.scaling is None:
-            logger.info("training %s as it is: convert_model_to_fp8=False", type(self.model).__name__)
+            logger.info("training %s as it is: convert_model_to_fp8=False", type(model).__name__)
         else:
-            device = next(self.model.parameters()).device
+            device = next(model.parameters()).device
             support = check_fp8_support(device)
             logger.info("FP8 training enabled with format: %s", self.fp8_config.fp8_format.lower())
             logger.info("%s", support if support else f"FP8 is emulated on {device}: {support.reason}")

@@ -19,9 +19,12 @@ from typing import Any
 
 LIMIT = 300  # seconds: a machine may be busy. What must not hang is given a limit of its own.
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    ["octavo.hf", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torchao.optim", "transformers.models.llama.modeling_llama"]
-)
+PRELOAD = [
+    *("octavo.hf", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torchao.optim"),
+    *("transformers.models.llama.modeling_llama", "torch._dynamo", "octavo.cli", "octavo.training.loop"),
+    "octavo.sft.run",
+]
+_CONTEXT.set_forkserver_preload(PRELOAD)
 
 
 class RankFailed(Exception):

@@ -15,7 +15,10 @@ AVERAGED = "applied before they are averaged"
 def refusals(rank):
     """What each way to step within backward says under DDP, before DDP is there, and under FSDP2."""
     model = converted("MLP", "current")
-    before = (_said(step_in_backward, adamw(model.parameters())), _said(offload_master, model, adamw(model.parameters())))
+    before = (
+        _said(step_in_backward, adamw(model.parameters())),
+        _said(offload_master, model, adamw(model.parameters())),
+    )
     model = converted("MLP", "current")
     wrapped = DistributedDataParallel(model)
     optimizer = adamw(wrapped.parameters())

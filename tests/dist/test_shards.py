@@ -174,6 +174,7 @@ def test_shards_are_stepped_in_backward_and_with_states_in_host_memory(name):
 
 def sum_gradients(rank, kind):
     """Sums over three micro-batches on shards, against FP32 ones of one process; and the same again."""
+
     def summed(model, kind):
         sums = GradientSums(model, kind)
         for i in range(3):

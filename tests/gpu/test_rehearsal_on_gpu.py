@@ -9,6 +9,7 @@ from test_decoder_on_gpu import batch, build
 from octavo import FP8TrainingConfig, convert_to_fp8
 from octavo.decoders import forwards, rehearsal
 from octavo.kernels import launch
+from octavo.numerics import scaling
 
 
 def step(model, inputs):
@@ -46,7 +47,11 @@ def test_the_first_step_is_the_same(counted, monkeypatch, recipe, checkpointing)
     rows, others = (
         [x for m in one.modules() for x in m.__dict__.values() if isinstance(x, torch.Tensor)] for one in (model, other)
     )
-    assert rows and all(torch.equal(x, y) for x, y in zip(rows, others, strict=True))
+    added_up = [scaling.SATURATED, scaling.UNDERFLOW, scaling.RESCALED]  # by atomics, in any order
+    for x, y in zip(rows, others, strict=True):
+        x[added_up] = y[added_up] = 0.0
+        assert torch.equal(x, y)
+    assert rows
 
 
 def test_kernels_are_compiled_and_not_launched(counted, monkeypatch):
@@ -66,5 +71,4 @@ def test_kernels_are_compiled_and_not_launched(counted, monkeypatch):
     monkeypatch.setattr(launch._Launch, "compile_and_run", watched)
     step(model, batch(2, 256))
     assert len(counted) == 1
-    outside = {"norm_kernel", "norm_backward_kernel", "sum_kernel"}  # of the decoder's last norm
-    assert set(late) <= outside, late
+    assert not late

@@ -129,6 +129,8 @@ def test_what_does_not_change_the_curve() -> None:
         "compare": True,
         "data": "x",
         "steps": 999,
+        "ranks": 2,
+        "strategy": "fsdp2",
     }
     assert set(options) == set(HARMLESS)
     assert base.changes_to_curve(settings_from_options(options, base)) == []

@@ -1,0 +1,312 @@
+"""Checkpoints of several ranks: each writes its own shards, and any number of ranks reads them.
+
+    save(path, model, optimizer, extra={"step": 120})      # all ranks call it
+    loaded = load(path, model, optimizer)                  # on as many ranks, or on more, or fewer, or in one process
+
+A checkpoint is a folder:
+
+    .metadata, __0_0.distcp, …   torch.distributed.checkpoint: parameters, buffers, optimiser states, by name
+    rank-0.pt, rank-1.pt, …      of each rank: scaling states, random number generators, `data`; of rank 0 also `extra`
+    manifest.json                the number of ranks, and the size and CRC-32 of every other file
+
+It is written as `<path>.tmp`, forced to the disk and, when every rank is done, renamed by rank 0. So a rank that is
+killed while it saves leaves the previous checkpoint whole, and a folder with the right name was complete once. All
+ranks must see the same file system.
+
+On as many ranks as saved it, everything is as it was, bit for bit. On another number, tensors are cut anew, and
+
+- scaling states of all ranks become one: the larger of each number (`merged`), as if amax had been shared;
+- a low-bit state whose blocks do not end where shards do is read as a whole, and rounded again in its new blocks;
+- a rank that had no predecessor draws from a generator of its own.
+
+Parameters may be plain (one process, DDP) or DTensors (FSDP2), and either is read into either.
+"""
+
+import io
+import json
+import pickle
+import shutil
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.dist.durable import sync_folder, write_durable
+from octavo.dist.optimizer_states import load_optimizer, optimizer_tensors
+from octavo.dist.random_states import get_rng_states, set_rng_states
+from octavo.dist.together import all_or_none, from_all, host_group, rank
+from octavo.nn.linear import LinearInFP8
+from octavo.nn.sharded import local, ranks
+from octavo.numerics import FP8ScalingManager
+
+MANIFEST, METADATA = "manifest.json", ".metadata"
+MODEL, OPTIMIZER = "model.", "optimizer."
+_CHUNK = 2**24  # bytes read at a time
+
+
+class DamagedCheckpoint(ValueError):
+    """A checkpoint is not what was written."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a checkpoint held besides tensors: the ranks that saved it, `extra`, and `data` of each rank."""
+
+    ranks: int
+    extra: dict[str, Any]
+    data: list[Any]
+
+
+def is_sharded_checkpoint(path: Path) -> bool:
+    """Return True if a folder is a checkpoint of this module."""
+    return (path / METADATA).is_file()
+
+
+def save(
+    path: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    scaling: FP8ScalingManager | Iterable[FP8ScalingManager] | None = None,
+    data: Any = None,
+    extra: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write a checkpoint; every rank calls it with the same `path`, which must not exist.
+
+    `scaling`: the managers whose states to save; by default those of the model's FP8 layers. `data`: anything of this
+    rank, such as the state of its data loader. `extra`: anything of the whole run; that of rank 0 is kept. Both hold
+    tensors and plain values only.
+    """
+    target = Path(path)
+    unfinished = target.with_name(target.name + ".tmp")
+    model = unwrapped(model)
+    tensors = {MODEL + name: tensor for name, tensor in _tensors(model).items()}
+    common: dict[str, Any] = {"extra": dict(extra or {})}
+    if optimizer is not None:
+        states, common["optimizer"] = optimizer_tensors(model, optimizer)
+        tensors |= {OPTIMIZER + name: tensor for name, tensor in states.items()}
+    own = {
+        "scaling": [manager.state_dict() for manager in _managers(model, scaling)],
+        "rng": get_rng_states(p.device for p in model.parameters()),
+        "data": data,
+        **(common if rank() == 0 else {}),
+    }
+    with all_or_none():
+        if rank() == 0:
+            if target.exists():
+                raise FileExistsError(f"{target} exists: a checkpoint is not written over another")
+            shutil.rmtree(unfinished, ignore_errors=True)  # of a save that was killed
+            unfinished.mkdir(parents=True)
+    try:
+        _write(unfinished, tensors, own)
+        with all_or_none():
+            if rank() == 0:
+                unfinished.rename(target)
+                sync_folder(target.parent)
+    except OSError:
+        if rank() == 0:
+            shutil.rmtree(unfinished, ignore_errors=True)  # frees the space on a full disk
+        raise
+    return target
+
+
+def load(
+    path: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    scaling: FP8ScalingManager | Iterable[FP8ScalingManager] | None = None,
+) -> Loaded:
+    """Load a checkpoint into a model, its optimiser, its scaling states and this rank's random number generators.
+
+    The optimiser needs no states yet. Every rank calls it; on any number of ranks.
+    """
+    from torch.distributed.checkpoint import load as read_tensors
+
+    path, model = Path(path), unwrapped(model)
+    saved_by = _check(path)
+    first = _read_state(path, 0)
+    tensors = {MODEL + name: tensor for name, tensor in _tensors(model).items()}
+    reader = _reader(path)
+    _check_names(path, tensors, reader)
+    read_tensors(tensors, storage_reader=reader, process_group=host_group())
+    if any(not _is_view(tensors[MODEL + name], value) for name, value in _tensors(model).items()):
+        model.load_state_dict({name.removeprefix(MODEL): tensor for name, tensor in tensors.items()})
+    if optimizer is not None:
+        if "optimizer" not in first:
+            raise ValueError(f"{path} holds no optimiser: it was saved without one; load it with optimizer=None")
+        load_optimizer(model, optimizer, first["optimizer"], _reader(path), OPTIMIZER)
+    states = [first if number == 0 else _read_state(path, number) for number in range(saved_by)]
+    _load_scaling(_managers(model, scaling), [state["scaling"] for state in states], path)
+    _load_rng([state["rng"] for state in states])
+    return Loaded(saved_by, first["extra"], [state["data"] for state in states])
+
+
+def read_extra(path: str | Path) -> dict[str, Any]:
+    """Return `extra` of a checkpoint, without its tensors and without other ranks."""
+    extra: dict[str, Any] = _read_state(Path(path), 0)["extra"]
+    return extra
+
+
+def merged(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return one scaling state for those of several ranks: the larger of each number, for every name."""
+    first: dict[str, Any] = {}
+    for name, value in states[0].items():
+        first[name] = list(value) if isinstance(value, list) else value.clone()
+    per_name = [name for name, value in first.items() if isinstance(value, Tensor)]
+    for state in states[1:]:
+        places = {name: i for i, name in enumerate(first["names"])}
+        for i, name in enumerate(state["names"]):
+            j = places.get(name)
+            if j is None:
+                for key in ("names", "maximum", "margin"):
+                    first[key].append(state[key][i])
+                for key in per_name:
+                    first[key] = torch.cat([first[key], state[key][i : i + 1]])
+            else:
+                for key in per_name:
+                    first[key][j] = torch.maximum(first[key][j], state[key][i])
+    return first
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model inside DistributedDataParallel, whose names have no prefix; any other model as it is."""
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    state = model.state_dict()
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} in the state of {type(model).__name__} is no tensor: {type(value).__name__}")
+    return dict(state)
+
+
+def _is_view(read: Tensor, current: Tensor) -> bool:
+    """Whether a tensor that was read into is the model's own, and not a copy that `state_dict` made."""
+    return local(read).data_ptr() == local(current).data_ptr()
+
+
+def _managers(
+    model: nn.Module, given: FP8ScalingManager | Iterable[FP8ScalingManager] | None
+) -> list[FP8ScalingManager]:
+    if given is None:
+        return list(dict.fromkeys(m.scaling for m in model.modules() if isinstance(m, LinearInFP8)))
+    return [given] if isinstance(given, FP8ScalingManager) else list(given)
+
+
+def _write(folder: Path, tensors: dict[str, Tensor], own: dict[str, Any]) -> None:
+    """Write the files of all ranks, and wait until they are on the disk."""
+    from torch.distributed.checkpoint import FileSystemWriter
+    from torch.distributed.checkpoint import save as write_tensors
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        write_tensors(tensors, storage_writer=FileSystemWriter(folder), process_group=host_group())
+    except CheckpointException as error:  # on every rank, with the errors of those that failed
+        number, failure = next(iter(error.failures.items()))
+        raise OSError(f"rank {number}: {failure[0]}") from error
+    with all_or_none():
+        mine = folder / _state_file(rank())
+        buffer = io.BytesIO()
+        torch.save(own, buffer)  # in memory first: torch.save reports a full disk as an internal error
+        write_durable(mine, buffer.getvalue())
+        files = [mine, *sorted(folder.glob(f"__{rank()}_*.distcp"))]
+        if rank() == 0:
+            files.append(folder / METADATA)
+        facts = {file.name: {"bytes": file.stat().st_size, "crc32": _crc32(file)} for file in files}
+    everyone = from_all(facts)
+    with all_or_none():
+        if rank() == 0:
+            manifest = {"ranks": ranks(), "files": {name: fact for facts in everyone for name, fact in facts.items()}}
+            write_durable(folder / MANIFEST, json.dumps(manifest, indent=2).encode())
+            sync_folder(folder)
+
+
+def _check(path: Path) -> int:
+    """Compare the files with the manifest, each rank some of them; return the number of ranks that wrote them."""
+    found, saved_by = "", 0
+    try:
+        manifest = json.loads((path / MANIFEST).read_bytes())
+        saved_by, files = int(manifest["ranks"]), sorted(manifest["files"].items())
+        for name, fact in files[rank() :: ranks()]:
+            size = (path / name).stat().st_size
+            if size != fact["bytes"]:
+                found = found or f"{name} has {size:,} bytes instead of {fact['bytes']:,}"
+            elif _crc32(path / name) != fact["crc32"]:
+                found = found or f"{name} is not what was written (its checksum differs)"
+    except OSError as error:
+        found = f"{Path(error.filename or path).name}: {error.strerror or error}"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        found = f"{MANIFEST} cannot be read"
+    for words in from_all(found):
+        if words:
+            raise DamagedCheckpoint(f"checkpoint {path} is damaged: {words}")
+    return saved_by
+
+
+def _check_names(path: Path, tensors: Mapping[str, Tensor], reader: Any) -> None:
+    saved = {name: data for name, data in reader.read_metadata().state_dict_metadata.items() if name.startswith(MODEL)}
+    if missing := sorted(tensors.keys() - saved.keys()):
+        raise ValueError(f"{path} has no {missing[0].removeprefix(MODEL)}: it is of another model")
+    if extra := sorted(saved.keys() - tensors.keys()):
+        raise ValueError(f"{path} has {extra[0].removeprefix(MODEL)}, and the model has not: it is of another model")
+    for name, tensor in tensors.items():
+        if saved[name].size != tensor.shape:
+            raise ValueError(
+                f"{path}: {name.removeprefix(MODEL)} has shape {tuple(saved[name].size)}, the model's has "
+                f"{tuple(tensor.shape)}: it is of another model"
+            )
+
+
+def _reader(path: Path) -> Any:
+    from torch.distributed.checkpoint import FileSystemReader
+
+    return FileSystemReader(path)
+
+
+def _state_file(number: int) -> str:
+    return f"rank-{number}.pt"
+
+
+def _read_state(path: Path, number: int) -> dict[str, Any]:
+    try:
+        content = io.BytesIO((path / _state_file(number)).read_bytes())
+        state: dict[str, Any] = torch.load(content, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise DamagedCheckpoint(f"checkpoint {path} is damaged: {_state_file(number)}: {error.strerror}") from error
+    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:
+        raise DamagedCheckpoint(f"checkpoint {path} is damaged: {_state_file(number)} cannot be read") from error
+    return state
+
+
+def _load_scaling(managers: list[FP8ScalingManager], states: list[list[dict[str, Any]]], path: Path) -> None:
+    if any(len(state) != len(managers) for state in states):
+        raise ValueError(
+            f"{path} holds {len(states[0])} scaling states, and there are {len(managers)} here: build both with the "
+            "same conversion, and pass the manager of an autocast as scaling="
+        )
+    for i, manager in enumerate(managers):
+        of_ranks = [state[i] for state in states]
+        manager.load_state_dict(of_ranks[rank()] if len(states) == ranks() else merged(of_ranks))
+
+
+def _load_rng(states: list[dict[str, Any]]) -> None:
+    state = dict(states[min(rank(), len(states) - 1)])
+    if torch.cuda.is_available() and state["cuda"]:  # a rank has one GPU; its number may be another now
+        state["cuda"] = {torch.cuda.current_device(): next(iter(state["cuda"].values()))}
+    set_rng_states(state)
+    if rank() >= len(states):
+        torch.manual_seed(int(torch.randint(2**62, ())) + rank())
+
+
+def _crc32(path: Path) -> int:
+    value = 0
+    with path.open("rb") as file:
+        while content := file.read(_CHUNK):
+            value = zlib.crc32(content, value)
+    return value

@@ -1,0 +1,174 @@
+"""States of an optimiser as tensors with names, which torch.distributed.checkpoint can cut anew for other ranks.
+
+torch numbers the parameters of an optimiser; here a state is `<parameter>.<key>`, such as `layers.0.weight.exp_avg`. A
+state of its parameter's shape is sharded as the parameter is. Everything goes through the optimiser's own `state_dict`
+and `load_state_dict`, so that what hangs on these (FP32 masters, say) takes part.
+
+A state in few bits has a scale for every block of elements. A block that a new shard would cut is the one case in which
+bits cannot be kept: such a state is read as a whole, in FP32, and rounded again in the blocks of the shard.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from octavo.dist.together import from_all, host_group
+from octavo.dist.whole import part_of
+from octavo.nn.sharded import local, place_of
+
+SIGNED = "exp_avg"  # of the states in few bits, the only one that may be negative
+
+
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the states of an optimiser by name, and the rest: its groups, and the blocks of states in few bits."""
+    saved = optimizer.state_dict()
+    names = _names(model, optimizer)
+    tensors: dict[str, Tensor] = {}
+    plain: dict[str, Any] = {}
+    blocks: dict[str, int] = {}
+    for number, state in saved["state"].items():
+        for key, value in state.items():
+            name = f"{names[number]}.{key}"
+            if not isinstance(value, Tensor):
+                plain[name] = value
+                continue
+            tensors[name] = value
+            if block := _block_size(value):
+                blocks[name] = block
+    groups = [{**group, "params": [names[number] for number in group["params"]]} for group in saved["param_groups"]]
+    keys = {names[number]: list(state) for number, state in saved["state"].items()}
+    return tensors, {"groups": groups, "keys": keys, "plain": plain, "blocks": blocks}
+
+
+def load_optimizer(
+    model: nn.Module, optimizer: torch.optim.Optimizer, saved: dict[str, Any], reader: Any, prefix: str
+) -> None:
+    """Read states that were saved as `prefix` + name into an optimiser, which may have stepped before or not."""
+    from torch.distributed.checkpoint import load as read_tensors
+
+    names = _names(model, optimizer)
+    numbers = {name: number for number, name in enumerate(names)}
+    parameters = dict(zip(names, (p for group in optimizer.param_groups for p in group["params"]), strict=True))
+    if unknown := sorted(saved["keys"].keys() - numbers.keys()):
+        raise ValueError(f"the saved optimiser trained {unknown[0]}, and this one does not: give it the same parameters")
+    if len(saved["groups"]) != len(optimizer.param_groups):
+        raise ValueError(
+            f"the saved optimiser has {len(saved['groups'])} parameter groups, this one {len(optimizer.param_groups)}"
+        )
+    metadata = reader.read_metadata().state_dict_metadata
+    tensors: dict[str, Tensor] = {}
+    for name, keys in saved["keys"].items():
+        for entry, key in ((f"{name}.{key}", key) for key in keys):
+            if entry not in saved["plain"]:
+                about, block = metadata[prefix + entry], saved["blocks"].get(entry)
+                tensors[entry] = _empty(optimizer, parameters[name], key, about, block)
+    cut = [e for e, into in tensors.items() if _cuts_a_block(metadata[prefix + e], saved["blocks"].get(e, 1), into)]
+    whole = {entry for entries in from_all(cut) for entry in entries}  # ranks are cut at different places
+    group = host_group()
+    as_saved = {prefix + entry: into for entry, into in tensors.items() if entry not in whole}
+    read_tensors(as_saved, storage_reader=reader, process_group=group)
+    for entry in sorted(whole):  # one by one: each is as large as its whole parameter in FP32
+        full = torch.empty(tensors[entry].shape, dtype=torch.float32)
+        read_tensors({prefix + entry: full}, storage_reader=reader, process_group=group)
+        _put(full, tensors[entry])
+    state: dict[int, dict[str, Any]] = {}
+    for name, keys in saved["keys"].items():
+        entries = {key: f"{name}.{key}" for key in keys}
+        state[numbers[name]] = {
+            key: saved["plain"][entry] if entry in saved["plain"] else tensors[entry]
+            for key, entry in entries.items()
+        }
+    groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in saved["groups"]]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def cut_states(optimizer: torch.optim.Optimizer, whole: dict[str, Any]) -> dict[str, Any]:
+    """Return a `state_dict` that one process saved, with states cut for the shards of this optimiser's parameters."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    state = {
+        number: {key: _cut(optimizer, parameters[number], key, value) for key, value in states.items()}
+        for number, states in whole["state"].items()
+    }
+    return {**whole, "state": state}
+
+
+def _cut(optimizer: Any, parameter: Tensor, key: str, value: Any) -> Any:
+    if not (isinstance(parameter, DTensor) and isinstance(value, Tensor) and value.shape == parameter.shape):
+        return value
+    block = _block_size(value)
+    if block is None:
+        return part_of(value, parameter)
+    into: Tensor = optimizer._new_buffer(parameter, key == SIGNED)
+    start, rows = _own_rows(into)
+    row = value.numel() // value.shape[0]
+    aligned = not (start * row % block or rows * row % block)
+    local(into).copy_(value[start : start + rows] if aligned else value.dequantize()[start : start + rows])
+    return into
+
+
+def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """The names of an optimiser's parameters, in the order in which torch numbers them."""
+    known = {parameter: name for name, parameter in model.named_parameters()}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(p not in known for p in parameters):
+        raise ValueError(
+            f"the optimiser holds a parameter that {type(model).__name__} has not: build it from the model's "
+            "parameters, after the model is sharded"
+        )
+    return [known[p] for p in parameters]
+
+
+def _block_size(state: Tensor) -> int | None:
+    """The elements that share a scale, if the state is one of torchao's in few bits."""
+    return getattr(state.to_local() if isinstance(state, DTensor) else state, "block_size", None)
+
+
+def _empty(optimizer: Any, parameter: Tensor, key: str, metadata: Any, block: int | None) -> Tensor:
+    """Return a tensor to read a state into: sharded like its parameter, if it has the parameter's shape."""
+    dtype: torch.dtype = metadata.properties.dtype
+    if block is not None:
+        if not hasattr(optimizer, "_new_buffer"):
+            raise ValueError(
+                f"the saved optimiser has states in few bits, {type(optimizer).__name__} has not: build the same"
+            )
+        fresh: Tensor = optimizer._new_buffer(parameter, key == SIGNED)
+        return fresh
+    if metadata.size == parameter.shape and parameter.dim():
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+    return torch.zeros(metadata.size, dtype=dtype)
+
+
+def _cuts_a_block(metadata: Any, block: int, into: Tensor) -> bool:
+    """Whether a shard of the saved state and one of `into` overlap in a part that does not consist of whole blocks.
+
+    Only the first dimension is cut. `into` need not be in few bits itself: then its own shard has no blocks.
+    """
+    mine = _block_size(into) or 1
+    if block == 1 and mine == 1 or not into.dim():
+        return False
+    row = into.numel() // max(into.shape[0], 1)
+    start, rows = _own_rows(into)
+    for chunk in metadata.chunks:
+        first, last = chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]
+        a, b = max(first, start), min(last, start + rows)
+        if a < b and any((edge - first) * row % block or (edge - start) * row % mine for edge in (a, b)):
+            return True
+    return False
+
+
+def _own_rows(tensor: Tensor) -> tuple[int, int]:
+    """Return the first row of this rank's shard, and the number of its rows."""
+    return place_of(tensor)[0].start if isinstance(tensor, DTensor) else 0, local(tensor).shape[0]
+
+
+def _put(full: Tensor, into: Tensor) -> None:
+    """Write this rank's part of a tensor that it has whole."""
+    if isinstance(into, DTensor):
+        start, rows = _own_rows(into)
+        local(into).copy_(full[start : start + rows])
+    else:
+        into.copy_(full)
+
+

@@ -1,0 +1,91 @@
+"""`--nproc`: who has the terminal, what is passed on, and who is blamed. The ranks are scripts, without torch."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from octavo.cli import launcher
+from octavo.cli.launcher import launch, run_ranks, without_option
+from octavo.training.errors import RunError, UserError
+
+ROOT = Path(launcher.__file__).parents[2]
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """Have ranks run a script in place of the command."""
+
+    def use(text):
+        monkeypatch.setattr(
+            launcher, "PROGRAM", [sys.executable, "-c", f"import os, sys, time\nrank = os.environ['RANK']\n{text}"]
+        )
+
+    return use
+
+
+def test_ranks_find_each_other_and_the_first_prints(script, capfd):
+    script(
+        "print(rank, os.environ['WORLD_SIZE'], os.environ['LOCAL_RANK'], sys.argv[1:])\n"
+        "print('a warning', file=sys.stderr)"
+    )
+    assert run_ranks(3, ["train", "--steps", "3"]) == 0
+    output, error = capfd.readouterr()
+    assert output == "0 3 0 ['train', '--steps', '3']\n" and error == "a warning\n"
+
+
+def test_the_rank_that_was_killed_is_named_in_one_line(script, capfd):
+    script(
+        "if rank == '1': os.kill(os.getpid(), 9)\n"
+        "time.sleep(0.3); print('octavo: rank 0 has lost contact with another rank', file=sys.stderr); sys.exit(3)"
+    )
+    with pytest.raises(RunError, match=r"^rank 1 of 2 was killed by SIGKILL; the others were stopped\. Continue with"):
+        run_ranks(2, [])
+    assert capfd.readouterr().err == ""
+
+
+def test_the_words_of_the_rank_that_failed_are_said(script):
+    script("print(f'octavo: no space left', file=sys.stderr); sys.exit(1 if rank == '2' else 3)")
+    with pytest.raises(RunError, match=r"^no space left \(rank 2\)$"):
+        run_ranks(3, [])
+    script("if rank == '1': raise ValueError('a bug')\ntime.sleep(60)")
+    began = time.monotonic()
+    with pytest.raises(RunError, match="rank 1 of 2 ended with exit code 1: ValueError: a bug"):
+        run_ranks(2, [])
+    assert time.monotonic() - began < 30
+
+
+def test_a_signal_is_passed_on_to_all(tmp_path):
+    """Ctrl-C reaches the launcher alone; every rank gets it once, and its exit code is the launcher's."""
+    text = (
+        "import os, signal, sys, time\n"
+        "from pathlib import Path\n"
+        f"mark = Path({str(tmp_path)!r}) / os.environ['RANK']\n"
+        "def stop(number, _):\n    mark.write_text(str(number)); sys.exit(128 + number)\n"
+        "signal.signal(signal.SIGINT, stop); mark.touch(); time.sleep(60)"
+    )
+    parent = (
+        "import sys\nfrom octavo.cli import launcher\n"
+        f"launcher.PROGRAM = [sys.executable, '-c', {text!r}]\nsys.exit(launcher.run_ranks(2, []))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", parent], env={**os.environ, "PYTHONPATH": str(ROOT)})
+    while sum(1 for _ in tmp_path.iterdir()) < 2:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) == 130
+    assert [(tmp_path / name).read_text() for name in "01"] == ["2", "2"]
+
+
+def test_options_of_the_launcher(monkeypatch):
+    assert without_option(["train", "--nproc", "2", "--steps", "3"], "--nproc") == ["train", "--steps", "3"]
+    assert without_option(["train", "--nproc=2", "--out", "--nproc-x"], "--nproc") == ["train", "--out", "--nproc-x"]
+    assert launch(1) is False
+    with pytest.raises(UserError, match="--nproc 0: at least 1"):
+        launch(0)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(UserError, match="--nproc 2: a launcher has started 4 ranks already"):
+        launch(2)
