@@ -20,10 +20,10 @@ STEPS = 4
 WAYS = ("step", "offload", "in backward", "in backward, offload")
 
 
-def build(dtype=torch.float32, rows=64):
+def build(dtype=torch.float32):
     """A model whose two large weights are in low-bit states, also by halves, and whose others are plain."""
     torch.manual_seed(1)
-    layers = nn.Linear(256, rows), nn.Tanh(), nn.Linear(rows, 256, bias=False), nn.LayerNorm(256)
+    layers = nn.Linear(256, 64), nn.Tanh(), nn.Linear(64, 256, bias=False), nn.LayerNorm(256)
     return nn.Sequential(*layers).to(dtype)
 
 
@@ -124,8 +124,8 @@ def test_replicas_of_shards_equal_the_whole():
 
 
 def step_uneven_shards(rank):
-    """Three ranks: 64 rows are 22, 22 and 20, of which blocks of 256 elements are whole; 256 rows of 62 are not."""
-    models = shard(build(rows=62)), build(rows=62)
+    """Three ranks: 64 rows of 256 are 22, 22 and 20, all whole blocks; 256 rows of 64 are 86, 86 and 84: 84 alone."""
+    models = shard(build()), build()
     optimizers = [optimizer_of(model, "adamw8bit") for model in models]
     for model, optimizer in zip(models, optimizers, strict=True):
         give_gradients(model, 0)
@@ -139,8 +139,8 @@ def test_uneven_shards_that_end_within_a_block_have_plain_states_on_all_ranks():
     results = on_ranks(3, step_uneven_shards)
     assert [far for far, *_ in results] == [0.0] * 3
     assert [kinds for _, kinds, *_ in results] == [[False, True]] * 3
-    assert results[0][2] == {21 * 256, 20 * 256}
-    assert [first for *_, first in results] == [0, 86 * 62, 172 * 62]
+    assert results[0][2] == {22 * 256, 20 * 256}
+    assert [first for *_, first in results] == [0, 86 * 64, 172 * 64]
 
 
 def step_in_every_way(rank, name):
