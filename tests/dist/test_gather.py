@@ -184,6 +184,19 @@ def test_files_and_parameters_stay_plain(tmp_path):
         assert moved == 0 and before == after
 
 
+def replicated(rank):
+    """Two replicas of two shards each."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    return {recipe: difference(rank, "MLP", recipe, mesh=mesh) for recipe in ("delayed", "mx")}
+
+
+def test_replicas_of_shards():
+    for found in on_ranks(4, replicated):
+        assert found == {"delayed": 0.0, "mx": 0.0}
+
+
 def refusals(_rank):
     model = converted("MLP", "delayed")
     with pytest.raises(ValueError, match="fully_shard"):
@@ -200,6 +213,10 @@ def refusals(_rank):
     octavo.convert_to_fp8(empty)
     with pytest.raises(ValueError, match="meta device"):
         octavo.fp8_all_gather(shard(empty, units=list))
+    compiled = shard(converted("MLP", "delayed"))
+    compiled.first.compile(backend="eager")
+    with pytest.raises(ValueError, match="first is compiled"):
+        octavo.fp8_all_gather(compiled)
     gather._NAMES["FSDPParam"] = (*gather._NAMES["FSDPParam"], "_gone")
     with pytest.raises(RuntimeError, match=r"FSDPParam\._gone"):
         octavo.fp8_all_gather(shard(model))
