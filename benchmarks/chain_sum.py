@@ -5,8 +5,8 @@
 
 writes the first 512 different questions of the task `chain_sum`, each with its answer: `rl_smollm.py` trains on them
 where the package is not installed. In a third of the questions both numbers have one digit, which a small model soon
-learns; the others keep its reward from coming close to 1. As a file of reward functions (`octavo grpo --rewards`), this one rewards
-the last number of a completion.
+learns; the others keep its reward from coming close to 1. As a file of reward functions (`octavo grpo --rewards`), this
+one rewards the last number of a completion.
 """
 
 import json
