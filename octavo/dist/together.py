@@ -1,4 +1,4 @@
-"""What ranks tell each other besides tensors: plain values, and whether something went wrong.
+"""Values that ranks tell each other besides tensors, and whether something went wrong on one of them.
 
 Values go through host memory, over gloo, also where tensors go over NCCL: no GPU waits for them. Every function here is
 collective: all ranks call it, in the same order. With one process it returns at once.
