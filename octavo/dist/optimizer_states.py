@@ -104,7 +104,7 @@ def _cut(optimizer: Any, parameter: Tensor, key: str, value: Any) -> Any:
     start, rows = _own_rows(into)
     row = value.numel() // value.shape[0]
     aligned = not (start * row % block or rows * row % block)
-    local(into).copy_(value[start : start + rows] if aligned else value.dequantize()[start : start + rows])  # type: ignore[operator]
+    local(into).copy_(value[start : start + rows] if aligned else value.dequantize()[start : start + rows])
     return into
 
 
