@@ -80,6 +80,28 @@ def longest_completions() -> str:
     return "\n\n".join(parts)
 
 
+def rl_smollm() -> str:
+    """GRPO of SmolLM2: the gap by precision, and the reward of each run; without a measurement, nothing."""
+    parts = []
+    for result in read("*-rl-smollm*.json"):
+        heading = provenance(result, f"python benchmarks/rl_smollm.py --model {result['model']}")
+        formats = {"gap_mean": ".4f", "gap_p99": ".3f", "gap_k3": ".1e", "gap_exp": ".3f", "gap_clip": ".2%"}
+        gaps = []
+        for row in result["gap"]:
+            ratio = "–" if row["ratio"] is None else f"{row['ratio']:.2f}x"
+            gaps.append([f"{row['way']}, rollout {row['rollout']}", ratio, *figures(row, formats)])
+        names = ["mean", "p99", "k3", "mean exp", "past a clipping bound"]
+        parts.append(heading + table(["trainer, rollout's products", "against BF16", *names], gaps))
+        runs = [run for run in result["runs"] if "final" in run]
+        rewards = [
+            [f"{run['way']}, seed {run['seed']}", *figures(run, {"first": ".3f", "final": ".3f"})] for run in runs
+        ]
+        steps_of = f"{result['compared_steps']:,} steps of {result['settings']['prompts']} × "
+        steps_of += f"{result['settings']['completions']} completions; means over a fifth of them:\n\n"
+        parts.append(steps_of + table(["", "reward at first", "at last"], rewards))
+    return "\n\n".join(parts)
+
+
 def kernels() -> str:
     """Microseconds and the share of a copy's bandwidth, one row for each recipe and operand."""
     (result,) = (result for result in read("*-kernels.json"))
@@ -141,6 +163,43 @@ def first_step() -> str:
     return heading + table(["", "first step, s", "loading, s", "later steps, s"], rows)
 
 
+def one_rank() -> str:
+    """Checks with NCCL on one rank, of the newest file; without any, nothing."""
+    results = read("*-one-rank*.json")
+    return one_rank_table(results[-1]) if results else ""
+
+
+def one_rank_table(result: dict[str, Any]) -> str:
+    rows = [
+        [
+            row["check"],
+            "holds" if row["ok"] else f"fails: {row.get('error', 'see its figures')}",
+            _one_rank_figures(row),
+        ]
+        for row in result["rows"]
+    ]
+    return provenance(result, result["command"].split(" --out ")[0]) + table(["check", "", "figures"], rows)
+
+
+def _one_rank_figures(row: dict[str, Any]) -> str:
+    """What a check has measured, in words."""
+    parts = []
+    for way, figures_of in row.get("ways", {}).items():
+        if "error" in figures_of:
+            parts.append(f"{way} failed: {figures_of['error']}")
+        else:
+            peak = "" if figures_of["peak_gib"] is None else f", {figures_of['peak_gib']:.1f} GiB"
+            parts.append(f"{way} {figures_of['ms']:.1f} ms{peak}")
+    for shard in row.get("rows", []):
+        parts.append(f"{shard['recipe']} {shard['part']} {shard['us']:.1f} µs, {shard['of_a_copy']:.0%} of a copy")
+    for name, text in {"host_ms": "{:.3f} ms of the host", "device_ms": "{:.3f} ms of the device"}.items():
+        parts += [text.format(row[name])] if name in row else []
+    parts += [f"{row['steps']} steps"] if "steps" in row else []
+    parts += [f"{name}: {text}" for name, text in row.get("found", {}).items()]
+    parts += [row["left_out"]] if "left_out" in row else []
+    return "; ".join(parts)
+
+
 def masters() -> str:
     """Ways to train BF16 weights; a later file replaces the rows that it measured again."""
     ways: dict[str, dict[str, Any]] = {}
@@ -197,10 +256,12 @@ TABLES: dict[str, Callable[[], str]] = {
     "workloads": workloads,
     "rollouts": rollouts,
     "longest-completions": longest_completions,
+    "rl-smollm": rl_smollm,
     "kernels": kernels,
     "frozen-products": frozen_products,
     "longest": longest,
     "first-step": first_step,
+    "one-rank": one_rank,
     "load": load,
     "masters": masters,
     "bdh-memory": bdh_memory,

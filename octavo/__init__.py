@@ -19,6 +19,9 @@ if TYPE_CHECKING:  # see the end
     from octavo.convert import convert_to_fp8 as convert_to_fp8
     from octavo.convert import restore as restore
     from octavo.decoders.graphs import use_cuda_graphs as use_cuda_graphs
+    from octavo.dist.amax import share_amax as share_amax
+    from octavo.dist.gather import fp8_all_gather as fp8_all_gather
+    from octavo.dist.reduce import reduce_gradients as reduce_gradients
     from octavo.hf.accelerate import setup_fp8_mixed_precision_training as setup_fp8_mixed_precision_training
     from octavo.hf.accelerate import watch_environment as watch_environment
     from octavo.hf.callback import OctavoCallback as OctavoCallback
@@ -66,6 +69,7 @@ __all__ = [
     "compute_scale",
     "convert_to_fp8",
     "dequantize",
+    "fp8_all_gather",
     "fp8_autocast",
     "fp8_linear",
     "fp8_matmul",
@@ -73,7 +77,9 @@ __all__ = [
     "measure_memory",
     "quantize",
     "quantize_stochastic",
+    "reduce_gradients",
     "restore",
+    "share_amax",
 ]
 
 # Imported when first asked for: torch takes seconds, and the `octavo` command should say what it can do before that.
@@ -94,6 +100,7 @@ _WHERE = {
     "compute_scale": "octavo.numerics",
     "convert_to_fp8": "octavo.convert",
     "dequantize": "octavo.numerics",
+    "fp8_all_gather": "octavo.dist.gather",
     "fp8_autocast": "octavo.nn.autocast",
     "fp8_linear": "octavo.nn.functional",
     "fp8_matmul": "octavo.nn.functional",
@@ -101,7 +108,9 @@ _WHERE = {
     "measure_memory": "octavo.optim.step_memory",
     "quantize": "octavo.numerics",
     "quantize_stochastic": "octavo.numerics",
+    "reduce_gradients": "octavo.dist.reduce",
     "restore": "octavo.convert",
+    "share_amax": "octavo.dist.amax",
 }
 # Not in `__all__`: these need transformers, accelerate or peft.
 _LATER = {

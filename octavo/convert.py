@@ -19,6 +19,7 @@ from octavo.nn.linear import FP8Linear, LinearInFP8
 from octavo.nn.model_report import entries_of, entry_of, shapes_of
 from octavo.nn.regional import compile_layers, undo_compile
 from octavo.nn.report import FP8, REPORT, ConversionReport, Entry, dtype_name
+from octavo.nn.sharded import plain_class
 from octavo.nn.undo import Fused, all_or_nothing
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 from octavo.numerics.checks import check_choice, check_positive_int
@@ -82,7 +83,9 @@ def convert_to_fp8(
             fuse.fuse_loss(modules, report, fuse.Trained(None, None))
             _compile(model, report, compile)
         return report
-    linears = {entry.name: modules[entry.name] for entry in report.in_fp8 if type(modules[entry.name]) is nn.Linear}
+    linears = {
+        entry.name: modules[entry.name] for entry in report.in_fp8 if plain_class(modules[entry.name]) is nn.Linear
+    }
     choice.check_names()
     if not linears:
         raise ValueError(f"{type(model).__name__} {_why_nothing(modules)}\n{report}")
@@ -97,7 +100,7 @@ def convert_to_fp8(
         fuse.fuse_products(modules, report, weights)
         fuse.fuse_loss(modules, report, weights)
         for name, linear in linears.items():
-            if type(linear) is nn.Linear:  # not part of something fused
+            if plain_class(linear) is nn.Linear:  # not part of something fused
                 FP8Linear.convert_in_place(linear, config, report.scaling, name or "linear")
         report.scaling.to(next(linear.scaling_device for linear in linears.values() if isinstance(linear, FP8Linear)))
         report.scaling.follow_optimizers(model)
@@ -144,11 +147,11 @@ def restore(model: nn.Module) -> None:
         )
     unfused = 0
     for module in model.modules():
+        unfused += fuse.restore(module)  # first: an FP8 linear that is a unit of FSDP2 is given a class, too
         if isinstance(module, FP8Linear):
             module.restore_in_place()
         if isinstance(module, Fused):
             module.unfuse()
-        unfused += fuse.restore(module)
         undo_compile(module)
     for module in model.modules():
         _detach_report(module, unfused=unfused > 0)

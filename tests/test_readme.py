@@ -45,8 +45,11 @@ def test_the_plan_shown_is_what_is_printed(invoke):
     assert "octavo plan 8b --mode lora --gpu 24 " in PLAN.read_text()
     code, printed, _ = invoke("plan", "8b", "--mode", "lora", "--gpu", "24")
     assert code == 0
-    (shown,) = blocks(PLAN, "text")
+    shown, on_several = blocks(PLAN, "text")
     assert [line.rstrip() for line in printed.splitlines()] == shown.splitlines()
+    assert "octavo plan 8b --gpus 64 --batch 1 " in PLAN.read_text()
+    printed = invoke("plan", "8b", "--gpus", "64", "--batch", "1")[1]
+    assert [line.rstrip() for line in printed.splitlines()] == on_several.splitlines()
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page not in LOGS], ids=lambda p: p.name)

@@ -1,10 +1,13 @@
 """The head and the loss of a fused causal language model: cross entropy in chunks of tokens.
 
 While training with labels, the model returns the loss and no logits. Every other call runs transformers' forward:
-without labels, without gradients, with a cache that is being filled, with a loss that is not the default.
+without labels, without gradients, with a cache that is being filled, with a loss that is not the default. The report
+counts calls with labels of which the loss was not computed here. A head that is to run in FP8 and cannot is an error.
 """
 
+from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,9 +15,11 @@ from torch import Tensor, nn
 
 from octavo.decoders import ragged
 from octavo.decoders.backbone import POSITIONAL, hidden_states
-from octavo.decoders.classes import HEAD
+from octavo.decoders.classes import HEAD, UNFUSED
+from octavo.decoders.gathering import around
 from octavo.decoders.hooks import is_hooked
-from octavo.decoders.match import has_default_loss
+from octavo.decoders.match import has_default_loss, is_head
+from octavo.decoders.rehearsal import followed_by
 from octavo.nn.loss import FP8Head, linear_cross_entropy
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 from octavo.numerics.config import Recipe
@@ -64,13 +69,19 @@ def nothing_is_trained(name: str) -> str:
 
 def causal_lm_forward(self: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     named = dict(zip(POSITIONAL, args, strict=False)) | kwargs
-    logits_to_keep = kwargs.get("logits_to_keep", 0)
-    plain = type(self.lm_head) is nn.Linear and not is_hooked(self.lm_head)
-    plain = plain and named.get("past_key_values") is None and len(args) <= len(POSITIONAL)
-    whole = isinstance(logits_to_keep, int) and logits_to_keep == 0 and kwargs.get("return_dict") is not False
-    usual = plain and whole and _is_default_loss(self, kwargs)
     labels = kwargs.get("labels")
-    if labels is None or not self.training or not torch.is_grad_enabled() or not usual:
+    if labels is None or not self.training or not torch.is_grad_enabled():
+        return packed_forward(self, original, *args, **kwargs)
+    head, states = getattr(self, HEAD)
+    reason = _why_no_head(self.lm_head)
+    if reason and head is not None:
+        raise ValueError(
+            f"fp8_head=True: {reason}, so its product would be in high precision. Convert with fp8_head=False and "
+            "'lm_head' in skip, the default"
+        )
+    reason = reason or _why_other_loss(self, args, kwargs)
+    if reason:
+        _note_unfused(self, reason)
         return packed_forward(self, original, *args, **kwargs)
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -79,15 +90,19 @@ def causal_lm_forward(self: Any, original: Callable[..., Any], *args: Any, **kwa
     count, shifted = named.get("num_items_in_batch"), named.get("shift_labels")
     if shifted is None:
         shifted = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
-    hidden, outputs, kept = hidden_states(self, named, shifted)
+    # Dynamo does not know context variables.
+    with nullcontext() if torch.compiler.is_compiling() else followed_by(lambda h: _loss_like(self, h)):
+        hidden, outputs, kept = hidden_states(self, named, shifted)
     if count is not None and kept is not shifted:
         count = _count_of(kept, shifted, count)
-    head, states = getattr(self, HEAD)
     if not hidden.requires_grad and not self.lm_head.weight.requires_grad:
         raise ValueError(nothing_is_trained(type(self).__name__))
-    loss = linear_cross_entropy(
-        hidden, self.lm_head.weight, kept.to(hidden.device), count=count, head=head, states=states
-    )
+
+    def loss_of(hidden: Tensor) -> Tensor:
+        weight = self.lm_head.weight
+        return linear_cross_entropy(hidden, weight, kept.to(hidden.device), count=count, head=head, states=states)
+
+    loss = around([self.lm_head], loss_of, hidden)
     output: Any = CausalLMOutputWithPast  # its fields are annotated with legacy tensor classes
     return output(
         loss=loss,
@@ -96,6 +111,14 @@ def causal_lm_forward(self: Any, original: Callable[..., Any], *args: Any, **kwa
         hidden_states=getattr(outputs, "hidden_states", None),
         attentions=getattr(outputs, "attentions", None),
     )
+
+
+def _loss_like(model: Any, hidden: Tensor) -> Tensor:
+    """A loss by the same kernels as the model's, for a rehearsal: of no labels in particular, and of no effect."""
+    head, states = getattr(model, HEAD)
+    labels = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
+    states = states and tuple(state.clone() for state in states)
+    return linear_cross_entropy(model.model.norm(hidden), model.lm_head.weight, labels, head=head, states=states)
 
 
 def packed_forward(self: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -115,6 +138,33 @@ def _count_of(kept: Tensor, labels: Tensor, count: Tensor | int) -> Tensor:
     return torch.as_tensor(count, device=share.device) * share
 
 
-def _is_default_loss(model: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether the call asks for transformers' default loss, with no argument that it might take another way."""
-    return kwargs.keys() <= _INPUTS and kwargs.get("ignore_index", IGNORED) == IGNORED and has_default_loss(model)
+def _why_no_head(head: Any) -> str:
+    """Why the weight of a head cannot be multiplied but by calling it; empty if it can."""
+    if not is_head(head):
+        return f"lm_head is a {type(head).__name__}"
+    return "lm_head has hooks" if is_hooked(head) else ""
+
+
+def _why_other_loss(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Why a call with labels asks for more than transformers' default loss, or for it another way; empty if not."""
+    named = dict(zip(POSITIONAL, args, strict=False)) | kwargs
+    if len(args) > len(POSITIONAL):
+        return "labels by position"
+    if named.get("past_key_values") is not None:
+        return "a cache is given"
+    kept = kwargs.get("logits_to_keep", 0)
+    if not isinstance(kept, int) or kept != 0:
+        return "logits_to_keep is given"
+    if kwargs.get("return_dict") is False:
+        return "return_dict=False"
+    unknown = sorted(kwargs.keys() - _INPUTS)
+    if unknown:
+        return f"{unknown[0]} is given, which its loss may take"
+    default = kwargs.get("ignore_index", IGNORED) == IGNORED and has_default_loss(model)
+    return "" if default else "its loss is not transformers' default"
+
+
+def _note_unfused(model: nn.Module, reason: str) -> None:
+    """Count a call with labels whose loss is computed from all logits."""
+    if not torch.compiler.is_compiling():
+        model.__dict__.setdefault(UNFUSED, Counter())[reason] += 1

@@ -11,15 +11,17 @@ from typing import Any
 from torch import nn
 
 from octavo.decoders import attention
-from octavo.decoders.match import GATE_UP, QKV, base_of
+from octavo.decoders.match import GATE_UP, ORIGINAL, QKV, base_of
 from octavo.nn.frozen import FP8FrozenLinear
 from octavo.nn.groups import put_together, why_no_group
 from octavo.nn.linear import change_class
+from octavo.nn.sharded import plain_class, set_plain_class
 
-ORIGINAL = "_octavo_original"  # in a fused module: the class that it had
+INSTEAD = "octavo_instead"  # an argument of a fused module: what to compute in the place of its forward
 HEAD = "_octavo_head"  # in a fused causal language model: its FP8 head, and that head's scaling state
 CAUSAL = "_octavo_causal"  # in its decoder: an `Owner`, which knows the causal language model
 PADDED = "_octavo_padded"  # in a fused causal language model: how many calls computed padding, by reason
+UNFUSED = "_octavo_unfused"  # in it, too: how many calls with labels computed all logits, by reason
 
 
 class Owner:
@@ -43,9 +45,9 @@ def take_class(module: Any, forward: Callable[..., Any]) -> None:
 
     In the place of another such forward, if it has one: a model may be loaded fused, and then converted.
     """
-    original: Any = module.__dict__.get(ORIGINAL, type(module))
+    original: Any = module.__dict__.get(ORIGINAL, plain_class(module))
     module.__dict__[ORIGINAL] = original
-    module.__class__ = _subclass(original, forward)
+    set_plain_class(module, _subclass(original, forward))
 
 
 def give_class_back(module: nn.Module) -> bool:
@@ -53,7 +55,7 @@ def give_class_back(module: nn.Module) -> bool:
     original = module.__dict__.pop(ORIGINAL, None)
     if original is not None:
         change_class(module, original)
-        for name in (HEAD, PADDED, CAUSAL):
+        for name in (HEAD, PADDED, UNFUSED, CAUSAL):
             module.__dict__.pop(name, None)
     return original is not None
 
@@ -68,7 +70,8 @@ def _subclass(cls: Any, forward: Callable[..., Any]) -> type[nn.Module]:
 
     @wraps(cls.forward)
     def fused(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return forward(self, cls.forward, *args, **kwargs)
+        instead = kwargs.pop(INSTEAD, None)
+        return forward(self, cls.forward, *args, **kwargs) if instead is None else instead(*args)
 
     def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
         return _unpickled, (cls, forward), *cls.__reduce_ex__(self, protocol)[2:]  # by its name there is the parent
@@ -80,7 +83,7 @@ def _subclass(cls: Any, forward: Callable[..., Any]) -> type[nn.Module]:
         _put_group_together(self)
         own_decoder(self)
 
-    body = {"forward": fused, "__reduce_ex__": reduce, "__setstate__": set_state}
+    body = {ORIGINAL: cls, "forward": fused, "__reduce_ex__": reduce, "__setstate__": set_state}
     return type(cls.__name__, (cls,), body | {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
 
 

@@ -12,6 +12,7 @@ original would, and calls it where the fused products cannot be used.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,14 +20,27 @@ from torch import Tensor
 
 from octavo.decoders import decoding
 from octavo.decoders.attention import NAME, attention_of
-from octavo.decoders.classes import ORIGINAL, is_fused
+from octavo.decoders.classes import is_fused
+from octavo.decoders.gathering import around
 from octavo.decoders.hooks import is_hooked
-from octavo.decoders.match import GATE_UP, QKV, base_of, norm_of
-from octavo.decoders.products import adds_residual, gated_mlp, linear_group, linear_group_after_norm
+from octavo.decoders.match import GATE_UP, HEAD_NORMS, ORIGINAL, QKV, base_of, norm_of
+from octavo.decoders.products import (
+    Names,
+    adds_residual,
+    gated_mlp,
+    gated_mlp_as,
+    is_trained,
+    linear_group,
+    linear_group_after_norm,
+    one_function,
+    one_product,
+)
+from octavo.decoders.rehearsal import needs_rehearsal, rehearse
 from octavo.nn.frozen import FP8FrozenLinear
-from octavo.nn.linear import FP8Linear, LinearInFP8
+from octavo.nn.linear import LinearInFP8
 from octavo.nn.norm import rms_norm
 from octavo.nn.rotary import rotary
+from octavo.nn.sharded import plain_class
 from octavo.numerics import FP8TrainingConfig
 from octavo.numerics.config import Recipe
 from octavo.numerics.norm import Norm
@@ -85,6 +99,22 @@ def _attention(
     rotation = None if attend is None else _rotation(module, qkv, kwargs.get("position_embeddings"))
     if attend is None or rotation is None:
         return original(_Precomputed(module, _split(module, qkv), residual), **kwargs)
+    if rotation.norms is None:
+        return _attention_rotated(module, attend, rotation, residual, kwargs, qkv)
+    compute = partial(_attention_rotated, module, attend, rotation, residual, kwargs)
+    return around([getattr(module, name) for name in HEAD_NORMS], compute, qkv)
+
+
+def _attention_rotated(
+    module: Any,
+    attend: Callable[..., Any],
+    rotation: _Rotation,
+    residual: Tensor | None,
+    kwargs: dict[str, Any],
+    qkv: Tensor,
+) -> Any:
+    if rotation.norms is not None:
+        rotation = rotation._replace(norms=_norms_of_heads(module, qkv))  # gathered by now, where they were not
     out = _decoded(module, qkv, rotation)
     if out is not None:
         return module.o_proj(out) if residual is None else module.o_proj(out, residual=residual), None
@@ -110,7 +140,7 @@ def _bends_scores(module: Any) -> bool:
 
 def _window_of(module: Any) -> int | None:
     """The window of an attention. Mistral's reads it from the configuration; others ignore what that may have."""
-    holder = module.config if type(module).__name__ == "MistralAttention" else module
+    holder = module.config if plain_class(module).__name__ == "MistralAttention" else module
     return getattr(holder, "sliding_window", None)
 
 
@@ -138,12 +168,16 @@ def _rotation(module: Any, qkv: Tensor, positions: tuple[Tensor, Tensor] | None)
         return None
     norms = None
     if getattr(module, "q_norm", None) is not None:
-        of_q, of_k = _norm_of(module.q_norm, qkv), _norm_of(module.k_norm, qkv)
-        if of_q is None or of_k is None or of_q[1:] != of_k[1:]:
+        norms = _norms_of_heads(module, qkv)
+        if norms is None:
             return None
-        norms = (of_q, of_k)
     q, k, _ = (getattr(module, name).out_features // width for name in QKV)
     return _Rotation(cos, sin, Heads(q, k, width), norms)
+
+
+def _norms_of_heads(module: Any, qkv: Tensor) -> Norms | None:
+    of_q, of_k = _norm_of(module.q_norm, qkv), _norm_of(module.k_norm, qkv)
+    return None if of_q is None or of_k is None or of_q[1:] != of_k[1:] else (of_q, of_k)
 
 
 def _split(module: Any, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -175,19 +209,31 @@ def norm_forward(self: Any, original: Callable[..., Any], x: Tensor) -> Tensor:
 def layer_forward(self: Any, original: Callable[..., Any], hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if args or hidden_states.numel() == 0:
         return original(self, hidden_states, *args, **kwargs)
-    return _feed_forward(self, *_attend(self, hidden_states, kwargs))
+    if needs_rehearsal(self, hidden_states, kwargs):
+        rehearse(self, _layer, hidden_states, kwargs)
+    return _layer(self, hidden_states, kwargs)
+
+
+def _layer(layer: Any, h: Tensor, kwargs: dict[str, Any]) -> Tensor:
+    return _feed_forward(layer, *_attend(layer, h, kwargs))
 
 
 def _attend(layer: Any, h: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
     """Compute attention(norm(h)). Returns h, and what is yet to be added to it; None if it has been."""
-    attention = layer.self_attn
+    norm, attention = layer.input_layernorm, layer.self_attn
     members = [getattr(attention, name) for name in QKV]
-    norm = _norm_to_join(layer.input_layernorm, attention, members[0], h)
-    found = None if norm is None else linear_group_after_norm(members, h, norm)
-    if found is None:
-        h, x = _normed(layer.input_layernorm, h)
+    names = one_product(members, h) if _can_join(norm, attention, members[0], h) else None
+    if names is None:
+        h, x = _normed(norm, h)
         return h, attention(hidden_states=x, **kwargs)[0]
-    qkv, h = found
+    return around([norm, attention], partial(_attend_joined, layer, members, names, kwargs), h)
+
+
+def _attend_joined(
+    layer: Any, members: Sequence[Any], names: Sequence[Names], kwargs: dict[str, Any], h: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    norm, attention = layer.input_layernorm, layer.self_attn
+    qkv, h = linear_group_after_norm(members, h, Norm(norm.weight, norm.variance_epsilon), names)
     adds = adds_residual(attention.o_proj)
     # The original reads the shape of h alone.
     given = {"hidden_states": h, **kwargs}
@@ -197,23 +243,33 @@ def _attend(layer: Any, h: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, Tens
 
 def _feed_forward(layer: Any, h: Tensor, y: Tensor | None) -> Tensor:
     """Compute h + mlp(norm(h)), where y is added to h first, if there is one."""
-    mlp = layer.mlp
-    norm = _norm_to_join(layer.post_attention_layernorm, mlp, mlp.gate_proj, h)
-    if norm is None:
-        h, x = _normed(layer.post_attention_layernorm, h, y)
+    norm, mlp = layer.post_attention_layernorm, layer.mlp
+    if not _can_join(norm, mlp, mlp.gate_proj, h):
+        h, x = _normed(norm, h, y)
         return h + mlp(x)
     h = h if y is None else h + y
-    out = gated_mlp(mlp, h, norm, residual=True)
-    return h + mlp(layer.post_attention_layernorm(h)) if out is None else out
+    names = one_function(mlp, h)
+    if names is None:
+        return h + mlp(norm(h))
+
+    def function(h: Tensor) -> Tensor:
+        return gated_mlp_as(mlp, h, names, Norm(norm.weight, norm.variance_epsilon), residual=True)
+
+    return around([norm, mlp], function, h)
 
 
 def _normed(module: Any, h: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """h, plus y if there is one, and the norm of it: in one kernel, unless the module has to be called."""
-    norm = _norm_of(module, h)
-    if norm is not None and (y is None or y.dtype == h.dtype):
+    if _norm_of(module, h) is None or (y is not None and y.dtype != h.dtype):
+        h = h if y is None else h + y
+        return h, module(h)
+
+    def function(h: Tensor) -> tuple[Tensor, Tensor]:
+        norm = norm_of(module)
+        assert norm is not None
         return rms_norm(h, norm, y)
-    h = h if y is None else h + y
-    return h, module(h)
+
+    return around([module], function, h)
 
 
 def _norm_of(module: Any, like: Tensor) -> Norm | None:
@@ -222,21 +278,20 @@ def _norm_of(module: Any, like: Tensor) -> Norm | None:
     return norm if norm is not None and norm.weight.dtype == like.dtype else None
 
 
-def _norm_to_join(norm: Any, follower: Any, linear: Any, h: Tensor) -> Norm | None:
-    """The norm, if it can be computed with the product of `linear`, the first linear of its follower; else None."""
+def _can_join(norm: Any, follower: Any, linear: Any, h: Tensor) -> bool:
+    """Whether a norm can be computed with the product of `linear`, the first linear of its follower."""
     if is_hooked(norm, follower) or not is_fused(follower) or norm.weight.dtype != h.dtype:
-        return None
+        return False
     base = base_of(linear)
     if not isinstance(base, LinearInFP8) or base.spec(h).out_dtype != h.dtype:
-        return None  # under autocast, the residual stream is wider than what is added to it
-    joins = joins_norm(linear.config, linear.recipe) if type(linear) is FP8Linear else not norm.weight.requires_grad
-    return Norm(norm.weight, norm.variance_epsilon) if joins else None
+        return False  # under autocast, the residual stream is wider than what is added to it
+    return joins_norm(linear.config, linear.recipe) if is_trained(linear) else not norm.weight.requires_grad
 
 
 def joins_norms(layer: Any) -> bool:
     """Whether the norms of a layer are joined to products, as far as its weights go."""
     linear = base_of(layer.self_attn.q_proj)
-    return joins_norm(linear.config, linear.recipe) if type(linear) is FP8Linear else True
+    return joins_norm(linear.config, linear.recipe) if is_trained(linear) else True
 
 
 def joins_norm(config: FP8TrainingConfig, recipe: Recipe) -> bool:

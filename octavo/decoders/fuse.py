@@ -18,7 +18,7 @@ from torch import nn
 from octavo.decoders import attention, graphs, match, ragged
 from octavo.decoders.backbone import backbone_forward
 from octavo.decoders.causal_lm import add_head, causal_lm_forward, head_recipe, packed_forward
-from octavo.decoders.classes import CAUSAL, HEAD, PADDED, Owner, give_class_back, is_fused, take_class
+from octavo.decoders.classes import CAUSAL, HEAD, PADDED, UNFUSED, Owner, give_class_back, is_fused, take_class
 from octavo.decoders.forwards import (
     attention_forward,
     joins_norm,
@@ -321,12 +321,17 @@ def restore(module: nn.Module) -> bool:
 
 def attach(report: ConversionReport, model: nn.Module) -> None:
     """Make a report the model's own."""
-    report.attach(model, called_alone, padded_calls)
+    report.attach(model, called_alone, padded_calls, unfused_calls)
 
 
 def padded_calls(model: nn.Module) -> Counter[str]:
     """How many calls of the model have computed padding, by reason."""
     return sum((module.__dict__.get(PADDED, Counter()) for module in model.modules()), Counter())
+
+
+def unfused_calls(model: nn.Module) -> Counter[str]:
+    """How many calls with labels have computed all logits, by reason."""
+    return sum((module.__dict__.get(UNFUSED, Counter()) for module in model.modules()), Counter())
 
 
 def called_alone(model: nn.Module) -> list[str]:

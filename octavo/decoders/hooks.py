@@ -3,6 +3,9 @@
 A hook is called by `module(x)` alone, and so is a `forward` that was put in the place of the module's own, as
 Accelerate does to bring offloaded weights. Pruning and weight norm rely on hooks, too. A fused piece reads weights
 without calling the modules that hold them, so one such module among them has all of them called one by one.
+
+Hooks of an engine that shards weights are another matter: they bring the weights of a module when it is called, and
+take them away afterwards. Around those a fused piece computes as it does elsewhere (`gathering.py`).
 """
 
 from typing import Any
@@ -12,14 +15,27 @@ from torch.nn.modules.module import _has_any_global_hook
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
+_ENGINES = ("torch.distributed.fsdp.", "torch.distributed._composable.", "deepspeed.")
+
+
 def is_hooked(*modules: Any) -> bool:
-    """Whether calling one of these modules does more than its class says."""
+    """Whether calling one of these modules does more than its class says, and than bringing its weights."""
     return bool(_has_any_global_hook()) or any(_has_own(module) for module in modules)
 
 
 def _has_own(module: Any) -> bool:
     own = module.__dict__
-    return "forward" in own or any(own[kind] for kind in HOOKS)
+    return "forward" in own or any(own[kind] and not all(map(_is_of_engine, own[kind].values())) for kind in HOOKS)
+
+
+def brings_weights(module: Any) -> bool:
+    """Whether an engine brings the weights of this module when it is called."""
+    hooks = module.__dict__["_forward_pre_hooks"]
+    return bool(hooks) and any(map(_is_of_engine, hooks.values()))
+
+
+def _is_of_engine(hook: Any) -> bool:
+    return f"{_origin(hook)}.".startswith(_ENGINES)
 
 
 _LEVELS = 5  # the decoder; its embedding and its list of layers; the layers; their parts; the linears

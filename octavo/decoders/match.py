@@ -4,10 +4,12 @@ A module is known by the name and the origin of its class: a class of the same n
 else. Nothing here changes a module.
 """
 
+from collections.abc import Container
 from typing import Any
 
 from torch import nn
 
+from octavo.nn.sharded import plain_class
 from octavo.numerics.norm import Norm
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3")
@@ -17,6 +19,7 @@ MLP = (*GATE_UP, "down_proj")
 NORMS = ("input_layernorm", "post_attention_layernorm")
 HEAD_NORMS = ("q_norm", "k_norm")
 HF_ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUTanh": "gelu_tanh"}  # by the class of `act_fn`
+ORIGINAL = "_octavo_original"  # in a fused module, and in its class: the class that it had
 _PLAIN_NORMS = {f"{family}RMSNorm" for family in ("Llama", "Mistral", "Qwen2", "Qwen3")}  # weight · h / rms(h)
 _SHIFTED_NORMS = {f"{family}RMSNorm" for family in ("Gemma", "Gemma2", "Gemma3")}  # (1 + weight) · h / rms(h)
 
@@ -35,17 +38,22 @@ def is_layer(module: nn.Module) -> bool:
 
 
 def is_causal_lm(module: nn.Module) -> bool:
-    return is_of_family(module, "ForCausalLM") and type(getattr(module, "lm_head", None)) is nn.Linear
+    return is_of_family(module, "ForCausalLM") and is_head(getattr(module, "lm_head", None))
+
+
+def is_head(module: Any) -> bool:
+    """Whether this is a plain linear, by class: as a head has to be, for its loss to be computed in chunks."""
+    return isinstance(module, nn.Linear) and own_class(module) is nn.Linear
 
 
 def is_plain_norm(module: Any) -> bool:
     """Whether this norm computes weight · h / rms(h)."""
-    return type(module).__name__ in _PLAIN_NORMS and type(module).__module__.startswith("transformers.models.")
+    return _is_named(module, _PLAIN_NORMS)
 
 
 def is_shifted_norm(module: Any) -> bool:
     """Whether this norm computes (1 + weight) · h / rms(h)."""
-    return type(module).__name__ in _SHIFTED_NORMS and type(module).__module__.startswith("transformers.models.")
+    return _is_named(module, _SHIFTED_NORMS)
 
 
 def norm_of(module: Any) -> Norm | None:
@@ -57,8 +65,19 @@ def norm_of(module: Any) -> Norm | None:
 
 def is_of_family(module: nn.Module, kind: str) -> bool:
     """Whether this is the module of that kind (`Attention`, `ForCausalLM`, …) of a family that is known here."""
-    cls = type(module)
-    return cls.__module__.startswith("transformers.models.") and cls.__name__ in {f + kind for f in FAMILIES}
+    return _is_named(module, {f + kind for f in FAMILIES})
+
+
+def own_class(module: nn.Module) -> type[nn.Module]:
+    """The class of a module, beneath what FSDP2 and Octavo have put over it."""
+    kind = plain_class(module)
+    parent: type[nn.Module] = kind.__dict__.get(ORIGINAL, kind)
+    return parent
+
+
+def _is_named(module: Any, names: Container[str]) -> bool:
+    cls = plain_class(module)
+    return cls.__name__ in names and cls.__module__.startswith("transformers.models.")
 
 
 def _is_own(module: nn.Module, kind: str) -> bool:
@@ -80,7 +99,7 @@ def base_of(module: Any) -> Any:
 
 def activation_of(mlp: Any) -> str | None:
     """The name of an MLP's activation; None for one that has no kernel."""
-    return HF_ACTIVATIONS.get(type(mlp.act_fn).__name__)
+    return HF_ACTIVATIONS.get(plain_class(mlp.act_fn).__name__)
 
 
 def group_of(module: nn.Module) -> tuple[str, ...]:

@@ -5,14 +5,15 @@ knows the difference. A function returns None where the modules have to be calle
 outside (`hooks.py`), they are not all of one kind, or their scales are not those of one weight.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from octavo.decoders.gathering import around
 from octavo.decoders.hooks import is_hooked
-from octavo.decoders.match import activation_of, base_of
+from octavo.decoders.match import activation_of, base_of, own_class
 from octavo.nn import mlp_function
 from octavo.nn.frozen import FP8FrozenLinear
 from octavo.nn.groups import why_no_group
@@ -22,31 +23,44 @@ from octavo.numerics.norm import Norm
 from octavo.ops.adapters import Adapter, Adapters
 from octavo.ops.mlp import MLPSpec
 
+Names = Sequence[str]  # of adapters
+
 
 def linear_group(members: Sequence[Any], x: Tensor) -> Tensor | None:
     """The outputs of linears with one input, side by side."""
-    bases = [base_of(member) for member in members]
-    if x.numel() == 0 or not _are_one_product(bases):
+    names = one_product(members, x)
+    if names is None:
         return None
-    adapters = _adapters_of(members)
-    if adapters is None:
-        return None
-    one, *others = bases
-    return linear(
-        x, one.as_weight(*others), one.spec(x), one.states, bias=_bias_of(bases), adapters=adapters,
-        x_is_saved=all(base.input_is_saved for base in bases),
-    )  # fmt: skip
+    one, *others = bases = [base_of(member) for member in members]
+
+    def product(x: Tensor) -> Tensor:
+        return linear(
+            x, one.as_weight(*others), one.spec(x), one.states, bias=_bias_of(bases),
+            adapters=_adapters_of(members, names), x_is_saved=all(base.input_is_saved for base in bases),
+        )  # fmt: skip
+
+    return around(_holders(members, names), product, x)
 
 
-def linear_group_after_norm(members: Sequence[Any], h: Tensor, norm: Norm) -> tuple[Tensor, Tensor] | None:
-    """The outputs of linears whose input is norm(h), side by side, and h, to be used in the place of the given one."""
-    bases = [base_of(member) for member in members]
-    adapters = _adapters_of(members) if h.numel() and _are_one_product(bases) else None
-    if adapters is None:
-        return None
-    one, *others = bases
-    weight, bias = one.as_weight(*others), _bias_of(bases)
-    return linear_and_input(h, weight, one.spec(h), one.states, bias=bias, norm=norm, adapters=adapters)
+def linear_group_after_norm(
+    members: Sequence[Any], h: Tensor, norm: Norm, names: Sequence[Names]
+) -> tuple[Tensor, Tensor]:
+    """The outputs of linears whose input is norm(h), side by side, and h, to be used in the place of the given one.
+
+    `names`: what `one_product` says of them.
+    """
+    one, *others = bases = [base_of(member) for member in members]
+
+    def product(h: Tensor) -> tuple[Tensor, Tensor]:
+        weight, bias, adapters = one.as_weight(*others), _bias_of(bases), _adapters_of(members, names)
+        return linear_and_input(h, weight, one.spec(h), one.states, bias=bias, norm=norm, adapters=adapters)
+
+    return around(_holders(members, names), product, h)
+
+
+def one_product(members: Sequence[Any], x: Tensor) -> list[Names] | None:
+    """The active adapters of each of these linears with input x, if they can be one product; else None."""
+    return _active(members) if x.numel() and _are_one_product([base_of(member) for member in members]) else None
 
 
 def _bias_of(bases: Sequence[LinearInFP8]) -> Tensor | None:
@@ -60,35 +74,60 @@ def gated_mlp(mlp: Any, x: Tensor, norm: Norm | None = None, *, residual: bool =
 
     `norm`: x has yet to go through it. `residual`: x, as it is before that, is added to the output.
     """
-    activation = activation_of(mlp)
-    members = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+    names = one_function(mlp, x)
+    return None if names is None else gated_mlp_as(mlp, x, names, norm, residual=residual)
+
+
+def one_function(mlp: Any, x: Tensor) -> list[Names] | None:
+    """The active adapters of gate, up and down, if an MLP can compute this input in one function; else None."""
+    members = _members_of(mlp)
+    if x.numel() == 0 or activation_of(mlp) is None or is_hooked(mlp.act_fn):
+        return None
+    return _active(members) if _is_one_function(*(base_of(member) for member in members)) else None
+
+
+def gated_mlp_as(
+    mlp: Any, x: Tensor, names: Sequence[Names], norm: Norm | None = None, *, residual: bool = False
+) -> Tensor:
+    """The output of a gated MLP, of which `one_function` has returned these names."""
+    activation, members = activation_of(mlp), _members_of(mlp)
     gate, up, down = (base_of(member) for member in members)
-    if x.numel() == 0 or activation is None or is_hooked(mlp.act_fn) or not _is_one_function(gate, up, down):
-        return None
-    adapters, adapters_down = _adapters_of(members[:2]), _adapters_of(members[2:])
-    if adapters is None or adapters_down is None:
-        return None
+    assert activation is not None
     trained = gate.is_trained
-    spec = MLPSpec(gate.spec(x), activation, saves_fp8=trained and gate.config.activations == "fp8")
-    y = mlp_function.gated_mlp(
-        x, gate.as_weight(up), down.as_weight(), spec, gate.states, down.states, norm=norm, adapters=adapters,
-        adapters_down=adapters_down, residual=residual and not trained,
-    )  # fmt: skip
-    return x + y if residual and trained else y
+
+    def function(x: Tensor) -> Tensor:
+        spec = MLPSpec(gate.spec(x), activation, saves_fp8=trained and gate.config.activations == "fp8")
+        adapters, adapters_down = _adapters_of(members[:2], names[:2]), _adapters_of(members[2:], names[2:])
+        y = mlp_function.gated_mlp(
+            x, gate.as_weight(up), down.as_weight(), spec, gate.states, down.states, norm=norm, adapters=adapters,
+            adapters_down=adapters_down, residual=residual and not trained,
+        )  # fmt: skip
+        return x + y if residual and trained else y
+
+    return around(_holders(members, names), function, x)
+
+
+def _members_of(mlp: Any) -> tuple[Any, Any, Any]:
+    return mlp.gate_proj, mlp.up_proj, mlp.down_proj
 
 
 def _are_one_product(bases: Sequence[Any]) -> bool:
     """Whether linears can be one product: trained ones with one scaling state, or frozen ones whose scales fit."""
-    if all(type(base) is FP8Linear for base in bases):
+    if all(is_trained(base) for base in bases):
         return all(base.state_x is bases[0].state_x for base in bases)
     return _are_frozen(bases) and not why_no_group(bases)
 
 
 def _is_one_function(gate: Any, up: Any, down: Any) -> bool:
     """Whether the linears of a gated MLP can be one function."""
-    if all(type(base) is FP8Linear for base in (gate, up, down)):
+    if all(is_trained(base) for base in (gate, up, down)):
         return _are_one_product((gate, up))
     return _are_frozen((gate, up, down)) and not why_no_frozen_mlp(gate, up, down)
+
+
+def is_trained(base: Any) -> bool:
+    """Whether a linear is a trained one in FP8, by its own class."""
+    return type(base) is FP8Linear or (isinstance(base, FP8Linear) and own_class(base) is FP8Linear)
 
 
 def _are_frozen(bases: Sequence[Any]) -> bool:
@@ -115,21 +154,37 @@ def adds_residual(module: Any) -> bool:
     return hasattr(module, "fusible") and not is_hooked(module) and module.fusible() is not None
 
 
-def _adapters_of(members: Sequence[Any]) -> Adapters | None:
-    """The active adapters of linears side by side; None if one of them has to be called by itself."""
+def _active(members: Sequence[Any]) -> list[Names] | None:
+    """The names of the active adapters of each linear; None if one of them has to be called by itself."""
+    active: list[Names] = []
+    for member in members:
+        base = base_of(member)
+        if is_hooked(member, base):
+            return None
+        names = () if member is base else member.fusible()
+        if names is None:
+            return None
+        active.append(names)
+    return active
+
+
+def _holders(members: Sequence[Any], active: Sequence[Names]) -> Iterator[Any]:
+    """The modules that hold the weights of linears and of their active adapters."""
+    for member, names in zip(members, active, strict=True):
+        yield member
+        if hasattr(member, "fusible"):
+            yield member.base_layer
+            yield from member.adapter_modules(names)
+
+
+def _adapters_of(members: Sequence[Any], active: Sequence[Names]) -> Adapters:
+    """The active adapters of linears side by side."""
     adapters: list[Adapter] = []
     matrices: list[tuple[Tensor, Tensor]] = []
     start = 0
-    for member in members:
-        base = base_of(member)
-        end = start + base.out_features
-        if is_hooked(member, base):
-            return None
-        if member is not base:
-            names = member.fusible()
-            if names is None:
-                return None
-            adapters += [Adapter(start, end, float(member.scaling[name])) for name in names]
-            matrices += [member.matrices(name) for name in names]
+    for member, names in zip(members, active, strict=True):
+        end = start + base_of(member).out_features
+        adapters += [Adapter(start, end, float(member.scaling[name])) for name in names]
+        matrices += [member.matrices(name) for name in names]
         start = end
     return Adapters(tuple(adapters), tuple(a for a, _ in matrices), tuple(b for _, b in matrices))

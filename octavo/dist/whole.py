@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from octavo.dist.together import rank
+from octavo.nn.frozen import SCALE_NAME, FP8FrozenLinear
 from octavo.nn.sharded import is_sharded, local, place_of, placed_like
 
 
@@ -54,6 +55,10 @@ def whole_state(model: nn.Module) -> dict[str, Tensor]:
         gathered = None if first != name else _alone(whole(tensor)).cpu()
         if rank() == 0:
             kept[name] = kept[first] if gathered is None else gathered
+    for name, module in model.named_modules():
+        key = f"{name}.{SCALE_NAME}" if name else SCALE_NAME
+        if isinstance(module, FP8FrozenLinear) and module.granularity == "tensor" and key in kept:
+            kept[key] = kept[key].reshape(())  # as the state dict of a whole one shows it
     return kept
 
 

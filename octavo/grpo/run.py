@@ -8,6 +8,7 @@ the model that it starts from, and so its folder first.
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -15,7 +16,7 @@ from rich.console import Console
 from octavo.grpo import demo
 from octavo.grpo.display import Display
 from octavo.grpo.model import load, make_engine, stop_ids
-from octavo.grpo.session import Session
+from octavo.grpo.session import Session, write_config
 from octavo.grpo.settings import RunSettings
 from octavo.hf.quiet import quiet_transformers
 from octavo.rl.grpo import GRPO
@@ -42,7 +43,7 @@ def train_grpo(
 
     `warm_up`: steps by which the small decoder of a run without arguments is made. Raises `UserError` for mistakes
     that the user can correct and `Interrupted` after a Ctrl-C or SIGTERM; in both cases the folder can be resumed if
-    it holds a checkpoint.
+    it holds `config.json`, from its last checkpoint or from the start.
     """
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise UserError("device='cuda': torch sees no CUDA device here; use --device cpu")
@@ -56,6 +57,7 @@ def train_grpo(
         opening = resumed_run(out) if resume else new_run(settings.name, out, overwrite)
         if settings.model is None:
             with opening as folder, demo.one_thread():
+                write_config(folder, settings, _facts(task))
                 grpo = _prepare(str(_base(folder, settings, warm_up, display)), settings, task, display)
                 _train(folder, settings, grpo, display, stop)
         else:
@@ -66,11 +68,7 @@ def train_grpo(
 
 
 def _train(folder: Path, settings: RunSettings, grpo: GRPO, display: Display, stop: StopSignals) -> None:
-    facts = {
-        "task_found": grpo.task.description,
-        "task_sha256": _digest(grpo.task),
-        "prompts_too_long": grpo.prompts.too_long,
-    }
+    facts = {**_facts(grpo.task), "prompts_too_long": grpo.prompts.too_long}
     session = Session(folder, settings, grpo, facts, display, stop)
     display.say(_plan(settings, folder), "dim")
     try:
@@ -115,6 +113,10 @@ def _read_task(settings: RunSettings) -> Task:
     return read_task(settings.task, None if settings.rewards is None else Path(settings.rewards), settings.seed)
 
 
+def _facts(task: Task) -> dict[str, Any]:
+    return {"task_found": task.description, "task_sha256": _digest(task)}
+
+
 def _digest(task: Task) -> str:
     return hashlib.sha256(json.dumps(list(task.rows), sort_keys=True, default=str).encode()).hexdigest()
 
@@ -129,7 +131,7 @@ def _base(folder: Path, settings: RunSettings, steps: int, display: Display) -> 
             with display.bar("examples", steps):
                 demo.make_base(base, settings.seed, steps=steps, progress=lambda _, x: display.advance(f"{x:.3f}"))
         except Interrupted as interrupted:
-            display.say(f"Stopped ({interrupted}) before the model was made: start again, without --resume", "bold")
+            _say_how_to_resume(folder, interrupted, display)
             raise
     return base
 

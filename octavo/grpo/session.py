@@ -55,7 +55,7 @@ class Session:
         """Train from the newest checkpoint, or from the start, to the last step."""
         settings, display = self.settings, self.display
         done = self._resume()
-        self._write_config()
+        write_config(self.folder, settings, self.facts)
         if done == 0:
             self._write_samples("before")
         with self.stop.deferred(), display.bar(f"GRPO, {settings.precision}", settings.steps, done):
@@ -98,21 +98,6 @@ class Session:
         where = self.folder / (WHOLE_MODEL if self.settings.full else ADAPTER)
         self.display.say(f"{'Model' if self.settings.full else 'Adapters'}: {where}", "bold")
         self.display.say(f"Report: {report}", "bold")
-
-    def _write_config(self) -> None:
-        settings = self.settings
-        facts = {
-            "command": "grpo",
-            "name": self.folder.resolve().name,
-            **settings.to_dict(),
-            "emulated": settings.precision == "fp8" and not check_fp8_support(settings.device),
-            **self.facts,
-            "versions": {
-                "python": platform.python_version(),
-                **{module.__name__: str(module.__version__) for module in (torch, transformers, peft)},
-            },
-        }
-        write_json(self.folder / CONFIG, facts)
 
     def _write_samples(self, when: str) -> None:
         """Complete the task's first prompts once each, sampled with one seed before and after; write their rewards."""
@@ -163,6 +148,20 @@ class Session:
             "tokens": rows[-1]["tokens"],
             **{name: statistics.median(row[name] for row in rows) for name in ("tokens_per_s", *_SPEEDS)},
         }
+
+
+def write_config(folder: Path, settings: RunSettings, facts: dict[str, Any]) -> None:
+    """Write the settings of a run, with facts about its task and this machine: from then on it can be resumed."""
+    versions = {module.__name__: str(module.__version__) for module in (torch, transformers, peft)}
+    config = {
+        "command": "grpo",
+        "name": folder.resolve().name,
+        **settings.to_dict(),
+        "emulated": settings.precision == "fp8" and not check_fp8_support(settings.device),
+        **facts,
+        "versions": {"python": platform.python_version(), **versions},
+    }
+    write_json(folder / CONFIG, config)
 
 
 _SPEEDS = ("rollout_tokens_per_s", "train_tokens_per_s")

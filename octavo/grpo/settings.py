@@ -48,8 +48,9 @@ class RunSettings(GRPOSettings):
     Fields:
         model: a name on the Hub or a folder; None is the small decoder that sorts digits.
         task, rewards: a .jsonl or .py file, or a task of reasoning-gym; a Python file of reward functions.
-        engine: `native` or `vllm`. slots: completions that it writes at once. kv_dtype: keys and values in the dtype
-            of the model (`auto`) or in `fp8`. standby: it frees its cache during updates.
+        engine: `native` or `vllm`. slots: completions that it writes at once; with another number, others are drawn.
+            kv_dtype: keys and values in the dtype of the model (`auto`) or in `fp8`. standby: it frees its cache during
+            updates.
         stop: a token that ends completions; None: the model's end of text.
         device, precision, recipe: `cpu` or `cuda`; `fp8` or `bf16`; scales of FP8 weights per `channel` or `block`.
         products: of frozen FP8 weights in training: `fp8`, `weights-only` or `fp8-dgrad` (`rl/products.py`).

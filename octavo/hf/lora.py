@@ -5,6 +5,7 @@
 that, but keeps it in each `LoraConfig`, and forgets it when an adapter is saved.)
 """
 
+from collections.abc import Sequence
 from functools import cache, wraps
 from typing import Any
 
@@ -16,6 +17,7 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_adapters_t
 from torch import Tensor, nn
 from transformers.utils import logging
 
+from octavo.decoders.gathering import around
 from octavo.decoders.hooks import is_hooked
 from octavo.nn.frozen import FP8FrozenLinear, quantize_weight
 from octavo.nn.linear_function import linear
@@ -90,12 +92,16 @@ class FP8LoraLinear(peft_layer.Linear):
             y = super().forward(x, *args, **kwargs)
             return y if residual is None else residual + y
         base = self.base_layer
-        downs, ups = zip(*[self.matrices(name) for name in adapters], strict=True)
-        positions = tuple(Adapter(0, base.out_features, float(self.scaling[name])) for name in adapters)
-        return linear(
-            x, base.as_weight(), base.spec(x), base.states, bias=base.bias, adapters=Adapters(positions, downs, ups),
-            residual=residual, x_is_saved=base.input_is_saved,
-        )  # fmt: skip
+
+        def product(x: Tensor) -> Tensor:
+            downs, ups = zip(*[self.matrices(name) for name in adapters], strict=True)
+            positions = tuple(Adapter(0, base.out_features, float(self.scaling[name])) for name in adapters)
+            return linear(
+                x, base.as_weight(), base.spec(x), base.states, bias=base.bias,
+                adapters=Adapters(positions, downs, ups), residual=residual, x_is_saved=base.input_is_saved,
+            )  # fmt: skip
+
+        return around([base, *self.adapter_modules(adapters)], product, x)
 
     def fusible(self, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> list[str] | None:
         """The adapters to compute with the base in one function; None if the call takes PEFT's own forward."""
@@ -107,6 +113,10 @@ class FP8LoraLinear(peft_layer.Linear):
         dropped = self.training and any(isinstance(self.lora_dropout[name], nn.Dropout) for name in names)
         other = any(name in self.lora_variant for name in names) or any(self.lora_bias[name] for name in names)
         return names if names and plain and not dropped and not other else None
+
+    def adapter_modules(self, names: Sequence[str]) -> list[nn.Module]:
+        """The modules that hold the matrices of these adapters."""
+        return [group[name] for name in names for group in (self.lora_A, self.lora_B)]
 
     def matrices(self, name: str) -> tuple[Tensor, Tensor]:
         down: Any = self.lora_A[name]

@@ -14,11 +14,10 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch import nn
 
 from octavo.decoders.classes import HEAD
 from octavo.decoders.hooks import is_hooked
-from octavo.decoders.match import has_default_loss
+from octavo.decoders.match import has_default_loss, is_head
 from octavo.numerics.cross_entropy import IGNORED
 
 
@@ -59,5 +58,5 @@ def _takes_own_loss(trainer: Any) -> bool:
     plain = args.loss_type == "nll" and not args.label_smoothing_factor and trainer.compute_loss_func is None
     base = trainer.model.get_base_model() if hasattr(trainer.model, "get_base_model") else trainer.model
     head = getattr(base, "lm_head", None)
-    own = HEAD in base.__dict__ and type(head) is nn.Linear and not is_hooked(head) and has_default_loss(base)
+    own = HEAD in base.__dict__ and is_head(head) and not is_hooked(head) and has_default_loss(base)
     return plain and own and not trainer.aux_loss_enabled and trainer.accelerator.parallelism_config is None

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels import tiles
+from octavo.kernels.launch import launch_once
 from octavo.kernels.tuning import tuning_for
 from octavo.numerics.cross_entropy import IGNORED
 from octavo.numerics.formats import Format
@@ -115,16 +116,17 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """The kernel of `numerics.cross_entropy.cross_entropy`; loss and gradient are NaN for a label that is no token."""
     loss, lse = logits.new_empty(2, len(labels), dtype=torch.float32)
     width, warps = tuning_for(logits.device).cross_entropy
-    _loss_kernel[(len(labels),)](
-        logits, labels, loss, lse, logits.shape[1], logits.stride(0), WIDTH=width, num_warps=warps
-    )
+    sizes = (logits.shape[1], logits.stride(0))
+    launch_once(_loss_kernel, (len(labels),), logits, labels, loss, lse, *sizes, WIDTH=width, num_warps=warps)
     return loss, lse
 
 
 def cross_entropy_backward_(logits: Tensor, labels: Tensor, lse: Tensor, factor: Tensor) -> None:
     """`numerics.cross_entropy.cross_entropy_backward` in place of the logits."""
     grid, tile = _arrange(logits)
-    _gradient_kernel[grid](
+    launch_once(
+        _gradient_kernel,
+        grid,
         logits,
         labels,
         lse,
@@ -151,7 +153,9 @@ def cross_entropy_quantize(
     rows = Quantized(logits.new_empty(t, v, dtype=format.dtype), lse.new_empty(()))
     scale_t = lse.new_empty(())
     grid, tile = _arrange(logits)
-    _gradient_kernel[grid](
+    launch_once(
+        _gradient_kernel,
+        grid,
         logits,
         labels,
         lse,
@@ -176,7 +180,7 @@ def scale_(x: Tensor, factor: Tensor) -> None:
     """`x *= factor`, which costs nothing where the factor is 1, as that of a loss usually is."""
     tuning = tuning_for(x.device)
     width, warps = tuning.rescale
-    _scale_kernel[(tuning.rescale_programs,)](x, factor, x.numel(), WIDTH=width, num_warps=warps)
+    launch_once(_scale_kernel, (tuning.rescale_programs,), x, factor, x.numel(), WIDTH=width, num_warps=warps)
 
 
 def _arrange(logits: Tensor) -> tuple[tuple[int], dict[str, int]]:

@@ -11,11 +11,18 @@ A host function looks its launches up, and builds them where there are none yet:
     launches = _LAUNCHES.get(key) or _LAUNCHES.add(key, _build(gate_up, activation))
     return launches.run(gate_up)
 
+Compiling a kernel takes a third of a second, and a training step needs some fifty of them, one after the other. Within
+`compiled_ahead`, launches only name what is to be compiled, and several threads do so at once.
+
 Launches may overlap: the next begins while the last programs of the one before are at work, and waits for it where it
 needs what that has left (`tiles.follow`), so that no time passes between them.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+import os
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +54,12 @@ class _Launch:
         if tensors[0].is_cuda:
             self.rest = tuple(self.constants[name] for name in self.kernel.arg_names if name in self.constants)
             self.start, self.function = _start_of(compiled)
+
+    def name(self, tensors: Sequence[Tensor], named: list[Any]) -> None:
+        """Have Triton compile the kernel, in another thread where that has been arranged; not launched."""
+        numbers = (*self.numbers, 0) if self.seeded else self.numbers
+        given = [tensors[i] for i in self.tensors]
+        named.append(self.kernel.warmup(*given, *numbers, grid=self.grid, **self.constants))
 
     def again(self, addresses: Sequence[int], stream: int, seed: int) -> None:
         """Launch the compiled kernel directly."""
@@ -120,6 +133,12 @@ class Launches:
         return [tensors[i] for i in self.results]
 
     def _launch(self, tensors: Sequence[Tensor], index: int | None) -> None:
+        named = _NAMED.get()
+        if named is not None:
+            for launch in self._launches:
+                if launch.start is None:
+                    launch.name(tensors, named)
+            return
         seed = _seed() if any(launch.seeded for launch in self._launches) else 0
         runtime = triton.knobs.runtime
         watched = any(getattr(hook, "calls", hook) for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook))
@@ -131,6 +150,47 @@ class Launches:
         stream = torch._C._cuda_getCurrentRawStream(index)
         for launch in self._launches:
             launch.again(addresses, stream, seed)
+
+
+_NAMED: ContextVar[list[Any] | None] = ContextVar("octavo_named", default=None)
+_THREADS = 16
+
+
+@contextmanager
+def compiled_ahead(device: torch.device) -> Iterator[None]:
+    """Compile the kernels of all launches of this block and this thread, side by side, and launch none of them.
+
+    Tensors that they would have written are undefined: run a computation here whose results nobody needs. Has compiled
+    and loaded all of them when it is left.
+    """
+    from triton.runtime._async_compile import AsyncCompileMode
+
+    named: list[Any] = []
+    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
+        with AsyncCompileMode(pool):
+            token = _NAMED.set(named)
+            try:
+                yield
+            finally:
+                _NAMED.reset(token)
+        for _ in pool.map(lambda kernel: _load(kernel, device), {id(kernel): kernel for kernel in named}.values()):
+            pass  # raises what was raised in a thread
+
+
+def launch_once(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    """`kernel[grid](*arguments, **constants)`, through Triton, for what is launched seldom."""
+    named = _NAMED.get()
+    if named is None:
+        kernel[grid](*arguments, **constants)
+    else:
+        named.append(kernel.warmup(*arguments, grid=grid, **constants))
+
+
+def _load(kernel: Any, device: torch.device) -> None:
+    """Load a kernel that has been compiled, and build the function that launches it."""
+    torch.cuda.set_device(device)  # of this thread
+    kernel = kernel.result() if hasattr(kernel, "result") else kernel
+    _ = kernel.run  # a property that loads
 
 
 class LaunchCache(dict[tuple[Any, ...], Launches]):

@@ -99,6 +99,14 @@ class DecodeTile(NamedTuple):
     least: int
 
 
+class SamplingTile(NamedTuple):
+    """Four logits for each of so many lanes at a time; parts enough for so many `programs` a multiprocessor."""
+
+    lanes: int
+    warps: int
+    programs: int
+
+
 class NormTile(NamedTuple):
     """Whole rows, one at least, in a program of `elements`, a warp for each `per_warp`; `programs` as in `Tile`."""
 
@@ -319,6 +327,7 @@ class Tuning(NamedTuple):
     decode_few: tuple[int, int] = (8, 64)
     decode_merge_warps: int = 1
     decode_store: LinearTile = LinearTile(1024, 2)
+    sampling: SamplingTile = SamplingTile(256, warps=4, programs=8)  # not timed yet
     rescale: LinearTile = LinearTile(4096, 8)
     rescale_programs: int = 1056  # 8 for each of 132 multiprocessors
     adamw: LinearTile = LinearTile(1024, 4)  # 512 in 2 warps and 2,048 in 4 or 8 are up to 5 % slower

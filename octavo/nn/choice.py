@@ -6,6 +6,7 @@ from torch import nn
 
 from octavo.nn.linear import LinearInFP8
 from octavo.nn.names import is_skipped, matches
+from octavo.nn.sharded import plain_class
 from octavo.numerics import FP8TrainingConfig
 
 _WHOLE_COPIES = ("modules_to_save",)  # PEFT's trained copies of whole layers, as large as those layers
@@ -34,7 +35,7 @@ class Choice:
         """Return why this linear is not converted; empty if it is."""
         if is_skipped(name, self.config):
             return "left alone: config.skip names it"
-        if type(linear) is not nn.Linear:
+        if plain_class(linear) is not nn.Linear:
             return f"not nn.Linear itself but a subclass, {type(linear).__name__}"
         if "forward" in linear.__dict__:
             return "another forward is in the place of its own, as Accelerate's hooks put it: convert the model before"

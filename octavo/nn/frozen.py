@@ -4,16 +4,23 @@ The FP8 copy is the only one, one byte an element, and serves forward and dgrad 
 stored as bytes, its scales as integers with their bits: `.to(bfloat16)` on a model casts every floating-point tensor to
 BF16, float8 ones silently, too, and would ruin both. The state dict shows them as what they are, `weight` in float8
 and `weight_scale_inv` in FP32: the names of Hugging Face's FP8 checkpoints. (`inv` is theirs: it is the factor that
-dequantises.)
+dequantises.) On the meta device there are no values to ruin, and they have these dtypes: who fills them from a state
+dict, as Accelerate does, goes by them.
+
+FSDP2 shards both by rows. It takes no tensor without dimensions, so a scale for the whole weight has one, and the state
+dict leaves it out where the weight is whole.
 """
 
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from octavo.nn.bits import gather_as_is
 from octavo.nn.linear import LinearInFP8
 from octavo.nn.linear_function import linear
+from octavo.nn.sharded import is_sharded, local, may_be_freed, placed_like
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 from octavo.numerics.checks import check_choice
 from octavo.numerics.config import check_config
@@ -24,6 +31,7 @@ from octavo.support import require_tensor_cores
 
 FROZEN_GRANULARITIES = ("block", "channel", "tensor")  # of a frozen weight; `numerics.quantize` has all
 SCALE_NAME = "weight_scale_inv"
+_STORED = ("weight", SCALE_NAME)
 
 
 class FrozenTensor(nn.Parameter):
@@ -135,10 +143,21 @@ class FP8FrozenLinear(LinearInFP8):
     def _store(self, name: str, data: Tensor) -> None:
         """Copy into the present tensor, which may be part of a group's buffer, or else store a new one."""
         old = getattr(self, name)
-        if isinstance(old, FrozenTensor) and old.shape == data.shape and old.device == data.device:
+        stored = isinstance(old, FrozenTensor) or is_sharded(old)
+        alike = stored and (old.shape, old.device, old.dtype) == (data.shape, data.device, data.dtype)
+        if alike and is_sharded(old) == is_sharded(data):
             old.detach().copy_(data)  # not `old.data`: a backward that is still to come must notice
         else:
             setattr(self, name, FrozenTensor(data))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """FSDP2 sets shards and gathered weights here, several times a step."""
+        if name in _STORED and name in self.__dict__.get("_parameters", ()) and isinstance(value, nn.Parameter):
+            if isinstance(value, DTensor):
+                gather_as_is(value)
+            self._parameters[name] = value
+        else:
+            super().__setattr__(name, value)
 
     def finish_loading(self) -> None:
         """Freeze the weight that a loader has set: FP8 data with its scales, or one that is still to be quantised."""
@@ -158,7 +177,7 @@ class FP8FrozenLinear(LinearInFP8):
         if self.granularity == "tensor":
             if scale.numel() != 1:
                 raise ValueError(f"{SCALE_NAME} has shape {tuple(scale.shape)}; per tensor there is one")
-            return scale.reshape(())
+            return scale if tuple(scale.shape) == (1,) else scale.reshape(1)
         expected = (n, 1) if self.granularity == "channel" else (-(-n // BLOCK), -(-k // BLOCK))
         if scale.shape == expected[:1]:
             scale = scale[:, None]
@@ -174,13 +193,23 @@ class FP8FrozenLinear(LinearInFP8):
         """The weight as FP8 and FP32, without a copy."""
         if self.format is None:
             raise RuntimeError("this FP8FrozenLinear has no weight yet: load one, or call set_weight")
-        scale: Tensor = getattr(self, SCALE_NAME)
-        return Quantized(self.weight.detach().view(self.format.dtype), scale.detach().view(torch.float32))
+        weight, scale = self.weight.detach(), getattr(self, SCALE_NAME).detach()
+        if weight.element_size() != 1 or scale.element_size() != 4:
+            raise RuntimeError(
+                f"this FP8FrozenLinear finds its weight in {weight.dtype}, its scales in {scale.dtype}: FSDP2 of torch "
+                f"{torch.__version__} has cast them. Update to torch 2.13, or leave param_dtype out of the "
+                "MixedPrecisionPolicy"
+            )
+        scale = scale.view(torch.float32)
+        per_tensor = self.granularity == "tensor" and not is_sharded(scale)
+        return Quantized(weight.view(self.format.dtype), scale.reshape(()) if per_tensor else scale)
 
     def as_weight(self, *others: "FP8FrozenLinear") -> Weight:
         """Return the weight as products take it, with those of others side by side."""
-        weights, scales = zip(*(member.quantized for member in (self, *others)), strict=True)
-        return Weight(weights, scales)
+        members = (self, *others)
+        weights, scales = zip(*(member.quantized for member in members), strict=True)
+        names = ("weight", SCALE_NAME) if may_be_freed() else ()
+        return Weight(weights, scales, sources=[getattr(member, name) for name in names for member in members])
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return self.quantized.dequantize(dtype)
@@ -202,7 +231,20 @@ class FP8FrozenLinear(LinearInFP8):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         self.high_dtype = fn(torch.empty(0, dtype=self.high_dtype, device=self.weight.device)).dtype
-        return super()._apply(fn, recurse)
+        super()._apply(fn, recurse)
+        if self.format is not None:
+            shown = self.format.dtype, torch.float32
+            for name, dtype in zip(_STORED, shown if self.weight.is_meta else (torch.uint8, torch.int32), strict=True):
+                self._give_dtype(name, dtype)
+        return self
+
+    def _give_dtype(self, name: str, dtype: torch.dtype) -> None:
+        """Store the bits of a tensor under another dtype, as when it comes to the meta device, or leaves it empty."""
+        old = getattr(self, name)
+        if old.dtype != dtype:
+            mine = local(old.detach())
+            bits = torch.empty_like(mine, dtype=dtype) if mine.is_meta else mine.view(dtype)
+            setattr(self, name, FrozenTensor(placed_like(bits, old)))
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -226,8 +268,13 @@ class FP8FrozenLinear(LinearInFP8):
             error_msgs.append(f"{prefix}weight is in {weight.dtype}, but {prefix}{SCALE_NAME} is missing")
             del state_dict[prefix + "weight"]
         elif weight is not None:
-            device = self.weight.device
-            if weight.element_size() == 1:
+            # With assign=True, where the loaded ones are: this linear may be on the meta device.
+            device = weight.device if local_metadata.get("assign_to_params_buffers") else self.weight.device
+            if is_sharded(weight) and weight.element_size() > 1:
+                error_msgs.append(f"{prefix}weight is a shard in {weight.dtype}: quantise it before it is sharded")
+            elif weight.element_size() == 1 and not scale.is_floating_point():
+                error_msgs.append(f"{prefix}{SCALE_NAME} is in {scale.dtype}: something has cast it from float32")
+            elif weight.element_size() == 1:
                 known = torch.float8_e4m3fn if self.format is None else self.format.dtype
                 data = weight.view(known) if weight.dtype == torch.uint8 else weight  # bytes do not say what they are
                 self.set_weight(Quantized(data.to(device), scale.to(device)))
@@ -238,6 +285,8 @@ class FP8FrozenLinear(LinearInFP8):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
+        if local_metadata.get("assign_to_params_buffers"):
+            self._bring_states()
 
     def extra_repr(self) -> str:
         products = "" if self.fp8_forward else ", forward in high precision"

@@ -13,11 +13,14 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
 from octavo.nn import held
 from octavo.nn.fp8_only import OffloadedWeight
+from octavo.nn.gathered import GatheredWeight
 from octavo.nn.linear_function import linear
+from octavo.nn.sharded import set_plain_class
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 from octavo.numerics.config import Recipe, check_config
 from octavo.ops.linear import LinearSpec, linear_spec
@@ -59,7 +62,7 @@ def change_class(module: Any, cls: type[nn.Module]) -> None:
     if parametrize.is_parametrized(module):
         type(module).__bases__ = (cls,)
     else:
-        module.__class__ = cls
+        set_plain_class(module, cls)
 
 
 class LinearInFP8(nn.Linear):
@@ -82,7 +85,16 @@ class LinearInFP8(nn.Linear):
 
     @property
     def scaling_device(self) -> torch.device:
-        return torch.device("cpu") if self.weight.device.type == "meta" else self.weight.device
+        """Where products are computed: with the weight, or, if that is a shard, on its mesh's devices."""
+        device = self.weight.device
+        if isinstance(self.weight, DTensor) and device.type != self.weight.device_mesh.device_type:
+            kind = self.weight.device_mesh.device_type
+            return (
+                torch.device(kind)
+                if kind == "cpu"
+                else torch.device(kind, torch.get_device_module(kind).current_device())
+            )
+        return torch.device("cpu") if device.type == "meta" else device
 
     @property
     def states(self) -> tuple[Tensor, Tensor]:
@@ -116,6 +128,7 @@ class LinearInFP8(nn.Linear):
             self.config.emulate is True,
             accumulation != "none",
             accumulation == "all",
+            self.weight.dtype if isinstance(self.weight, GatheredWeight) else None,
         )
         # Dynamo warns of functions with a cache, and traces what they compute anyway.
         return LinearSpec(*fields) if torch.compiler.is_compiling() else linear_spec(*fields)
@@ -124,6 +137,11 @@ class LinearInFP8(nn.Linear):
         super()._apply(fn, recurse)
         self.scaling.to(self.scaling_device)
         return self
+
+    def _bring_states(self) -> None:
+        """Move scaling states to the weight, which `load_state_dict(assign=True)` may have put on another device."""
+        if self.scaling.device != self.scaling_device:
+            self.scaling.to(self.scaling_device)
 
 
 class FP8Linear(LinearInFP8):
@@ -185,7 +203,7 @@ class FP8Linear(LinearInFP8):
         cls, module: nn.Module, config: FP8TrainingConfig, scaling: FP8ScalingManager, name: str
     ) -> Self:
         """Make this very module an FP8 one: its hooks and references to it stay."""
-        module.__class__ = cls
+        set_plain_class(module, cls)
         assert isinstance(module, cls)
         module._enable_fp8(config, scaling, name)
         return module
@@ -207,6 +225,8 @@ class FP8Linear(LinearInFP8):
         holder = held.current()
         if holder is not None:
             return holder.weight(members)
+        if isinstance(self.weight, GatheredWeight):
+            return self.weight.source.together([member.weight for member in members], "forward")
         if self.fp8_only is None:
             return Weight([member.weight for member in members], state=self.state_w)
         weights = [member.fp8_only.data for member in members if member.fp8_only is not None]
@@ -265,6 +285,8 @@ class FP8Linear(LinearInFP8):
         )
         if loaded is not None and prefix + "weight" in missing_keys:
             missing_keys.remove(prefix + "weight")
+        if local_metadata.get("assign_to_params_buffers"):
+            self._bring_states()
 
     def extra_repr(self) -> str:
         state = "" if self.fp8_only is None else ", weight in FP8 only"

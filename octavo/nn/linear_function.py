@@ -34,8 +34,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from octavo.nn.gathered import gathered_again, is_gathered
 from octavo.nn.norm import NO_NORM, back_through, normed, normed_again
-from octavo.nn.versions import check_versions, versions_of
+from octavo.nn.versions import check_versions, versions_of, viewed
 from octavo.numerics.norm import Norm
 from octavo.numerics.quantize import Quantized
 from octavo.ops import linear as ops
@@ -95,7 +96,8 @@ def linear_and_input(
     counts = len(trained), len(adapters.positions), len(weight.parts)
     y, h = _Linear.apply(
         x.reshape(-1, x.shape[-1]), bias, flat, *(NO_NORM if norm is None else norm[:2]), spec, save_x,
-        adapters.positions, counts, *states, weight.state, *trained, *adapters.downs, *adapters.ups, *stored,
+        adapters.positions, counts, tuple(weight.sources), *states, weight.state, *trained, *adapters.downs,
+        *adapters.ups, *stored,
     )  # fmt: skip
     return y.reshape(*x.shape[:-1], y.shape[-1]), x if h is None else h.reshape(x.shape)
 
@@ -153,6 +155,7 @@ class _Linear(torch.autograd.Function):
         save_x: str,
         positions: tuple[Adapter, ...],
         counts: tuple[int, int, int],
+        sources: tuple[Tensor, ...],
         state_x: Tensor,
         state_g: Tensor,
         state_w: Tensor | None,
@@ -176,11 +179,13 @@ class _Linear(torch.autograd.Function):
         # either: it changes with every use, which autograd's version check would take for a mistake.
         ctx.save_for_backward(
             *(saved if save_x else (None, None)), t if positions else None, used, inverse, norm_weight,
-            *adapters.downs, *adapters.ups, *(parts if trained else ()),
+            *adapters.downs, *adapters.ups, *(parts if trained and not is_gathered(trained) else ()),
         )  # fmt: skip
-        ctx.frozen = () if trained else parts
-        ctx.scales, ctx.states = scales, (state_g, state_w)
-        ctx.versions = () if trained else versions_of(stored)
+        ctx.frozen, ctx.scales = (sources, ()) if sources else (() if trained else parts, scales)
+        ctx.dtypes = tuple(tensor.dtype for tensor in stored) if sources else ()
+        ctx.gathered = trained if is_gathered(trained) else ()
+        ctx.states = state_g, state_w
+        ctx.versions = () if trained else versions_of(sources or stored)
         ctx.spec, ctx.call, ctx.save_x, ctx.eps = spec, call, save_x, norm_eps
         ctx.positions, ctx.counts = positions, counts
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -194,7 +199,9 @@ class _Linear(torch.autograd.Function):
             return passing, *[None] * (len(ctx.needs_input_grad) - 1)
         x_data, x_scale, t, w_scale, inverse, norm_weight, *rest = ctx.saved_tensors
         count, low, _ = ctx.counts
-        matrices, parts = rest[: 2 * low], rest[2 * low :] or ctx.frozen
+        matrices, parts, given = rest[: 2 * low], rest[2 * low :] or ctx.frozen, ctx.scales
+        if ctx.gathered:
+            parts, given = gathered_again(ctx.gathered)
         needs_x, needs_bias, needs_residual, needs_norm = ctx.needs_input_grad[:4]
         needs_w, needs_a, needs_b = _split(ctx.needs_input_grad[_BEFORE:], count, low)
         needs = [needs_x or needs_norm, any(needs_w), any(needs_a), any(needs_b)]
@@ -204,7 +211,10 @@ class _Linear(torch.autograd.Function):
         if any(needs):
             check_versions((*ctx.frozen, *ctx.scales), ctx.versions)
             x = normed_again(x_data, norm_weight, inverse) if ctx.save_x == AS_IS else x_data
-            scales = list(ctx.scales) if w_scale is None else [w_scale]
+            if ctx.dtypes:
+                seen = viewed(ctx.frozen, ctx.dtypes)
+                parts, given = seen[: ctx.counts[2]], seen[ctx.counts[2] :]
+            scales = list(given) if w_scale is None else [w_scale]
             state_g, state_w = ctx.states
             dx, dw, da, db = ops.linear_backward(
                 g, state_g, [x, x_scale, t], list(parts), scales, state_w, list(matrices), ctx.call, needs
@@ -223,7 +233,7 @@ class _Linear(torch.autograd.Function):
         return *before, *dws, *dmatrices, *[None] * unused
 
 
-_BEFORE = 12  # arguments of `forward` before the trained tensors
+_BEFORE = 13  # arguments of `forward` before the trained tensors
 
 
 def _sort(

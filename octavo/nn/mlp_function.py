@@ -27,9 +27,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from octavo.nn.gathered import gathered_again, is_gathered
 from octavo.nn.linear_function import AS_IS, States, how_to_save
 from octavo.nn.norm import NO_NORM, back_through, normed, normed_again
-from octavo.nn.versions import check_versions, versions_of
+from octavo.nn.versions import check_versions, versions_of, viewed
 from octavo.numerics.norm import Norm
 from octavo.numerics.quantize import Quantized
 from octavo.ops import mlp as ops
@@ -74,8 +75,8 @@ def gated_mlp(
     sizes = tuple((len(w.parts), len(w.scales)) if w.is_stored else (0, 0) for w in (gate_up, down))
     y = _GatedMLP.apply(
         x.reshape(-1, x.shape[-1]), *(NO_NORM if norm is None else norm[:2]), residual, mlp, (save_x, saves),
-        (adapters.positions, adapters_down.positions), (len(trained), *sizes), *states, *states_down, gate_up.state,
-        down.state, *trained, *matrices, *stored,
+        (adapters.positions, adapters_down.positions), (len(trained), *sizes), (*gate_up.sources, *down.sources),
+        *states, *states_down, gate_up.state, down.state, *trained, *matrices, *stored,
     )  # fmt: skip
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
@@ -104,7 +105,7 @@ def _without_gradients(
 
 
 Sizes = tuple[int, tuple[int, int], tuple[int, int]]  # trained tensors; parts and scales of each product, if stored
-_BEFORE = 14  # arguments of `forward` before the trained tensors
+_BEFORE = 15  # arguments of `forward` before the trained tensors
 
 
 class _GatedMLP(torch.autograd.Function):
@@ -119,6 +120,7 @@ class _GatedMLP(torch.autograd.Function):
         saves: tuple[str, bool],
         positions: Positions,
         sizes: Sizes,
+        sources: tuple[Tensor, ...],
         state_x: Tensor,
         state_dgate_up: Tensor,
         state_h: Tensor,
@@ -145,10 +147,16 @@ class _GatedMLP(torch.autograd.Function):
         parts = (*weights[0][0], *weights[1][0])
         # Frozen weights and scaling state are not saved as tensors are; `linear_function.py` says why.
         ctx.save_for_backward(
-            *saved, w_scale, w_down_scale, inverse, norm_weight, *matrices, *(parts if trained else ())
-        )
+            *saved, w_scale, w_down_scale, inverse, norm_weight, *matrices,
+            *(parts if trained and not is_gathered(trained) else ()),
+        )  # fmt: skip
+        ctx.gathered = trained if is_gathered(trained) else ()
         ctx.frozen, ctx.scales = () if trained else parts, (weights[0][1], weights[1][1])
         ctx.versions = () if trained else versions_of((*parts, *weights[0][1], *weights[1][1]))
+        ctx.sources, ctx.dtypes, ctx.sizes = sources, (), sizes
+        if sources:
+            ctx.frozen, ctx.scales, ctx.versions = (), ((), ()), versions_of(sources)
+            ctx.dtypes = tuple(tensor.dtype for tensor in stored)
         ctx.states = (state_g, state_dgate_up), (state_w, state_w_down)
         ctx.spec, ctx.call, ctx.save_x, ctx.positions, ctx.trained = spec, call, save_x, positions, sizes[0]
         ctx.eps, ctx.residual = norm_eps, residual
@@ -160,8 +168,16 @@ class _GatedMLP(torch.autograd.Function):
         everything = ctx.saved_tensors
         saved, (*w_scales, inverse, norm_weight), rest = list(everything[:7]), everything[7:11], everything[11:]
         low = 2 * (len(ctx.positions[0]) + len(ctx.positions[1]))
-        matrices, (gate, up, down) = rest[:low], rest[low:] or ctx.frozen
-        check_versions((*ctx.frozen, *ctx.scales[0], *ctx.scales[1]), ctx.versions)
+        check_versions(ctx.sources or (*ctx.frozen, *ctx.scales[0], *ctx.scales[1]), ctx.versions)
+        matrices, given = rest[:low], ctx.scales
+        if ctx.sources:
+            ((gate, up), of_gate_up), ((down,), of_down) = _weights((), viewed(ctx.sources, ctx.dtypes), ctx.sizes)
+            given = (of_gate_up, of_down)
+        elif ctx.gathered:
+            ((gate, up), first), ((down,), second) = map(gathered_again, (ctx.gathered[:2], ctx.gathered[2:]))
+            given = (first, second)
+        else:
+            gate, up, down = rest[low:] or ctx.frozen
         adapters = _sort(matrices, ctx.positions)
         needs_x, needs_norm = ctx.needs_input_grad[:2]
         needs_trained = ctx.needs_input_grad[_BEFORE : _BEFORE + ctx.trained] or (False, False, False)
@@ -170,7 +186,7 @@ class _GatedMLP(torch.autograd.Function):
         x_saved = Quantized(*saved[:2])
         if ctx.save_x == AS_IS:
             saved[0] = normed_again(saved[0], norm_weight, inverse)
-        scales = [[used] if used.numel() else list(given) for used, given in zip(w_scales, ctx.scales, strict=True)]
+        scales = [[used] if used.numel() else list(known) for used, known in zip(w_scales, given, strict=True)]
         (state_g, state_dgate_up), (state_w, state_w_down) = ctx.states
         dx, dgate_up, ddown, *of_adapters = ops.gated_mlp_backward(
             g, state_g, state_dgate_up, saved, [gate, up], scales[0], state_w, [down], scales[1], state_w_down,

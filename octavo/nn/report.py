@@ -116,25 +116,29 @@ class ConversionReport(Report):
 
     For a model that was converted, or loaded with its weights frozen in FP8. `fused` names the fused pieces in use, and
     those that are not with the reason. `hooked` is looked up when it is asked for: modules that have hooks by then, for
-    which fused pieces are not used. So is `padded`: how many calls have computed padding, by reason.
+    which fused pieces are not used. So are `padded` and `unfused`: how many calls have computed padding, and how many
+    with labels all logits, by reason.
     """
 
     fused: list[str] = field(default_factory=list)
     model: weakref.ref[nn.Module] | None = field(default=None, repr=False, compare=False)
     find_hooked: Callable[[nn.Module], list[str]] | None = field(default=None, repr=False, compare=False)
     find_padded: Callable[[nn.Module], Mapping[str, int]] | None = field(default=None, repr=False, compare=False)
+    find_unfused: Callable[[nn.Module], Mapping[str, int]] | None = field(default=None, repr=False, compare=False)
 
     def attach(
         self,
         model: nn.Module,
         find_hooked: Callable[[nn.Module], list[str]],
         find_padded: Callable[[nn.Module], Mapping[str, int]],
+        find_unfused: Callable[[nn.Module], Mapping[str, int]],
     ) -> None:
         """Make this report the model's `octavo_report`, and look into it by these functions.
 
         `model.octavo_fused` is this report's `fused`.
         """
-        self.model, self.find_hooked, self.find_padded = weakref.ref(model), find_hooked, find_padded
+        self.model = weakref.ref(model)
+        self.find_hooked, self.find_padded, self.find_unfused = find_hooked, find_padded, find_unfused
         model.__dict__[REPORT], model.__dict__[_FUSED] = self, self.fused
 
     @staticmethod
@@ -153,10 +157,16 @@ class ConversionReport(Report):
         model = None if self.model is None else self.model()
         return {} if model is None or self.find_padded is None else dict(self.find_padded(model))
 
+    @property
+    def unfused(self) -> dict[str, int]:
+        model = None if self.model is None else self.model()
+        return {} if model is None or self.find_unfused is None else dict(self.find_unfused(model))
+
     def _fused(self) -> list[str]:
         names = self.hooked
         fused = [line for line in self.fused if line != self.emulation]  # which is said already
         fused += [f"padding computed in {count} calls: {reason}" for reason, count in self.padded.items()]
+        fused += [f"loss from all logits in {count} calls: {reason}" for reason, count in self.unfused.items()]
         if not names:
             return fused
         shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")

@@ -6,15 +6,23 @@ ZeRO-3 keeps the Parameter and empties it. Code that compares classes, or that r
 
 import math
 from contextlib import nullcontext
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, distributed
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 
 def ranks() -> int:
     """The number of ranks in the default process group; 1 where there is none."""
     return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+
+
+def may_be_freed() -> bool:
+    """Whether an engine may free Parameters between forward and backward: DeepSpeed does, also on one rank."""
+    return not torch.compiler.is_compiling() and distributed.is_available() and distributed.is_initialized()
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -81,7 +89,19 @@ def _chunks(length: int, parts: int) -> set[int]:
 
 def plain_class(module: torch.nn.Module) -> type[torch.nn.Module]:
     """The class of a module, beneath the subclass that FSDP2 gives to a unit."""
-    from torch.distributed.fsdp import FSDPModule
-
     kind = type(module)
-    return kind.__mro__[2] if isinstance(module, FSDPModule) else kind
+    return kind.__mro__[kind.__mro__.index(FSDPModule) + 1] if issubclass(kind, FSDPModule) else kind
+
+
+def set_plain_class(module: Any, cls: Any) -> None:
+    """Let a module be of another class, beneath the subclass that FSDP2 may have given it."""
+    kind: Any = type(module)
+    module.__class__ = _unit(kind, cls) if issubclass(kind, FSDPModule) else cls
+
+
+@cache
+def _unit(kind: type, cls: type) -> type:
+    """What `kind`, the class of a unit, would be if the unit had been of class `cls`."""
+    over = kind.__mro__[: kind.__mro__.index(FSDPModule)]
+    body = {name: value for each in reversed(over) for name, value in vars(each).items() if name == "__deepcopy__"}
+    return type(f"FSDP{cls.__name__}", (FSDPModule, cls), body | {"__module__": kind.__module__})

@@ -256,6 +256,35 @@ def expand_scale(scale: Tensor, shape: torch.Size) -> Tensor:
     return _spread(_spread(scale, -2, shape[-2]), -1, shape[-1])
 
 
+def quantize_by_groups(
+    x: Tensor,
+    scale: Tensor,
+    format: Format,
+    rounding: str = "nearest",
+    *,
+    first: int,
+    height: int | None,
+    width: int | None,
+) -> Tensor:
+    """Compute `round(x / scale)` for rows `[R, C]` of a larger matrix, those from `first` on; return the data.
+
+    `scale`: of all groups of that matrix, `[⌈rows/height⌉, ⌈C/width⌉]`; None stands for all rows or columns.
+    """
+    spread = scale_of_rows(scale, x.shape, first=first, height=height, width=width)
+    return quantize_by(x, spread, format, rounding).data
+
+
+def scale_of_rows(scale: Tensor, shape: Sequence[int], *, first: int, height: int | None, width: int | None) -> Tensor:
+    """Return the scales of rows from `first` on of a larger matrix: one for each element, or what broadcasts."""
+    rows, columns = shape
+    scale = scale.float()
+    if height is not None and scale.dim():
+        scale = scale[torch.arange(first, first + rows, device=scale.device) // height]
+    if width is not None and scale.dim():
+        scale = scale[:, torch.arange(columns, device=scale.device) // width]
+    return scale
+
+
 def _spread(scale: Tensor, dim: int, size: int) -> Tensor:
     groups = scale.shape[dim]
     if groups in (1, size):

@@ -29,7 +29,7 @@ multiplier FP8_MAX / (amax × margin). `margin` is a factor here (an exponent in
 
 import math
 import weakref
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +71,16 @@ class _Trained:
         return had + (list(model.parameters()) if model is not None else [])
 
 
+class Exchange(Protocol):
+    """Agrees with other ranks before histories roll (`octavo.dist.amax`)."""
+
+    def reduce(self, states: Tensor) -> None:
+        """Replace what is recorded in these states `[rows, SLOTS]`, a copy of them all, by what all ranks recorded."""
+
+    def settle(self) -> None:
+        """Compute what follows from states that have rolled."""
+
+
 class FP8ScalingManager:
     """Scales and amax histories of any number of named tensors.
 
@@ -110,6 +120,7 @@ class FP8ScalingManager:
         self._index: dict[str, int] = {}
         self._follows = False
         self._has_own_optimizer = False
+        self.exchange: Exchange | None = None  # with other ranks; None: every rank has its own histories
         self.step_count = 0  # calls of `step()`, rolled or not
         self._maximum: list[float] = []  # FP8_MAX and margin of each state
         self._margin: list[float] = []
@@ -193,6 +204,8 @@ class FP8ScalingManager:
         self.step_count += 1
         if self.states:
             self._roll()
+        if self.exchange is not None:
+            self.exchange.settle()
 
     def to(self, device: torch.device | str) -> None:
         """Move everything; states keep their identity, since layers hold references to them."""
@@ -232,6 +245,8 @@ class FP8ScalingManager:
         selected = slice(None) if only is None else slice(only, only + 1)
         mine = self.states[selected]
         states = torch.stack(mine)
+        if only is None and self.exchange is not None:
+            self.exchange.reduce(states)
         rolls = (states[:, SEEN] > 0) & (states[:, NON_FINITE].sum() == 0)
         amax = states[:, AMAX]
 
@@ -269,6 +284,11 @@ class FP8ScalingManager:
             with torch.inference_mode(False):
                 limits = list(zip(self._maximum, self._margin, strict=True))
                 self._limits = torch.tensor(limits, dtype=torch.float32, device=self.device).reshape(-1, 2)
+
+    def histories(self) -> list[Tensor]:
+        """Return what states are rolled by, to be read or written in place."""
+        self._arrange()
+        return [getattr(self, name) for name in _PER_STATE]
 
     def statistics(self, *, reset: bool = True) -> dict[str, dict[str, float]]:
         """Return statistics since the last reset, by name. Synchronises.

@@ -57,12 +57,14 @@ class LinearSpec:
     emulate: bool = False  # by the specification even where there are kernels
     fast_forward: bool = True  # tensor cores may keep about 14 bits of a running sum
     fast_backward: bool = False
+    dw_dtype: torch.dtype | None = None  # of the weight's gradient, where the weight arrives in FP8 (`nn/gathered.py`)
     text: str = field(init=False, repr=False, compare=False)  # all of it, as operators take it
 
     def __post_init__(self) -> None:
         recipes = "|".join("" if recipe is None else recipe.encode() for recipe in (self.x, self.w, self.g))
         flags = "".join(str(int(flag)) for flag in (self.record, self.emulate, self.fast_forward, self.fast_backward))
-        object.__setattr__(self, "text", f"{recipes}|{flags}|{self.out_dtype}")
+        dtypes = self.out_dtype if self.dw_dtype is None else f"{self.out_dtype},{self.dw_dtype}"
+        object.__setattr__(self, "text", f"{recipes}|{flags}|{dtypes}")
 
     @property
     def pads(self) -> bool:
@@ -72,10 +74,10 @@ class LinearSpec:
 
 @cache
 def linear_spec(
-    x: OperandRecipe | None, w: OperandRecipe | None, g: OperandRecipe | None, out_dtype: torch.dtype, *flags: bool
+    x: OperandRecipe | None, w: OperandRecipe | None, g: OperandRecipe | None, out_dtype: torch.dtype, *rest: Any
 ) -> LinearSpec:
     """Return the `LinearSpec` of these fields, made once: a forward pass asks for the same one in every call."""
-    return LinearSpec(x, w, g, out_dtype, *flags)
+    return LinearSpec(x, w, g, out_dtype, *rest)
 
 
 class Call(NamedTuple):
@@ -94,11 +96,12 @@ class Call(NamedTuple):
     @staticmethod
     @cache
     def decode(text: str) -> "Call":
-        x, w, g, flags, dtype, save_x, saves, x_dtype, *positions = text.split("|")
+        x, w, g, flags, dtypes, save_x, saves, x_dtype, *positions = text.split("|")
         recipes = [OperandRecipe.decode(recipe) if recipe else None for recipe in (x, w, g)]
-        dtypes = [getattr(torch, name.removeprefix("torch.")) for name in (dtype, x_dtype)]
-        spec = LinearSpec(recipes[0], recipes[1], recipes[2], dtypes[0], *(flag == "1" for flag in flags))
-        return Call(spec, save_x, saves == "1", dtypes[1], tuple(positions))
+        x_dtype_, out, *dw = (getattr(torch, name.removeprefix("torch.")) for name in (x_dtype, *dtypes.split(",")))
+        rest: list[Any] = [*(flag == "1" for flag in flags), *dw]
+        spec = LinearSpec(recipes[0], recipes[1], recipes[2], out, *rest)
+        return Call(spec, save_x, saves == "1", x_dtype_, tuple(positions))
 
 
 def _linear_fake(x: Tensor, weights: list[Tensor], matrices: list[Tensor], call: str) -> Any:
@@ -157,10 +160,10 @@ def takes_few_tokens(spec: LinearSpec) -> bool:
 
 
 def _backward_fake(g: Tensor, weights: list[Tensor], matrices: list[Tensor], call: str, needs: list[bool]) -> Any:
-    _, _, _, x_dtype, (positions,) = Call.decode(call)
+    spec, _, _, x_dtype, (positions,) = Call.decode(call)
     dx = g.new_empty([g.shape[0], weights[0].shape[1]], dtype=x_dtype) if needs[0] else g.new_empty(0)
     adapters = Adapters.decode(positions, matrices)
-    return dx, fake_grad_weight(g, weights, needs[1]), *fake_gradients(g, adapters, *needs[2:])
+    return dx, fake_grad_weight(g, weights, spec, needs[1]), *fake_gradients(g, adapters, *needs[2:])
 
 
 @operator(mutates=("state_g",), fake=_backward_fake)
@@ -207,7 +210,7 @@ def linear_backward(
     if needs_w:
         # dw_NK = g_MNᵀ · x_MK
         x_km = input_columns(as_saved(x, x_scale), state_g, spec, save_x)
-        dw = multiply(g_q[-1], x_km, None, weight.gradient_dtype(g), **how)
+        dw = multiply(g_q[-1], x_km, None, spec.dw_dtype or weight.gradient_dtype(g), **how)
     return or_empty(dx, g), or_empty(dw, g), or_empty(da, g), or_empty(db, g)
 
 
@@ -283,6 +286,6 @@ def fake_used_scale(x: Tensor, weights: list[Tensor], spec: LinearSpec) -> Tenso
     return x.new_empty(() if is_used else 0, dtype=torch.float32)
 
 
-def fake_grad_weight(g: Tensor, weights: list[Tensor], needed: bool) -> Tensor:
+def fake_grad_weight(g: Tensor, weights: list[Tensor], spec: LinearSpec, needed: bool) -> Tensor:
     shape = [sum(w.shape[0] for w in weights), weights[0].shape[1]]
-    return g.new_empty(shape, dtype=Weight(weights).gradient_dtype(g)) if needed else g.new_empty(0)
+    return g.new_empty(shape, dtype=spec.dw_dtype or Weight(weights).gradient_dtype(g)) if needed else g.new_empty(0)

@@ -266,7 +266,7 @@ def _backward_fake(
 ) -> Any:
     how = MLPCall.decode(call)
     dx = g.new_empty([g.shape[0], weights[0].shape[1]], dtype=how.x_dtype) if needs[0] else g.new_empty(0)
-    dws = [fake_grad_weight(g, w, needed) for w, needed in zip((weights, down), needs[1:3], strict=True)]
+    dws = [fake_grad_weight(g, w, how.spec, needed) for w, needed in zip((weights, down), needs[1:3], strict=True)]
     adapters, adapters_down = how.adapters(matrices)
     return dx, *dws, *fake_gradients(g, adapters, *needs[3:5]), *fake_gradients(g, adapters_down, *needs[5:])
 
@@ -320,7 +320,7 @@ def _whole_backward(
     del dh
     if needs_w_down:
         # dw_down_KF = g_MKᵀ · h_MF
-        ddown = multiply(g_q[-1], h, None, weight_down.gradient_dtype(g), **fast)
+        ddown = multiply(g_q[-1], h, None, spec.dw_dtype or weight_down.gradient_dtype(g), **fast)
     del g_q, h
     if needs_x:
         # dx_MK = dgu_M2F · [w_gate; w_up]
@@ -331,7 +331,7 @@ def _whole_backward(
     if needs_w:
         # dw_2FK = dgu_M2Fᵀ · x_MK
         x_km = input_columns(Quantized(x, x_scale), down_side.state, spec, how.save_x)
-        dw = multiply(d_columns, x_km, None, weight.gradient_dtype(g), **fast)
+        dw = multiply(d_columns, x_km, None, spec.dw_dtype or weight.gradient_dtype(g), **fast)
     return or_empty(dx, g), or_empty(dw, g), or_empty(ddown, g), *empty(g, 4)
 
 

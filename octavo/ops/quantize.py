@@ -10,8 +10,10 @@ from torch import Tensor
 
 from octavo.numerics import OperandRecipe, Quantized
 from octavo.numerics import operand as spec
+from octavo.numerics.amax import block_amax, finite_amax
 from octavo.numerics.formats import E8M0_DTYPE
 from octavo.numerics.quantize import packed_scale_dtype, scale_shape
+from octavo.numerics.quantize import quantize_by_groups as spec_by_groups
 from octavo.ops.register import operator
 from octavo.support import has_fp8_tensor_cores
 
@@ -39,6 +41,28 @@ def quantize_group(
         if kernel.can_quantize(xs, recipe):
             return kernel.quantize_group(xs, state, recipe, record=record, layout=layout, scale=scale)
     return spec.quantize_group(xs, state, recipe, record=record, layout=layout, scale=scale)
+
+
+def quantize_by_groups(
+    x: Tensor, scale: Tensor, recipe: OperandRecipe, *, first: int, height: int | None, width: int | None
+) -> Tensor:
+    """Quantise rows of a larger matrix by its scales; see `numerics.quantize.quantize_by_groups`."""
+    if has_fp8_tensor_cores(x.device):
+        from octavo.kernels.quantize import by_scales as kernel
+
+        if kernel.can_quantize(x, recipe.format, recipe.rounding):
+            return kernel.quantize_by_groups(x, scale, recipe.format, first=first, height=height, width=width)
+    return spec_by_groups(x, scale, recipe.format, recipe.rounding, first=first, height=height, width=width)
+
+
+def matrix_amax(x: Tensor, *, by_column: bool) -> Tensor:
+    """Return the largest finite magnitude of a matrix `[R, C]`, `[1]`, or of each of its columns, `[C]`; FP32."""
+    if has_fp8_tensor_cores(x.device):
+        from octavo.kernels import quantize as kernel
+
+        if kernel.can_measure(x):
+            return kernel.matrix_amax(x, by_column=by_column)
+    return block_amax(x, (x.shape[0], 1)).view(-1) if by_column else finite_amax(x)[0].view(1)
 
 
 def quantize_folded(g: Tensor, factor: Tensor, state: Tensor, recipe: OperandRecipe) -> Quantized:

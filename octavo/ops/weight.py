@@ -40,6 +40,9 @@ class Weight(NamedTuple):
     scales: Sequence[Tensor] = ()  # of a trained weight in backward: the delayed scale that forward used
     state: Tensor | None = None  # scaling state of a trained weight
     parameters: Sequence[Tensor] = ()  # the Parameters behind FP8-only parts
+    sources: Sequence[
+        Tensor
+    ] = ()  # the Parameters that frozen parts and scales are views of, if an engine may free them
 
     @property
     def is_stored(self) -> bool:

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+LEAST_TEMPERATURE = 1e-6  # above 0; logits of 1e4 still have 28 orders of magnitude to go in FP32
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -32,6 +34,11 @@ class Sampling:
             raise ValueError(f"max_new_tokens={self.max_new_tokens!r} must be a positive integer")
         if not (isinstance(self.temperature, int | float) and 0 <= self.temperature < math.inf):
             raise ValueError(f"temperature={self.temperature!r} must be a finite number of at least 0 (0: greedy)")
+        if 0 < self.temperature < LEAST_TEMPERATURE:
+            raise ValueError(
+                f"temperature={self.temperature!r} is below {LEAST_TEMPERATURE:g}, and logits divided by it may not be "
+                "finite; set 0, which takes the likeliest token, or at least that much"
+            )
         if self.top_k is not None and (not _is_int(self.top_k) or self.top_k < 1):
             raise ValueError(f"top_k={self.top_k!r} must be a positive integer, or None for all tokens")
         if self.top_p is not None and not (isinstance(self.top_p, int | float) and 0 < self.top_p <= 1):

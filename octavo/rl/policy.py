@@ -25,7 +25,8 @@ from octavo.decoders.attention import plainly_causal
 from octavo.decoders.decoding import Attends, decoding
 from octavo.decoders.fuse import fused_for_decoding
 from octavo.decoders.graph_state import state_of
-from octavo.decoders.hooks import is_hooked
+from octavo.decoders.hooks import brings_weights, is_hooked
+from octavo.nn.frozen import FP8FrozenLinear
 from octavo.nn.held import HeldWeights, holding
 from octavo.nn.linear import LinearInFP8, weights_only
 from octavo.rl.cache import CacheFormat
@@ -211,9 +212,13 @@ def _check_scales(model: nn.Module) -> None:
             continue
         granularities = {getattr(module, "granularity", None), module.recipe.x.granularity, module.recipe.w.granularity}
         if "tensor" in granularities:
+            frozen = isinstance(module, FP8FrozenLinear)
+            # `full_finetuning=True, load_in_fp8=True` is the recipe `delayed`.
+            fix = "" if frozen else "; with full_finetuning=True, load_in_fp8=True means 'tensor'"
             raise ValueError(
                 f"{name} is in FP8 with granularity='tensor': one scale for a whole batch lets a token's probability "
-                "depend on its neighbours; for reinforcement learning use 'channel' or 'block' (load_in_fp8='channel')"
+                f"depend on its neighbours; for reinforcement learning use 'channel' or 'block' "
+                f"(load_in_fp8='channel'{fix})"
             )
 
 
@@ -235,7 +240,7 @@ def _base(module: Any) -> Any:
 
 
 def _is_plain(head: Any) -> bool:
-    return type(head) is nn.Linear and head.bias is None and not is_hooked(head)
+    return type(head) is nn.Linear and head.bias is None and not is_hooked(head) and not brings_weights(head)
 
 
 @contextmanager

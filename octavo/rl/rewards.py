@@ -43,6 +43,12 @@ class Rewards:
     def __init__(self, functions: Sequence[RewardFunction], weights: Sequence[float] | None = None) -> None:
         if not isinstance(functions, list | tuple) or not all(callable(function) for function in functions):
             raise ValueError(f"rewards={reprlib.repr(functions)}: a list of functions")
+        for function in functions:
+            if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+                raise ValueError(
+                    f"reward function {name_of(function)} is async, and is called without awaiting it: define it with "
+                    "def, and run what is async in it by asyncio.run"
+                )
         if not functions:
             raise ValueError("rewards: no function is given; GRPO needs at least one")
         if weights is not None and not isinstance(weights, list | tuple):
@@ -90,7 +96,7 @@ class Rewards:
             values = function(**_accepted(function, given))
         except RunError:
             raise
-        except Exception as error:  # whatever it is, it is not ours: it ends the run, and says where it comes from
+        except (Exception, SystemExit) as error:  # it is not ours: it ends the run, and says where it comes from
             raise RunError(f"reward function {name} raised {_said(error)}; {_HINT}") from error
         try:
             if isinstance(values, str | bytes | Mapping | Set):  # these can be listed, too, and would be something else
@@ -137,7 +143,7 @@ def _accepted(function: RewardFunction, given: dict[str, Any]) -> dict[str, Any]
     return {name: value for name, value in given.items() if name in parameters}
 
 
-def _said(error: Exception) -> str:
+def _said(error: BaseException) -> str:
     """Return the error in a line, with the place that it comes from."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     message = str(error).splitlines()

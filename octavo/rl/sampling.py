@@ -5,11 +5,15 @@
 
 (−log E is Gumbel's distribution.) Greedy takes argmax z, and T = 1 for the log-probability. With top-k or top-p, tokens
 are left out of the choice, and the log-probability stays that of the whole vocabulary.
+
+On a GPU, two launches do it (`ops/sampling.py`), with noise of their own from a seed that the generator draws. With
+top-k or top-p, and elsewhere, it is operations of torch, with the generator's noise.
 """
 
 import torch
 from torch import Tensor
 
+from octavo.ops import sampling as ops
 from octavo.rl.completions import Sampling
 
 
@@ -20,6 +24,11 @@ def choose(
 
     `temperature`: that of `sampling` as a tensor, so that a CUDA graph can take another.
     """
+    if ops.has_kernel(logits) and not sampling.is_truncated:
+        seed = torch.empty(1, dtype=torch.int64, device=logits.device)
+        if not sampling.is_greedy:
+            seed.random_(generator=generator)
+        return ops.sample(logits, temperature, seed, greedy=sampling.is_greedy)
     logprobs = (logits if sampling.is_greedy else logits / temperature).log_softmax(dim=-1)
     if sampling.is_greedy:
         token = logits.argmax(dim=-1)  # log-probabilities may be equal where logits are not

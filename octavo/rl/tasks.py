@@ -91,10 +91,16 @@ def _load(path: Path) -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and pickle look for the module of a class there
+    folder = str(path.parent.absolute())
+    sys.path.insert(0, folder)  # as in a script, which imports modules beside it
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # a user's file may fail in any way, and the line says in which
+    except (Exception, SystemExit) as error:  # a user's file may fail in any way, and the line says in which
         raise UserError(f"{path} does not load: {type(error).__name__}: {error}") from error
+    finally:
+        sys.path.remove(folder)
+        if folder not in sys.path:
+            sys.path.append(folder)  # for imports inside functions; last, so that it hides nothing from libraries
     return module
 
 
@@ -126,7 +132,7 @@ def _python_task(path: Path, rewards: Rewards | None) -> Task:
         )
     try:
         entries = list(prompts() if callable(prompts) else prompts)
-    except Exception as error:  # as in a file that does not load
+    except (Exception, SystemExit) as error:  # as in a file that does not load
         raise UserError(f"{path}: PROMPTS gives no list of prompts: {type(error).__name__}: {error}") from error
     rows = [{"prompt": row} if isinstance(row, str) else row for row in entries]
     for number, row in enumerate(rows, start=1):

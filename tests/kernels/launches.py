@@ -5,6 +5,7 @@ and `tests/golden/ptx.py` replace Triton's launch by a compilation and look at t
 there in BF16; in FP32 and rounded at random, what depends on it.
 """
 
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -15,7 +16,7 @@ from octavo.kernels import adamw, cross_entropy, gated, norm, quantize, rotary, 
 from octavo.kernels.adapters import gradients, outputs
 from octavo.kernels.gated import blocks, low_rank
 from octavo.kernels.gemm import triton as gemm_triton
-from octavo.kernels.quantize import dequantize, transpose
+from octavo.kernels.quantize import by_scales, dequantize, transpose
 from octavo.models.bdh.kernels import backward as bdh_backward
 from octavo.models.bdh.kernels import forward as bdh
 from octavo.models.bdh.kernels import scores as bdh_scores
@@ -25,7 +26,7 @@ from octavo.numerics.adamw import Step, with_levels
 from octavo.numerics.norm import Norm
 from octavo.numerics.rotary import Heads
 from octavo.numerics.scaling import new_states
-from tests.kernels.launches_of_decoding import Launch, decode_launches, few_token_launches
+from tests.kernels.launches_of_decoding import Launch, decode_launches, few_token_launches, sampling_launches
 
 RECIPES = {
     "delayed": FP8TrainingConfig(),
@@ -43,7 +44,8 @@ def launches(dtype: torch.dtype, rounding: str) -> Iterator[Launch]:
     for part in (_quantize, _gated, _gated_blocks, _bdh):
         yield from part(dtype, rounding)
     if rounding == "nearest":
-        for part in (_cross_entropy, _adamw, _low_rank, few_token_launches, _norm, _rotary, decode_launches):
+        decoding = (decode_launches, sampling_launches)
+        for part in (_cross_entropy, _adamw, _low_rank, few_token_launches, _norm, _rotary, *decoding):
             yield from part(dtype)
         if dtype == torch.bfloat16:
             yield from _gemm()
@@ -75,6 +77,8 @@ def _quantize(dtype: torch.dtype, rounding: str) -> Iterator[Launch]:
             )
     recipe = RECIPES["delayed"].replace(rounding=rounding).recipe
     x = torch.zeros(256, 256, dtype=dtype)
+    if rounding == "nearest":
+        yield from _by_scales(dtype)
     yield (
         "quantize given scale",
         lambda: quantize.quantize_group([x], _state(), recipe.x, layout="both", scale=torch.ones(())),
@@ -90,6 +94,22 @@ def _quantize(dtype: torch.dtype, rounding: str) -> Iterator[Launch]:
             f"quantize folded rows of {width}",
             lambda x=wide: quantize.quantize_folded(x, torch.ones(x.shape[1]), _state(), channel.g),
         )
+
+
+def _by_scales(dtype: torch.dtype) -> Iterator[Launch]:
+    """Rows of a larger matrix by its scales, and maxima alone: what shards of weights need."""
+    groups = {"block": (128, 128), "columns": (None, 1), "mx": (32, 1)}
+    for (name, (height, width)), shape in itertools.product(groups.items(), ((256, 256), (250, 130))):
+        counts = 1 if height is None else 9, -(-shape[1] // width)
+        scale = torch.ones(counts, dtype=torch.uint8 if name == "mx" else torch.float32)
+        x, how = torch.zeros(shape, dtype=dtype), {"first": 16, "height": height, "width": width}
+        yield (
+            f"quantize by scales {name} {shape}",
+            lambda x=x, scale=scale, how=how: by_scales.quantize_by_groups(x, scale, E4M3, **how),
+        )
+    x = torch.zeros(256, 256, dtype=dtype)
+    for by_column in (False, True):
+        yield f"amax by_column={by_column}", lambda c=by_column: quantize.matrix_amax(x, by_column=c)
 
 
 def _quantized(x: Tensor, recipe, **how) -> object:

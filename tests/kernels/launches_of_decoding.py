@@ -1,10 +1,11 @@
-"""Launches of the kernels that decoding needs, for `launches.py`: attention over a cache, products of few tokens."""
+"""Launches of the kernels that decoding needs, for `launches.py`: attention over a cache, products of few tokens,
+drawing a token."""
 
 from collections.abc import Callable, Iterator
 
 import torch
 
-from octavo.kernels import decode, decode_store, few_tokens, tuning
+from octavo.kernels import decode, decode_store, few_tokens, sampling, tuning
 from octavo.numerics import E4M3, E5M2, Quantized
 from octavo.numerics.activation import ACTIVATIONS
 from octavo.numerics.decode import KVCache
@@ -53,6 +54,17 @@ def decode_launches(dtype: torch.dtype) -> Iterator[Launch]:
         caches = [_cache(dtype, n, p, 1, 256, bytes=bytes) for n, p in ((2, 128), (8, 512))]
         given = (torch.zeros(8, 2, 256, dtype=dtype), caches[0], few[:2], few, caches[1], few, 0.1)
         yield f"decode 256 {'bytes' if bytes else 'plain'}", lambda given=given: decode.decode_attention(*given)
+
+
+def sampling_launches(dtype: torch.dtype) -> Iterator[Launch]:
+    if dtype != torch.bfloat16:  # logits are in FP32 whatever the model is in
+        return
+    one, seed = torch.ones(()), torch.zeros(1, dtype=torch.int64)
+    for shape in ((64, 128_256), (3, 5001)):
+        logits = torch.zeros(shape)
+        for greedy in (False, True):
+            name = f"sampling {shape}{' greedy' if greedy else ''}"
+            yield name, lambda x=logits, g=greedy: sampling.sample(x, one, seed, g)
 
 
 def few_token_launches(dtype: torch.dtype) -> Iterator[Launch]:

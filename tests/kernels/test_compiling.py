@@ -44,7 +44,8 @@ def test_tiles_are_transposed_in_16_bits(dtype):
     # A kernel that may begin early touches no memory before it has waited, once; but for columns in blocks, which need
     # nothing of what is before them, and wait at their end.
     early = [k for k in kernels if k["may_wait"]]
-    few_tokens = {"lay_out_kernel", "products_kernel"} if dtype == "bfloat16" else set()
+    in_16_bits = {"lay_out_kernel", "products_kernel", "parts_kernel", "choose_kernel"}
+    few_tokens = in_16_bits if dtype == "bfloat16" else set()
     quantizing = {"rows_kernel", "amax_kernel", "scaled_kernel", "columns_kernel"}
     decoding = {"decode_kernel", "merge_kernel", "store_kernel", "rotary_and_store_kernel"}
     assert {k["kernel"] for k in early} == quantizing | few_tokens | decoding

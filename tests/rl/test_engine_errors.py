@@ -78,6 +78,7 @@ def test_options(options, match):
         ({"max_new_tokens": True}, "max_new_tokens=True must be"),
         ({"temperature": -1.0}, "temperature=-1.0 must be a finite number of at least 0"),
         ({"temperature": float("nan")}, "temperature=nan must be"),
+        ({"temperature": 1e-45}, "temperature=1e-45 is below 1e-06, .* set 0, which takes the likeliest token"),
         ({"top_k": 0}, "top_k=0 must be a positive integer, or None"),
         ({"top_p": 0.0}, "top_p=0.0 must be above 0 and at most 1"),
         ({"stop_ids": (-1,)}, "stop_ids"),
@@ -150,12 +151,19 @@ def test_prompt_learning():
 
 
 def test_one_scale_per_tensor_is_refused():
-    with pytest.raises(ValueError, match=r"granularity='tensor': .* use 'channel' or 'block'"):
+    with pytest.raises(
+        ValueError, match=r"granularity='tensor': .* use 'channel' or 'block' \(load_in_fp8='channel'\)"
+    ):
         NativeEngine(frozen("Llama", "tensor"))
     model = plain().requires_grad_(True)
     octavo.convert_to_fp8(model, "delayed")
-    with pytest.raises(ValueError, match="q_proj is in FP8 with granularity='tensor'"):
+    with pytest.raises(
+        ValueError, match=r"q_proj is in FP8 with granularity='tensor'.* load_in_fp8=True means 'tensor'"
+    ):
         NativeEngine(model)
+    model = plain().requires_grad_(True)
+    octavo.convert_to_fp8(model, "channel")  # what load_in_fp8="channel", full_finetuning=True does
+    NativeEngine(model)
 
 
 def test_models_on_no_device_or_several():

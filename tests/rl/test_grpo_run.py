@@ -1,5 +1,6 @@
 """Runs of `octavo grpo`: what they leave, resumed to the bit, and bad luck with the last checkpoint intact."""
 
+import io
 import json
 import os
 import signal
@@ -13,17 +14,19 @@ import pytest
 import torch
 from commands import Command
 from decoder_cases import build
+from rich.console import Console
 from rl_cases import REWARDS
 from trainer_cases import BYTES, byte_tokenizer
 from transformers import AutoModelForCausalLM
 
 from octavo.grpo import demo
-from octavo.grpo.run import train_grpo
+from octavo.grpo.run import read_settings, train_grpo
 from octavo.grpo.settings import RunSettings, settings_from_options
 from octavo.rl.engine import NativeEngine
 from octavo.training.checkpoint import list_checkpoints
 from octavo.training.errors import RunError, UserError
 from octavo.training.files import read_object
+from octavo.training.signals import Interrupted
 
 OCTAVO = Path(sys.executable).with_name("octavo")
 OPTIONS = {
@@ -95,6 +98,27 @@ def test_the_small_run_a_little_shorter(tmp_path):
     assert read_object(folder / "config.json", "")["recipe"] == "block" and (folder / "base" / "config.json").exists()
 
 
+def test_the_small_run_killed_while_its_model_is_made(tmp_path, monkeypatch):
+    """It is resumed, and all that it samples is as in a run that was not interrupted."""
+    settings = settings_from_options({"steps": 2, "prompts": 2, "completions": 2, "device": "cpu"})
+    whole = train_grpo(settings, out=tmp_path / "whole", warm_up=3)
+    made = demo.make_base
+
+    def killed(folder, *_, **__):
+        folder.with_name("base.tmp").mkdir()  # as a kill would leave it
+        raise Interrupted(signal.SIGTERM)
+
+    monkeypatch.setattr(demo, "make_base", killed)
+    words = io.StringIO()
+    with pytest.raises(Interrupted):
+        train_grpo(settings, out=tmp_path / "run", warm_up=3, console=Console(file=words, width=500))
+    assert f"no checkpoint was written yet. Continue with: octavo grpo --resume --out {tmp_path}" in words.getvalue()
+    assert read_settings(tmp_path / "run") == settings
+    monkeypatch.setattr(demo, "make_base", made)
+    train_grpo(settings, out=tmp_path / "run", resume=True, warm_up=3)
+    assert rewards_of(tmp_path / "run") == rewards_of(whole)
+
+
 def test_the_small_model_depends_on_its_seed_alone(tmp_path):
     losses = {}
     for name, seed in (("a", 3), ("b", 3), ("c", 4)):
@@ -108,6 +132,7 @@ def test_the_small_model_depends_on_its_seed_alone(tmp_path):
 BROKEN = {
     "raises": ("raise KeyError('answer')", "reward function share raised KeyError: 'answer' (rewards.py:"),
     "wrong length": ("return [1.0]", "returned 1 rewards for 8 completions"),
+    "exits": ("raise SystemExit(3)", "reward function share raised SystemExit: 3 (rewards.py:"),
     "None": ("return None", "returned None"),
     "all None": ("return [None] * len(completions)", "no completion has a reward"),
     "all NaN": ("return [float('nan')] * len(completions)", "no completion has a reward"),

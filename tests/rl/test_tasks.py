@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from octavo.rl.rewards import Rewards
-from octavo.rl.tasks import matches_answer, read_task
+from octavo.rl.tasks import matches_answer, read_rewards, read_task
 from octavo.training.errors import RunError, UserError
 
 
@@ -44,6 +44,39 @@ def wanting(completions, solution):
 def test_what_reward_functions_do_wrong(function, words):
     with pytest.raises(RunError, match=words):
         score(function)
+
+
+async def later(completions):
+    return [0.0 for _ in completions]
+
+
+class Later:
+    async def __call__(self, completions):
+        return [0.0 for _ in completions]
+
+
+@pytest.mark.parametrize("function", [later, Later()], ids=["function", "object"])
+def test_async_functions_are_refused(function):
+    name = "later" if function is later else "Later"
+    with pytest.raises(ValueError, match=f"reward function {name} is async, .*: define it with def"):
+        Rewards([function])
+
+
+def test_a_python_file_imports_what_lies_beside_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "beside_the_rewards.py").write_text("LENGTH = 2\n")
+    (tmp_path / "used_later.py").write_text("LENGTH = 3\n")
+    (tmp_path / "rewards.py").write_text(
+        "from beside_the_rewards import LENGTH\n"
+        "def f(completions):\n    import used_later\n"
+        "    return [float(len(c) in (LENGTH, used_later.LENGTH)) for c in completions]\n"
+    )
+    before = list(sys.path)
+    rewards = read_rewards(tmp_path / "rewards.py")
+    assert sys.path == [*before, str(tmp_path)]  # hides nothing
+    assert rewards.score(["p"] * 3, ["a", "ab", "abc"], [[1]] * 3, {}).rewards.tolist() == [0.0, 1.0, 1.0]
+    for name in ("beside_the_rewards", "used_later"):
+        sys.modules.pop(name)
 
 
 def test_rewards_are_weighed_and_none_is_no_opinion():
@@ -122,6 +155,13 @@ def test_a_python_file(tmp_path):
     task = read_task(str(path))
     assert task.rewards.names == ["f"] and [row["prompt"] for row in task.rows] == ["a", "b"]
     assert task.rewards.score(["a"], ["1234"], [[1]], {}).rewards.tolist() == [4.0]
+
+
+def test_a_python_file_that_exits(tmp_path):
+    for name, content in (("a.py", "import sys\nsys.exit('no key')\n"), ("b.py", "def PROMPTS(): raise SystemExit\n")):
+        (tmp_path / name).write_text(content + "def f(completions): return [0.0 for _ in completions]\n")
+        with pytest.raises(UserError, match=f"{name}.*SystemExit"):
+            read_task(str(tmp_path / name))
 
 
 def test_a_python_file_with_a_dataclass(tmp_path):

@@ -31,6 +31,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.kernels.gemm import batch_strides
+from octavo.kernels.launch import launch_once
 from octavo.kernels.tuning import GemmTile, GemmTiles, tuning_for
 from octavo.numerics.quantize import BLOCK, GROUP_HEIGHTS, GROUPS, Quantized
 
@@ -70,7 +71,9 @@ def gemm_nt(
     (_, *z1), (z2_size, *z2) = batches.kept
     (_, *s1), (s2_size, *s2) = batches.summed
     tiles = math.prod(size for size, _, _ in batches.kept) * -(-m // tile.m) * -(-n // tile.n)
-    _gemm_nt_kernel[(tiles,)](
+    launch_once(
+        _gemm_nt_kernel,
+        (tiles,),
         _descriptor(a_data, tile.m // tile.split, tile.k),
         _descriptor(b_data, tile.n, tile.k),
         out,

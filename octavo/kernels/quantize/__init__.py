@@ -100,6 +100,21 @@ def quantize_group(
     return [Quantized(made[i], made[i + 1]) for i in range(0, len(made), 2)]
 
 
+def can_measure(x: Tensor) -> bool:
+    """Whether `matrix_amax` covers this."""
+    return x.dim() == 2 and x.dtype in _WIDE and x.numel() > 0
+
+
+def matrix_amax(x: Tensor, *, by_column: bool) -> Tensor:
+    """The largest finite magnitude of `x[R, C]`, or of each column: the first pass of quantising, alone."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    key = ("amax", by_column, kind(x))
+    builder = _LaunchBuilder([x], OperandRecipe(E4M3), torch.Size())
+    launches = _LAUNCHES.get(key) or _LAUNCHES.add(key, builder.build_amax(by_column))
+    (amax,) = launches.run(x, x)  # the second stands for a state, which is not read
+    return amax
+
+
 def can_fold(x: Tensor, recipe: OperandRecipe) -> bool:
     """Whether `quantize_folded` covers this: whole rows, each with its scale."""
     return recipe.granularity == "channel" and x.dim() == 2 and x.shape[1] <= WIDEST and can_quantize([x], recipe)
@@ -158,6 +173,14 @@ class _LaunchBuilder:
             column_amax = on_the_way and i == 0 and mode_c == CHANNEL.value
             self._write(launches, pass_r, pass_c, outputs, measured, record=record and i == 0, column_amax=column_amax)
         launches.results = (*(rows if mode_r else ()), *(columns if mode_c else ()))
+        return launches
+
+    def build_amax(self, by_column: bool) -> Launches:
+        """The amax of everything, or of each column, and nothing else."""
+        launches = Launches(given=2)
+        modes = (NONE.value, CHANNEL.value) if by_column else (TENSOR.value, NONE.value)
+        amax, _, column_amax = self._measure(launches, *modes, False)
+        launches.results = (column_amax if by_column else amax,)
         return launches
 
     def build_folded(self) -> Launches:

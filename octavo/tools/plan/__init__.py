@@ -12,6 +12,7 @@
     advice.py     which option to take, the code that runs it, and claims that cannot hold
     show.py       on the terminal, and as JSON
     run.py        all of it in order
+    scale/        `--gpus N`: memory, bytes on the wire and time on several GPUs
 
 Each figure is the size of tensors that the code makes; no factor is fitted. `tests/tools/test_plan_layer.py` counts
 what layers save, `tests/tools/test_plan_step.py` what is allocated in whole steps on a CPU, and

@@ -1,0 +1,43 @@
+"""Sums and differences of two digits, from the package `reasoning-gym`, and the reward of their answers.
+
+    pip install reasoning-gym
+    python benchmarks/chain_sum.py benchmarks/chain_sum.jsonl
+
+writes each of the task's different questions once, with its answer: `rl_smollm.py` trains on them where the package is
+not installed. As a file of reward functions (`octavo grpo --rewards`), this one rewards the last number of a
+completion.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def last_number(completions: Sequence[Any], answer: Sequence[str]) -> list[float]:
+    """Give 1 where the last number of a completion is the answer, 0 elsewhere."""
+    texts = [each if isinstance(each, str) else each[-1]["content"] for each in completions]
+    found = [re.findall(r"-?\d+", text.replace("−", "-")) for text in texts]
+    return [float(bool(each) and each[-1] == expected) for each, expected in zip(found, answer, strict=True)]
+
+
+def main(path: Path) -> None:
+    import reasoning_gym
+
+    one_digit = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+    dataset = reasoning_gym.create_dataset("chain_sum", size=2048, seed=0, **one_digit)
+    rows = {entry["question"]: entry["answer"] for entry in dataset}
+    lines = [
+        json.dumps({"prompt": [{"role": "user", "content": question}], "answer": answer})
+        for question, answer in rows.items()
+    ]
+    path.write_text("\n".join(lines) + "\n")
+    print(f"{len(lines)} questions: {path}")
+
+
+REWARDS = [last_number]
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,55 @@
+"""Parameters whose bits FSDP2 must gather as they are: frozen FP8 weights and their scales, which are integers.
+
+With `MixedPrecisionPolicy(param_dtype=…)`, FSDP2 of torch 2.11 casts what it gathers, integers too: the bits of a scale
+would become some number. torch 2.13 leaves integers alone. FSDP2 gathers a tensor with `fsdp_pre_all_gather` and
+`fsdp_post_all_gather` by these instead, so where it casts integers, shards get the two, which send and take bytes.
+"""
+
+import weakref
+from functools import cache, partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+def gather_as_is(parameter: DTensor) -> None:
+    """Have FSDP2 gather this sharded parameter without a cast. Call it before FSDP2 looks: when it sets the shard."""
+    shard = parameter._local_tensor  # the very object that FSDP2 looks at: `to_local` may return another
+    there = shard.is_meta or shard.device.type == parameter.device_mesh.device_type  # else a copy is gathered
+    if not parameter.requires_grad and there and not hasattr(shard, "fsdp_pre_all_gather") and casts_integers():
+        hooks: Any = shard
+        hooks.fsdp_pre_all_gather = partial(_send, weakref.ref(shard))
+        hooks.fsdp_post_all_gather = _take
+
+
+@cache
+def casts_integers() -> bool:
+    """Return whether this torch's FSDP2 casts integers under a policy for mixed precision; asks its rule."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+    asked: Any = SimpleNamespace(sharded_param=torch.empty(0, dtype=torch.uint8))
+    FSDPParam.init_dtype_attrs(asked, MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    return asked.param_dtype is not None
+
+
+def _send(
+    reference: "weakref.ref[Tensor]", mesh: Any, outer_size: torch.Size, _stride: Any, _module: Any, _policy: Any
+) -> tuple[tuple[Tensor], None]:
+    """Return the shard, padded to the rows that the first rank has: all ranks send as much."""
+    shard = reference()
+    assert shard is not None
+    rows = -(-outer_size[0] // mesh.size())
+    if shard.shape[0] < rows:
+        padded = shard.new_zeros((rows, *shard.shape[1:]))
+        padded[: shard.shape[0]] = shard
+        return (padded,), None
+    return (shard,), None
+
+
+def _take(gathered: tuple[Tensor, ...], _metadata: None, _dtype: Any, *, out: Tensor | None = None) -> Any:
+    """Return what was gathered; later gathers write into the same memory."""
+    return (gathered[0], ()) if out is None else None

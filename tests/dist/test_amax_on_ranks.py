@@ -1,0 +1,169 @@
+"""One scaling state for all ranks: equal histories, one all-reduce a step, and no hang where ranks differ."""
+
+import copy
+import time
+
+import pytest
+import torch
+from dist_cases import adamw, batch, converted, loss_of, numbers
+from ranks import on_ranks
+from torch import distributed, nn
+
+import octavo
+from octavo.dist import amax
+from octavo.numerics.scaling import LAST_AMAX, NON_FINITE, SCALE
+
+DDP = nn.parallel.DistributedDataParallel
+
+
+class Counted:
+    """Counts the all-reduces that begin while it is entered, and their bytes."""
+
+    def __enter__(self):
+        self.sizes, self._original = [], distributed.all_reduce
+        distributed.all_reduce = self
+        return self
+
+    def __call__(self, tensor, *args, **kwargs):
+        self.sizes.append(tensor.nbytes)
+        return self._original(tensor, *args, **kwargs)
+
+    def __exit__(self, *_):
+        distributed.all_reduce = self._original
+
+
+def manager_of(model):
+    return amax.managers_of(model)[0]
+
+
+def scales(manager):
+    """What decides the next step: scales in force, newest amax and histories."""
+    state = manager.state_dict()
+    slots = state["rows"][:, [SCALE, LAST_AMAX, NON_FINITE]]
+    return torch.cat([slots.flatten(), *(state[n].float().flatten() for n in ("_history", "_amax", "_ema", "_steps"))])
+
+
+def histories(manager):
+    return torch.cat([each.float().flatten() for each in manager.histories()])
+
+
+def step(model, optimizer, inputs):
+    loss_of(model, inputs).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def share(rank):
+    """Under DDP: histories local, then shared, then after a NaN on one rank, then local again."""
+    model = DDP(converted("MLP", "delayed"))
+    optimizer = adamw(model.parameters())
+    seen = {}
+    step(model, optimizer, batch("MLP", 0, rank))
+    seen["local"] = scales(manager_of(model)).numpy()
+    shared = octavo.share_amax(model)
+    with Counted() as counted:
+        for i in (1, 2):
+            step(model, optimizer, batch("MLP", i, rank))
+    seen["all-reduces"] = counted.sizes
+    seen["shared"], before = scales(manager_of(model)).numpy(), histories(manager_of(model))
+    bad = batch("MLP", 3, rank)
+    if rank == 1:
+        bad["x"][0, 0] = float("nan")
+    loss_of(model, bad).backward()
+    for p in model.parameters():
+        p.grad = None  # as a loop that leaves out such gradients, on every rank
+    optimizer.step()
+    seen["after NaN"] = scales(manager_of(model)).numpy()
+    assert torch.equal(histories(manager_of(model)), before)  # nothing rolled, on any rank
+    assert copy.deepcopy(model.module.first).scaling.exchange is None
+    shared.remove()
+    assert manager_of(model).exchange is None
+    step(model, optimizer, batch("MLP", 4, rank))
+    seen["local again"] = scales(manager_of(model)).numpy()
+    seen["parameters"] = numbers(model)["module.first.weight"]
+    return seen
+
+
+def test_all_ranks_have_one_state():
+    first, second = on_ranks(2, share)
+    for name in ("shared", "after NaN", "parameters"):
+        assert (first[name] == second[name]).all(), name
+    for name in ("local", "local again"):
+        assert (first[name] != second[name]).any(), name
+    # The first step also compares names (two numbers of 8 bytes) and joins the histories of nine operands; each step
+    # has four numbers for each of them.
+    numbers, histories = 9 * 4 * 4, [9 * 32 * 4, 9 * 4, 9 * 4, 9 * 8]
+    assert first["all-reduces"] == [16, *histories, numbers, numbers]
+
+
+def fewer_products(rank):
+    model = converted("MLP", "delayed")
+    if rank == 1:
+        model.head = nn.Linear(48, 24)
+        octavo.restore(model)
+        octavo.convert_to_fp8(model, octavo.FP8TrainingConfig(skip=("head",)))
+    octavo.share_amax(model)
+    loss_of(model, batch("MLP", 0, rank)).backward()
+    start = time.monotonic()
+    with pytest.raises(ValueError, match="ranks multiply different things") as error:
+        adamw(model.parameters()).step()
+    return str(error.value), time.monotonic() - start
+
+
+def test_ranks_with_other_products_are_told_at_once():
+    for message, seconds in on_ranks(2, fewer_products, limit=90):
+        assert "rank 1 lacks 3 of rank 0 and has 0 others (head." in message
+        assert "share_amax(model, group=...)" in message
+        assert seconds < 30
+
+
+def skipped_step(rank):
+    amax.LIMIT = 3.0
+    model = converted("MLP", "delayed")
+    optimizer = adamw(model.parameters())
+    octavo.share_amax(model)
+    step(model, optimizer, batch("MLP", 0, rank))
+    loss_of(model, batch("MLP", 1, rank)).backward()
+    if rank == 1:
+        time.sleep(6)  # its gradients were not finite, say, so it goes on without a step
+        return ""
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="could not be reduced within 3 s") as error:
+        optimizer.step()
+    assert time.monotonic() - start < 30
+    return str(error.value)
+
+
+def test_a_rank_that_skips_a_step_is_missed():
+    message, _ = on_ranks(2, skipped_step, limit=90)
+    assert message.startswith("rank 0, step 2:") and "optimizer.step() equally often" in message
+
+
+def test_a_rank_has_thirty_seconds():
+    assert amax.LIMIT == 30
+
+
+def test_without_a_process_group():
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        octavo.share_amax(converted("MLP", "delayed"))
+
+
+def unconverted(rank):
+    with pytest.raises(ValueError, match="convert_to_fp8"):
+        octavo.share_amax(nn.Linear(4, 4))
+    context = octavo.fp8_autocast()
+    octavo.share_amax(context)
+    model = nn.Linear(32, 32)
+    optimizer = adamw(model.parameters())
+    for _ in range(2):
+        with context:
+            loss = model((rank + 1) * torch.ones(16, 32)).square().mean()
+        loss.backward()
+        optimizer.step()
+    newest = max(state[LAST_AMAX].item() for state in context.scaling.states)
+    return scales(context.scaling).numpy(), newest
+
+
+def test_products_of_an_autocast():
+    (first, newest), (second, _) = on_ranks(2, unconverted)
+    assert (first == second).all() and newest == 2  # the larger of two inputs, which is larger than all else

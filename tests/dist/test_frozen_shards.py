@@ -1,0 +1,235 @@
+"""LoRA on a base frozen in FP8, sharded by FSDP2: every granularity, policies of torch 2.11, loading by Accelerate."""
+
+import gc
+from types import SimpleNamespace
+
+import pytest
+import torch
+from ranks import on_ranks
+from torch import distributed, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+pytest.importorskip("peft")
+
+import decoder_cases
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from octavo.dist.whole import cut, whole_state
+from octavo.hf.quantizer import OctavoConfig
+from octavo.nn import bits
+from octavo.nn.frozen import FROZEN_GRANULARITIES, SCALE_NAME, FP8FrozenLinear
+from octavo.nn.sharded import local
+
+STEPS = 3
+LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("llama")
+    decoder_cases.build("Llama", hidden_size=192, intermediate_size=144).save_pretrained(path)
+    return path
+
+
+def adapted(folder, granularity):
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=OctavoConfig(granularity)).train()
+    torch.manual_seed(3)
+    model = get_peft_model(model, LoraConfig(r=4, target_modules=LINEARS, task_type="CAUSAL_LM"))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:  # zeros would hide half of the gradients
+            nn.init.normal_(parameter, std=0.02)
+    return model
+
+
+def shard(model, **options):
+    for layer in model.get_base_model().model.layers:
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
+def loss_of(model, step, rank):
+    ids = torch.randint(1, 160, (2, 13), generator=torch.Generator().manual_seed(10 * step + rank))
+    return model(input_ids=ids, labels=ids).loss
+
+
+def trained(model):
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def numbers(model):
+    return {name: value.float().numpy() for name, value in whole_state(model).items() if "lora_" in name}
+
+
+def train(rank, model, steps=STEPS):
+    optimizer = torch.optim.AdamW(trained(model), lr=1e-2)
+    for step in range(steps):
+        loss_of(model, step, rank).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return numbers(model)
+
+
+def simulated(folder, granularity, world=2):
+    """The adapters of ranks that are all in this process, each with its part of the batch and scales of its own."""
+    models = [adapted(folder, granularity) for _ in range(world)]
+    optimizers = [torch.optim.AdamW(trained(model), lr=1e-2) for model in models]
+    for step in range(STEPS):
+        for rank, model in enumerate(models):
+            loss_of(model, step, rank).backward()
+        for same in zip(*map(trained, models), strict=True):
+            mean = sum(p.grad / world for p in same)
+            for p in same:
+                p.grad = mean.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return numbers(models[0])
+
+
+def farthest(actual, expected):
+    assert actual.keys() == expected.keys() and expected
+    return max(abs(actual[name] - expected[name]).max() for name in expected)
+
+
+def train_shards(rank, folder, granularity):
+    return train(rank, shard(adapted(folder, granularity)))
+
+
+@pytest.mark.parametrize("granularity", FROZEN_GRANULARITIES)
+def test_adapters_on_a_sharded_base_equal_simulated_ranks(folder, granularity):
+    actual = on_ranks(2, train_shards, folder, granularity)[0]
+    assert farthest(actual, simulated(folder, granularity)) == 0.0
+
+
+def as_torch_2_11(self, policy):
+    """`FSDPParam.init_dtype_attrs` of torch 2.11: whatever a parameter holds is cast."""
+    self.orig_dtype = self.sharded_param.dtype
+    self.reduce_dtype = None if policy.reduce_dtype == policy.param_dtype else policy.reduce_dtype
+    self.param_dtype = None if policy.param_dtype == self.orig_dtype else policy.param_dtype
+
+
+def train_under_a_policy(rank, folder, granularity, old_rule):
+    if old_rule:
+        from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+        FSDPParam.init_dtype_attrs = as_torch_2_11
+    assert bits.casts_integers() or not old_rule
+    model = shard(adapted(folder, granularity), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    return train(rank, model)
+
+
+@pytest.mark.parametrize("granularity", ["block", "tensor"])
+def test_the_rule_of_torch_2_11_does_not_cast_frozen_weights(folder, granularity):
+    """On three ranks: 192 rows are even, 144 and the rows of scales are not, and a rank has none of a scale."""
+    expected = on_ranks(3, train_under_a_policy, folder, granularity, False)[0]
+    actual = on_ranks(3, train_under_a_policy, folder, granularity, True)[0]
+    assert farthest(actual, expected) == 0.0
+
+
+def cast_after_all(rank, folder):
+    """Take the hooks away, as for shards in host memory: the error names the reason."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+    FSDPParam.init_dtype_attrs = as_torch_2_11
+    bits.casts_integers = lambda: False
+    model = shard(adapted(folder, "block"), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    with pytest.raises(RuntimeError, match="has cast them. Update to torch 2.13, or leave param_dtype out"):
+        loss_of(model, 0, rank)
+
+
+def test_weights_that_were_cast_are_an_error(folder):
+    on_ranks(2, cast_after_all, folder)
+
+
+def keep_nothing(rank, folder):
+    model = shard(adapted(folder, "block"))
+    before = bytes_of_integers()
+    loss = loss_of(model, 0, rank)
+    between = bytes_of_integers()
+    loss.backward()
+    whole = sum(m.in_features * m.out_features for m in model.modules() if isinstance(m, FP8FrozenLinear))
+    return between - before, whole
+
+
+def bytes_of_integers():
+    """The memory of all tensors of bytes in this process: frozen weights, and whatever has been gathered of them."""
+    gc.collect()
+    tensors = [x for x in gc.get_objects() if type(x) in (torch.Tensor, nn.Parameter) and x.dtype == torch.uint8]
+    return sum({id(s): s.nbytes() for s in (x.untyped_storage() for x in tensors)}.values())
+
+
+def test_no_gathered_weight_is_kept_from_forward_to_backward(folder):
+    for kept, whole in on_ranks(2, keep_nothing, folder):
+        assert kept < whole / 100  # FP8 inputs that backward reads are tensors of another dtype
+
+
+def load_as_accelerate_does(rank, folder, granularity):
+    """Rank 0 has the weights, all models go to the meta device, are sharded there, and filled by assignment."""
+    from accelerate.utils.fsdp_utils import fsdp2_load_full_state_dict
+    from torch.distributed.tensor import _collective_utils
+
+    distributed.broadcast = as_bytes(distributed.broadcast)
+    _collective_utils.scatter = as_bytes(_collective_utils.scatter)
+    model = adapted(folder, granularity)
+    buffers = {name: (owner, key) for name, owner, key in buffers_of(model)}
+    values = {name: getattr(owner, key).clone() for name, (owner, key) in buffers.items()}
+    full = model.state_dict()
+    model = model.to("meta")
+    frozen = [m for m in model.modules() if isinstance(m, FP8FrozenLinear)]
+    assert {m.weight.dtype for m in frozen} == {torch.float8_e4m3fn}
+    shard(model)
+    fsdp2_load_full_state_dict(SimpleNamespace(is_main_process=rank == 0), model, full if rank == 0 else {})
+    for name, (owner, key) in buffers.items():
+        owner.register_buffer(key, values[name], persistent=False)
+    assert {local(m.weight).dtype for m in frozen} == {torch.uint8}
+    assert {local(getattr(m, SCALE_NAME)).dtype for m in frozen} == {torch.int32}
+    return train(rank, model)
+
+
+def buffers_of(model):
+    for name, module in model.named_modules():
+        for key, _ in module.named_buffers(recurse=False):
+            yield f"{name}.{key}", module, key
+
+
+def as_bytes(collective):
+    """Send FP8 as bytes, as NCCL does: gloo does not know it."""
+    def view(x):
+        if isinstance(x, list):
+            return [view(each) for each in x]
+        return x.view(torch.uint8) if isinstance(x, torch.Tensor) and x.element_size() == 1 else x
+
+    return lambda *args, **kwargs: collective(*map(view, args), **{key: view(value) for key, value in kwargs.items()})
+
+
+def test_a_base_that_accelerate_fills_by_assignment(folder):
+    actual = on_ranks(2, load_as_accelerate_does, folder, "block")[0]
+    assert farthest(actual, simulated(folder, "block")) == 0.0
+
+
+def save_and_read(rank, folder, granularity):
+    """The whole state of shards has the bytes, dtypes and shapes of one process; shards read it back."""
+    model, expected = shard(adapted(folder, granularity)), adapted(folder, granularity).state_dict()
+    state = whole_state(model)
+    if rank == 0:
+        assert list(state) == list(expected)
+        for name, value in expected.items():
+            assert (state[name].dtype, state[name].shape) == (value.dtype, value.shape), name
+            assert torch.equal(bytes_of(state[name]), bytes_of(value)), name
+    frozen = [m for m in model.modules() if isinstance(m, FP8FrozenLinear)]
+    for module in frozen:
+        local(module.weight).zero_()
+        local(getattr(module, SCALE_NAME)).zero_()
+    model.load_state_dict(cut(expected, model))
+    again = whole_state(model)
+    return all(torch.equal(bytes_of(again[name]), bytes_of(state[name])) for name in state)
+
+
+def bytes_of(x):
+    return x.reshape(-1).view(torch.uint8)
+
+
+@pytest.mark.parametrize("granularity", FROZEN_GRANULARITIES)
+def test_files_of_a_sharded_base_are_those_of_a_whole_one(folder, granularity):
+    assert on_ranks(2, save_and_read, folder, granularity) == [True, True]
