@@ -18,6 +18,8 @@ from torch.nn.utils import parametrize
 from octavo.nn import held
 from octavo.nn.fp8_only import OffloadedWeight
 from octavo.nn.linear_function import linear
+from octavo.nn.parallel import linear_on_mesh
+from octavo.nn.sharded import is_sharded
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 from octavo.numerics.config import Recipe, check_config
 from octavo.ops.linear import LinearSpec, linear_spec
@@ -214,8 +216,12 @@ class FP8Linear(LinearInFP8):
         return Weight(weights, (scale,), parameters=[member.weight for member in members])
 
     def forward(self, input: Tensor) -> Tensor:
-        if input.shape[-1] != self.in_features:
-            raise ValueError(f"input has {input.shape[-1]} features; this FP8Linear takes {self.in_features}")
+        if is_sharded(input) or is_sharded(self.weight):
+            return linear_on_mesh(self, input)
+        # Its part of them, where transformers calls it with the part of the weight that this rank has (`tp_plan`).
+        features = self.weight.shape[-1] if self.weight.dim() == 2 else self.in_features
+        if input.shape[-1] != features:
+            raise ValueError(f"input has {input.shape[-1]} features; this FP8Linear takes {features}")
         if input.device != self.state_x.device and not input.is_meta:
             self.scaling.to(input.device)  # as with weights that Accelerate brings to a GPU for each call
         if input.numel() == 0:
