@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from octavo.decoders import attention, graphs, ragged
 from octavo.decoders.classes import CAUSAL, PADDED
+from octavo.nn.sharded import local
 from octavo.numerics.cross_entropy import IGNORED
 
 POSITIONAL = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds")  # in this order
@@ -94,7 +95,7 @@ def _layout(model: Any, kwargs: dict[str, Any], labels: Tensor | None) -> ragged
 def _plain(model: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Arguments for rows that are one sequence each, of full length."""
     kwargs = {name: value for name, value in kwargs.items() if name not in _OFFSETS}
-    return kwargs | {"attention_mask": attention.plainly_causal(model.lm_head.weight)}
+    return kwargs | {"attention_mask": attention.plainly_causal(local(model.lm_head.weight))}
 
 
 def _flat(model: Any, kwargs: dict[str, Any], batch: ragged.Ragged) -> dict[str, Any]:

@@ -15,7 +15,9 @@ from octavo.decoders.backbone import POSITIONAL, hidden_states
 from octavo.decoders.classes import HEAD
 from octavo.decoders.hooks import is_hooked
 from octavo.decoders.match import has_default_loss
-from octavo.nn.loss import FP8Head, linear_cross_entropy
+from octavo.dist.parallel import head_loss
+from octavo.nn.loss import FP8Head
+from octavo.nn.styles import style_of
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 from octavo.numerics.config import Recipe
 from octavo.numerics.cross_entropy import IGNORED
@@ -65,7 +67,7 @@ def nothing_is_trained(name: str) -> str:
 def causal_lm_forward(self: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     named = dict(zip(POSITIONAL, args, strict=False)) | kwargs
     logits_to_keep = kwargs.get("logits_to_keep", 0)
-    plain = type(self.lm_head) is nn.Linear and not is_hooked(self.lm_head)
+    plain = type(self.lm_head) is nn.Linear and (not is_hooked(self.lm_head) or style_of(self.lm_head) is not None)
     plain = plain and named.get("past_key_values") is None and len(args) <= len(POSITIONAL)
     whole = isinstance(logits_to_keep, int) and logits_to_keep == 0 and kwargs.get("return_dict") is not False
     usual = plain and whole and _is_default_loss(self, kwargs)
@@ -85,9 +87,7 @@ def causal_lm_forward(self: Any, original: Callable[..., Any], *args: Any, **kwa
     head, states = getattr(self, HEAD)
     if not hidden.requires_grad and not self.lm_head.weight.requires_grad:
         raise ValueError(nothing_is_trained(type(self).__name__))
-    loss = linear_cross_entropy(
-        hidden, self.lm_head.weight, kept.to(hidden.device), count=count, head=head, states=states
-    )
+    loss = head_loss(self.lm_head, hidden, kept.to(hidden.device), count=count, head=head, states=states)
     output: Any = CausalLMOutputWithPast  # its fields are annotated with legacy tensor classes
     return output(
         loss=loss,

@@ -37,6 +37,7 @@ from octavo.nn.groups import put_together, why_no_group
 from octavo.nn.linear import FP8Linear
 from octavo.nn.model_report import report_of
 from octavo.nn.report import FP8, REPORT, ConversionReport, dtype_name
+from octavo.nn.styles import style_of
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 
 # Children of fused modules that those do not call, but compute themselves.
@@ -338,7 +339,8 @@ def called_alone(model: nn.Module) -> list[str]:
             inner = child.named_modules(prefix=f"{name}.{child_name}".lstrip(".")) if child is not None else ()
             # The modules of a layer with adapters count, too; attention and MLP report their own.
             is_leaf = child_name not in ("self_attn", "mlp")
-            names += [own for own, each in inner if is_hooked(each) and (each is child or is_leaf)]
+            watched = [(own, each) for own, each in inner if is_hooked(each) and style_of(each) is None]
+            names += [own for own, each in watched if each is child or is_leaf]
     return names
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from octavo.decoders.hooks import is_hooked
 from octavo.decoders.match import activation_of, base_of
+from octavo.dist import parallel
 from octavo.nn import mlp_function
 from octavo.nn.frozen import FP8FrozenLinear
 from octavo.nn.groups import why_no_group
@@ -26,6 +27,8 @@ from octavo.ops.mlp import MLPSpec
 def linear_group(members: Sequence[Any], x: Tensor) -> Tensor | None:
     """The outputs of linears with one input, side by side."""
     bases = [base_of(member) for member in members]
+    if parallel.is_parallel(*bases):
+        return parallel.linear_group(members, x)
     if x.numel() == 0 or not _are_one_product(bases):
         return None
     adapters = _adapters_of(members)
@@ -41,7 +44,9 @@ def linear_group(members: Sequence[Any], x: Tensor) -> Tensor | None:
 def linear_group_after_norm(members: Sequence[Any], h: Tensor, norm: Norm) -> tuple[Tensor, Tensor] | None:
     """The outputs of linears whose input is norm(h), side by side, and h, to be used in the place of the given one."""
     bases = [base_of(member) for member in members]
-    adapters = _adapters_of(members) if h.numel() and _are_one_product(bases) else None
+    # The gradient of h by way of the norm is yet to be summed over ranks, where the products are parallel; h's is not.
+    one_product = not parallel.is_parallel(*bases) and _are_one_product(bases)
+    adapters = _adapters_of(members) if h.numel() and one_product else None
     if adapters is None:
         return None
     one, *others = bases
@@ -63,7 +68,11 @@ def gated_mlp(mlp: Any, x: Tensor, norm: Norm | None = None, *, residual: bool =
     activation = activation_of(mlp)
     members = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
     gate, up, down = (base_of(member) for member in members)
-    if x.numel() == 0 or activation is None or is_hooked(mlp.act_fn) or not _is_one_function(gate, up, down):
+    if x.numel() == 0 or activation is None or is_hooked(mlp.act_fn):
+        return None
+    if parallel.is_parallel(gate, up, down):
+        return None if norm is not None else parallel.gated_mlp(members, activation, x)
+    if not _is_one_function(gate, up, down):
         return None
     adapters, adapters_down = _adapters_of(members[:2]), _adapters_of(members[2:])
     if adapters is None or adapters_down is None:

@@ -20,6 +20,7 @@ from octavo.nn.fp8_only import OffloadedWeight
 from octavo.nn.linear_function import linear
 from octavo.nn.parallel import linear_on_mesh
 from octavo.nn.sharded import is_sharded
+from octavo.nn.styles import move_forward
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 from octavo.numerics.config import Recipe, check_config
 from octavo.ops.linear import LinearSpec, linear_spec
@@ -133,6 +134,7 @@ class FP8Linear(LinearInFP8):
 
     is_trained = True
     fp8_only: OffloadedWeight | None = None
+    gathers_in_fp8: bool = False  # takes tokens that are sharded, and gathers them in FP8 (`dist/parallel.py`)
 
     def __init__(
         self,
@@ -187,7 +189,7 @@ class FP8Linear(LinearInFP8):
         cls, module: nn.Module, config: FP8TrainingConfig, scaling: FP8ScalingManager, name: str
     ) -> Self:
         """Make this very module an FP8 one: its hooks and references to it stay."""
-        module.__class__ = cls
+        move_forward(module, lambda: setattr(module, "__class__", cls))
         assert isinstance(module, cls)
         module._enable_fp8(config, scaling, name)
         return module
@@ -196,7 +198,7 @@ class FP8Linear(LinearInFP8):
         """Undo `convert_in_place`."""
         for name in ("config", "scaling", "recipe", "state_x", "state_w", "state_g"):
             del self.__dict__[name]
-        change_class(self, nn.Linear)
+        move_forward(self, lambda: change_class(self, nn.Linear))
 
     @property
     def weight_master(self) -> Tensor:

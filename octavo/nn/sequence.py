@@ -26,6 +26,7 @@ from torch import Tensor, distributed
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from octavo.nn.collectives import all_gather, reduce_scatter
 from octavo.nn.linear_function import States
 from octavo.numerics import OperandRecipe, Quantized
 from octavo.numerics.amax import finite_amax, mask_non_finite
@@ -74,27 +75,20 @@ class SequenceShard(NamedTuple):
     def gather_rows(self, rows: Tensor) -> Tensor:
         """The rows `[m, W]` of all ranks, `[M, W]`, in the order of tokens."""
         count, length = self.runs
-        whole = self._gather(rows)
+        whole = all_gather(rows, self.group)
         return whole if count == 1 else whole.view(self.ranks, count, length, -1).transpose(0, 1).flatten(0, 2)
 
     def gather_columns(self, columns: Tensor) -> Tensor:
         """The columns `[K, m / g]` of all ranks, `[K, M / g]`; g tokens to a column."""
         count, _ = self.runs
-        whole = self._gather(columns).view(self.ranks, columns.shape[0], count, -1)
+        whole = all_gather(columns, self.group).view(self.ranks, columns.shape[0], count, -1)
         return whole.permute(1, 2, 0, 3).reshape(columns.shape[0], -1)
 
     def scatter_rows(self, rows: Tensor) -> Tensor:
         """The sum over ranks of `[M, W]`, of which this rank gets its `[m, W]`."""
         count, length = self.runs
         pieces = rows.view(count, self.ranks, length, -1).transpose(0, 1).contiguous()
-        own = rows.new_empty(count * length, rows.shape[1])
-        distributed.reduce_scatter_tensor(own, pieces.view(-1, rows.shape[1]), group=self.group)
-        return own
-
-    def _gather(self, part: Tensor) -> Tensor:
-        whole = part.new_empty(self.ranks * part.shape[0], part.shape[1])
-        distributed.all_gather_into_tensor(whole, part.contiguous(), group=self.group)
-        return whole
+        return reduce_scatter(pieces.view(-1, rows.shape[1]), self.group)
 
     def agree(self, *numbers: Tensor) -> list[Tensor]:
         """The largest of each of these numbers on all ranks."""
