@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from octavo.nn.linear import LinearInFP8
 from octavo.nn.linear_function import linear
+from octavo.nn.sharded import is_sharded
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 from octavo.numerics.checks import check_choice
 from octavo.numerics.config import check_config
@@ -191,6 +192,11 @@ class FP8FrozenLinear(LinearInFP8):
             raise ValueError(
                 "Accelerate has moved this FP8 weight off its device, and casts what it brings back: keep the model on "
                 "one device (device_map={'': 0}); in FP8 it takes a byte a parameter"
+            )
+        if is_sharded(input):
+            raise ValueError(
+                "input of an FP8FrozenLinear is a DTensor: a weight that is frozen in FP8 cannot be sharded by tensor "
+                "parallelism; leave it out of the plan of parallelize_module, or shard the model by fully_shard"
             )
         if not input.is_floating_point():
             raise TypeError(f"input is in {input.dtype}; this FP8FrozenLinear takes floating-point numbers")

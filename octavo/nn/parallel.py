@@ -61,8 +61,9 @@ def linear_on_mesh(module: Any, x: Tensor) -> Tensor:
     weight = module.weight
     if not isinstance(x, DTensor) or not isinstance(weight, DTensor) or x.device_mesh != weight.device_mesh:
         raise ValueError(_unlike(module, x))
-    if held.current() is not None:
-        raise ValueError("a rollout holds weights in FP8, and those of this FP8Linear are sharded by tensor parallelism")
+    if held.current() is not None or module.fp8_only is not None:
+        what = "a rollout holds" if module.fp8_only is None else "offload_master keeps"
+        raise ValueError(f"{what} weights in FP8 alone, and those of this FP8Linear are sharded by tensor parallelism")
     if x.shape[-1] != module.in_features:
         raise ValueError(f"input has {x.shape[-1]} features; this FP8Linear takes {module.in_features}")
     shard = _sequence_of(x, weight)
