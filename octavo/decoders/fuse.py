@@ -30,6 +30,7 @@ from octavo.decoders.forwards import (
 from octavo.decoders.hooks import is_hooked
 from octavo.decoders.match import GATE_UP, HEAD_NORMS, MLP, NORMS, QKV, base_of
 from octavo.decoders.products import why_no_frozen_mlp
+from octavo.dist.parallel import is_parallel
 from octavo.kernels.tuning import tuning_for
 from octavo.nn import cost_model
 from octavo.nn.frozen import FP8FrozenLinear
@@ -43,6 +44,7 @@ from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 # Children of fused modules that those do not call, but compute themselves.
 _FUSED_CHILDREN = (*QKV, *HEAD_NORMS, "o_proj", *MLP, "act_fn", "lm_head", "self_attn", "mlp", *NORMS)
 _JOINED = "norms with the products that follow them"
+_APART_PARALLEL = "norms apart from the products that follow them: those are tensor-parallel"
 _APART = "norms apart from the products that follow them: those have several scales for x"
 
 
@@ -183,6 +185,8 @@ def fuse_products(modules: Mapping[str, nn.Module], report: ConversionReport, we
     layers: list[Any] = [module for module in modules.values() if match.is_layer(module)]
     layers = [layer for layer in layers if is_fused(layer.self_attn) or is_fused(layer.mlp)]
     apart = weights.why_norms_apart()
+    if apart is None and any(is_parallel(base_of(layer.self_attn.q_proj)) for layer in layers):
+        apart = _APART_PARALLEL
     for layer in layers:
         take_class(layer, layer_forward)
     if apart is None:

@@ -260,12 +260,13 @@ class _Refused(TensorParallelLayer):
         raise ValueError(
             f"tp_plan with OctavoConfig: {parameter_name or param} belongs to a weight that is frozen in FP8, and "
             "adapters beside it would have to be sharded with it. Load without quantization_config and call "
-            "octavo.convert_to_fp8, to train all weights under tp_plan; or leave tp_plan out, and shard the frozen base "
-            "by FSDP2 (fully_shard), to train adapters"
+            "octavo.convert_to_fp8, to train all weights under tp_plan; or leave tp_plan out, and shard the frozen "
+            "base by FSDP2 (fully_shard), to train adapters"
         )
 
 
-ALL_PARALLEL_STYLES.register(_REFUSED, _Refused())
+_styles: Any = ALL_PARALLEL_STYLES
+_styles.register(_REFUSED, _Refused())
 
 
 def _install_lora() -> None:

@@ -26,9 +26,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from octavo import ops
+from octavo.nn.vocabulary import Vocabulary
 from octavo.numerics import E5M2, OperandRecipe
 from octavo.numerics.cross_entropy import IGNORED
-from octavo.nn.vocabulary import Vocabulary
 from octavo.numerics.quantize import Quantized, reciprocal
 from octavo.ops import loss as ops_loss
 
@@ -221,9 +221,7 @@ def _chunks_fp8(
     return torch.stack(losses).sum(), dh, dw
 
 
-def _cross_entropy(
-    logits: Tensor, labels: Tensor, vocabulary: Vocabulary | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def _cross_entropy(logits: Tensor, labels: Tensor, vocabulary: Vocabulary | None) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, logarithm of the sum of exponentials, and the labels that backward takes."""
     if vocabulary is not None:
         return vocabulary.cross_entropy(logits, labels)

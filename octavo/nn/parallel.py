@@ -153,7 +153,7 @@ class _AddOnce(torch.autograd.Function):
         return y + bias.to(y.dtype) if adds else y.view_as(y)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None]:
         return g, g.float().flatten(0, -2).sum(0).to(ctx.dtype), None
 
 
@@ -172,8 +172,8 @@ def _unlike(module: Any, x: Tensor) -> str:
         return f"input on {x.device_mesh}, weight on {module.weight.device_mesh}: an FP8Linear takes both on one mesh"
     if isinstance(x, DTensor):
         return (
-            f"input of an FP8Linear is a DTensor {x.placements}, and its weight is not: name this linear in the plan of "
-            "parallelize_module, or have the module before return a local tensor (use_local_output=True)"
+            f"input of an FP8Linear is a DTensor {x.placements}, and its weight is not: name this linear in the plan "
+            "of parallelize_module, or have the module before return a local tensor (use_local_output=True)"
         )
     return (
         f"weight of an FP8Linear is a DTensor {module.weight.placements}, and its input is not: call the module that "

@@ -186,7 +186,9 @@ def _columns(saved: Tensor, state: Tensor, spec: LinearSpec, shard: SequenceShar
     missing = missing_rows(data.shape[1], spec, data.device)
     if missing:
         data = torch.nn.functional.pad(data, (0, missing))
-        scale = scale if group is None else torch.nn.functional.pad(scale, (0, -(-data.shape[1] // group) - scale.shape[1]))
+        scale = (
+            scale if group is None else torch.nn.functional.pad(scale, (0, -(-data.shape[1] // group) - scale.shape[1]))
+        )
     return data.view(columns.data.dtype), unpack_scale(scale), "columns"
 
 

@@ -44,7 +44,7 @@ class ShardedInput:
     def __init__(self, style: Style) -> None:
         self.style = style
 
-    def __call__(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    def __call__(self, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         x, *rest = inputs
         return place(x, self.style.mesh, self.style.input), *rest
 
@@ -141,7 +141,7 @@ def _input_of(hook: Any, kind: Any) -> Placement | None:
     return prepare.args[0][0] if getattr(prepare, "func", None) is kind._prepare_input_fn else None
 
 
-def _variables(function: Any) -> dict[str, Any]:
-    """The variables that a function has taken from where it was made."""
+def _variables(function: Any) -> Any:
+    """The variables that a function has taken from where it was made, by name."""
     code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None) or ()
     return {} if code is None else {n: c.cell_contents for n, c in zip(code.co_freevars, cells, strict=True)}

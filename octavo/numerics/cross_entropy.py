@@ -50,7 +50,7 @@ def cross_entropy_quantize(
 
 
 def check_labels(labels: Tensor, vocabulary: int) -> None:
-    """Raise for a label that is neither ignored nor a token. On a GPU that would synchronise: others assert it there."""
+    """Raise for a label that is neither ignored nor a token. On a GPU that would synchronise: the device asserts it."""
     if labels.device.type != "cpu":
         return
     unknown = labels[(labels != IGNORED) & ((labels < 0) | (labels >= vocabulary))]

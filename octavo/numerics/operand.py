@@ -71,7 +71,7 @@ def quantize_operand(
 
 
 def choose_scale(state: Tensor, amax: Tensor, recipe: OperandRecipe, *, record: bool) -> Tensor:
-    """The scale of a whole tensor with this amax: the one in force if it is delayed and holds, else the tensor's own."""
+    """The scale of a whole tensor of this amax: the one in force, if it is delayed and holds, else the tensor's own."""
     if not recipe.delayed:
         return scale_from_amax(amax, recipe.format, recipe.margin)
     in_force = state[SCALE].clone()
