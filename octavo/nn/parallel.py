@@ -94,7 +94,7 @@ def multiply(module: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Ten
 
 
 def local_weight(weight: DTensor, gradients: list[Placement]) -> Tensor:
-    """What this rank holds of a weight or a bias, whose gradient will be placed so.
+    """The part of a weight or a bias that this rank holds; its gradient will be placed so.
 
     A gradient that is Partial is summed over the ranks in backward: optimisers take it as they take the Parameter.
     """

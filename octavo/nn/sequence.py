@@ -200,7 +200,7 @@ def _by_column_scales(x: Tensor, recipe: OperandRecipe, shard: SequenceShard) ->
 
 
 def _to_save(x: Tensor, packed: Tensor, spec: LinearSpec, needed: bool) -> Tensor | None:
-    """What backward needs of x: all rows in FP8, where columns have the same bytes, else this rank's own."""
+    """The part of x that backward needs: all rows in FP8, where columns have the same bytes, else this rank's own."""
     assert spec.x is not None
     if not needed:
         return None

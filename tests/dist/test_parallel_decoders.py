@@ -16,6 +16,11 @@ from octavo import FP8TrainingConfig
 from octavo.decoders import fuse
 from octavo.dist import parallel
 
+CONFIGS = {name: FP8TrainingConfig.from_recipe(name) for name in cases.RECIPES} | {
+    "FP8 head and activations": FP8TrainingConfig(fp8_head=True, activations="fp8"),
+    "block, channel wgrad": FP8TrainingConfig.from_recipe("block", wgrad="channel"),
+}
+
 
 def count_fused(counts):
     """Count the calls of fused pieces that were computed."""
@@ -34,14 +39,14 @@ def step(rank):
     """One step, by recipe and plan: loss and gradients; and the bytes that were gathered."""
     counts, results = {}, {}
     count_fused(counts)
-    for recipe in cases.RECIPES:
+    for recipe, config in CONFIGS.items():
         for way in ("tensor", "sequence", "sequence, FP8"):
             model = cases.decoder()
             if way == "tensor":
-                octavo.convert_to_fp8(model, recipe)
+                octavo.convert_to_fp8(model, config)
             parallelize_module(model, cases.mesh(), cases.decoder_plan(model, sequence=way != "tensor"))
             if way != "tensor":
-                octavo.convert_to_fp8(model, recipe)
+                octavo.convert_to_fp8(model, config)
             if way == "sequence, FP8":
                 assert octavo.fp8_sequence_gather(model) == 5  # q, k, v, gate and up
             counts.clear()
@@ -55,14 +60,14 @@ def step(rank):
 def one_process(recipe):
     model = cases.decoder()
     if recipe is not None:
-        octavo.convert_to_fp8(model, recipe)
+        octavo.convert_to_fp8(model, CONFIGS[recipe])
     return cases.gradients_of(model, cases.batch())
 
 
 def test_fused_decoders_are_those_of_one_process():
     exact_loss, exact = one_process(None)
     first, second = on_ranks(2, step)
-    for recipe in cases.RECIPES:
+    for recipe in CONFIGS:
         one_loss, one = one_process(recipe)
         far = cases.distance(one, exact)
         for way in ("tensor", "sequence", "sequence, FP8"):
