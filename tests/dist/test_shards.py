@@ -3,7 +3,7 @@
 import pytest
 import torch
 from ranks import on_ranks
-from torch import nn
+from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -294,3 +294,18 @@ def save_where_there_is_a_file(rank, path):
 def test_a_file_that_cannot_be_written_is_an_error_on_every_rank(tmp_path):
     (tmp_path / "taken").write_text("")
     on_ranks(2, save_where_there_is_a_file, tmp_path / "taken", limit=60)
+
+
+def save_alone(rank, path):
+    """As scripts for DDP do: rank 0 saves, the others do not even ask. Then all do."""
+    model = nn.parallel.DistributedDataParallel(Tied())
+    trainer = FP8Trainer(model, optimizer_of(model, "adamw"), convert_model_to_fp8=False)
+    if rank == 0:
+        trainer.save_model(path / "one.safetensors")
+    trainer.save_model(path / "all.safetensors")
+    distributed.barrier()
+    return sorted(file.name for file in path.iterdir())
+
+
+def test_rank_0_may_save_alone_what_it_has_whole(tmp_path):
+    assert on_ranks(2, save_alone, tmp_path, limit=100) == [["all.safetensors", "one.safetensors"]] * 2
