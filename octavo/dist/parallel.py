@@ -49,8 +49,7 @@ def is_parallel(*linears: Any) -> bool:
 
 def outputs_of(linear: Any) -> int:
     """The outputs of a linear that this rank computes."""
-    weight = linear.weight
-    return weight.to_local().shape[0] if isinstance(weight, DTensor) else linear.out_features
+    return linear.weight.to_local().shape[0] if is_parallel(linear) else linear.out_features
 
 
 def linear_group(bases: Sequence[Any], x: Tensor) -> Tensor | None:
