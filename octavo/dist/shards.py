@@ -31,6 +31,7 @@ from octavo.numerics.quantize import mx_scale, scale_from_amax, scale_of_rows
 from octavo.numerics.scaling import AMAX, RESCALED, SCALE, SEEN, holds, new_states
 from octavo.ops.quantize import matrix_amax, quantize_by_groups, quantize_group, transpose_bytes
 
+ALIGNED = 4  # numbers: cuBLAS takes scales that begin at a multiple of 16 bytes
 LAYOUTS = {"tensor": ("rows",), "block": ("rows",), "channel": ("rows", "columns"), "mx": ("rows", "columns")}
 
 
@@ -164,6 +165,8 @@ class ProductScales:
         self._maxima = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
         is_mx = self.recipe.granularity == "mx"
         self._scales = torch.zeros(sum(sizes), dtype=torch.uint8 if is_mx else torch.float32, device=device)
+        if self.recipe.granularity == "tensor":
+            self._scales = torch.zeros(len(sizes), ALIGNED, dtype=torch.float32, device=device)[:, 0]
         flat = self._scales.view(torch.float8_e8m0fnu) if is_mx else self._scales
         for (product, _, layout, counts), part in zip(self._parts, flat.split(sizes), strict=True):
             product.scales[layout] = part.view(()) if self.recipe.granularity == "tensor" else part.view(counts)

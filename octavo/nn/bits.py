@@ -3,15 +3,19 @@
 With `MixedPrecisionPolicy(param_dtype=…)`, FSDP2 of torch 2.11 casts what it gathers, integers too: the bits of a scale
 would become some number. torch 2.13 leaves integers alone. FSDP2 gathers a tensor with `fsdp_pre_all_gather` and
 `fsdp_post_all_gather` by these instead, so where it casts integers, shards get the two, which send and take bytes.
+
+FSDP2 of torch 2.11 also has each shard require gradients for a moment, which integers cannot. There its Parameters are
+made by `ShardParameter`.
 """
 
+import inspect
 import weakref
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 
@@ -23,6 +27,29 @@ def gather_as_is(parameter: DTensor) -> None:
         hooks: Any = shard
         hooks.fsdp_pre_all_gather = partial(_send, weakref.ref(shard))
         hooks.fsdp_post_all_gather = _take
+
+
+class _IsParameter(type):
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, nn.Parameter)
+
+
+class ShardParameter(metaclass=_IsParameter):
+    """`nn.Parameter` as FSDP2 of torch 2.11 needs it: integers do not require gradients."""
+
+    def __new__(cls, data: Tensor, requires_grad: bool = True) -> nn.Parameter:  # type: ignore[misc]
+        return nn.Parameter(data, requires_grad=requires_grad and data.is_floating_point())
+
+
+@cache
+def let_integers_be_sharded() -> None:
+    """Have this torch's FSDP2 shard integers, if it cannot."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    source = inspect.getsource(_fsdp_param.FSDPParam._init_sharded_param)
+    if "nn.Parameter(self.to_sharded_dtensor(sharded_param))" in source:
+        module: Any = _fsdp_param
+        module.nn = SimpleNamespace(**{**vars(nn), "Parameter": ShardParameter})
 
 
 @cache

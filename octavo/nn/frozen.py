@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from octavo.nn.bits import gather_as_is
+from octavo.nn.bits import gather_as_is, let_integers_be_sharded
 from octavo.nn.linear import LinearInFP8
 from octavo.nn.linear_function import linear
 from octavo.nn.sharded import is_sharded, local, may_be_freed, placed_like
@@ -39,6 +39,7 @@ class FrozenTensor(nn.Parameter):
 
     def __new__(cls, data: Tensor, requires_grad: bool = False) -> Self:
         """Signature that Accelerate uses to re-create Parameters after moving them."""
+        let_integers_be_sharded()
         return super().__new__(cls, data, requires_grad=False).requires_grad_(requires_grad)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "FrozenTensor":

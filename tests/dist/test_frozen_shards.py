@@ -110,11 +110,20 @@ def as_torch_2_11(self, policy):
     self.param_dtype = None if policy.param_dtype == self.orig_dtype else policy.param_dtype
 
 
+def test_integers_are_sharded_where_each_shard_requires_gradients():
+    """FSDP2 of torch 2.11 calls `nn.Parameter(shard)`, whatever it holds."""
+    integers, numbers = bits.ShardParameter(torch.zeros(2, dtype=torch.uint8)), bits.ShardParameter(torch.zeros(2))
+    assert [type(integers), integers.requires_grad] == [nn.Parameter, False]
+    assert [type(numbers), numbers.requires_grad] == [nn.Parameter, True]
+    assert isinstance(numbers, bits.ShardParameter) and not isinstance(torch.zeros(2), bits.ShardParameter)
+
+
 def train_under_a_policy(rank, folder, granularity, old_rule):
     if old_rule:
-        from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+        from torch.distributed.fsdp._fully_shard import _fsdp_param
 
-        FSDPParam.init_dtype_attrs = as_torch_2_11
+        _fsdp_param.FSDPParam.init_dtype_attrs = as_torch_2_11
+        _fsdp_param.nn = SimpleNamespace(**{**vars(nn), "Parameter": bits.ShardParameter})
     assert bits.casts_integers() or not old_rule
     model = shard(adapted(folder, granularity), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     return train(rank, model)
