@@ -296,7 +296,8 @@ def show(record: dict[str, Any]) -> None:
             print(
                 f"reward, {run['way']}, seed {run['seed']}: {run['first']:.3f} at first, {run['final']:.3f} at last of "
                 f"{record['compared_steps']} steps ({run['steps']} in all; {seconds[0]:.2f} s rollout, "
-                f"{seconds[1]:.2f} s training)"
+                f"{seconds[1]:.2f} s training; gap {statistics.fmean(run['gap_mean']):.4f}, clipped by numerics alone "
+                f"{statistics.fmean(run['gap_clip']):.2%})"
             )
     print(f"final means: {record.get('final')}, BF16's seeds: {record.get('bf16_range')}")
     print(f"stopped when the time was over: {', '.join(record['stopped']) or 'none'}")

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from octavo.ops import slots as ops
 from octavo.rl.cache import Decode, RolloutCache
 
 
@@ -24,7 +25,6 @@ class Slots:
     def __init__(self, count: int, together: int, cache: RolloutCache, vocabulary: int, device: torch.device) -> None:
         self.count, self.device = count, device
         places, length = cache.size.places, cache.size.suffix
-        self.index = torch.arange(count, dtype=torch.int32, device=device)
         self.group_of = torch.full((count,), -1, dtype=torch.int32, device=device)
         self.slots_of_group = torch.full((places, together), -1, dtype=torch.int32, device=device)
         self.lengths = torch.zeros(count, dtype=torch.int32, device=device)
@@ -47,31 +47,25 @@ class Slots:
         self.stops[torch.tensor(stop_ids, dtype=torch.int64, device=self.device)] = True
         self.temperature.fill_(temperature or 1.0)
 
-    def positions(self) -> Tensor:
-        """Return the position of each slot's newest token; 0 for an empty slot."""
-        before = self._cache.prefix_lengths[self.group_of.clamp(min=0).long()]
-        return torch.where(self.active, before + self.lengths, 0).long()
-
-    def decode(self) -> Decode:
-        """Return how the newest tokens attend."""
-        return Decode(
+    def begin_step(self) -> tuple[Decode, Tensor]:
+        """Return how the newest tokens attend, and the position of each; 0 for an empty slot."""
+        positions, places, where, seen = ops.begin_step(
+            self.active, self.lengths, self.group_of, self._cache.prefix_lengths
+        )
+        decode = Decode(
             self._cache,
-            places=torch.where(self.active, self.index, -1),
-            positions=self.lengths.clone(),
-            lengths=torch.where(self.active, self.lengths + 1, 0),
+            places=places,
+            positions=where,
+            lengths=seen,
             group_of=self.group_of,
             slots_of_group=self.slots_of_group,
         )
+        return decode, positions
 
     def append(self, token: Tensor, logprob: Tensor) -> None:
         """Add the chosen tokens to the completions that are still being written, and end those that are complete."""
-        where = (self.lengths + 1).clamp(max=self.tokens.shape[1] - 1).long()[:, None]
-        for rows, new in ((self.tokens, token), (self.logprobs, logprob)):
-            old = rows.gather(1, where)[:, 0]
-            rows.scatter_(1, where, torch.where(self.active, new, old)[:, None])
-        self.token.copy_(torch.where(self.active, token, self.token))
-        self.lengths.add_(self.active)
-        self.active.logical_and_(~(self.stops[token] | (self.lengths + 1 >= self.limits)))
+        rows = (self.tokens, self.logprobs, self.token, self.lengths, self.active)
+        ops.end_step_(*rows, token, logprob, self.stops, self.limits)
 
     def start(
         self, slots: Sequence[int], places: Sequence[int], limits: Sequence[int], first: tuple[Tensor, Tensor]

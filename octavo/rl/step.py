@@ -64,7 +64,8 @@ class Step:
 
     def _compute(self, sampling: Sampling) -> None:
         slots = self.slots
-        hidden = self.policy.hidden(slots.decode(), slots.token[:, None], slots.positions()[:, None])[:, 0]
+        attends, positions = slots.begin_step()
+        hidden = self.policy.hidden(attends, slots.token[:, None], positions[:, None])[:, 0]
         slots.append(*choose(self.policy.logits(hidden), sampling, slots.temperature, self.generator))
 
 

@@ -92,7 +92,7 @@ def _launches(setup: int) -> dict[str, Callable[[], object]]:
 
 def _compile(job: Job) -> list[tuple[str, str]]:
     """Of every kernel that a launch starts, its name and its PTX."""
-    from octavo.kernels import decode, decode_store, few_tokens, quantize, sampling
+    from octavo.kernels import decode, decode_store, few_tokens, quantize, sampling, slots
 
     compiled: list[tuple[str, str]] = []
 
@@ -101,7 +101,7 @@ def _compile(job: Job) -> list[tuple[str, str]]:
 
     skip_ptxas()
     triton.runtime.jit.JITFunction.run = compile_instead
-    for module in (quantize, decode, decode_store, few_tokens, sampling):
+    for module in (quantize, decode, decode_store, few_tokens, sampling, slots):
         module.may_overlap = lambda _device: True
     _launches(job[0])[job[1]]()
     assert compiled, f"{name_of(job)}: nothing was launched"

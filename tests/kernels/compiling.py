@@ -14,7 +14,7 @@ import torch
 import triton
 
 from benchmarks.hopper import compile_for_hopper
-from octavo.kernels import decode, decode_store, few_tokens, quantize, sampling
+from octavo.kernels import decode, decode_store, few_tokens, quantize, sampling, slots
 from octavo.kernels.tiles import CHANNEL
 from tests.golden.ptx import skip_ptxas
 from tests.kernels.launches import launches
@@ -32,7 +32,7 @@ CHECKED = (
     *("gated blocks backward mx silu 256", "cross entropy quantize both", "gated low rank silu 256 saved"),
     *("gated low rank backward silu 256 with h", "adapters", "transpose", "adamw 4 bits", "bdh causal delayed (128"),
     *("norm backward 4096", "rotary", "decode 128", "decode 256", "decode store 128", "decode rotary and store 128"),
-    *("few tokens", "sampling"),
+    *("few tokens", "sampling", "slots"),
     # To FP32 its bytes do change hands, before a single store, which comes out right (tests/gpu/test_lora_on_gpu.py).
     *(f"dequantize (256, 256) by (256, 1) to torch.{dtype}" for dtype in ("bfloat16", "float16")),
 )
@@ -80,7 +80,7 @@ def compile_instead(kernel, *args, grid, warmup, **constants):  # noqa: ARG001
 
 def main(dtype: torch.dtype, rounding: str) -> None:
     triton.runtime.jit.JITFunction.run = compile_instead
-    for module in (quantize, decode, decode_store, few_tokens, sampling):
+    for module in (quantize, decode, decode_store, few_tokens, sampling, slots):
         module.may_overlap = lambda _device: True
     for name, run in launches(dtype, rounding):
         if name.startswith(CHECKED):

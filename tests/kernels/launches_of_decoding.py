@@ -1,11 +1,11 @@
 """Launches of the kernels that decoding needs, for `launches.py`: attention over a cache, products of few tokens,
-drawing a token."""
+drawing a token, bookkeeping of slots."""
 
 from collections.abc import Callable, Iterator
 
 import torch
 
-from octavo.kernels import decode, decode_store, few_tokens, sampling, tuning
+from octavo.kernels import decode, decode_store, few_tokens, sampling, slots, tuning
 from octavo.numerics import E4M3, E5M2, Quantized
 from octavo.numerics.activation import ACTIVATIONS
 from octavo.numerics.decode import KVCache
@@ -65,6 +65,13 @@ def sampling_launches(dtype: torch.dtype) -> Iterator[Launch]:
         for greedy in (False, True):
             name = f"sampling {shape}{' greedy' if greedy else ''}"
             yield name, lambda x=logits, g=greedy: sampling.sample(x, one, seed, g)
+    ints, rows = torch.zeros(64, dtype=torch.int32), torch.zeros(64, 512)
+    flags, tokens = torch.zeros(64, dtype=torch.bool), torch.zeros(64, dtype=torch.int64)
+    yield "slots begin step", lambda: slots.begin_step(flags, ints, ints, ints)
+    yield (
+        "slots end step",
+        lambda: slots.end_step_(rows.long(), rows, tokens, ints, flags, tokens, rows[0, :64], flags, ints),
+    )
 
 
 def few_token_launches(dtype: torch.dtype) -> Iterator[Launch]:

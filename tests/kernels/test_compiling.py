@@ -45,6 +45,7 @@ def test_tiles_are_transposed_in_16_bits(dtype):
     # nothing of what is before them, and wait at their end.
     early = [k for k in kernels if k["may_wait"]]
     in_16_bits = {"lay_out_kernel", "products_kernel", "parts_kernel", "choose_kernel"}
+    in_16_bits |= {"begin_step_kernel", "end_step_kernel"}
     few_tokens = in_16_bits if dtype == "bfloat16" else set()
     quantizing = {"rows_kernel", "amax_kernel", "scaled_kernel", "columns_kernel"}
     decoding = {"decode_kernel", "merge_kernel", "store_kernel", "rotary_and_store_kernel"}
