@@ -30,6 +30,7 @@ from octavo.hf.trainer_on_stack import put_first, resumed_from, running_trainer
 from octavo.hf.trl_loss import use_own_loss
 from octavo.hf.update_check import SampledWeights, UpdateCheck
 from octavo.nn.linear import FP8Linear, LinearInFP8
+from octavo.nn.sharded import whole_numel
 from octavo.numerics import FP8ScalingManager
 from octavo.optim import keep_masters, offload_master, step_in_backward
 from octavo.optim.in_backward import InBackward, why_not_in_backward
@@ -294,7 +295,7 @@ def _summary(model: nn.Module) -> str:
     by_us = [linear for linear in linears if isinstance(linear, LinearInFP8)]
     recipes = sorted({str(linear.recipe) for linear in by_us if linear.fp8_products})
     fp8_count = sum(linear.fp8_products for linear in by_us)
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    trained = sum(whole_numel(p) for p in model.parameters() if p.requires_grad)
     how = f" ({'; '.join(recipes)})" if recipes else ""
     how += f"; of {len(by_us) - fp8_count} the weights alone" if len(by_us) > fp8_count else ""
     return f"{fp8_count} of {len(linears)} linears in FP8{how}; {trained:,} weights are trained"

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from octavo.nn.fp8_only import full_precision, offloaded_of
+from octavo.nn.sharded import part_in_zero
 from octavo.optim.split_masters import master_at
 
 ELEMENTS = 64
@@ -257,15 +258,17 @@ def _spread(weight: Tensor) -> Tensor:
 
 def _elements(optimizer: Any, parameter: Tensor, indices: Tensor) -> Tensor:
     """Elements of a weight in the precision in which they are trained."""
-    if isinstance(parameter, DTensor) or offloaded_of(parameter) is not None:
+    sharded = isinstance(parameter, DTensor) or part_in_zero(parameter) is not None
+    if sharded or offloaded_of(parameter) is not None:
         values = _flat(full_precision(parameter))
         return values[indices.to(values.device)]
     return master_at(optimizer, parameter, indices)
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """The elements of a tensor on this process, flat: its part of one that FSDP2 shards."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """The elements of a tensor on this process, flat: its part of one that FSDP2 or ZeRO-3 shards."""
+    part = part_in_zero(tensor)
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor if part is None else part
     return local.detach().reshape(-1)
 
 

@@ -108,6 +108,17 @@ def _chunks(length: int, parts: int) -> set[int]:
     return {max(0, min(each, length - i * each)) for i in range(parts)}
 
 
+def part_in_zero(parameter: Tensor) -> Tensor | None:
+    """This rank's part of a Parameter that ZeRO-3 has emptied, flat; None of any other tensor."""
+    part: Tensor | None = getattr(parameter, "ds_tensor", None)
+    return part if part is not None and parameter.numel() == 0 else None
+
+
+def whole_numel(parameter: Tensor) -> int:
+    """The number of elements of a Parameter, also of one that ZeRO-3 has emptied."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
 def plain_class(module: torch.nn.Module) -> type[torch.nn.Module]:
     """The class of a module, beneath the subclass that FSDP2 gives to a unit."""
     kind = type(module)

@@ -1,6 +1,7 @@
 """An engine that frees weights between forward and backward, as ZeRO-3 does: fused pieces stay, and memory goes."""
 
 import pytest
+import torch
 from dist_cases import batch, config_of, largest_difference, plain
 from frozen_cases import SIZES, FreesWeights, adapted, gradients
 from ranks import on_ranks
@@ -59,3 +60,24 @@ def test_trained_weights_are_there_when_they_are_read(kind):
     for case, (actual, expected, logits, hooked) in zip(cases, results, strict=True):
         assert largest_difference(actual, expected) == 0, case
         assert logits is None and hooked == [], case
+
+
+def test_the_callback_looks_at_the_parts_that_ranks_have():
+    """As DeepSpeed marks Parameters: empty ones, with this rank's part and the number of all elements beside it."""
+    from octavo.hf.callback import _summary
+    from octavo.hf.update_check import SampledWeights
+
+    model = plain("MLP")
+    octavo.convert_to_fp8(model)
+    count = sum(p.numel() for p in model.parameters())
+    assert f"{count:,} weights are trained" in _summary(model)
+    for p in model.parameters():
+        p.ds_numel, p.ds_tensor = p.numel(), p.detach().flatten()[: p.numel() // 2].clone()
+        p.data = torch.empty(0)
+    assert f"{count:,} weights are trained" in _summary(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sample = SampledWeights(model, optimizer)
+    assert sample.share_moved(optimizer) == 0
+    for p in model.parameters():
+        p.ds_tensor += 1
+    assert sample.share_moved(optimizer) == 1

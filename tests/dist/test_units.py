@@ -4,6 +4,7 @@ import pytest
 from dist_cases import adamw, config_of, converted, largest_difference, numbers, plain, run, shard, simulated
 from ranks import on_ranks
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 import octavo
 
@@ -50,7 +51,9 @@ def sharded(rank, kind, recipe):
         results[f"{name}, converted before"] = trained(rank, kind, shard(small_converted(kind, recipe), units))
     for name, units in AFTER.items():
         model = shard(small(kind), units)
+        units_before = [module for module in model.modules() if isinstance(module, FSDPModule)]
         octavo.convert_to_fp8(model, config_of(kind, recipe))
+        assert [module for module in model.modules() if isinstance(module, FSDPModule)] == units_before
         results[f"{name}, converted after"] = trained(rank, kind, model)
     return results
 
@@ -67,6 +70,32 @@ def trained(rank, kind, model):
         "pieces": report.fused,
         "head": "lm_head.x" in report.scaling.statistics(reset=False),
     }
+
+
+def prepared(rank, kind, recipe):
+    """By Accelerate itself, which has no FSDP2 on a CPU unless it is told so."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.utils import DistributedType
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+    accelerator = Accelerator(cpu=True)
+    accelerator.state.distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        cpu_ram_efficient_loading=False,
+    )
+    model = fsdp2_prepare_model(accelerator, small_converted(kind, recipe))
+    return {"by Accelerate": {**trained(rank, kind, model), "a unit": isinstance(model.lm_head, FSDPModule)}}
+
+
+def test_the_units_of_accelerate_equal_simulated_ranks():
+    expected = simulated("FP8 head", "block", build=small_converted, steps=STEPS)
+    for results in on_ranks(2, prepared, "FP8 head", "block"):
+        result = results["by Accelerate"]
+        assert result["a unit"] and result["head"] and result["lost"] == [] and result["logits"] == [None] * STEPS
+        assert largest_difference(result["parameters"], expected) == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
