@@ -9,8 +9,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from octavo.nn.sharded import first_index, local, place_of, placed_like, sizes_of_shards
-from octavo.optim import build_optimizer, measure_memory, offload_states, step_in_backward
+from octavo.optim import build_optimizer, keep_masters, measure_memory, offload_states, step_in_backward
 from octavo.optim.out_of_memory import explain, savings
+from octavo.optim.split_masters import has_master
 from octavo.training import trainer as trainer_module
 from octavo.training.errors import RunError
 from octavo.training.gradients import GradientSums
@@ -235,6 +236,19 @@ def measure(rank):
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     assert "what took it: weights 0.1 MiB" in explain(error, model, optimizer, {})
     return memory.weights, memory.gradients, memory.states, savings(model, optimizer, memory)["adamw4bit"]
+
+
+def refuse_masters(rank):
+    model = shard(build(torch.bfloat16))
+    with pytest.raises(ValueError, match="of a sharded parameter .* in BF16 are not supported: shard the model in FP32"):
+        keep_masters(model.parameters())
+    keep_masters(shard(build()).parameters())  # in FP32 they are their own masters
+    keep_masters(model.parameters(), None)
+    return not any(has_master(optimizer_of(model, "adamw"), p) for p in model.parameters())
+
+
+def test_masters_of_shards_in_bf16_are_refused():
+    assert on_ranks(2, refuse_masters) == [True, True]
 
 
 def test_memory_of_shards_is_that_of_this_rank():
