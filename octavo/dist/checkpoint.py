@@ -134,7 +134,7 @@ def load(
     tensors = {MODEL + name: tensor for name, tensor in _tensors(model).items()}
     reader = _reader(path)
     _check_names(path, tensors, reader)
-    read_tensors(tensors, storage_reader=reader, process_group=host_group())
+    read_tensors(tensors, storage_reader=reader, process_group=host_group(), no_dist=ranks() == 1)
     if any(not _is_view(tensors[MODEL + name], value) for name, value in _tensors(model).items()):
         model.load_state_dict({name.removeprefix(MODEL): tensor for name, tensor in tensors.items()})
     if optimizer is not None:
@@ -208,7 +208,7 @@ def _write(folder: Path, tensors: dict[str, Tensor], own: dict[str, Any]) -> Non
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
-        write_tensors(tensors, storage_writer=FileSystemWriter(folder), process_group=host_group())
+        write_tensors(tensors, storage_writer=FileSystemWriter(folder), process_group=host_group(), no_dist=ranks() == 1)
     except CheckpointException as error:  # on every rank, with the errors of those that failed
         number, failure = next(iter(error.failures.items()))
         raise OSError(f"rank {number}: {failure[0]}") from error

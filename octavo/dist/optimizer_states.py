@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from octavo.dist.together import from_all, host_group
 from octavo.dist.whole import part_of
-from octavo.nn.sharded import local, place_of
+from octavo.nn.sharded import local, place_of, ranks
 
 SIGNED = "exp_avg"  # of the states in few bits, the only one that may be negative
 
@@ -66,12 +66,12 @@ def load_optimizer(
                 tensors[entry] = _empty(optimizer, parameters[name], key, about, block)
     cut = [e for e, into in tensors.items() if _cuts_a_block(metadata[prefix + e], saved["blocks"].get(e, 1), into)]
     whole = {entry for entries in from_all(cut) for entry in entries}  # ranks are cut at different places
-    group = host_group()
+    group, alone = host_group(), ranks() == 1
     as_saved = {prefix + entry: into for entry, into in tensors.items() if entry not in whole}
-    read_tensors(as_saved, storage_reader=reader, process_group=group)
+    read_tensors(as_saved, storage_reader=reader, process_group=group, no_dist=alone)
     for entry in sorted(whole):  # one by one: each is as large as its whole parameter in FP32
         full = torch.empty(tensors[entry].shape, dtype=torch.float32)
-        read_tensors({prefix + entry: full}, storage_reader=reader, process_group=group)
+        read_tensors({prefix + entry: full}, storage_reader=reader, process_group=group, no_dist=alone)
         _put(full, tensors[entry])
     state: dict[int, dict[str, Any]] = {}
     for name, keys in saved["keys"].items():

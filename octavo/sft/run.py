@@ -24,7 +24,7 @@ from octavo.sft.trainer import newest_checkpoint
 from octavo.support import check_fp8_support, leave_emulation_unannounced
 from octavo.training.errors import RunError, UserError
 from octavo.training.run_folder import CONFIG, find_run, new_run, read_config, resumed_run
-from octavo.training.several_ranks import anyone_asks, check_alike, console_of, first_then_others, folder_of, met
+from octavo.training.several_ranks import agree_on_stops, check_alike, console_of, first_then_others, folder_of, met
 from octavo.training.signals import Interrupted, StopSignals
 
 
@@ -46,7 +46,7 @@ def fine_tune(
         raise UserError("device='cuda': torch sees no CUDA device here; use --device cpu")
     display = Display(console_of(console), settings.device)
     stop = StopSignals()
-    stop.shared = anyone_asks
+    agree_on_stops(stop)
     with stop.caught(), quiet(), met(settings.device):
         _opening(settings, display)
         name, config = first_then_others(lambda: find_model(settings))  # it may be made, or downloaded

@@ -63,7 +63,7 @@ from octavo.training.run_folder import (
     write_config,
 )
 from octavo.training.settings import TrainSettings
-from octavo.training.several_ranks import anyone_asks, check_alike, console_of, folder_of, met
+from octavo.training.several_ranks import agree_on_stops, check_alike, console_of, folder_of, met
 from octavo.training.signals import Interrupted, StopSignals
 from octavo.training.step_rows import WARM_UP, StepRows, Taken, median_speed
 
@@ -131,7 +131,7 @@ def train(
     """
     display = Display(console_of(console))
     stop = StopSignals()
-    stop.shared = anyone_asks
+    agree_on_stops(stop)
     with stop.caught(), met(settings.device):
         display.opening(settings)
         data = load_data(settings.data, sequence=settings.seq, held_out=settings.held_out)

@@ -23,6 +23,7 @@ from octavo.dist.together import from_all, from_first, host_group, rank
 from octavo.nn.sharded import ranks
 from octavo.training.errors import LostContact, UserError
 from octavo.training.settings import TrainSettings
+from octavo.training.signals import ECHO, StopSignals
 
 Result = TypeVar("Result")
 # What gloo, NCCL's watchdog and the store of the ranks say where another rank has ended.
@@ -141,6 +142,12 @@ def anyone_asks(signal: int | None) -> int | None:
     asked = torch.tensor(signal or 0)
     distributed.all_reduce(asked, distributed.ReduceOp.MAX, group=host_group())
     return int(asked) or None
+
+
+def agree_on_stops(stop: StopSignals) -> None:
+    """Let a signal to one rank stop all, and count one that comes by two ways once."""
+    if launched_ranks() > 1:
+        stop.shared, stop.echo = anyone_asks, ECHO
 
 
 def _take_gpu() -> None:

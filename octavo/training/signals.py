@@ -1,15 +1,19 @@
 """Ctrl-C and SIGTERM: finish the step, save, exit.
 
 Outside `deferred()` a signal raises `Interrupted` at once: nothing would be lost. Inside it the first signal is only
-noted, and the loop asks after each step; a second one, from someone who does not want to wait, raises.
+noted, and the loop asks after each step; a second one, from someone who does not want to wait, raises. On several ranks
+a launcher and a scheduler may both pass a signal on, so what comes within `ECHO` seconds is taken for the same one.
 """
 
+import math
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+ECHO = 5.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -27,6 +31,8 @@ class StopSignals:
     def __init__(self) -> None:
         self.requested: int | None = None
         self.shared: Callable[[int | None], int | None] = lambda number: number
+        self.echo = 0.0  # seconds in which a signal that comes again is the same one
+        self._first = -math.inf
         self._deferred = False
 
     @contextmanager
@@ -59,7 +65,9 @@ class StopSignals:
             raise Interrupted(number)
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
-        is_first = self.requested is None
+        if self.requested is None:
+            self._first = time.monotonic()
+        is_first = self.requested is None or time.monotonic() - self._first < self.echo
         self.requested = number
         if not (self._deferred and is_first):
             raise Interrupted(number)

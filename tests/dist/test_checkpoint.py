@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import NoAnswer, RankFailed, on_ranks
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -19,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from octavo import convert_to_fp8
 from octavo.dist import checkpoint
 from octavo.dist.checkpoint import DamagedCheckpoint, load, merged, save
+from octavo.dist.export import export
 from octavo.dist.optimizer_states import cut_states
 from octavo.nn.sharded import local
 from octavo.numerics import FP8ScalingManager
@@ -252,3 +254,20 @@ def test_scaling_states_of_ranks_become_one_by_their_maximum():
     assert both.names == ["a", "b", "c"]
     assert [float(both.get_scale(name)) for name in both.names] == [448 / 4, 448 / 8, pytest.approx(448 / 3)]
     assert merged([managers[0].state_dict()] * 2)["rows"].equal(managers[0].state_dict()["rows"])
+
+
+def test_weights_out_of_shards_in_one_folder(tmp_path):
+    """One process writes them, in one file or in several with their index; no rank is needed."""
+    on_ranks(2, saved, tmp_path / "c", recipe="block")
+    model, _ = build(recipe="block", wrap="")
+    expected = load(tmp_path / "c", model) and model.state_dict()
+    [file] = export(tmp_path / "c", tmp_path / "one")
+    assert file.name == "model.safetensors" and load_file(file).keys() == expected.keys()
+    assert all(torch.equal(load_file(file)[name], expected[name]) for name in expected)
+    files = export(tmp_path / "c", tmp_path / "many", dtype=torch.bfloat16, largest=100_000)
+    index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())["weight_map"]
+    assert [file.name for file in files] == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    for name, tensor in expected.items():
+        assert torch.equal(load_file(tmp_path / "many" / index[name])[name], tensor.bfloat16())
+    with pytest.raises(ValueError, match="is no checkpoint of several ranks"):
+        export(tmp_path, tmp_path / "none")
