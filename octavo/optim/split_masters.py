@@ -51,8 +51,8 @@ def keep_masters(parameters: Iterable[Tensor], keep: bool | None = True) -> None
         if keep and is_sharded(parameter) and parameter.dtype == torch.bfloat16:
             raise ValueError(
                 f"FP32 masters (master_weights, keep_masters) of a sharded parameter {tuple(parameter.shape)} in BF16 "
-                "are not supported: shard the model in FP32 with MixedPrecisionPolicy(param_dtype=torch.bfloat16), which "
-                "computes the same, or round at random (build_optimizer(..., stochastic_rounding=True))"
+                "are not supported: shard the model in FP32 with MixedPrecisionPolicy(param_dtype=torch.bfloat16), "
+                "which computes the same, or round at random (build_optimizer(..., stochastic_rounding=True))"
             )
         if keep is not None or not hasattr(parameter, _MARK):
             setattr(parameter, _MARK, keep is not False)
