@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from octavo.nn.sharded import is_sharded
 from octavo.numerics import split as spec
 from octavo.optim.partial_step import plain_step, step_groups
 from octavo.optim.split_adamw import FusedSplitAdamW
@@ -43,10 +44,16 @@ def keep_masters(parameters: Iterable[Tensor], keep: bool | None = True) -> None
 
     `keep=False` ends this; `None` leaves earlier decisions alone and says yes for the rest. Optimisers that round BF16
     weights stochastically (`bf16_stochastic_round`) continue to do so, since that was a choice. Sharded parameters
-    (DTensor) are left alone. A copy of a model (`copy.deepcopy`) has other parameters, and needs its own call; a model
-    from `FastLanguageModel` makes it by itself.
+    (DTensor) in BF16 cannot have masters: True is an error for them, and None leaves them alone. A copy of a model
+    (`copy.deepcopy`) has other parameters, and needs its own call; a model from `FastLanguageModel` makes it by itself.
     """
     for parameter in parameters:
+        if keep and is_sharded(parameter) and parameter.dtype == torch.bfloat16:
+            raise ValueError(
+                f"FP32 masters (master_weights, keep_masters) of a sharded parameter {tuple(parameter.shape)} in BF16 "
+                "are not supported: shard the model in FP32 with MixedPrecisionPolicy(param_dtype=torch.bfloat16), "
+                "which computes the same, or round at random (build_optimizer(..., stochastic_rounding=True))"
+            )
         if keep is not None or not hasattr(parameter, _MARK):
             setattr(parameter, _MARK, keep is not False)
     if keep is not False and not _hook:

@@ -9,8 +9,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from octavo.nn.sharded import first_index, local, place_of, placed_like, sizes_of_shards
-from octavo.optim import build_optimizer, measure_memory, offload_states, step_in_backward
+from octavo.optim import build_optimizer, keep_masters, measure_memory, offload_states, step_in_backward
 from octavo.optim.out_of_memory import explain, savings
+from octavo.optim.split_masters import has_master
+from octavo.training import trainer as trainer_module
 from octavo.training.errors import RunError
 from octavo.training.gradients import GradientSums
 from octavo.training.trainer import FP8Trainer
@@ -236,6 +238,19 @@ def measure(rank):
     return memory.weights, memory.gradients, memory.states, savings(model, optimizer, memory)["adamw4bit"]
 
 
+def refuse_masters(rank):
+    model = shard(build(torch.bfloat16))
+    with pytest.raises(ValueError, match="of a sharded parameter .* in BF16 are not supported: shard the model in FP32"):
+        keep_masters(model.parameters())
+    keep_masters(shard(build()).parameters())  # in FP32 they are their own masters
+    keep_masters(model.parameters(), None)
+    return not any(has_master(optimizer_of(model, "adamw"), p) for p in model.parameters())
+
+
+def test_masters_of_shards_in_bf16_are_refused():
+    assert on_ranks(2, refuse_masters) == [True, True]
+
+
 def test_memory_of_shards_is_that_of_this_rank():
     large, small = 2 * 64 * 256, 64 + 2 * 256
     for weights, gradients, states, saved in on_ranks(2, measure):
@@ -259,8 +274,9 @@ class Tied(nn.Module):
 
 
 def save_and_load(rank, folder):
-    """Files of shards against those of the whole model, byte for byte, and what shards read from them."""
-    equal = []
+    """What shards read from the files that they wrote, and how many of these this rank has written."""
+    equal, written, write = [], [], trainer_module.write_model
+    trainer_module.write_model = lambda model, path: (written.append(path), write(model, path))
     for name in ("model.safetensors", "model.pt"):
         model, expected = fully_shard(Tied()), Tied()
         trainer = FP8Trainer(model, optimizer_of(model, "adamw"), convert_model_to_fp8=False)
@@ -271,11 +287,11 @@ def save_and_load(rank, folder):
         loader = FP8Trainer(other, optimizer_of(other, "adamw"), convert_model_to_fp8=False)
         loader.load_model(folder / "shards" / name)
         equal.append(all(distance(p, q) == 0 for p, q in zip(other.parameters(), expected.parameters(), strict=True)))
-    return equal
+    return equal, len(written)
 
 
 def test_shards_are_saved_as_one_file_by_one_rank(tmp_path):
-    assert on_ranks(2, save_and_load, tmp_path) == [[True, True]] * 2
+    assert on_ranks(2, save_and_load, tmp_path) == [([True, True], 2), ([True, True], 0)]
     whole = Tied()
     trainer = FP8Trainer(whole, optimizer_of(whole, "adamw"), convert_model_to_fp8=False)
     expected = trainer.save_model(tmp_path / "whole")
