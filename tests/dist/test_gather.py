@@ -53,7 +53,8 @@ def every_recipe(rank, cases):
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_bits_are_those_of_plain_fsdp2(world):
     # Three ranks do not divide 64 rows, and blocks of 128 straddle shards and weights everywhere.
-    cases = [("Llama", recipe) for recipe in RECIPES] + ([("MLP", recipe) for recipe in RECIPES] if world < 3 else [])
+    cases = [("Llama", recipe) for recipe in RECIPES if world > 1 or recipe != "current"]
+    cases += [("MLP", recipe) for recipe in RECIPES] if world == 2 else []
     for found in on_ranks(world, every_recipe, cases):
         assert found == dict.fromkeys(cases, 0.0)
 
