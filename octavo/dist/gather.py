@@ -61,6 +61,12 @@ class GatheredMember:
         self._sent: tuple[Any, ...] = ()  # shapes and dtypes that FSDP2 has buffers for
         self._held: dict[str, Quantized] = {}  # by layout
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise TypeError(
+            "a sharded parameter itself cannot be pickled or copied while fp8_all_gather is in use: save "
+            "model.state_dict(), or torch.distributed.checkpoint, or call remove() first"
+        )
+
     def local(self) -> Tensor:
         """Return this rank's rows, and take note of which values they are."""
         self._version = self._newest_version()
