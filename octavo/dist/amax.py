@@ -179,6 +179,11 @@ def share_amax(model: Any, group: Any = None) -> SharedAmax:
     return SharedAmax(exchanges)
 
 
+def is_shared(manager: FP8ScalingManager) -> bool:
+    """Whether all ranks have the same scaling state: one of them is enough in a checkpoint."""
+    return isinstance(manager.exchange, AmaxExchange) and manager.exchange.shares_states
+
+
 def require_ranks(name: str) -> None:
     if not (distributed.is_available() and distributed.is_initialized()):
         raise RuntimeError(f"octavo.{name} without a process group: call torch.distributed.init_process_group() first")

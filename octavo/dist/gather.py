@@ -14,7 +14,7 @@ Weights that a unit keeps from forward to backward (`reshard_after_forward=False
 in both directions, two bytes an element. So they are for backward where activations are computed again.
 
 What this reads of FSDP2 beyond its documented interface is in `_NAMES`; `tests/dist/test_gather.py` pins it. With one
-rank FSDP2 copies the first tensor that is sent and forgets the others, so those go by the metadata.
+rank FSDP2 copies the first tensor that is sent and forgets the others. There all go by the metadata, without a copy.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,7 +37,10 @@ _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 _NAMES = {
     "FSDPParam": ("_init_extensions", "_sharded_local_tensor", "init_unsharded_param", "all_gather_inputs"),
     "FSDPParamGroup": ("_reshard_after_forward", "_use_post_forward_mesh", "reshard"),
-    "a sharded parameter": ("all_gather_outputs", "padded_sharded_param_size", "fsdp_placement", "_module_info"),
+    "a sharded parameter": (
+        *("all_gather_outputs", "_unsharded_inner_tensors", "padded_sharded_param_size", "fsdp_placement"),
+        *("_module_info", "sharded_param", "offload_to_cpu", "is_dtensor"),
+    ),
     "a unit": ("fsdp_params", "_training_state", "mesh_info"),
 }
 
@@ -58,6 +61,12 @@ class GatheredMember:
         self._sent: tuple[Any, ...] = ()  # shapes and dtypes that FSDP2 has buffers for
         self._held: dict[str, Quantized] = {}  # by layout
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise TypeError(
+            "a sharded parameter itself cannot be pickled or copied while fp8_all_gather is in use: save "
+            "model.state_dict(), or torch.distributed.checkpoint, or call remove() first"
+        )
+
     def local(self) -> Tensor:
         """Return this rank's rows, and take note of which values they are."""
         self._version = self._newest_version()
@@ -73,23 +82,25 @@ class GatheredMember:
             self.gathers.refresh()
         layouts = self._wanted()
         tensors = [tensor for layout in layouts for tensor in self._quantized(layout)]
-        sent = tuple((tensor.shape, tensor.dtype) for tensor in tensors[: 1 if self.world == 1 else None])
+        if self.world == 1:
+            self.parameter._unsharded_inner_tensors = []
+            return (tensors[0].new_empty(1),), (layouts, tensors)
+        sent = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
         if sent != self._sent:
             self.parameter.all_gather_outputs = []  # made anew; these have no memory between reshard and gather
             self._sent = sent
-        if self.world == 1:
-            return tuple(tensors[:1]), (layouts, tensors[1:])
         return tuple(tensors), (layouts, [])
 
     def post(self, outputs: tuple[Tensor, ...], metadata: Any, dtype: torch.dtype, *, out: Any = None) -> Any:
         """Hold what has arrived; the first time, return the weight that linears will see."""
-        layouts, rest = metadata
-        arrived = iter((*outputs, *rest))
+        layouts, own = metadata
+        arrived = iter(own or outputs)
         self._held = {layout: self._whole(layout, arrived) for layout in layouts}
         if out is not None:
+            self.parameter._unsharded_inner_tensors = own  # whose memory FSDP2 frees with the rest of the unit
             return None
         self.dtype, self.device = dtype, outputs[0].device
-        return GatheredWeight(self), ()
+        return GatheredWeight(self), own
 
     def together(self, weights: Sequence[GatheredWeight], use: str) -> Weight:
         """Return these weights as one right operand; this one is the first."""
