@@ -79,6 +79,40 @@ def test_gradients_are_those_of_one_process():
                 assert cases.distance(actual, one) < 1.5 * far
 
 
+def saved_and_loaded(rank, folder):
+    """Weights and states of a checkpoint of shards, read into another model; and all of them, as one process has it."""
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+    states = []
+    for fill in (True, False):
+        model = cases.parallel_linears("block", convert_first=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        if fill:
+            cases.train_linears(model, 1)
+            model(cases.tokens(0)).square().mean().backward()
+            optimizer.step()
+        weights, moments = get_state_dict(model, optimizer)
+        state = {"model": weights, "optimizer": moments}
+        if fill:
+            checkpoint.save(state, checkpoint_id=folder)
+        else:
+            checkpoint.load(state, checkpoint_id=folder)
+            set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        full = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+        flat = full[0] | {f"{n}.{k}": v for n, s in full[1]["state"].items() for k, v in s.items()}
+        states.append({name: value.numpy().copy() for name, value in flat.items()})
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    return states
+
+
+def test_checkpoints_of_shards(tmp_path):
+    one = cases.Whole()
+    written, read = on_ranks(2, saved_and_loaded, str(tmp_path))[0]
+    assert cases.distance(read, written) == 0 and "up.weight.exp_avg" in read
+    one.load_state_dict({name: torch.from_numpy(read[name]) for name in one.state_dict()})
+
+
 def odd_values(rank):
     model = cases.parallel_linears("block", convert_first=True)
     zeros = model(torch.zeros(2, 3, cases.WIDTH))
