@@ -35,13 +35,19 @@ from octavo.tools.bench.kernels import copy_bandwidth
 HEADS = Heads(32, 8, 128)
 PROMPT, LONGEST, GROUP = 128, 512, 8
 SCALING = HEADS.width**-0.5
-# Keys of a tile, warps and stages, by whether the cache holds bytes; tried at 64 slots.
-TILES = {
-    False: [(32, 2, 4), (32, 2, 3), (32, 2, 6), (32, 4, 4), (64, 2, 3), (64, 4, 3), (128, 4, 2), (16, 1, 6)],
-    True: [(64, 2, 3), (64, 2, 2), (64, 2, 4), (64, 4, 3), (128, 4, 2), (128, 4, 3), (32, 2, 4), (32, 1, 4)],
-}
+# Keys of a tile, warps and stages, by whether the cache holds bytes; tried at 64 slots. Then rows of a product for a
+# group, and registers: with 32 rows of four heads for eight slots, those of a group take so many (254 in bytes) that
+# four programs fit a multiprocessor; with 16, five or six do, and a prompt is read twice, the second time from L2.
+TILES: dict[bool, list[tuple[int, ...]]] = {
+    False: [(32, 2, 4), (32, 2, 3), (32, 2, 6), (32, 4, 4), (64, 2, 3), (64, 4, 3), (128, 4, 2), (16, 1, 6),
+            (32, 2, 4, 16), (32, 2, 3, 16), (32, 2, 3, 16, 128), (64, 2, 2, 16),
+            (16, 1, 6, 16)],
+    True: [(64, 2, 3), (64, 2, 2), (64, 2, 4), (64, 4, 3), (128, 4, 2), (128, 4, 3), (32, 2, 4), (32, 1, 4),
+           (64, 2, 3, 16), (64, 2, 3, 16, 168), (64, 2, 2, 16, 168), (32, 2, 4, 16), (32, 2, 3, 16), (64, 4, 3, 16),
+           (32, 1, 4, 16, 200), (16, 1, 6, 16)],
+}  # fmt: skip
 # Programs of a multiprocessor and the fewest keys of a part, for the best of them.
-PARTS = [(2, 512), (4, 256), (6, 128), (8, 128), (16, 128), (8, 64)]
+PARTS = [(2, 512), (4, 256), (5, 128), (6, 128), (8, 128), (10, 128), (16, 128), (8, 64)]
 LAYERS = {1: 32, 64: 6}  # of which a graph reads the caches; 3 for more slots
 
 
@@ -141,6 +147,8 @@ class Case(NamedTuple):
     def __str__(self) -> str:
         tile = self.tile
         how = f"keys {tile.keys:3} warps {tile.warps} stages {tile.stages} parts {tile.programs:2}, {tile.least:3}"
+        how += f" rows {tile.rows}" if tile.rows != DecodeTile._field_defaults["rows"] else ""
+        how += f" registers {tile.registers}" if tile.registers else ""
         other = "" if self.overlaps else " one after another"
         return f"{name_of(self.slots, self.as_bytes)}  {how} {'shared' if self.table else 'alone '}{other}"
 
@@ -160,7 +168,8 @@ def cases_of(slots: int, as_bytes: bool, best: DecodeTile | None) -> list[Case]:
     usual = tile_for(slots, HEADS.kv, as_bytes=as_bytes, device=torch.device("cuda"))
     table = slots > 1
     if best is None:
-        tiles = [usual._replace(keys=k, warps=w, stages=s) for k, w, s in TILES[as_bytes]]
+        names = ("keys", "warps", "stages", "rows", "registers")
+        tiles = [usual._replace(**dict(zip(names, tile, strict=False))) for tile in TILES[as_bytes]]
         return [Case(slots, as_bytes, t._replace(least=max(t.least, t.keys)), table) for t in tiles]
     parts = [best._replace(programs=n, least=least) for n, least in PARTS if least >= best.keys]
     found = [Case(slots, as_bytes, tile, table) for tile in parts]
@@ -194,7 +203,10 @@ class Compiler:
     def __call__(self, cases: list[Case]) -> None:
         began = time.perf_counter()
         cases = [case for case in cases if case not in self.done]
-        first = {(case.as_bytes, case.tile[:3], case.table, case.overlaps, case.slots > 64): case for case in cases}
+        first = {
+            (case.as_bytes, case.tile._replace(programs=0, least=0), case.table, case.overlaps, case.slots > 64): case
+            for case in cases
+        }
         rest = [case for case in cases if case not in first.values()]
         taken = [*self.pool.map(compile_one, first.values()), *self.pool.map(compile_one, rest)]
         self.done.update(cases)

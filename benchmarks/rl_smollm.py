@@ -1,4 +1,4 @@
-"""GRPO of SmolLM2-135M on sums of digits: the gap between rollout and trainer, and what is learned, by precision.
+"""GRPO of SmolLM2-135M on small sums: the gap between rollout and trainer, and what is learned, by precision.
 
     python benchmarks/rl_smollm.py --model FOLDER --out rl-smollm                    # on a GPU, 200 seconds
     python benchmarks/rl_smollm.py --model FOLDER --task OTHER.jsonl --budget 600 --out rl-smollm

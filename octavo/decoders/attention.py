@@ -78,6 +78,34 @@ def _batch_by_sdpa() -> None:
     manager.switch_to_cb_friendly_attn = switch
 
 
+def is_distributed() -> str:
+    """Who has attention computed across ranks, in a way that this one would bypass; empty if nobody has.
+
+    torch's `context_parallel` puts another function in the place of sdpa, and DeepSpeed's Ulysses in transformers' list
+    of attentions: this attention calls neither. Each rank would attend to its own tokens alone.
+    """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if f"{nn.functional.scaled_dot_product_attention.__module__}".startswith("torch.distributed."):
+        return "context_parallel"
+    listed = ALL_ATTENTION_FUNCTIONS.get("sdpa")
+    return "sequence parallelism by DeepSpeed" if getattr(listed, "__module__", "").startswith("deepspeed.") else ""
+
+
+# As `torch.compiler.assume_constant_result`, without importing Dynamo: it is asked when a model is traced.
+is_distributed._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def refuse_distributed(config: Any) -> None:
+    """Raise where a model has this attention, and its tokens are spread over ranks."""
+    who = is_distributed() if config._attn_implementation == NAME else ""
+    if who:
+        raise ValueError(
+            f"{who} with attn_implementation={NAME!r}: each rank would attend to its own tokens alone. Call "
+            'model.set_attn_implementation("sdpa") after the model is converted, or train without it'
+        )
+
+
 def is_paged(kwargs: dict[str, Any]) -> bool:
     """Whether a model is called by continuous batching: keys are written to places in pages."""
     return kwargs.get("write_index") is not None

@@ -44,6 +44,7 @@ def hidden_states(model: Any, kwargs: dict[str, Any], labels: Tensor) -> tuple[T
 
 
 def backbone_forward(self: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    attention.refuse_distributed(self.config)
     model = self.__dict__[CAUSAL]()
     named = dict(zip(POSITIONAL, args, strict=False)) | kwargs
     mask = named.get("attention_mask")

@@ -20,7 +20,9 @@ from octavo.decoders.gathering import around
 from octavo.decoders.hooks import is_hooked
 from octavo.decoders.match import has_default_loss, is_head
 from octavo.decoders.rehearsal import followed_by
+from octavo.dist.parallel import head_loss
 from octavo.nn.loss import FP8Head, linear_cross_entropy
+from octavo.nn.styles import style_of
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 from octavo.numerics.config import Recipe
 from octavo.numerics.cross_entropy import IGNORED
@@ -99,8 +101,7 @@ def causal_lm_forward(self: Any, original: Callable[..., Any], *args: Any, **kwa
         raise ValueError(nothing_is_trained(type(self).__name__))
 
     def loss_of(hidden: Tensor) -> Tensor:
-        weight = self.lm_head.weight
-        return linear_cross_entropy(hidden, weight, kept.to(hidden.device), count=count, head=head, states=states)
+        return head_loss(self.lm_head, hidden, kept.to(hidden.device), count=count, head=head, states=states)
 
     loss = around([self.lm_head], loss_of, hidden)
     output: Any = CausalLMOutputWithPast  # its fields are annotated with legacy tensor classes
@@ -142,7 +143,7 @@ def _why_no_head(head: Any) -> str:
     """Why the weight of a head cannot be multiplied but by calling it; empty if it can."""
     if not is_head(head):
         return f"lm_head is a {type(head).__name__}"
-    return "lm_head has hooks" if is_hooked(head) else ""
+    return "lm_head has hooks" if is_hooked(head) and style_of(head) is None else ""
 
 
 def _why_other_loss(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

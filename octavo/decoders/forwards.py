@@ -36,6 +36,7 @@ from octavo.decoders.products import (
     one_product,
 )
 from octavo.decoders.rehearsal import needs_rehearsal, rehearse
+from octavo.dist.parallel import outputs_of
 from octavo.nn.frozen import FP8FrozenLinear
 from octavo.nn.linear import LinearInFP8
 from octavo.nn.norm import rms_norm
@@ -171,7 +172,13 @@ def _rotation(module: Any, qkv: Tensor, positions: tuple[Tensor, Tensor] | None)
         norms = _norms_of_heads(module, qkv)
         if norms is None:
             return None
-    q, k, _ = (getattr(module, name).out_features // width for name in QKV)
+    sizes = [outputs_of(base_of(getattr(module, name))) for name in QKV]
+    if any(size % width for size in sizes):
+        raise ValueError(
+            f"{type(module).__name__}: this rank has {sizes} outputs of q, k and v, not whole heads of {width}; use as "
+            "many ranks for tensor parallelism as divide num_key_value_heads"
+        )
+    q, k, _ = (size // width for size in sizes)
     return _Rotation(cos, sin, Heads(q, k, width), norms)
 
 
@@ -182,7 +189,7 @@ def _norms_of_heads(module: Any, qkv: Tensor) -> Norms | None:
 
 def _split(module: Any, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The outputs of q_proj, k_proj and v_proj."""
-    q, k, v = qkv.split([getattr(module, name).out_features for name in QKV], dim=-1)
+    q, k, v = qkv.split([outputs_of(base_of(getattr(module, name))) for name in QKV], dim=-1)
     # Rotating q and k by their positions copies them; v alone would keep all of `qkv` in memory for backward.
     return q, k, v.clone(memory_format=torch.contiguous_format)
 
@@ -233,7 +240,7 @@ def _attend_joined(
     layer: Any, members: Sequence[Any], names: Sequence[Names], kwargs: dict[str, Any], h: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     norm, attention = layer.input_layernorm, layer.self_attn
-    qkv, h = linear_group_after_norm(members, h, Norm(norm.weight, norm.variance_epsilon), names)
+    qkv, h = linear_group_after_norm(members, h, _plain_norm(norm), names)
     adds = adds_residual(attention.o_proj)
     # The original reads the shape of h alone.
     given = {"hidden_states": h, **kwargs}
@@ -253,7 +260,7 @@ def _feed_forward(layer: Any, h: Tensor, y: Tensor | None) -> Tensor:
         return h + mlp(norm(h))
 
     def function(h: Tensor) -> Tensor:
-        return gated_mlp_as(mlp, h, names, Norm(norm.weight, norm.variance_epsilon), residual=True)
+        return gated_mlp_as(mlp, h, names, _plain_norm(norm), residual=True)
 
     return around([norm, mlp], function, h)
 
@@ -276,6 +283,10 @@ def _norm_of(module: Any, like: Tensor) -> Norm | None:
     """The norm that a module computes of what is like this tensor; None if it has to be called."""
     norm = None if is_hooked(module) else norm_of(module)
     return norm if norm is not None and norm.weight.dtype == like.dtype else None
+
+
+def _plain_norm(norm: Any) -> Norm:
+    return Norm(norm.weight, norm.variance_epsilon)
 
 
 def _can_join(norm: Any, follower: Any, linear: Any, h: Tensor) -> bool:

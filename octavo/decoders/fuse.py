@@ -30,6 +30,7 @@ from octavo.decoders.forwards import (
 from octavo.decoders.hooks import is_hooked
 from octavo.decoders.match import GATE_UP, HEAD_NORMS, MLP, NORMS, QKV, base_of
 from octavo.decoders.products import why_no_frozen_mlp
+from octavo.dist.parallel import is_parallel
 from octavo.kernels.tuning import tuning_for
 from octavo.nn import cost_model
 from octavo.nn.frozen import FP8FrozenLinear
@@ -37,11 +38,13 @@ from octavo.nn.groups import put_together, why_no_group
 from octavo.nn.linear import FP8Linear
 from octavo.nn.model_report import report_of
 from octavo.nn.report import FP8, REPORT, ConversionReport, dtype_name
+from octavo.nn.styles import style_of
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 
 # Children of fused modules that those do not call, but compute themselves.
 _FUSED_CHILDREN = (*QKV, *HEAD_NORMS, "o_proj", *MLP, "act_fn", "lm_head", "self_attn", "mlp", *NORMS)
 _JOINED = "norms with the products that follow them"
+_APART_PARALLEL = "norms apart from the products that follow them: those are tensor-parallel"
 _APART = "norms apart from the products that follow them: those have several scales for x"
 
 
@@ -182,6 +185,8 @@ def fuse_products(modules: Mapping[str, nn.Module], report: ConversionReport, we
     layers: list[Any] = [module for module in modules.values() if match.is_layer(module)]
     layers = [layer for layer in layers if is_fused(layer.self_attn) or is_fused(layer.mlp)]
     apart = weights.why_norms_apart()
+    if apart is None and any(is_parallel(base_of(layer.self_attn.q_proj)) for layer in layers):
+        apart = _APART_PARALLEL
     for layer in layers:
         take_class(layer, layer_forward)
     if apart is None:
@@ -343,7 +348,8 @@ def called_alone(model: nn.Module) -> list[str]:
             inner = child.named_modules(prefix=f"{name}.{child_name}".lstrip(".")) if child is not None else ()
             # The modules of a layer with adapters count, too; attention and MLP report their own.
             is_leaf = child_name not in ("self_attn", "mlp")
-            names += [own for own, each in inner if is_hooked(each) and (each is child or is_leaf)]
+            watched = [(own, each) for own, each in inner if is_hooked(each) and style_of(each) is None]
+            names += [own for own, each in watched if each is child or is_leaf]
     return names
 
 

@@ -25,6 +25,7 @@ from octavo.decoders import attention
 from octavo.decoders.classes import HEAD
 from octavo.decoders.graph_state import autocast_of, state_of, who_watches
 from octavo.nn.linear import LinearInFP8
+from octavo.nn.sharded import capture_error_mode
 from octavo.nn.versions import check_versions, versions_of
 
 _MARK = "_octavo_graphs"
@@ -273,10 +274,11 @@ class _Recorded:
                     self._gradients(hidden, torch.zeros_like(hidden))
                     del hidden
         torch.cuda.current_stream().wait_stream(stream)
-        with torch.cuda.graph(self.forward, pool=self.pool, stream=stream):
+        mode = capture_error_mode()
+        with torch.cuda.graph(self.forward, pool=self.pool, stream=stream, capture_error_mode=mode):
             hidden = self._hidden(decoder, mask)
         self.gradient = torch.zeros_like(hidden)
-        with torch.cuda.graph(self.backward, pool=self.pool, stream=stream):
+        with torch.cuda.graph(self.backward, pool=self.pool, stream=stream, capture_error_mode=mode):
             self.gradients = self._gradients(hidden, self.gradient)
         self.hidden = hidden.detach()
 

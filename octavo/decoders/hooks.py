@@ -43,6 +43,7 @@ _LEVELS = 5  # the decoder; its embedding and its list of layers; the layers; th
 _BLIND = (
     "transformers.utils.output_capturing.",
     "transformers.modeling_utils.",
+    "transformers.distributed.",
     "torch.distributed.",
     "accelerate.",
     "deepspeed.",

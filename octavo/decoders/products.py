@@ -14,6 +14,7 @@ from torch import Tensor
 from octavo.decoders.gathering import around
 from octavo.decoders.hooks import is_hooked
 from octavo.decoders.match import activation_of, base_of, own_class
+from octavo.dist import parallel
 from octavo.nn import mlp_function
 from octavo.nn.frozen import FP8FrozenLinear
 from octavo.nn.groups import why_no_group
@@ -28,10 +29,13 @@ Names = Sequence[str]  # of adapters
 
 def linear_group(members: Sequence[Any], x: Tensor) -> Tensor | None:
     """The outputs of linears with one input, side by side."""
+    bases = [base_of(member) for member in members]
+    if parallel.is_parallel(*bases):
+        return parallel.linear_group(members, x)
     names = one_product(members, x)
     if names is None:
         return None
-    one, *others = bases = [base_of(member) for member in members]
+    one, *others = bases
 
     def product(x: Tensor) -> Tensor:
         return linear(
@@ -60,7 +64,11 @@ def linear_group_after_norm(
 
 def one_product(members: Sequence[Any], x: Tensor) -> list[Names] | None:
     """The active adapters of each of these linears with input x, if they can be one product; else None."""
-    return _active(members) if x.numel() and _are_one_product([base_of(member) for member in members]) else None
+    bases = [base_of(member) for member in members]
+    # Where products are parallel, the gradient of a norm's input by way of the norm is yet to be summed over ranks.
+    if x.numel() == 0 or parallel.is_parallel(*bases) or not _are_one_product(bases):
+        return None
+    return _active(members)
 
 
 def _bias_of(bases: Sequence[LinearInFP8]) -> Tensor | None:
@@ -74,6 +82,9 @@ def gated_mlp(mlp: Any, x: Tensor, norm: Norm | None = None, *, residual: bool =
 
     `norm`: x has yet to go through it. `residual`: x, as it is before that, is added to the output.
     """
+    members, activation = _members_of(mlp), activation_of(mlp)
+    if activation is not None and norm is None and parallel.is_parallel(*map(base_of, members)):
+        return parallel.gated_mlp(members, activation, x) if x.numel() and not is_hooked(mlp.act_fn) else None
     names = one_function(mlp, x)
     return None if names is None else gated_mlp_as(mlp, x, names, norm, residual=residual)
 
@@ -82,6 +93,8 @@ def one_function(mlp: Any, x: Tensor) -> list[Names] | None:
     """The active adapters of gate, up and down, if an MLP can compute this input in one function; else None."""
     members = _members_of(mlp)
     if x.numel() == 0 or activation_of(mlp) is None or is_hooked(mlp.act_fn):
+        return None
+    if parallel.is_parallel(*map(base_of, members)):
         return None
     return _active(members) if _is_one_function(*(base_of(member) for member in members)) else None
 

@@ -37,7 +37,7 @@ class Source(Protocol):
 
     @property
     def label(self) -> str:
-        """What is measured: equal on all ranks."""
+        """The name of what is measured: equal on all ranks."""
 
     def measure(self) -> Tensor:
         """Return the maxima of this rank: FP32, flat."""
@@ -155,7 +155,7 @@ def _difference(ranks: Sequence[int], labels: Sequence[list[str]]) -> str:
 
 
 class SharedAmax:
-    """What `share_amax` returns. `remove()`: each rank has histories of its own again, beginning with the shared."""
+    """The result of `share_amax`. `remove()`: each rank has histories of its own again, beginning with the shared."""
 
     def __init__(self, exchanges: Sequence[AmaxExchange]) -> None:
         self.exchanges = list(exchanges)

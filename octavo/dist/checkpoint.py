@@ -39,6 +39,7 @@ from octavo.dist.durable import sync_folder, write_durable
 from octavo.dist.optimizer_states import load_optimizer, optimizer_tensors
 from octavo.dist.random_states import get_rng_states, set_rng_states
 from octavo.dist.together import all_or_none, from_all, host_group, rank
+from octavo.nn.frozen import SCALE_NAME
 from octavo.nn.linear import LinearInFP8
 from octavo.nn.sharded import local, ranks
 from octavo.numerics import FP8ScalingManager
@@ -183,7 +184,8 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     for name, value in state.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"{name} in the state of {type(model).__name__} is no tensor: {type(value).__name__}")
-    return dict(state)
+    # The scale of a whole frozen weight has a dimension where it is sharded, and none elsewhere: here it always has.
+    return {name: x.reshape(1) if name.endswith(SCALE_NAME) and not x.dim() else x for name, x in state.items()}
 
 
 def _is_view(read: Tensor, current: Tensor) -> bool:

@@ -68,7 +68,7 @@ class GatheredMember:
         return self.parameter.sharded_param._version, self.parameter._sharded_local_tensor._version
 
     def pre(self, _mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
-        """What this rank sends: values of one layout or two, each with its scales if all ranks do not know them."""
+        """Return what this rank sends: values of one layout or two, each with its scales if all ranks do not know them."""
         if self._newest_version() != self._version:
             self.gathers.refresh()
         layouts = self._wanted()
@@ -179,7 +179,7 @@ def _padded(x: Tensor, rows: int) -> Tensor:
 
 
 class FP8Gather:
-    """What `fp8_all_gather` returns. It prints as what is gathered in FP8 and what is not; `remove()` undoes it."""
+    """The result of `fp8_all_gather`: it prints as what is gathered in FP8 and what is not; `remove()` undoes it."""
 
     def __init__(self, model: nn.Module, group: Any) -> None:
         self.computes_again = False  # activations, within backward
@@ -256,18 +256,21 @@ class FP8Gather:
                     where[id(info.module), info.param_name] = unit, parameter
         for linears in linears_by_product(model):
             found = [where.get((id(linear), "weight")) for linear in linears]
-            # Those of one unit are one product; FSDP2 gathers others at another time.
-            for unit in dict.fromkeys(pair[0] for pair in found if pair is not None):
-                mine = [(x, pair[1]) for x, pair in zip(linears, found, strict=True) if pair and pair[0] is unit]
-                reason = next(filter(None, (_why_not(linear, parameter, unit) for linear, parameter in mine)), "")
-                if reason:
-                    self.left_out[reason] = self.left_out.get(reason, 0) + len(mine)
-                    continue
-                members, start = [], 0
-                for linear, parameter in mine:
-                    members.append(GatheredMember(self, linear, parameter, unit, start))
-                    start += linear.out_features
-                yield members
+            if not any(found):
+                continue
+            mine = [(linear, *pair) for linear, pair in zip(linears, found, strict=True) if pair is not None]
+            reasons = [_why_not(linear, parameter, unit) for linear, unit, parameter in mine]
+            if len(mine) < len(linears) or len({unit.mesh_info.shard_mesh_size for _, unit, _ in mine}) > 1:
+                reasons.append("weights of one product are sharded differently")
+            reason = next(filter(None, reasons), "")
+            if reason:
+                self.left_out[reason] = self.left_out.get(reason, 0) + len(mine)
+                continue
+            members, start = [], 0
+            for linear, unit, parameter in mine:
+                members.append(GatheredMember(self, linear, parameter, unit, start))
+                start += linear.out_features
+            yield members
 
 
 def _units(model: nn.Module) -> Iterator[tuple[nn.Module, list[Any]]]:
@@ -308,6 +311,12 @@ def fp8_all_gather(model: nn.Module, group: Any = None) -> FP8Gather:
     """
     require_ranks("fp8_all_gather")
     _require_names(model)
+    compiled = [name for name, module in model.named_modules() if module._compiled_call_impl is not None]
+    if compiled:
+        raise ValueError(
+            f"fp8_all_gather: {compiled[0] or type(model).__name__} is compiled, and torch.compile does not know weights "
+            "that arrive in FP8; leave out compile, or fp8_all_gather"
+        )
     for name, parameter in model.named_parameters():
         if parameter.device.type == "meta":
             raise ValueError(f"fp8_all_gather: {name} is on the meta device; give the model its values first")

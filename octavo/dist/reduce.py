@@ -121,7 +121,7 @@ def _ddp_hook(state: SmallAllReduce, bucket: distributed.GradBucket) -> torch.fu
 
 
 class SmallGradients:
-    """What `reduce_gradients` returns; `remove()` has gradients travel as they would."""
+    """The result of `reduce_gradients`; `remove()` has gradients travel as they would."""
 
     def __init__(self, units: Sequence[Any], ddp: Sequence[SmallAllReduce]) -> None:
         self._units, self._ddp = list(units), list(ddp)

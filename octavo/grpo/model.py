@@ -7,6 +7,7 @@ import torch
 from octavo.grpo.settings import RunSettings
 from octavo.hf import reading
 from octavo.hf.fast import FastLanguageModel
+from octavo.nn.sharded import own_gpu
 from octavo.rl.completions import Engine
 from octavo.rl.engine import NativeEngine
 from octavo.rl.products import set_products
@@ -22,7 +23,7 @@ def load(name: str, settings: RunSettings) -> tuple[Any, Any]:
             name,
             load_in_fp8=fp8,
             full_finetuning=settings.full,
-            device_map={"": 0 if settings.device == "cuda" else "cpu"},
+            device_map={"": own_gpu() if settings.device == "cuda" else "cpu"},
             dtype=torch.bfloat16,
         )
         if not settings.full:

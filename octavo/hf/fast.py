@@ -38,6 +38,7 @@ from octavo.decoders.fuse import fuse_loaded
 from octavo.hf import export, reading, trl, untrained
 from octavo.hf.accelerate import watch_environment
 from octavo.nn.frozen import FROZEN_GRANULARITIES, FP8FrozenLinear
+from octavo.nn.sharded import own_gpu
 from octavo.numerics import FP8TrainingConfig
 from octavo.numerics.checks import check_choice, check_positive_int
 from octavo.numerics.config import check_config
@@ -132,7 +133,7 @@ class FastLanguageModel:
         rollouts = Rollouts(engine, max_lora_rank, gpu_memory_utilization, _stands_by()) if fast_inference else None
         watch_environment(fp8_config)  # ACCELERATE_MIXED_PRECISION=fp8, set before or after, means Octavo from here on
         if device_map is None and torch.cuda.is_available():
-            device_map = {"": torch.cuda.current_device()}
+            device_map = {"": own_gpu()}
         reading.check_name(model_name, kwargs)
         words = reading.read_tokenizer(model_name, kwargs) if tokenizer else None
         dtype = dtype or torch.bfloat16

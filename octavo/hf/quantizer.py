@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps, WeightRenaming
+from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import AutoHfQuantizer, register_quantization_config, register_quantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name
@@ -231,6 +232,12 @@ class OctavoQuantizer(HfQuantizer):
         rename = WeightRenaming(source_patterns=rf"^(.+)\.{name}$", target_patterns=rf"\1.{SCALE_NAME}")
         return [rename, *weight_conversions]
 
+    def update_tp_plan(self, config: Any) -> Any:
+        """Have tensor parallelism refused where it is asked for: the plan is read then alone."""
+        plan = getattr(config, "base_model_tp_plan", None) or {}
+        config.base_model_tp_plan = {**plan, **{f"{name}.{SCALE_NAME}": _REFUSED for name in plan}}
+        return config
+
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
         return True
 
@@ -241,6 +248,25 @@ class OctavoQuantizer(HfQuantizer):
     @property
     def is_compileable(self) -> bool:
         return True
+
+
+_REFUSED = "octavo_refused"  # the style of scales in a plan of tensor parallelism
+
+
+class _Refused(TensorParallelLayer):
+    """The style of a weight that tensor parallelism cannot shard."""
+
+    def validate_param(self, module: Any, param: str, mesh: Any, parameter_name: str | None = None) -> None:
+        raise ValueError(
+            f"tp_plan with OctavoConfig: {parameter_name or param} belongs to a weight that is frozen in FP8, and "
+            "adapters beside it would have to be sharded with it. Load without quantization_config and call "
+            "octavo.convert_to_fp8, to train all weights under tp_plan; or leave tp_plan out, and shard the frozen "
+            "base by FSDP2 (fully_shard), to train adapters"
+        )
+
+
+_styles: Any = ALL_PARALLEL_STYLES
+_styles.register(_REFUSED, _Refused())
 
 
 def _install_lora() -> None:

@@ -329,7 +329,7 @@ def _build(q: Tensor, prefix: KVCache, suffix: KVCache, slots_of_group: Tensor |
     lengths = prefix.keys.shape[1], suffix.keys.shape[1]
     own_rows = max(16, triton.next_power_of_2(per_head))
     n = 0 if slots_of_group is None else slots_of_group.shape[1]
-    rows = min(most_rows(q.dtype), max(16, triton.next_power_of_2(n * per_head)))
+    rows = min(most_rows(q.dtype), how.tile.rows, max(16, triton.next_power_of_2(n * per_head)))
     as_bytes = suffix.key_scales is not None
     tile = fitting(how.tile, q, max(rows, own_rows), as_bytes=as_bytes)
     if tile is None:
@@ -350,7 +350,7 @@ def _build(q: Tensor, prefix: KVCache, suffix: KVCache, slots_of_group: Tensor |
         "BYTES": as_bytes, "R": per_head, "ROWS": own_rows,
         "SHARED_ROWS": rows, "D": d, "WIDTH": widened(d), "KEYS": tile.keys,
         "num_warps": tile.warps, "num_stages": tile.stages,
-    }  # fmt: skip
+    } | ({"maxnreg": tile.registers} if tile.registers else {})  # fmt: skip
     for_groups = blocks * g * prefix_parts
     scaling = how.scaling * LOG2E if how.softcap is None else 2.0 * how.scaling / how.softcap
     cap = (how.softcap or 1.0) * LOG2E

@@ -89,7 +89,8 @@ class LinearTile(NamedTuple):
 class DecodeTile(NamedTuple):
     """How attention reads a cache: tiles of so many keys; parts enough for so many `programs` a multiprocessor.
 
-    `least`: keys of a part, where there are as many; a multiple of `keys`.
+    `least`: keys of a part, where there are as many; a multiple of `keys`. `rows`: of a product for the slots of a
+    group, at most; more slots read the prompt again. `registers`: of a thread, at most; 0 for any.
     """
 
     keys: int
@@ -97,6 +98,8 @@ class DecodeTile(NamedTuple):
     stages: int
     programs: int
     least: int
+    rows: int = 64
+    registers: int = 0
 
 
 class SamplingTile(NamedTuple):

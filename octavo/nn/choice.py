@@ -7,6 +7,7 @@ from torch import nn
 from octavo.nn.linear import LinearInFP8
 from octavo.nn.names import is_skipped, matches
 from octavo.nn.sharded import plain_class
+from octavo.nn.styles import style_of
 from octavo.numerics import FP8TrainingConfig
 
 _WHOLE_COPIES = ("modules_to_save",)  # PEFT's trained copies of whole layers, as large as those layers
@@ -37,7 +38,7 @@ class Choice:
             return "left alone: config.skip names it"
         if plain_class(linear) is not nn.Linear:
             return f"not nn.Linear itself but a subclass, {type(linear).__name__}"
-        if "forward" in linear.__dict__:
+        if "forward" in linear.__dict__ and style_of(linear) is None:
             return "another forward is in the place of its own, as Accelerate's hooks put it: convert the model before"
         if not linear.weight.is_floating_point() or linear.weight.element_size() not in (2, 4):
             return f"weight of {linear.weight.dtype}"

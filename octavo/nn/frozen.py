@@ -221,6 +221,11 @@ class FP8FrozenLinear(LinearInFP8):
                 "Accelerate has moved this FP8 weight off its device, and casts what it brings back: keep the model on "
                 "one device (device_map={'': 0}); in FP8 it takes a byte a parameter"
             )
+        if is_sharded(input):
+            raise ValueError(
+                "input of an FP8FrozenLinear is a DTensor: a weight that is frozen in FP8 cannot be sharded by tensor "
+                "parallelism; leave it out of the plan of parallelize_module, or shard the model by fully_shard"
+            )
         if not input.is_floating_point():
             raise TypeError(f"input is in {input.dtype}; this FP8FrozenLinear takes floating-point numbers")
         if input.shape[-1] != self.in_features:

@@ -20,7 +20,9 @@ from octavo.nn import held
 from octavo.nn.fp8_only import OffloadedWeight
 from octavo.nn.gathered import GatheredWeight
 from octavo.nn.linear_function import linear
-from octavo.nn.sharded import set_plain_class
+from octavo.nn.parallel import linear_on_mesh
+from octavo.nn.sharded import is_sharded, set_plain_class
+from octavo.nn.styles import move_forward
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 from octavo.numerics.config import Recipe, check_config
 from octavo.ops.linear import LinearSpec, linear_spec
@@ -149,6 +151,7 @@ class FP8Linear(LinearInFP8):
 
     is_trained = True
     fp8_only: OffloadedWeight | None = None
+    gathers_in_fp8: bool = False  # takes tokens that are sharded, and gathers them in FP8 (`dist/parallel.py`)
 
     def __init__(
         self,
@@ -203,7 +206,7 @@ class FP8Linear(LinearInFP8):
         cls, module: nn.Module, config: FP8TrainingConfig, scaling: FP8ScalingManager, name: str
     ) -> Self:
         """Make this very module an FP8 one: its hooks and references to it stay."""
-        set_plain_class(module, cls)
+        move_forward(module, lambda: set_plain_class(module, cls))
         assert isinstance(module, cls)
         module._enable_fp8(config, scaling, name)
         return module
@@ -212,7 +215,7 @@ class FP8Linear(LinearInFP8):
         """Undo `convert_in_place`."""
         for name in ("config", "scaling", "recipe", "state_x", "state_w", "state_g"):
             del self.__dict__[name]
-        change_class(self, nn.Linear)
+        move_forward(self, lambda: change_class(self, nn.Linear))
 
     @property
     def weight_master(self) -> Tensor:
@@ -234,8 +237,12 @@ class FP8Linear(LinearInFP8):
         return Weight(weights, (scale,), parameters=[member.weight for member in members])
 
     def forward(self, input: Tensor) -> Tensor:
-        if input.shape[-1] != self.in_features:
-            raise ValueError(f"input has {input.shape[-1]} features; this FP8Linear takes {self.in_features}")
+        if is_sharded(input) or is_sharded(self.weight):
+            return linear_on_mesh(self, input)
+        # Its part of them, where transformers calls it with the part of the weight that this rank has (`tp_plan`).
+        features = self.weight.shape[-1] if self.weight.dim() == 2 else self.in_features
+        if input.shape[-1] != features:
+            raise ValueError(f"input has {input.shape[-1]} features; this FP8Linear takes {features}")
         if input.device != self.state_x.device and not input.is_meta:
             self.scaling.to(input.device)  # as with weights that Accelerate brings to a GPU for each call
         if input.numel() == 0:

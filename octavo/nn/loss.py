@@ -13,6 +13,9 @@ A sum of several products for dw is in FP32 and rounded once. In BF16 its error 
 from 0.18 % with one to 0.58 % with 32. In FP16 small values vanish, and the loss scale that prevents it comes only with
 the gradient of the loss. In FP16, dl is therefore computed times 2¹⁵, its products are in FP32, and backward multiplies
 them by the remaining factor before it rounds them to FP16.
+
+With `vocabulary`, the weight is this rank's part of a head that is parallel by columns (`vocabulary.py`). dw is then
+that of this part, and dh this rank's part of a sum over ranks.
 """
 
 from dataclasses import dataclass
@@ -23,6 +26,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from octavo import ops
+from octavo.nn.vocabulary import Vocabulary
 from octavo.numerics import E5M2, OperandRecipe
 from octavo.numerics.cross_entropy import IGNORED
 from octavo.numerics.quantize import Quantized, reciprocal
@@ -52,14 +56,16 @@ def linear_cross_entropy(
     count: Tensor | int | None = None,
     head: FP8Head | None = None,
     states: tuple[Tensor, Tensor] | None = None,
+    vocabulary: Vocabulary | None = None,
 ) -> Tensor:
     """Return the mean cross entropy of `hidden[..., K] · weight[V, K]ᵀ` and `labels[...]`; −100 is ignored.
 
     A label that is neither −100 nor a token is an error; on a GPU the device asserts it, as with torch's losses.
     `count`: divide the sum by this instead of the number of labels. `head` and `states`: an FP8 head, and the scaling
-    states of h and w.
+    states of h and w. `vocabulary`: `weight` has the rows of these tokens, and other ranks have the others.
     """
-    hidden, labels = hidden.reshape(-1, hidden.shape[-1]), _checked(labels.reshape(-1), weight.shape[0])
+    tokens = weight.shape[0] if vocabulary is None else vocabulary.size
+    hidden, labels = hidden.reshape(-1, hidden.shape[-1]), _checked(labels.reshape(-1), tokens)
     if len(labels) != len(hidden):
         raise ValueError(f"labels: {len(labels)} of them, for {len(hidden)} tokens; every token needs one, or −100")
     if count is None:
@@ -71,7 +77,7 @@ def linear_cross_entropy(
     x_state, w_state = states or (None, None)
     # An autograd function cannot tell whether gradients are enabled.
     enabled = torch.is_grad_enabled()
-    return _LinearCrossEntropy.apply(hidden, weight, labels, count, head, enabled, x_state, w_state)
+    return _LinearCrossEntropy.apply(hidden, weight, labels, count, head, enabled, x_state, w_state, vocabulary)
 
 
 def _checked(labels: Tensor, vocabulary: int) -> Tensor:
@@ -97,6 +103,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         enabled: bool,
         x_state: Tensor | None,
         w_state: Tensor | None,
+        vocabulary: Vocabulary | None,
     ) -> Tensor:
         factor = torch.where(count > 0, reciprocal(count), 0.0)  # without labels there is no gradient
         needs = tuple(enabled and needed for needed in ctx.needs_input_grad[:2])
@@ -106,10 +113,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
             factor, later = torch.full_like(factor, LIFT), factor / LIFT
         with torch.autocast(hidden.device.type, enabled=False):
             if head is None:
-                loss, dh, dw = _chunks(hidden, weight, labels, factor, compute, needs)
+                loss, dh, dw = _chunks(hidden, weight, labels, factor, compute, needs, vocabulary)
             else:
                 assert x_state is not None and w_state is not None
-                loss, dh, dw = _chunks_fp8(hidden, weight, labels, factor, compute, needs, head, x_state, w_state)
+                loss, dh, dw = _chunks_fp8(
+                    hidden, weight, labels, factor, compute, needs, head, x_state, w_state, vocabulary
+                )
         ctx.dtypes = hidden.dtype, weight.dtype
         if later is None:
             dh, dw = _to_dtypes((dh, dw), ctx.dtypes)
@@ -127,23 +136,29 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for gradient in (dh, dw):
             if gradient is not None:
                 ops_loss.scale_(gradient, g if later is None else g * later)
-        return *_to_dtypes((dh, dw), ctx.dtypes), None, None, None, None, None, None
+        return *_to_dtypes((dh, dw), ctx.dtypes), *[None] * 7
 
 
 def _chunks(
-    hidden: Tensor, weight: Tensor, labels: Tensor, factor: Tensor, compute: torch.dtype, needs: tuple[bool, ...]
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    factor: Tensor,
+    compute: torch.dtype,
+    needs: tuple[bool, ...],
+    vocabulary: Vocabulary | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     w = weight.to(compute)
     needs_h, needs_w = needs
     chunk = CHUNK_BYTES if needs_w else FROZEN_CHUNK_BYTES
-    bounds = chunk_bounds(0, len(labels), weight.shape[0] * compute.itemsize, chunk)
+    bounds = chunk_bounds(0, len(labels), _rows(weight, vocabulary) * compute.itemsize, chunk)
     dh = torch.empty_like(hidden, dtype=_dtype_of_sums(hidden, compute, 1)) if needs_h else None
     dw = None
     losses = []
     for start, stop in bounds:
         h, label = hidden[start:stop].to(compute), labels[start:stop]
         logits = h @ w.t()
-        loss, lse = ops_loss.cross_entropy(logits, label)
+        loss, lse, label = _cross_entropy(logits, label, vocabulary)
         losses.append(loss.sum())
         if needs_h or needs_w:
             ops_loss.cross_entropy_backward_(logits, label, lse, factor)
@@ -169,6 +184,7 @@ def _chunks_fp8(
     head: FP8Head,
     x_state: Tensor,
     w_state: Tensor,
+    vocabulary: Vocabulary | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     needs_h, needs_w = needs
     record = needs_h or needs_w
@@ -178,31 +194,42 @@ def _chunks_fp8(
     dw = None
     how: dict[str, Any] = {"bias": None, "batch": [], "fast": head.fast_backward, "emulate": head.emulate}
     losses = []
-    vocabulary = weight.shape[0]
-    groups = chunk_bounds(0, len(labels), vocabulary * E5M2.dtype.itemsize, CHUNK_BYTES)
+    rows = _rows(weight, vocabulary)
+    groups = chunk_bounds(0, len(labels), rows * E5M2.dtype.itemsize, CHUNK_BYTES)
     for begin, end in groups:
-        columns = hidden.new_empty(vocabulary, end - begin, dtype=E5M2.dtype) if needs_w else None
+        columns = hidden.new_empty(weight.shape[0], end - begin, dtype=E5M2.dtype) if needs_w else None
         logit_bytes = CHUNK_BYTES // 2 if needs_w else FROZEN_CHUNK_BYTES
-        for start, stop in chunk_bounds(begin, end, vocabulary * compute.itemsize, logit_bytes):
+        for start, stop in chunk_bounds(begin, end, rows * compute.itemsize, logit_bytes):
             label = labels[start:stop]
             h = h_q._replace(data=h_q.data[start:stop])
             logits = ops.gemm_nt(*h, *w_q[0], out_dtype=compute, **(how | {"fast": head.fast_forward}))
-            loss, lse = ops_loss.cross_entropy(logits, label)
+            loss, lse, label = _cross_entropy(logits, label, vocabulary)
             losses.append(loss.sum())
             if not record:
                 continue
             columns_chunk = None if columns is None else columns[:, start - begin : stop - begin]
-            rows = Quantized(*ops_loss.cross_entropy_quantize(logits, label, lse, factor, columns_chunk, E5M2.name))
+            dl = Quantized(*ops_loss.cross_entropy_quantize(logits, label, lse, factor, columns_chunk, E5M2.name))
             del logits
             if dh is not None:
-                dh[start:stop] = ops.gemm_nt(*rows, *w_q[1], out_dtype=dh.dtype, **how)
+                dh[start:stop] = ops.gemm_nt(*dl, *w_q[1], out_dtype=dh.dtype, **how)
         if columns is not None:
             h_t = ops.quantize(hidden[begin:end], x_state, head.x, record=False, layout="columns")[0]
-            scaled = Quantized(columns, rows.scale)
+            scaled = Quantized(columns, dl.scale)
             product = ops.gemm_nt(*scaled, *h_t, out_dtype=_dtype_of_sums(weight, compute, 1), **how)
             dw = product.to(_dtype_of_sums(weight, compute, len(groups))) if dw is None else dw.add_(product)
             del columns, scaled, product
     return torch.stack(losses).sum(), dh, dw
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor, vocabulary: Vocabulary | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss, logarithm of the sum of exponentials, and the labels that backward takes."""
+    if vocabulary is not None:
+        return vocabulary.cross_entropy(logits, labels)
+    return *ops_loss.cross_entropy(logits, labels), labels
+
+
+def _rows(weight: Tensor, vocabulary: Vocabulary | None) -> int:
+    return weight.shape[0] if vocabulary is None else vocabulary.most_rows
 
 
 def _dtype_of_sums(x: Tensor, compute: torch.dtype, products: int) -> torch.dtype:

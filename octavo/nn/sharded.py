@@ -5,6 +5,7 @@ ZeRO-3 keeps the Parameter and empties it. Code that compares classes, or that r
 """
 
 import math
+import os
 from contextlib import nullcontext
 from functools import cache
 from typing import Any
@@ -18,6 +19,26 @@ from torch.distributed.tensor import DTensor
 def ranks() -> int:
     """The number of ranks in the default process group; 1 where there is none."""
     return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+
+
+def own_gpu() -> int:
+    """The GPU of this process, which is made the current one: LOCAL_RANK's, unless another has been chosen already.
+
+    A launcher that shows each process one GPU has chosen.
+    """
+    current, count = torch.cuda.current_device(), torch.cuda.device_count()
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if current != 0 or count == 1:
+        return current
+    if rank >= count:
+        raise ValueError(f"LOCAL_RANK={rank}: torch sees {count} GPUs here; start one process for each of them")
+    torch.cuda.set_device(rank)
+    return rank
+
+
+def capture_error_mode() -> str:
+    """The mode in which a CUDA graph is captured: with a process group, calls of NCCL's own thread are no mistake."""
+    return "thread_local" if distributed.is_available() and distributed.is_initialized() else "global"
 
 
 def may_be_freed() -> bool:

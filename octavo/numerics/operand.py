@@ -52,12 +52,7 @@ def quantize_operand(
     top, finite = finite_amax(x)
     amax = top if recipe.percentile is None else percentile_or_top(x, recipe.percentile, top)
     in_force = state[SCALE].clone()
-    if recipe.delayed:
-        most = torch.maximum(state[AMAX], amax) if record else amax
-        own = scale_from_amax(most, recipe.format, recipe.margin)
-        scale = torch.where(holds(in_force, most, recipe.format, recipe.margin), in_force, own)
-    else:
-        scale = scale_from_amax(amax, recipe.format, recipe.margin)
+    scale = choose_scale(state, amax, recipe, record=record)
     if recipe.granularity == "tensor":
         quantized = _in_layout(_quantize(x, recipe, scale), layout)
     else:
@@ -73,6 +68,16 @@ def quantize_operand(
             if recipe.delayed:
                 state[RESCALED] += (in_force > 0) & (scale != in_force)
     return quantized
+
+
+def choose_scale(state: Tensor, amax: Tensor, recipe: OperandRecipe, *, record: bool) -> Tensor:
+    """The scale of a whole tensor of this amax: the one in force, if it is delayed and holds, else the tensor's own."""
+    if not recipe.delayed:
+        return scale_from_amax(amax, recipe.format, recipe.margin)
+    in_force = state[SCALE].clone()
+    most = torch.maximum(state[AMAX], amax) if record else amax
+    own = scale_from_amax(most, recipe.format, recipe.margin)
+    return torch.where(holds(in_force, most, recipe.format, recipe.margin), in_force, own)
 
 
 def quantize_group(

@@ -29,6 +29,7 @@ from octavo.ops.adapters import (
 )
 from octavo.ops.gemm import multiply
 from octavo.ops.norm import rms_norm
+from octavo.ops.packed import is_packed, unpack_rows
 from octavo.ops.quantize import (
     as_dtype,
     fake_quantize,
@@ -140,7 +141,7 @@ def linear(
             x_empty, scale_empty = empty(x, 2)
             return few, x_empty, scale_empty, x.new_empty(0, dtype=dtype), x.new_empty(0, dtype=torch.float32)
     x = x if norm is None else rms_norm(x, None, norm.weight, norm.eps, norm.shifted)[1]
-    x_q, x_saved = quantize_input(padded(x, spec), state_x, spec, save_x)
+    x_q, x_saved = quantize_input(padded(x, spec), state_x, spec, save_x, weights[0].shape[1])
     w = weight.forward_operand(spec.w, spec.record, None if spec.x else dtype)
     # y_MN = x_MK · w_NKᵀ
     y = multiply(x_q, w, bias, dtype, [], spec.fast_forward, spec.emulate)
@@ -219,8 +220,16 @@ def as_saved(data: Tensor | None, scale: Tensor | None) -> Quantized:
     return Quantized(data, scale)
 
 
-def quantize_input(x: Tensor, state: Tensor, spec: LinearSpec, save_x: str) -> tuple[Quantized, Quantized]:
-    """Return x as products take it, rows in FP8 or itself in the result's dtype, and as it is to be saved, or empty."""
+def quantize_input(
+    x: Tensor, state: Tensor, spec: LinearSpec, save_x: str, columns: int | None = None
+) -> tuple[Quantized, Quantized]:
+    """Return x as products take it, rows in FP8 or itself in the result's dtype, and as it is to be saved, or empty.
+
+    `columns`: those of x, where it may have come from other ranks, in FP8 (`packed.py`). Nothing is saved then.
+    """
+    if columns is not None and is_packed(x):
+        assert spec.x is not None and not save_x
+        return unpack_rows(x, columns, spec.x), Quantized(*empty(x, 2))
     if spec.x is None:
         return Quantized(as_dtype(x, spec.out_dtype), x.new_empty(0)), Quantized(*empty(x, 2))
     quantized = quantize_group([x], state, spec.x, spec.record, "both" if save_x == "columns" else "rows")
@@ -255,9 +264,14 @@ def _padded_rows(rows: int) -> int:
     return -(-rows // TILE) * TILE
 
 
+def missing_rows(rows: int, spec: LinearSpec, device: torch.device) -> int:
+    """How many rows `padded` adds."""
+    return _padded_rows(rows) - rows if spec.pads and _pads(device) else 0
+
+
 def padded(x: Tensor, spec: LinearSpec) -> Tensor:
     """Add rows of zeros up to whole tiles. They change no result."""
-    missing = _padded_rows(x.shape[0]) - x.shape[0] if spec.pads and _pads(x.device) else 0
+    missing = missing_rows(x.shape[0], spec, x.device)
     return torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x
 
 

@@ -177,7 +177,7 @@ def _whole(x: Tensor, gate_up_side: Side, down_side: Side, residual: Tensor | No
     spec, dtype, weight, weight_down = how.spec, how.spec.out_dtype, gate_up_side.weight, down_side.weight
     assert spec.x is not None
     fast: dict[str, Any] = {"batch": [], "fast": spec.fast_forward, "emulate": spec.emulate}
-    x_mk, x_saved = quantize_input(padded(x, spec), gate_up_side.state, spec, how.save_x)
+    x_mk, x_saved = quantize_input(padded(x, spec), gate_up_side.state, spec, how.save_x, weight.parts[0].shape[1])
     # gu_M2F = x_MK · [w_gate; w_up]ᵀ
     w = weight.forward_operand(spec.w, spec.record, None)
     gate_up = multiply(x_mk, w, None, dtype, **fast)

@@ -9,8 +9,9 @@ parameter itself. The low-bit variants store them in blocks with one FP32 scale 
     adamw4bit   1                       16 levels, blocks of 128: cubes of sevenths; of squares, powers of two
 
 Only a tensor with at least 4,096 elements whose count divides by the block is stored so; states of smaller ones are in
-the parameter's own dtype. The update is computed in FP32. A BF16 weight that is rounded to nearest loses updates below
-a 256th of itself; with `stochastic_rounding` they are kept on average.
+the parameter's own dtype. Of a tensor that FSDP2 shards, the block has to divide the count of every rank. The update is
+computed in FP32. A BF16 weight that is rounded to nearest loses updates below a 256th of itself; with
+`stochastic_rounding` they are kept on average.
 """
 
 import importlib

@@ -6,6 +6,7 @@ what is in between. They are recorded on one stream: libraries keep a workspace 
 
 import torch
 
+from octavo.nn.sharded import capture_error_mode
 from octavo.rl.completions import Sampling
 from octavo.rl.policy import Policy
 from octavo.rl.sampling import choose
@@ -52,7 +53,8 @@ class Step:
             current.wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             graph.register_generator_state(self.generator)
-            with torch.cuda.graph(graph, pool=recorder.pool, stream=stream):
+            mode = capture_error_mode()
+            with torch.cuda.graph(graph, pool=recorder.pool, stream=stream, capture_error_mode=mode):
                 self._compute(sampling)
         self._graphs[way] = graph
 

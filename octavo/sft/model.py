@@ -8,6 +8,7 @@ import torch
 from octavo.decoders.match import FAMILIES
 from octavo.hf import reading
 from octavo.hf.fast import FastLanguageModel
+from octavo.nn.sharded import own_gpu
 from octavo.sft.settings import MAX_SEQ, SFTSettings
 from octavo.sft.small_model import small_model
 from octavo.training.errors import UserError
@@ -70,7 +71,7 @@ def load_model(name: str, settings: SFTSettings) -> Any:
             name,
             load_in_fp8=fp8,
             full_finetuning=settings.full,
-            device_map={"": torch.cuda.current_device() if settings.device == "cuda" else "cpu"},
+            device_map={"": own_gpu() if settings.device == "cuda" else "cpu"},
             dtype=torch.bfloat16,
             tokenizer=False,
         )

@@ -305,12 +305,14 @@ class FP8Trainer:
     def save_model(self, path: str | Path) -> Path:
         """Write the weights: safetensors, or `torch.save`'s format if the name ends in `.pt` or `.pth`.
 
-        A folder gets a `model.safetensors`. The file appears under its name only when it is complete. On several ranks
-        all call it, and rank 0 writes; the file of a sharded model (FSDP2) is that of the whole one.
+        A folder gets a `model.safetensors`. The file appears under its name only when it is complete. On several ranks,
+        rank 0 writes. A sharded model (FSDP2) is gathered for it, so all ranks call this; they return when it is there.
         """
         path = model_file(Path(path))
-        model = Gathered(whole_state(self.model)) if has_shards(self.model) else self.model
-        with disk_errors(path, "check the path and the space left"), all_or_none():
+        sharded = has_shards(self.model)
+        model = Gathered(whole_state(self.model)) if sharded else self.model
+        # Of a model that every rank has whole, rank 0 may be the only one that calls: no other is waited for.
+        with disk_errors(path, "check the path and the space left"), all_or_none() if sharded else nullcontext():
             if rank() == 0:
                 write_model(model, path)
         self._saved = path

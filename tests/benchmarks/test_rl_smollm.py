@@ -42,8 +42,8 @@ def test_the_task_is_what_octavo_reads():
     from octavo.rl.tasks import read_task
 
     task = read_task(str(BENCHMARKS / "chain_sum.jsonl"), BENCHMARKS / "chain_sum.py")
-    assert len(task.rows) == 200 and task.rewards.names == ["last_number"]
-    assert len({row["prompt"][0]["content"] for row in task.rows}) == 200
+    assert len(task.rows) == 512 and task.rewards.names == ["last_number"]
+    assert len({row["prompt"][0]["content"] for row in task.rows}) == 512
     for row in task.rows:
         sums = row["prompt"][0]["content"].split(": ")[1].rstrip("= ")
         assert str(eval(sums)) == row["answer"]

@@ -15,6 +15,7 @@ import decoder_cases
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
+from octavo.dist import checkpoint
 from octavo.dist.whole import cut, whole_state
 from octavo.hf.quantizer import OctavoConfig
 from octavo.nn import bits
@@ -224,6 +225,22 @@ def save_and_read(rank, folder, granularity):
     model.load_state_dict(cut(expected, model))
     again = whole_state(model)
     return all(torch.equal(bytes_of(again[name]), bytes_of(state[name])) for name in state)
+
+
+def save_checkpoint(rank, folder, path):
+    checkpoint.save(path, shard(adapted(folder, "tensor")))
+
+
+def test_a_checkpoint_of_two_ranks_is_read_by_one_process(folder, tmp_path):
+    """With one scale for a whole weight, which has a dimension only where it is sharded."""
+    on_ranks(2, save_checkpoint, folder, tmp_path / "checkpoint")
+    model, expected = adapted(folder, "tensor"), adapted(folder, "tensor").state_dict()
+    for module in (m for m in model.modules() if isinstance(m, FP8FrozenLinear)):
+        module.weight.detach().zero_()
+        getattr(module, SCALE_NAME).detach().zero_()
+    checkpoint.load(tmp_path / "checkpoint", model)
+    for name, value in model.state_dict().items():
+        assert value.shape == expected[name].shape and torch.equal(bytes_of(value), bytes_of(expected[name])), name
 
 
 def bytes_of(x):

@@ -184,6 +184,19 @@ def test_files_and_parameters_stay_plain(tmp_path):
         assert moved == 0 and before == after
 
 
+def replicated(rank):
+    """Two replicas of two shards each."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    return {recipe: difference(rank, "MLP", recipe, mesh=mesh) for recipe in ("delayed", "mx")}
+
+
+def test_replicas_of_shards():
+    for found in on_ranks(4, replicated):
+        assert found == {"delayed": 0.0, "mx": 0.0}
+
+
 def refusals(_rank):
     model = converted("MLP", "delayed")
     with pytest.raises(ValueError, match="fully_shard"):
@@ -200,6 +213,10 @@ def refusals(_rank):
     octavo.convert_to_fp8(empty)
     with pytest.raises(ValueError, match="meta device"):
         octavo.fp8_all_gather(shard(empty, units=list))
+    compiled = shard(converted("MLP", "delayed"))
+    compiled.first.compile(backend="eager")
+    with pytest.raises(ValueError, match="first is compiled"):
+        octavo.fp8_all_gather(compiled)
     gather._NAMES["FSDPParam"] = (*gather._NAMES["FSDPParam"], "_gone")
     with pytest.raises(RuntimeError, match=r"FSDPParam\._gone"):
         octavo.fp8_all_gather(shard(model))
@@ -216,12 +233,15 @@ def test_the_private_names_of_fsdp2():
     parameter, unit = _fsdp_param.FSDPParam, _fsdp_param_group.FSDPParamGroup
     for kind, owner in (("FSDPParam", parameter), ("FSDPParamGroup", unit)):
         assert all(hasattr(owner, name) for name in gather._NAMES[kind])
-    asked = inspect.getsource(parameter.all_gather_inputs.fget)
-    assert "num_fn_params not in (1, 5)" in asked and "hasattr(self._sharded_local_tensor" in asked
-    made = inspect.getsource(parameter.init_unsharded_param)
-    assert 'hasattr(self, "_unsharded_param")' in made and "out=self._unsharded_param" in made
-    assert "len(self.all_gather_outputs) > 0" in inspect.getsource(parameter.init_all_gather_outputs)
-    assert "fsdp_param.all_gather_inputs[0]" in inspect.getsource(unit.wait_for_unshard)
+
+    def source(function):
+        return "".join(inspect.getsource(function).split())
+
+    asked, made = source(parameter.all_gather_inputs.fget), source(parameter.init_unsharded_param)
+    assert "num_fn_paramsnotin(1,5)" in asked and 'hasattr(self._sharded_local_tensor,"fsdp_pre_all_gather")' in asked
+    assert 'hasattr(self,"_unsharded_param")' in made and "out=self._unsharded_param" in made
+    assert "len(self.all_gather_outputs)>0" in source(parameter.init_all_gather_outputs)
+    assert "fsdp_param.all_gather_inputs[0]" in source(unit.wait_for_unshard)
     assert {state.name for state in _fsdp_param_group.TrainingState} >= {"FORWARD", "PRE_BACKWARD"}
     assert torch.__version__.startswith(("2.11", "2.12", "2.13")), "look through FSDP2 of this torch, then add it here"
 

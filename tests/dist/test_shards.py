@@ -3,13 +3,14 @@
 import pytest
 import torch
 from ranks import on_ranks
-from torch import nn
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from octavo.nn.sharded import first_index, local, place_of, placed_like, sizes_of_shards
 from octavo.optim import build_optimizer, measure_memory, offload_states, step_in_backward
-from octavo.optim.out_of_memory import savings
+from octavo.optim.out_of_memory import explain, savings
 from octavo.training.errors import RunError
 from octavo.training.gradients import GradientSums
 from octavo.training.trainer import FP8Trainer
@@ -19,10 +20,10 @@ STEPS = 4
 WAYS = ("step", "offload", "in backward", "in backward, offload")
 
 
-def build(dtype=torch.float32, rows=64):
+def build(dtype=torch.float32):
     """A model whose two large weights are in low-bit states, also by halves, and whose others are plain."""
     torch.manual_seed(1)
-    layers = nn.Linear(256, rows), nn.Tanh(), nn.Linear(rows, 256, bias=False), nn.LayerNorm(256)
+    layers = nn.Linear(256, 64), nn.Tanh(), nn.Linear(64, 256, bias=False), nn.LayerNorm(256)
     return nn.Sequential(*layers).to(dtype)
 
 
@@ -86,31 +87,45 @@ def compare(mine, optimizer, expected, reference):
     return max(distances), kinds
 
 
-def step_by_given_gradients(rank, name, dtype=torch.float32, stochastic=False):
-    models = shard(build(dtype)), build(dtype)
-    optimizers = [optimizer_of(model, name, stochastic=stochastic) for model in models]
-    for step in range(STEPS):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            give_gradients(model, step)
-            optimizer.step()
-    return compare(models[0], optimizers[0], models[1], optimizers[1])
+def step_by_given_gradients(rank, names, dtype, shard_by):
+    """By the name of an optimiser: how far shards are from the whole, and which states are in few bits."""
+    found = {}
+    for name in names:
+        models = shard_by(build(dtype)), build(dtype)
+        optimizers = [optimizer_of(model, name, stochastic=dtype == torch.bfloat16) for model in models]
+        for step in range(STEPS):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                give_gradients(model, step)
+                optimizer.step()
+        found[name] = compare(models[0], optimizers[0], models[1], optimizers[1])
+    return found
 
 
-@pytest.mark.parametrize("name", LOW_BIT)
-def test_low_bit_states_of_shards_equal_those_of_the_whole(name):
-    for result in on_ranks(2, step_by_given_gradients, name):
-        assert result == (0.0, [True, False, True, False, False])
+def test_low_bit_states_of_shards_equal_those_of_the_whole():
+    for found in on_ranks(2, step_by_given_gradients, LOW_BIT, torch.float32, shard):
+        assert found == dict.fromkeys(LOW_BIT, (0.0, [True, False, True, False, False]))
 
 
-@pytest.mark.parametrize("name", ["adamw4bit", "adamw"])
-def test_bf16_shards_are_rounded_at_random_by_their_place_in_the_whole(name):
-    for far, _ in on_ranks(2, step_by_given_gradients, name, torch.bfloat16, True):
-        assert far == 0.0
+def test_bf16_shards_are_rounded_at_random_by_their_place_in_the_whole():
+    names = ("adamw4bit", "adamw")
+    for found in on_ranks(2, step_by_given_gradients, names, torch.bfloat16, shard):
+        assert {name: far for name, (far, _) in found.items()} == dict.fromkeys(names, 0.0)
+
+
+def shard_by_halves_twice(model):
+    """HSDP: two groups of two ranks, whose shards are alike."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return fully_shard(model, mesh=mesh)
+
+
+def test_replicas_of_shards_equal_the_whole():
+    for found in on_ranks(4, step_by_given_gradients, ("adamw4bit",), torch.bfloat16, shard_by_halves_twice):
+        assert found["adamw4bit"][0] == 0.0
 
 
 def step_uneven_shards(rank):
-    """Three ranks: 64 rows are 22, 22 and 20, of which blocks of 256 elements are whole; 256 rows of 62 are not."""
-    models = shard(build(rows=62)), build(rows=62)
+    """Three ranks: 64 rows of 256 are 22, 22 and 20, all whole blocks; 256 rows of 64 are 86, 86 and 84: 84 alone."""
+    models = shard(build()), build()
     optimizers = [optimizer_of(model, "adamw8bit") for model in models]
     for model, optimizer in zip(models, optimizers, strict=True):
         give_gradients(model, 0)
@@ -124,8 +139,8 @@ def test_uneven_shards_that_end_within_a_block_have_plain_states_on_all_ranks():
     results = on_ranks(3, step_uneven_shards)
     assert [far for far, *_ in results] == [0.0] * 3
     assert [kinds for _, kinds, *_ in results] == [[False, True]] * 3
-    assert results[0][2] == {21 * 256, 20 * 256}
-    assert [first for *_, first in results] == [0, 86 * 62, 172 * 62]
+    assert results[0][2] == {22 * 256, 20 * 256}
+    assert [first for *_, first in results] == [0, 86 * 64, 172 * 64]
 
 
 def step_in_every_way(rank, name):
@@ -216,6 +231,8 @@ def measure(rank):
     backward(model, 0)
     optimizer.step()
     memory = measure_memory(model, optimizer)
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    assert "what took it: weights 0.1 MiB" in explain(error, model, optimizer, {})
     return memory.weights, memory.gradients, memory.states, savings(model, optimizer, memory)["adamw4bit"]
 
 
@@ -277,3 +294,18 @@ def save_where_there_is_a_file(rank, path):
 def test_a_file_that_cannot_be_written_is_an_error_on_every_rank(tmp_path):
     (tmp_path / "taken").write_text("")
     on_ranks(2, save_where_there_is_a_file, tmp_path / "taken", limit=60)
+
+
+def save_alone(rank, path):
+    """As scripts for DDP do: rank 0 saves, the others do not even ask. Then all do."""
+    model = nn.parallel.DistributedDataParallel(Tied())
+    trainer = FP8Trainer(model, optimizer_of(model, "adamw"), convert_model_to_fp8=False)
+    if rank == 0:
+        trainer.save_model(path / "one.safetensors")
+    trainer.save_model(path / "all.safetensors")
+    distributed.barrier()
+    return sorted(file.name for file in path.iterdir())
+
+
+def test_rank_0_may_save_alone_what_it_has_whole(tmp_path):
+    assert on_ranks(2, save_alone, tmp_path, limit=100) == [["all.safetensors", "one.safetensors"]] * 2

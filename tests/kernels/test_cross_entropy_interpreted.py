@@ -88,6 +88,22 @@ def test_a_slice_of_wider_logits():
     assert torch.equal(wide[:, 40:], after)
 
 
+def test_labels_of_other_ranks():
+    """A label that is among other ranks' tokens is counted, and subtracted nowhere."""
+    logits, labels = logits_and_labels(6, 40)
+    labels[:] = torch.tensor([3, spec.ELSEWHERE, 39, spec.IGNORED, spec.ELSEWHERE, 0])
+    lse = torch.logsumexp(logits, dim=1) + 0.7
+    expected = torch.exp(logits - lse[:, None])
+    expected[[0, 2, 5], [3, 39, 0]] -= 1
+    expected[3] = 0
+    torch.testing.assert_close(spec.cross_entropy_backward(logits, labels, lse), expected)
+    for format in (E4M3, E5M2):
+        rows = kernel.cross_entropy_quantize(logits, labels, lse, FACTOR, format, None)
+        assert_nearly_same(rows, spec.cross_entropy_quantize(logits, labels, lse, FACTOR, format)[0])
+    kernel.cross_entropy_backward_(logits, labels, lse, torch.ones(()))
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-7)
+
+
 def test_masked_and_large_logits():
     """−∞ is a probability of zero; logits in the hundreds must not overflow; NaN shows in its own token only."""
     logits, labels = logits_and_labels(6, 40)

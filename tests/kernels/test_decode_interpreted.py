@@ -45,10 +45,15 @@ def test_heads(heads, shared, bytes, dtype):
     assert_as_specified(made, heads[2] ** -0.5, tile=SMALL, shared=shared)
 
 
-def test_more_rows_than_one_product_has():
-    """Nine slots of one group with eight heads each: two programs for the group."""
-    made = new_decode(prefix=(21, 5), suffix=(3,) * 9 + (0,), groups=(0,) * 9 + (1,), heads=(8, 1, 16))
-    assert_as_specified(made, 0.3, tile=SMALL, shared=True)
+@pytest.mark.parametrize("bytes", [False, True], ids=["plain", "bytes"])
+@pytest.mark.parametrize("rows", [64, 16])
+def test_more_rows_than_one_product_has(rows, bytes):
+    """Nine slots of one group with eight heads each: two programs for the group, or five."""
+    made = new_decode(
+        prefix=(21, 5), suffix=(3,) * 9 + (0,), groups=(0,) * 9 + (1,), heads=(8, 1, 16), bytes=bytes,
+        dtype=torch.bfloat16,
+    )  # fmt: skip
+    assert_as_specified(made, 0.3, tile=SMALL._replace(rows=rows), shared=True)
 
 
 def test_groups_of_one():

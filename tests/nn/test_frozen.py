@@ -209,3 +209,44 @@ def test_a_weight_filled_anew_before_backward_is_an_error(granularity, compiled,
         y.sum().backward()
     call(x).sum().backward()
     assert cosine(x.grad, torch.ones(4, 200) @ frozen.dequantize(torch.float32)) > 0.99
+
+
+@pytest.mark.parametrize("granularity", FROZEN_GRANULARITIES)
+def test_a_linear_on_the_meta_device_is_filled_by_assignment(granularity):
+    """As engines do that load on one rank: they go by the dtypes that they find, and cast to them."""
+    _, frozen = build(granularity)
+    x = torch.randn(4, 300, dtype=torch.bfloat16)
+    expected, state = frozen(x), frozen.state_dict()
+    empty = copy.deepcopy(frozen).to("meta")
+    assert {name: (p.dtype, p.shape.numel()) for name, p in empty.named_parameters()} == {
+        name: (value.dtype, value.numel()) for name, value in state.items()
+    }
+    empty.load_state_dict({name: value.clone() for name, value in state.items()}, assign=True)
+    assert empty.weight.dtype == torch.uint8 and getattr(empty, SCALE_NAME).dtype == torch.int32
+    assert torch.equal(empty(x), expected)
+    assert torch.equal(empty.to(torch.float16).quantized.data.view(torch.uint8), frozen.weight)
+
+
+def test_a_linear_that_leaves_the_meta_device_empty_stores_bits():
+    _, frozen = build("block")
+    state, x = frozen.state_dict(), torch.randn(4, 300, dtype=torch.bfloat16)
+    expected = frozen(x)
+    empty = copy.deepcopy(frozen).to("meta").to_empty(device="cpu")
+    assert empty.weight.dtype == torch.uint8 and getattr(empty, SCALE_NAME).dtype == torch.int32
+    empty.load_state_dict(state)
+    assert torch.equal(empty(x), expected)
+
+
+def test_a_scale_for_the_whole_weight_has_a_dimension_that_files_do_not_have():
+    """FSDP2 shards no tensor without dimensions."""
+    _, frozen = build("tensor")
+    assert getattr(frozen, SCALE_NAME).shape == (1,)
+    assert frozen.quantized.scale.shape == frozen.state_dict()[SCALE_NAME].shape == ()
+
+
+def test_scales_that_were_cast_to_integers_are_refused():
+    _, frozen = build("block")
+    state = frozen.state_dict()
+    state[SCALE_NAME] = state[SCALE_NAME].int()
+    with pytest.raises(RuntimeError, match=f"{SCALE_NAME} is in torch.int32: something has cast it from float32"):
+        frozen.load_state_dict(state)

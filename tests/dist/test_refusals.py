@@ -1,0 +1,126 @@
+"""What several ranks would get silently wrong, and is refused: context parallelism, all ranks on one GPU."""
+
+import pytest
+import torch
+from dist_cases import batch, converted, loss_of, plain
+from ranks import RankFailed, on_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+import octavo
+from octavo.decoders import attention
+from octavo.nn.sharded import capture_error_mode, own_gpu
+
+
+def in_context_parallel(rank):
+    from torch.distributed.tensor.experimental import context_parallel
+
+    model = converted("Llama", "block")
+    inputs = batch("Llama", 0, 0)
+    ids = torch.cat([inputs["input_ids"]] * 4, dim=1)[:, :32].contiguous()
+    mesh = init_device_mesh("cpu", (2,))
+    said = []
+    for change in (lambda: None, lambda: model.set_attn_implementation("sdpa")):
+        change()
+        try:
+            with context_parallel(mesh, buffers=[ids], buffer_seq_dims=[1]):
+                attention.refuse_distributed(model.config)
+                model(input_ids=ids, labels=ids)
+        except ValueError as error:
+            said.append(str(error))
+        except (NotImplementedError, RuntimeError):  # torch has it on GPUs only
+            said.append("torch's own")
+    model.set_attn_implementation(attention.NAME)
+    return said, loss_of(model, inputs).item()
+
+
+def with_head_wrapped(rank, fp8_head):
+    """By FSDP1, which puts a module of its own in the place of the head."""
+    model = plain("Llama")
+    octavo.convert_to_fp8(model, octavo.FP8TrainingConfig(fp8_head=fp8_head))
+    model.lm_head = FullyShardedDataParallel(model.lm_head, device_id=torch.device("cpu"))
+    output = model(**batch("Llama", 0, rank))
+    return output.logits is not None, model.octavo_report.unfused, str(model.octavo_report)
+
+
+def modes(_rank):
+    return capture_error_mode()
+
+
+def test_context_parallel_is_refused():
+    for (ours, sdpa), loss in on_ranks(2, in_context_parallel):
+        assert ours.startswith("context_parallel with attn_implementation='octavo': each rank would attend to its own")
+        assert 'set_attn_implementation("sdpa")' in ours
+        assert sdpa == "torch's own"
+        assert loss > 0  # all is as before
+
+
+def test_ulysses_is_refused(monkeypatch):
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    def ulysses():
+        pass
+
+    ulysses.__module__ = "deepspeed.runtime.sequence_parallel.ulysses_sp"
+    model = converted("Llama", "block")
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", ulysses)
+    with pytest.raises(ValueError, match="sequence parallelism by DeepSpeed with attn_implementation='octavo'"):
+        model(**batch("Llama", 0, 0))
+
+
+def test_a_head_that_is_wrapped_is_reported_and_never_silently_in_high_precision():
+    reason = "lm_head is a FullyShardedDataParallel"
+    for logits, unfused, report in on_ranks(2, with_head_wrapped, False):
+        assert logits and unfused == {reason: 1}
+        assert f"loss from all logits in 1 calls: {reason}" in report
+    with pytest.raises(RankFailed, match=f"fp8_head=True: {reason}, so its product would be in high precision"):
+        on_ranks(2, with_head_wrapped, True)
+
+
+@pytest.mark.parametrize(
+    ("local", "count", "current", "expected"),
+    [("1", 4, 0, 1), (None, 4, 0, 0), ("3", 4, 2, 2), ("3", 1, 0, 0), ("0", 2, 0, 0)],
+)
+def test_each_rank_has_its_own_gpu(monkeypatch, local, count, current, expected):
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    if local is None:
+        monkeypatch.delenv("LOCAL_RANK", raising=False)
+    else:
+        monkeypatch.setenv("LOCAL_RANK", local)
+    assert own_gpu() == expected
+    assert chosen in ([], [expected])
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(ValueError, match="LOCAL_RANK=2: torch sees 2 GPUs here"):
+        own_gpu()
+
+
+def test_the_loader_uses_it(monkeypatch):
+    """`FastLanguageModel` puts a model where the rank's own GPU is."""
+    from octavo.hf import fast
+
+    asked = {}
+
+    def read(*_args, **options):
+        asked.update(options)
+        raise InterruptedError
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(fast, "own_gpu", lambda: 3)
+    monkeypatch.setattr(fast.reading, "check_name", lambda *_: None)
+    monkeypatch.setattr(fast.reading, "read_model", read)
+    with pytest.raises(InterruptedError):
+        fast.FastLanguageModel.from_pretrained("a model", tokenizer=False)
+    assert asked["device_map"] == {"": 3}
+
+
+def test_graphs_are_captured_beside_the_threads_of_a_process_group():
+    assert capture_error_mode() == "global"
+    assert on_ranks(1, modes) == ["thread_local"]
