@@ -61,9 +61,9 @@ def train(model, optimizer, first, own=None):
 
 def saved(rank, path, own=False, **how):
     """Train, save, and go on."""
-    if own:
-        torch.manual_seed(rank)
     model, optimizer = build(**how)
+    if own:
+        torch.manual_seed(rank)  # dropout of its own
     own_rank = rank if own else None
     train(model, optimizer, 0, own_rank)
     save(path, model, optimizer, data={"position": 7 + rank}, extra={"step": STEPS})
