@@ -22,7 +22,8 @@ from typing import IO
 from octavo.training.errors import LostContact, RunError, UserError
 from octavo.training.signals import SIGNALS
 
-GRACE = 30.0  # seconds to finish a step and save, after a signal; to notice a lost rank
+GRACE = 30.0  # seconds to finish a step and save, after a signal
+NOTICE = 5.0  # seconds to find that another rank has ended
 PROGRAM = [sys.executable, "-m", "octavo"]
 _STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
@@ -61,6 +62,7 @@ def run_ranks(count: int, arguments: list[str]) -> int:
     passed: list[int] = []
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
+        number = signal.SIGTERM if number == signal.SIGHUP else number  # the terminal is gone: save and stop
         passed.append(number)
         for rank in ranks:
             rank.send(number)
@@ -157,7 +159,7 @@ def _wait(ranks: list[_Rank], passed: list[int]) -> _Rank | None:
         if len(ended) == len(ranks):
             break
         if failed or len(passed) > 1:
-            deadline = min(deadline, time.monotonic() + (GRACE if passed else 5.0))
+            deadline = min(deadline, time.monotonic() + (GRACE if passed else NOTICE))
         time.sleep(0.02)
     blamed = [rank for rank in failed if rank.code != LostContact.exit_code]
     return next(iter(blamed + failed), None)
@@ -165,7 +167,7 @@ def _wait(ranks: list[_Rank], passed: list[int]) -> _Rank | None:
 
 @contextmanager
 def _handled(handler: object) -> Iterator[None]:
-    previous = {number: signal.signal(number, handler) for number in SIGNALS}  # type: ignore[arg-type]
+    previous = {number: signal.signal(number, handler) for number in (*SIGNALS, signal.SIGHUP)}  # type: ignore[arg-type]
     try:
         yield
     finally:

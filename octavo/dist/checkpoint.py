@@ -208,7 +208,9 @@ def _write(folder: Path, tensors: dict[str, Tensor], own: dict[str, Any]) -> Non
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
-        write_tensors(tensors, storage_writer=FileSystemWriter(folder), process_group=host_group(), no_dist=ranks() == 1)
+        write_tensors(
+            tensors, storage_writer=FileSystemWriter(folder), process_group=host_group(), no_dist=ranks() == 1
+        )
     except CheckpointException as error:  # on every rank, with the errors of those that failed
         number, failure = next(iter(error.failures.items()))
         raise OSError(f"rank {number}: {failure[0]}") from error

@@ -77,7 +77,7 @@ class GatheredMember:
         return self.parameter.sharded_param._version, self.parameter._sharded_local_tensor._version
 
     def pre(self, _mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
-        """Return what this rank sends: values of one layout or two, each with its scales if all ranks do not know them."""
+        """Return what this rank sends: values of one layout or two, each with its scales unless all ranks know them."""
         if self._newest_version() != self._version:
             self.gathers.refresh()
         layouts = self._wanted()
@@ -325,8 +325,8 @@ def fp8_all_gather(model: nn.Module, group: Any = None) -> FP8Gather:
     compiled = [name for name, module in model.named_modules() if module._compiled_call_impl is not None]
     if compiled:
         raise ValueError(
-            f"fp8_all_gather: {compiled[0] or type(model).__name__} is compiled, and torch.compile does not know weights "
-            "that arrive in FP8; leave out compile, or fp8_all_gather"
+            f"fp8_all_gather: {compiled[0] or type(model).__name__} is compiled, and torch.compile does not know "
+            "weights that arrive in FP8; leave out compile, or fp8_all_gather"
         )
     for name, parameter in model.named_parameters():
         if parameter.device.type == "meta":

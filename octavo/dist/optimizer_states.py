@@ -52,7 +52,9 @@ def load_optimizer(
     numbers = {name: number for number, name in enumerate(names)}
     parameters = dict(zip(names, (p for group in optimizer.param_groups for p in group["params"]), strict=True))
     if unknown := sorted(saved["keys"].keys() - numbers.keys()):
-        raise ValueError(f"the saved optimiser trained {unknown[0]}, and this one does not: give it the same parameters")
+        raise ValueError(
+            f"the saved optimiser trained {unknown[0]}, and this one does not: give it the same parameters"
+        )
     if len(saved["groups"]) != len(optimizer.param_groups):
         raise ValueError(
             f"the saved optimiser has {len(saved['groups'])} parameter groups, this one {len(optimizer.param_groups)}"
@@ -77,8 +79,7 @@ def load_optimizer(
     for name, keys in saved["keys"].items():
         entries = {key: f"{name}.{key}" for key in keys}
         state[numbers[name]] = {
-            key: saved["plain"][entry] if entry in saved["plain"] else tensors[entry]
-            for key, entry in entries.items()
+            key: saved["plain"][entry] if entry in saved["plain"] else tensors[entry] for key, entry in entries.items()
         }
     groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in saved["groups"]]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
@@ -146,7 +147,7 @@ def _cuts_a_block(metadata: Any, block: int, into: Tensor) -> bool:
     Only the first dimension is cut. `into` need not be in few bits itself: then its own shard has no blocks.
     """
     mine = _block_size(into) or 1
-    if block == 1 and mine == 1 or not into.dim():
+    if (block == 1 and mine == 1) or not into.dim():
         return False
     row = into.numel() // max(into.shape[0], 1)
     start, rows = _own_rows(into)
@@ -170,5 +171,3 @@ def _put(full: Tensor, into: Tensor) -> None:
         local(into).copy_(full[start : start + rows])
     else:
         into.copy_(full)
-
-

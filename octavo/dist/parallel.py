@@ -19,6 +19,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from octavo.nn import mlp_function
+from octavo.nn.linear import FP8Linear
+from octavo.nn.linear_function import linear
+from octavo.nn.loss import linear_cross_entropy
+from octavo.nn.parallel import local_weight
+from octavo.nn.sequence import SequenceShard, gathered_linear, gathered_mlp, why_not_gathered
+from octavo.nn.sharded import is_sharded
 from octavo.nn.styles import (
     COLUMNS,
     ROWS,
@@ -30,13 +37,6 @@ from octavo.nn.styles import (
     prepared_inputs,
     style_of,
 )
-from octavo.nn import mlp_function
-from octavo.nn.linear import FP8Linear
-from octavo.nn.linear_function import linear
-from octavo.nn.loss import linear_cross_entropy
-from octavo.nn.parallel import local_weight
-from octavo.nn.sequence import SequenceShard, gathered_linear, gathered_mlp, why_not_gathered
-from octavo.nn.sharded import is_sharded
 from octavo.nn.vocabulary import Vocabulary
 from octavo.ops.mlp import MLPSpec
 from octavo.ops.weight import Weight
@@ -129,7 +129,7 @@ def fp8_sequence_gather(model: nn.Module) -> int:
     if not count:
         raise ValueError(
             f"{type(model).__name__} has no FP8 linear that gathers tokens: call convert_to_fp8 and parallelize_module "
-            "before, with ColwiseParallel(input_layouts=Shard(1)), or with PrepareModuleInput from Shard(1) to Replicate"
+            "first, with ColwiseParallel(input_layouts=Shard(1)), or PrepareModuleInput from Shard(1) to Replicate"
         )
     return count
 

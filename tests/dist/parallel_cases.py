@@ -63,9 +63,7 @@ class Halves(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         same = x * 1  # the gradients of both halves are added before that of the residual stream
-        first, second = (
-            down(nn.functional.gelu(up(same))) for up, down in zip(self.ups, self.downs, strict=True)
-        )
+        first, second = (down(nn.functional.gelu(up(same))) for up, down in zip(self.ups, self.downs, strict=True))
         return x + (first + second)
 
     def numbers(self) -> dict[str, Any]:
@@ -145,9 +143,7 @@ def decoder_plan(model: Any, *, sequence: bool = False) -> dict[str, Any]:
                 input_kwarg_layouts={"hidden_states": Shard(1)},
                 desired_input_kwarg_layouts={"hidden_states": Replicate()},
             )
-            plan[f"{layer}.mlp"] = PrepareModuleInput(
-                input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
-            )
+            plan[f"{layer}.mlp"] = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
     if sequence:
         plan["model.norm"] = SequenceParallel(use_local_output=True)
         plan["model.layers.0"] = PrepareModuleInput(

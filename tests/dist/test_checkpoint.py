@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from octavo import convert_to_fp8
+from octavo import convert_to_fp8, fp8_all_gather, share_amax
 from octavo.dist import checkpoint
 from octavo.dist.checkpoint import DamagedCheckpoint, load, merged, save
 from octavo.dist.export import export
@@ -29,7 +29,7 @@ from octavo.optim import build_optimizer
 STEPS = 3
 
 
-def build(recipe="delayed", optimizer="adamw", wrap="fsdp2", features=320):
+def build(recipe="delayed", optimizer="adamw", wrap="fsdp2", features=320, gather=False):
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(64, features), nn.ReLU(), nn.Linear(features, 128, bias=False))
     convert_to_fp8(model, recipe)
@@ -37,6 +37,9 @@ def build(recipe="delayed", optimizer="adamw", wrap="fsdp2", features=320):
         for layer in (model[0], model[2]):
             fully_shard(layer)
         fully_shard(model)
+        if gather:
+            fp8_all_gather(model)
+            share_amax(model)
     if wrap == "ddp":
         model = DistributedDataParallel(model)
     return model, build_optimizer(optimizer, model.parameters(), lr=3e-3)
@@ -58,9 +61,9 @@ def train(model, optimizer, first, own=None):
 
 def saved(rank, path, own=False, **how):
     """Train, save, and go on."""
-    if own:
-        torch.manual_seed(rank)
     model, optimizer = build(**how)
+    if own:
+        torch.manual_seed(rank)  # dropout of its own
     own_rank = rank if own else None
     train(model, optimizer, 0, own_rank)
     save(path, model, optimizer, data={"position": 7 + rank}, extra={"step": STEPS})
@@ -86,7 +89,8 @@ def all_resumed(rank, folder):
 
 CASES = {
     "delayed": {},
-    "block": {"recipe": "block"},
+    "block": {"recipe": "block", "gather": True},
+    "gathered": {"gather": True},
     "8bit": {"optimizer": "adamw8bit"},
     "4bit": {"optimizer": "adamw4bit"},
     "fp8": {"optimizer": "adamwfp8", "recipe": "current"},

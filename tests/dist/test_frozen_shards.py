@@ -144,7 +144,7 @@ def cast_after_all(rank, folder):
     FSDPParam.init_dtype_attrs = as_torch_2_11
     bits.casts_integers = lambda: False
     model = shard(adapted(folder, "block"), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    with pytest.raises(RuntimeError, match="has cast them. Update to torch 2.13, or leave param_dtype out"):
+    with pytest.raises(RuntimeError, match=r"has cast them\. Update to torch 2\.13, or leave param_dtype out"):
         loss_of(model, 0, rank)
 
 
@@ -205,6 +205,7 @@ def buffers_of(model):
 
 def as_bytes(collective):
     """Send FP8 as bytes, as NCCL does: gloo does not know it."""
+
     def view(x):
         if isinstance(x, list):
             return [view(each) for each in x]

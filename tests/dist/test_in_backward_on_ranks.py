@@ -47,7 +47,8 @@ def group_that_comes_later(rank):
 
 
 def through_the_callback(rank, folder):
-    from trainer_cases import converted as small, trainer
+    from trainer_cases import converted as small
+    from trainer_cases import trainer
 
     from octavo import OctavoCallback
 

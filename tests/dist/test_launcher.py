@@ -48,11 +48,12 @@ def test_the_rank_that_was_killed_is_named_in_one_line(script, capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_the_words_of_the_rank_that_failed_are_said(script):
+def test_the_words_of_the_rank_that_failed_are_said(script, monkeypatch):
     script("print(f'octavo: no space left', file=sys.stderr); sys.exit(1 if rank == '2' else 3)")
     with pytest.raises(RunError, match=r"^no space left \(rank 2\)$"):
         run_ranks(3, [])
     script("if rank == '1': raise ValueError('a bug')\ntime.sleep(60)")
+    monkeypatch.setattr(launcher, "NOTICE", 0.2)
     began = time.monotonic()
     with pytest.raises(RunError, match="rank 1 of 2 ended with exit code 1: ValueError: a bug"):
         run_ranks(2, [])

@@ -279,7 +279,7 @@ def parallel_losses(rank):
         loss, dh, dw = loss_of(*case, rank)
         distributed.all_reduce(dh)
         results.append((loss, dh.numpy(), dw.numpy()))
-    _, weight, labels, _ = loss_case(161, torch.float32, False)
+    _, _, labels, _ = loss_case(161, torch.float32, False)
     labels[1] = 161
     with pytest.raises(IndexError, match="161 is not a token"):
         Vocabulary(distributed.group.WORLD, 0, 161, 161).cross_entropy(torch.zeros(300, 161), labels)
@@ -364,7 +364,11 @@ def test_gathers_of_groups_that_straddle_ranks():
 
 def test_order_of_gathered_tokens():
     shard = partial(SequenceShard, _Two())
-    assert shard(1, (3, 8, 5)).runs == (3, 4) and shard(0, (8, 5)).runs == (1, 4) and shard(1, (2, 4, 6, 5)).runs == (2, 12)
+    assert (
+        shard(1, (3, 8, 5)).runs == (3, 4)
+        and shard(0, (8, 5)).runs == (1, 4)
+        and shard(1, (2, 4, 6, 5)).runs == (2, 12)
+    )
 
 
 class _Two:

@@ -2,7 +2,6 @@
 
 import warnings
 
-import numpy as np
 import parallel_cases as cases
 import pytest
 import torch

@@ -185,7 +185,9 @@ def sum_gradients(rank, kind):
         return model
 
     mine, again, exact = summed(shard(build()), kind), summed(shard(build()), kind), summed(build(), "fp32")
-    assert all(torch.equal(local(p.grad), local(q.grad)) for p, q in zip(mine.parameters(), again.parameters()))
+    assert all(
+        torch.equal(local(p.grad), local(q.grad)) for p, q in zip(mine.parameters(), again.parameters(), strict=True)
+    )
     worst = 0.0
     for p, q in zip(mine.parameters(), exact.parameters(), strict=True):
         assert p.grad.placements == p.placements

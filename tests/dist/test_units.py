@@ -28,8 +28,8 @@ def linears(model):
 
 def parts(model):
     """Attentions, MLPs, and all that have weights and are outside of those."""
-    inner = [[layer.self_attn, layer.mlp, layer.input_layernorm] for layer in model.model.layers]
-    return [*sum(inner, []), *model.model.layers, model.model.norm, model.lm_head]
+    inner = [part for layer in model.model.layers for part in (layer.self_attn, layer.mlp, layer.input_layernorm)]
+    return [*inner, *model.model.layers, model.model.norm, model.lm_head]
 
 
 BEFORE = {"head": head, "tail": tail, "parts": parts}  # units that are made of a converted model
