@@ -41,6 +41,7 @@ from octavo.numerics.activation import ACTIVATIONS
 from octavo.numerics.norm import Norm, rms_norm
 from octavo.numerics.quantize import Quantized
 
+LOW = 16.0  # the low halves are that many times as large as what they stand for
 MOST_TOKENS = 128  # with more, tensor cores are the limit, and what reads a weight once gains nothing
 
 

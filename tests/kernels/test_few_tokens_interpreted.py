@@ -8,6 +8,7 @@ import torch
 from kernel_cases import assert_nan_alike
 
 from octavo.kernels import few_tokens as kernel
+from octavo.kernels.few_tokens import sides, words
 from octavo.kernels.tuning import HOPPER
 from octavo.numerics import Quantized
 from octavo.numerics import few_tokens as spec
@@ -97,7 +98,7 @@ def test_after_a_norm(k, shifted):
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 5])
 def test_parts_of_the_columns(parts, monkeypatch):
-    monkeypatch.setattr(kernel, "parts_of", lambda *_: parts)
+    monkeypatch.setattr(sides, "parts_of", lambda *_: parts)
     monkeypatch.setattr(kernel, "_LAUNCHES", type(kernel._LAUNCHES)())
     x, weight = torch.randn(4, 656).to(BF16), weight_of(96, 656)
     adapters, residual = [low(0, 96, 656)], torch.randn(4, 96).to(BF16)
@@ -113,7 +114,7 @@ def test_parts_of_the_columns(parts, monkeypatch):
 def test_tiles_of_outputs(rows, monkeypatch):
     tiles = HOPPER.few_tokens
     products = {tokens: tile._replace(n=rows) for tokens, tile in tiles.products.items()}
-    monkeypatch.setattr(kernel, "tuning_for", lambda _: HOPPER._replace(few_tokens=tiles._replace(products=products)))
+    monkeypatch.setattr(sides, "tuning_for", lambda _: HOPPER._replace(few_tokens=tiles._replace(products=products)))
     monkeypatch.setattr(kernel, "_LAUNCHES", type(kernel._LAUNCHES)())
     for granularity in ("block", "channel"):
         x, weight = torch.randn(4, 256).to(BF16), weight_of(384, 256, granularity)
@@ -228,7 +229,7 @@ def test_every_byte():
 
 def test_counters_begin_at_zero(monkeypatch):
     """Whatever is in the memory that they are given: without that, programs would not wait, or wait for ever."""
-    monkeypatch.setattr(kernel, "parts_of", lambda *_: 3)
+    monkeypatch.setattr(sides, "parts_of", lambda *_: 3)
     monkeypatch.setattr(kernel, "_LAUNCHES", type(kernel._LAUNCHES)())
     x, gate_up, down = torch.randn(3, 400).to(BF16), weight_of(256, 400), weight_of(70, 128)
     launches, given = kernel.mlp_launches(x, gate_up, down, "silu", [], [], None, None)
@@ -268,8 +269,8 @@ def test_parts_fill_the_gpu():
     tiles = HOPPER.few_tokens
     for n, k in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (2048, 512), (128, 128)):
         for m in (1, 16, 64, 128):
-            tile = tiles.products[kernel.tile_of_tokens(m)]
-            parts = kernel.parts_of(-(-n // tile.n), k // 128, m, 132 * tile.programs, tiles)
+            tile = tiles.products[words.tile_of_tokens(m)]
+            parts = sides.parts_of(-(-n // tile.n), k // 128, m, 132 * tile.programs, tiles)
             assert 1 <= parts <= min(k // 128, tiles.most_parts)
             if n * k >= 2**24:
                 assert -(-n // tile.n) * parts >= 90
