@@ -78,3 +78,44 @@ def test_tokens_do_not_depend_on_each_other():
     x[2, 5] = float("nan")
     y = spec.linear(x, weight, adapters)
     assert y[2].isnan().all() and y[[0, 1, 3, 4, 5]].isfinite().all()
+
+
+@pytest.mark.parametrize("largest", [1.0, 1.5, 255 / 128])
+@pytest.mark.parametrize("exponent", [127, 20, 0, -30, -100, -112])
+def test_halves_of_every_mantissa(exponent, largest):
+    """Exact down to 2⁻¹³ of the largest magnitude, off by at most 2⁻²¹ of it below; both are reached."""
+    a = largest * 2.0**exponent
+    exponents = torch.arange(max(-126, exponent - 40), exponent + 1, dtype=torch.float64)
+    every = ((1 + torch.arange(128, dtype=torch.float64) / 128)[:, None] * 2**exponents).flatten()
+    every = every[every <= a]
+    x = torch.cat([every, -every, torch.zeros(1, dtype=torch.float64)]).to(BF16)[None]
+    taken = spec.halves(x)
+    off = (taken.joined().double() - x.double()).abs()
+    assert not off[x.double().abs() >= 2.0**-13 * a].any()
+    assert (off <= 2.0**-21 * a).all()
+    if exponent > -100:
+        assert off.max() == 2.0**-21 * 2.0**exponent
+    assert taken.high.float().abs().max() <= 256 and taken.low.float().abs().max() <= 128
+
+
+def test_halves_of_tiny_rows_zeros_and_what_is_not_finite():
+    x = torch.randn(5, 64).to(BF16)
+    x[0] *= 2.0**-120
+    x[1] = 0
+    x[2, 3], x[3, 5], x[3, 6] = float("inf"), float("nan"), 3e38
+    taken = spec.halves(x)
+    off = (taken.joined().double() - x.double()).abs()
+    assert (off[0] <= 2.0**-136).all() and not taken.joined()[1].any() and not off[4].any()
+    joined = taken.joined()
+    assert joined[2, 3].isnan() and joined[3, 5].isnan() and int(joined.isnan().sum()) == 2
+    assert taken.factor.isfinite().all()
+
+
+def test_halves_by_groups_of_columns():
+    x = torch.randn(3, 256)
+    x[:, 64:128] *= 2.0**30
+    x = x.to(BF16)
+    by_groups, by_rows = spec.halves(x, 64), spec.halves(x)
+    assert by_groups.factor.shape == (3, 4) and by_rows.factor.shape == (3, 1)
+    assert torch.equal(by_groups.joined(), x.float())
+    assert not torch.equal(by_rows.joined(), x.float())

@@ -84,7 +84,12 @@ def add_products(
     """
     gated, (n, k), scale = kind == GATED, side.weight.data.shape, side.weight.scale
     m, rows, tile, tiles = x.shape[0], tile_of_tokens(x.shape[0]), _tile_of(x, kind), _tiles_of(x, side, kind)
-    steps = -(-k // tile.step)
+    steps, factor = -(-k // tile.step), _tile_of(x, GATED).n // 2 if kind == DOWN else 0
+    if factor % tile.step and kind == DOWN:
+        raise ValueError(
+            f"few tokens: a step of {tile.step} columns of down, but {factor} of h share a factor: "
+            "make the step divide that, in octavo/kernels/tuning.py"
+        )
     parts = sides.parts_of(
         tiles, steps * tile.step // BLOCK or 1, m, tile.programs * multiprocessors(x.device), sides.tuning_of(x)
     )
@@ -104,7 +109,7 @@ def add_products(
     whole = (n // 2) % (tile.n // 2) == 0 if gated else n % tile.n == 0
     constants = {
         "MODE": mode.value, "ACTIVATION": None if activation is None else ACTIVATIONS[activation],
-        "FACTOR": _tile_of(x, GATED).n // 2 if kind == DOWN else 0, "BIAS": bias_at is not None,
+        "FACTOR": factor, "BIAS": bias_at is not None,
         "RESIDUAL": residual_at is not None, "SPLIT": parts > 1, "EVEN": whole and k % tile.step == 0,
         "TILE_M": rows, "TILE_N": tile.n, "STEP": tile.step, "num_warps": tile.warps, "num_stages": tile.stages,
     }  # fmt: skip

@@ -14,9 +14,11 @@ import triton.language as tl
 
 from octavo.kernels import tiles
 from octavo.kernels.adapters.tiles import padded, product
+from octavo.numerics.few_tokens import LARGEST_POWER, TOP_OF_HALVES
 
 _TOP = tl.constexpr(127 + 127 + 14)  # of this, less an exponent (biased, as is the result), 14 is left
-_TOP_OF_HALVES = tl.constexpr(127 + 127 + 7)
+_TOP_OF_HALVES = tl.constexpr(127 + 127 + TOP_OF_HALVES)
+_LARGEST_POWER = tl.constexpr(127 + LARGEST_POWER)
 
 
 @triton.constexpr_function
@@ -72,7 +74,7 @@ def power_for_halves(magnitudes, axis: tl.constexpr):
 
     Also returns the inverse; that, and a `LOW`-th of it, are normal numbers.
     """
-    exponent = tl.minimum(_TOP_OF_HALVES - (tl.max(magnitudes, axis=axis) >> 23), 249)
+    exponent = tl.minimum(_TOP_OF_HALVES - (tl.max(magnitudes, axis=axis) >> 23), _LARGEST_POWER)
     return (exponent << 23).to(tl.float32, bitcast=True), ((254 - exponent) << 23).to(tl.float32, bitcast=True)
 
 
