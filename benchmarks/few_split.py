@@ -54,9 +54,10 @@ class Config(NamedTuple):
 Configs = dict[str, Config]
 
 
-def set_configs(configs: Configs, *, old: bool = False) -> None:
+def set_configs(configs: Configs, *, old: bool = False, overlaps: bool = True) -> None:
     """Have the kernels use these for their linears; others take what `tuning.py` has."""
     kernels._LAUNCHES.clear()
+    kernels.may_overlap = lambda _: overlaps  # type: ignore[assignment]
     halves.takes = (lambda *_: False) if old else TAKES
     tiles: dict[str, Any] = dict(HOPPER.few_tokens.halves)
     for name, config in configs.items():
@@ -80,7 +81,7 @@ _PRODUCTS = {
         (128, 128, 8, 10, 1), (128, 128, 8, 6, 2)),
     16: ((64, 128, 4, 4, 4), (64, 128, 4, 6, 3), (64, 128, 4, 8, 2), (64, 128, 4, 16, 1), (128, 128, 4, 5, 2)),
     64: ((64, 128, 4, 4, 2), (64, 128, 4, 3, 3), (64, 128, 4, 8, 1), (128, 128, 4, 3, 2), (128, 128, 8, 6, 1),
-         (128, 128, 8, 3, 2)),
+         (128, 128, 8, 3, 2), (256, 128, 8, 4, 1)),
 }  # fmt: skip
 _GATED = {
     8: ((128, 128, 4, 4, 3), (128, 128, 4, 6, 2), (128, 128, 8, 6, 2), (128, 128, 8, 12, 1), (256, 128, 8, 6, 1)),
@@ -90,8 +91,9 @@ _GATED = {
 _DOWN = {
     8: ((64, 64, 4, 8, 4), (64, 64, 4, 12, 2), (64, 64, 4, 18, 2), (128, 64, 4, 8, 2), (128, 64, 8, 16, 1)),
     16: ((64, 64, 4, 8, 3), (64, 64, 4, 12, 2), (128, 64, 4, 8, 2), (128, 64, 8, 16, 1)),
-    64: ((64, 64, 4, 6, 2), (64, 64, 4, 6, 3), (64, 64, 4, 8, 2), (128, 64, 4, 6, 2), (128, 64, 8, 12, 1)),
-}
+    64: ((64, 64, 4, 6, 2), (64, 64, 4, 6, 3), (64, 64, 4, 8, 2), (128, 64, 4, 6, 2), (128, 64, 8, 12, 1),
+         (256, 64, 8, 8, 1)),
+}  # fmt: skip
 _TILES: dict[str, Any] = {"qkv": _PRODUCTS, "o": _PRODUCTS, "gate_up": _GATED, "down": _DOWN}
 
 
@@ -115,6 +117,7 @@ class Job(NamedTuple):
     configs: Configs
     old: bool = False
     adapted: bool = True
+    overlaps: bool = True
 
 
 def calls_of(linears: Linears, name: str, x: Tensor) -> Callable[[int], Any]:
@@ -128,7 +131,7 @@ def compile_one(job: Job) -> str:
     launch: Any = triton.runtime.jit.JITFunction
     honest = launch.run
     launch.run = lambda self, *args, grid, warmup, **how: honest(self, *args, grid=grid, warmup=True, **how)  # noqa: ARG005
-    set_configs(job.configs, old=job.old)
+    set_configs(job.configs, old=job.old, overlaps=job.overlaps)
     linears = Linears(copies=1, values=False)
     if not job.adapted:
         linears.cases = {name: case._replace(adapters=[]) for name, case in linears.cases.items()}
@@ -247,11 +250,11 @@ class Sweep:
         whole = " (whole MLP)" if name == "down" else ""
         print(f"{name:8} M={tokens:3} {1e6 * taken:6.1f} µs {size / taken / self.rate:6.1%} {what}{whole}", flush=True)
 
-    def layer(self, tokens: int, configs: Configs, *, old: bool = False) -> float:
+    def layer(self, tokens: int, configs: Configs, *, old: bool = False, overlaps: bool = True) -> float:
         """Seconds of all linears of a layer in a row."""
         x, calls = tokens_of(tokens, HIDDEN), []
         for names in (("qkv",), ("o",), ("gate_up", "down")):
-            set_configs({each: configs[each] for each in names if each in configs}, old=old)
+            set_configs({each: configs[each] for each in names if each in configs}, old=old, overlaps=overlaps)
             calls.append(self.linears.run("mlp" if "down" in names else names[0], x))
         return time_graph(lambda i: [call(i) for call in calls], self.linears.count("mlp"))
 
@@ -285,6 +288,7 @@ def second_jobs(best: dict[int, Configs]) -> dict[tuple[Any, ...], Job]:
         for config in choices("down", m, factor):
             jobs[key_of("down", m, config)] = Job("down", m, first | {"down": config})
         for name, config in configs.items():
+            jobs[(*key_of(name, m, config), "alone")] = Job(name, m, {name: config}, overlaps=False)
             for each in (config, config._replace(parts=1)):
                 jobs[(*key_of(name, m, each), "plain")] = Job(name, m, {name: each}, adapted=False)
     return jobs
@@ -324,8 +328,8 @@ def main() -> int:
         config = sweep.best("down", m, {"gate_up": best[m]["gate_up"]} if "gate_up" in best[m] else {})
         if config is not None:
             best[m]["down"] = config
-        for what, configs, old in (("old", {}, True), ("the best", best[m], False)):
-            taken = sweep.layer(m, configs, old=old)
+        for what, configs in (("old", {}), ("the best", best[m]), ("the best, launches one after another", best[m])):
+            taken = sweep.layer(m, configs, old=what == "old", overlaps="another" not in what)
             print(f"a layer, {what}, M={m}: {1e6 * taken:.1f} µs, {total / taken / rate:.1%}", flush=True)
             result[f"layer {m} {what}"] = 1e6 * taken
         note()

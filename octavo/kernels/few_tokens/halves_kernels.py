@@ -213,9 +213,11 @@ def _multiply(
     m, c, r = tl.arange(0, COLUMNS), tl.arange(0, STEP), tl.arange(0, TILE_N)
     w_ptrs = w_ptr + n[:, None].to(tl.int64) * K + c[None, :]
     x_ptrs = halves_ptr + m[:, None] * (steps * STEP) + c[None, :]
-    # Rows of a tile lie in one row of blocks, or, of gate and up, in two.
+    # Rows of a tile lie in one row of blocks, or, if they are 256, or of gate and up, in two.
+    TWO: tl.constexpr = GATED or TILE_N > _BLOCK
+    beyond = features if GATED else TILE_N // 2
     scales_ptr = scale_ptr + low // _BLOCK * stride_scale
-    others_ptr = scale_ptr + tl.minimum(low + features, N - 1) // _BLOCK * stride_scale
+    others_ptr = scale_ptr + tl.minimum(low + beyond, N - 1) // _BLOCK * stride_scale
     total = tl.zeros([TILE_N, COLUMNS], tl.float32)
     # Scales are loaded a step ahead: they are wanted right after the product.
     scale, other = 1.0, 1.0
@@ -227,7 +229,7 @@ def _multiply(
         if MODE == BLOCKS:
             block = tl.minimum(step + 1, steps - 1) * STEP // _BLOCK
             following = tl.load(scales_ptr + block)
-            if GATED:
+            if TWO:
                 other_following = tl.load(others_ptr + block)
         if FACTOR > 0:
             factor = tl.load(factors_ptr + step * STEP // FACTOR * (2 * TILE_M) + m)[None, :]
@@ -242,7 +244,7 @@ def _multiply(
             x_low = tl.load(x_ptrs + (TILE_M * steps + step) * STEP, eviction_policy="evict_last")
             added += _fp8_product(w, x_low) * (1.0 / _LOW)
         if MODE == BLOCKS:
-            added *= tl.where(r < TILE_N // 2, scale, other)[:, None] if GATED else scale
+            added *= tl.where(r < TILE_N // 2, scale, other)[:, None] if TWO else scale
         if FACTOR > 0:
             added *= factor
         total += added
