@@ -239,7 +239,10 @@ class ProductTile(NamedTuple):
 
 
 class HalvesTile(NamedTuple):
-    """Rows of a weight in a tile, and `step` columns at a time; the others as in `ProductTile`."""
+    """Rows of a weight in a tile, and `step` columns at a time; the others as in `ProductTile`.
+
+    `early`: steps of each part that L2 is asked for by the launch before, while x is laid out.
+    """
 
     n: int
     step: int
@@ -249,6 +252,7 @@ class HalvesTile(NamedTuple):
     registers: int | None = None
     prefetch: int = 0
     adapter_parts: int = 16
+    early: int = 0
 
 
 class FewTokenTiles(NamedTuple):
@@ -295,10 +299,10 @@ class FewTokenTiles(NamedTuple):
             64: HalvesTile(128, 128, warps=8, stages=3, programs=2),
         },
         "down": {
-            8: HalvesTile(64, 64, warps=4, stages=12, programs=2),
-            16: HalvesTile(64, 64, warps=4, stages=12, programs=2),
-            32: HalvesTile(64, 64, warps=4, stages=10, programs=2),
-            64: HalvesTile(64, 64, warps=4, stages=6, programs=2),
+            8: HalvesTile(64, 128, warps=4, stages=6, programs=2),
+            16: HalvesTile(64, 128, warps=4, stages=6, programs=2),
+            32: HalvesTile(64, 128, warps=4, stages=5, programs=2),
+            64: HalvesTile(64, 128, warps=4, stages=4, programs=2),
         },
     }
     most_parts: int = 16

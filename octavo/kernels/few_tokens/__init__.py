@@ -111,7 +111,9 @@ def linear_launches(
         side = Side(weight, 1, 2, adapters, 3)
         rest = iter(range(3 + len(matrices), len(given)))
         bias_at, residual_at, norm_at = (None if each is None else next(rest) for each in (bias, residual, norm))
-        laid_out, counters = way.add_lay_out(launches, x, norm, norm_at, way.counters_of(x, side, PRODUCT), PRODUCT)
+        laid_out, counters = way.add_lay_out(
+            launches, x, norm, norm_at, way.counters_of(x, side, PRODUCT), side, PRODUCT
+        )
         y, *_ = way.add_products(
             launches, x, laid_out, (counters, 0), side, PRODUCT, bias_at=bias_at, residual_at=residual_at
         )
@@ -162,7 +164,7 @@ def mlp_launches(
         residual_at, norm_at = (None if each is None else next(rest) for each in (residual, norm))
         before = way.counters_of(x, first, GATED)
         every = before + way.counters_of(x, second, DOWN)
-        laid_out, counters = way.add_lay_out(launches, x, norm, norm_at, every, GATED)
+        laid_out, counters = way.add_lay_out(launches, x, norm, norm_at, every, first, GATED)
         h = way.add_products(launches, x, laid_out, (counters, 0), first, GATED, activation=activation)
         y, *_ = way.add_products(launches, x, h, (counters, before), second, DOWN, residual_at=residual_at)
         launches.results = (y,)

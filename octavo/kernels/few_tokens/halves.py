@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from octavo.kernels.few_tokens import sides
-from octavo.kernels.few_tokens.halves_kernels import halves_kernel, halves_products_kernel
+from octavo.kernels.few_tokens.halves_kernels import PREFETCHES, halves_kernel, halves_products_kernel
 from octavo.kernels.few_tokens.kernels import BLOCKS, CHANNEL, PARTS_OF_TILE, TENSOR
 from octavo.kernels.few_tokens.sides import DOWN, GATED, Side
 from octavo.kernels.gated.activations import ACTIVATIONS
@@ -46,6 +46,15 @@ def _tiles_of(x: Tensor, side: Side, kind: str) -> int:
     return -(-side.weight.data.shape[0] // _tile_of(x, kind).n)
 
 
+def _parts_of(x: Tensor, side: Side, kind: str) -> int:
+    """How many programs share the columns of a tile."""
+    tile, k = _tile_of(x, kind), side.weight.data.shape[1]
+    slots = tile.programs * multiprocessors(x.device)
+    parts = sides.parts_of(_tiles_of(x, side, kind), -(-k // BLOCK), x.shape[0], slots, sides.tuning_of(x))
+    steps = -(-k // tile.step)
+    return -(-steps // -(-steps // parts))  # none without a step
+
+
 def counters_of(x: Tensor, side: Side, kind: str) -> int:
     return PARTS_OF_TILE + _tiles_of(x, side, kind)
 
@@ -55,11 +64,14 @@ def _padded(k: int, step: int) -> int:
 
 
 def add_lay_out(
-    launches: Launches, x: Tensor, norm: Norm | None, norm_at: int | None, counters: int, kind: str
+    launches: Launches, x: Tensor, norm: Norm | None, norm_at: int | None, counters: int, side: Side, kind: str
 ) -> tuple[tuple[int, int, int], int]:
     """Add the launch before the products; return the numbers of x, its halves, their factors, and the counters."""
     (m, k), rows = x.shape, tile_of_tokens(x.shape[0])
-    across = _padded(k, _tile_of(x, kind).step)
+    n, tile, parts = side.weight.data.shape[0], _tile_of(x, kind), _parts_of(x, side, kind)
+    across, part = _padded(k, tile.step), -(-k // tile.step // parts) * tile.step
+    early = min(part, tile.early * tile.step)
+    programs = rows + (-(-n * parts // PREFETCHES) if early and launches.overlaps else 0)
     normed = 0 if norm is None else launches.make((m, k), x.dtype)
     halves, factors = launches.make((2 * rows, across), torch.float8_e4m3fn), launches.make((2 * rows,), torch.float32)
     zeros, width = launches.make((counters,), torch.int32), max(BLOCK, triton.next_power_of_2(across))
@@ -69,8 +81,9 @@ def add_lay_out(
         "NORM": norm is not None, "SHIFTED": shifted, "K": k, "WIDTH": width,
         "COUNTERS": triton.next_power_of_2(counters), "num_warps": max(warps, min(16, width // elements)),
     }  # fmt: skip
-    tensors = (0, 0 if norm_at is None else norm_at, normed, halves, factors, zeros)
-    launches.launch(halves_kernel, (rows,), tensors, (m, across // 2, eps, counters), constants)
+    tensors = (0, 0 if norm_at is None else norm_at, normed, halves, factors, zeros, side.w)
+    numbers = (m, across // 2, eps, counters, rows, n, parts, part, early)
+    launches.launch(halves_kernel, (programs,), tensors, numbers, constants)
     return (normed, halves, factors), zeros
 
 
@@ -85,15 +98,7 @@ def add_products(
     gated, (n, k), scale = kind == GATED, side.weight.data.shape, side.weight.scale
     m, rows, tile, tiles = x.shape[0], tile_of_tokens(x.shape[0]), _tile_of(x, kind), _tiles_of(x, side, kind)
     steps, factor = -(-k // tile.step), _tile_of(x, GATED).n // 2 if kind == DOWN else 0
-    if factor % tile.step and kind == DOWN:
-        raise ValueError(
-            f"few tokens: a step of {tile.step} columns of down, but {factor} of h share a factor: "
-            "make the step divide that, in octavo/kernels/tuning.py"
-        )
-    parts = sides.parts_of(
-        tiles, steps * tile.step // BLOCK or 1, m, tile.programs * multiprocessors(x.device), sides.tuning_of(x)
-    )
-    parts = -(-steps // -(-steps // parts))  # none without a step
+    parts = _parts_of(x, side, kind)
     t_steps = -(-k // BLOCK)
     t_parts = -(-t_steps // -(-t_steps // tile.adapter_parts)) if side.adapters else 1
     ranks = side.ranks or [1]

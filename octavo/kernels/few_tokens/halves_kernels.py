@@ -37,12 +37,29 @@ _LOW = tl.constexpr(LOW)
 _PARTS_OF_T = tl.constexpr(PARTS_OF_T)
 _PARTS_OF_TILE = tl.constexpr(PARTS_OF_TILE)
 _SLICE = tl.constexpr(SLICE)
+PREFETCHES = 128  # of a program that does nothing else
+_PREFETCHES = tl.constexpr(PREFETCHES)
+
+
+@triton.jit
+def _rounded(v):
+    """FP32 to the nearest E4M3, in FP32 still.
+
+    By arithmetic: where bytes are made of FP32 and converted back, ptxas 12.9 reads a register that nothing has
+    written (`F2FP.F16.E4M3.UNPACK_B R2, R1`).
+    """
+    bits = v.to(tl.int32, bitcast=True)
+    exponent = tl.maximum((bits >> 23) & 0xFF, 127 - 6)
+    # Adding 1.5 × 2²³ steps leaves no room for anything below a step.
+    shift = ((exponent + 20) << 23).to(tl.float32, bitcast=True) * 1.5
+    magnitude = (tl.abs(v) + shift) - shift
+    return (magnitude.to(tl.int32, bitcast=True) | (bits & -0x80000000)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _bytes(v):
-    """FP32 to E4M3, as integers; infinities become NaN."""
-    return tiles._cast(tl.fma(v, 0.0, v), tl.float8e4nv).to(tl.uint8, bitcast=True)
+    """FP32 to E4M3, as integers."""
+    return tiles._cast(v, tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int16)
 
 
 @triton.jit
@@ -50,33 +67,41 @@ def _halves(even, odd):
     """Two neighbours in FP32, times their power: words of the high bytes of both, and of the low ones.
 
     In words, because single bytes must not change hands between threads on their way to memory (`tiles.cast`).
+    Infinities become NaN.
     """
-    high_even, high_odd = _bytes(even), _bytes(odd)
-    low_even = _bytes((even - _from_byte(high_even)) * _LOW)
-    low_odd = _bytes((odd - _from_byte(high_odd)) * _LOW)
-    high = high_even.to(tl.int16) | (high_odd.to(tl.int16) << 8)
-    return high, low_even.to(tl.int16) | (low_odd.to(tl.int16) << 8)
+    even, odd = tl.fma(even, 0.0, even), tl.fma(odd, 0.0, odd)
+    high_even, high_odd = _rounded(even), _rounded(odd)
+    low_even, low_odd = (even - high_even) * _LOW, (odd - high_odd) * _LOW
+    return _bytes(high_even) | (_bytes(high_odd) << 8), _bytes(low_even) | (_bytes(low_odd) << 8)
 
 
 @triton.jit
 def _from_byte(byte):
-    if tiles.INTERPRETED:
-        return decoded(byte, tl.float8e4nv)
-    return byte.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    return decoded(byte, tl.float8e4nv)
 
 
 @triton.jit
 def halves_kernel(
-    h_ptr, weight_ptr, x_ptr, halves_ptr, factors_ptr, counters_ptr, M, across, eps, counters,
+    h_ptr, weight_ptr, x_ptr, halves_ptr, factors_ptr, counters_ptr, w_ptr, M, across, eps, counters, rows, N, parts,
+    part, early,
     NORM: tl.constexpr, SHIFTED: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, COUNTERS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Programs: rows. `x_ptr`: x itself, after a norm. `halves_ptr`: x', two columns a word, of which are `across`."""
+    """Programs: rows, and such as have L2 read weights. `x_ptr`: x itself, after a norm.
+
+    `halves_ptr`: x', two columns a word, of which are `across`. Of each row of the weight L2 reads `early` bytes of
+    each of some `parts` of `part` bytes, before the launch in front of this one has ended.
+    """
+    row, c = tl.program_id(0), tl.arange(0, WIDTH)
     if OVERLAPS:
         gdc_launch_dependents()  # before it waits itself: what starts then reads weights only, and waits
+        if row >= rows:
+            i = (row - rows) * _PREFETCHES + tl.arange(0, _PREFETCHES)
+            w_row, column = tl.minimum(i // parts, N - 1), i % parts * part
+            prefetch(w_ptr + w_row.to(tl.int64) * K + column, tl.minimum(K - column, early))
+            return
         gdc_wait()
     dtype: tl.constexpr = h_ptr.dtype.element_ty
-    row, c = tl.program_id(0), tl.arange(0, WIDTH)
     x = tl.load(h_ptr + row * K + c, mask=(row < M) & (c < K), other=0.0)
     if NORM:
         h = x.to(tl.float32)
@@ -86,7 +111,6 @@ def halves_kernel(
         tl.store(x_ptr + row * K + c, x, mask=(row < M) & (c < K))
     wide = x.to(tl.float32)
     power, factor = power_for_halves(tiles.magnitude_bits(wide), 0)
-    rows = tl.num_programs(0)
     tl.store(factors_ptr + row, factor)
     tl.store(factors_ptr + rows + row, factor * (1.0 / _LOW))
     even, odd = tl.split(tl.reshape(wide * power, [WIDTH // 2, 2]))
@@ -109,7 +133,7 @@ def halves_products_kernel(
     SPLIT: tl.constexpr, RANK0: tl.constexpr, RANK1: tl.constexpr, RANK2: tl.constexpr, EVEN: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, STEP: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """`halves_ptr`: x', `steps` of `STEP` columns. `FACTOR`: columns that share a factor, 0: all.
+    """`halves_ptr`: x', `steps` of `STEP` columns. `FACTOR`: columns that share a factor, may be half of them; 0: all.
 
     `y_ptr`: y, or with an `ACTIVATION` h, of which `h_ptr` and `y_factors_ptr` are its halves. `EVEN`: whole tiles
     of N and K. `SPLIT`: into several `parts` of K. `prefetched`: steps whose weights L2 reads before x' is there.
@@ -210,7 +234,8 @@ def _multiply(
     # whose sums take half of the registers.
     JOINED: tl.constexpr = TILE_M <= 16
     COLUMNS: tl.constexpr = 2 * TILE_M if JOINED else TILE_M
-    m, c, r = tl.arange(0, COLUMNS), tl.arange(0, STEP), tl.arange(0, TILE_N)
+    GROUP: tl.constexpr = STEP if FACTOR == 0 else min(STEP, FACTOR)
+    m, c, r = tl.arange(0, COLUMNS), tl.arange(0, GROUP), tl.arange(0, TILE_N)
     w_ptrs = w_ptr + n[:, None].to(tl.int64) * K + c[None, :]
     x_ptrs = halves_ptr + m[:, None] * (steps * STEP) + c[None, :]
     # Rows of a tile lie in one row of blocks, or, if they are 256, or of gate and up, in two.
@@ -231,23 +256,25 @@ def _multiply(
             following = tl.load(scales_ptr + block)
             if TWO:
                 other_following = tl.load(others_ptr + block)
-        if FACTOR > 0:
-            factor = tl.load(factors_ptr + step * STEP // FACTOR * (2 * TILE_M) + m)[None, :]
-        if EVEN:
-            w = tl.load(w_ptrs + step * STEP, eviction_policy="evict_first")
-        else:
-            present = inside[:, None] & (step * STEP + c < K)[None, :]
-            w = tl.load(w_ptrs + step * STEP, mask=present, other=0.0, eviction_policy="evict_first")
-        x = tl.load(x_ptrs + step * STEP, eviction_policy="evict_last")
-        added = _fp8_product(w, x)
-        if not JOINED:
-            x_low = tl.load(x_ptrs + (TILE_M * steps + step) * STEP, eviction_policy="evict_last")
-            added += _fp8_product(w, x_low) * (1.0 / _LOW)
-        if MODE == BLOCKS:
-            added *= tl.where(r < TILE_N // 2, scale, other)[:, None] if TWO else scale
-        if FACTOR > 0:
-            added *= factor
-        total += added
+        for j in tl.static_range(STEP // GROUP):
+            first = step * STEP + j * GROUP
+            if FACTOR > 0:
+                factor = tl.load(factors_ptr + first // FACTOR * (2 * TILE_M) + m)[None, :]
+            if EVEN:
+                w = tl.load(w_ptrs + first, eviction_policy="evict_first")
+            else:
+                present = inside[:, None] & (first + c < K)[None, :]
+                w = tl.load(w_ptrs + first, mask=present, other=0.0, eviction_policy="evict_first")
+            x = tl.load(x_ptrs + first, eviction_policy="evict_last")
+            added = _fp8_product(w, x)
+            if not JOINED:
+                x_low = tl.load(x_ptrs + (TILE_M * steps * STEP + first), eviction_policy="evict_last")
+                added += _fp8_product(w, x_low) * (1.0 / _LOW)
+            if MODE == BLOCKS:
+                added *= tl.where(r < TILE_N // 2, scale, other)[:, None] if TWO else scale
+            if FACTOR > 0:
+                added *= factor
+            total += added
         scale, other = following, other_following
     if MODE == CHANNEL:
         total *= tl.load(scale_ptr + n)[:, None]

@@ -48,12 +48,7 @@ def counters_of(x: Tensor, side: Side, kind: str) -> int:
 
 
 def add_lay_out(
-    launches: Launches,
-    x: Tensor,
-    norm: Norm | None,
-    norm_at: int | None,
-    counters: int,
-    kind: str,  # noqa: ARG001
+    launches: Launches, x: Tensor, norm: Norm | None, norm_at: int | None, counters: int, *_of_halves: object
 ) -> tuple[tuple[int, int], int]:
     """Add the launch before the products, and return the numbers of x', its factors, and the counters."""
     m, k = x.shape
