@@ -26,6 +26,7 @@ from octavo.kernels.few_tokens.tiles import (
     power_for_halves,
     prefetch,
     sum_of_parts,
+    touch,
     wait_until,
 )
 from octavo.kernels.norm import inverse_rms, weighted
@@ -160,9 +161,17 @@ def halves_products_kernel(
         n = tl.minimum(n, N - 1)
     if OVERLAPS:
         gdc_launch_dependents()
-        if (product_id >= 0) & (prefetched > 0):
-            size = tl.minimum(tl.minimum(begin + prefetched, end) * STEP, K) - begin * STEP
-            prefetch(w_ptr + n.to(tl.int64) * K + begin * STEP, size)
+        if product_id >= 0:
+            if prefetched > 0:
+                size = tl.minimum(tl.minimum(begin + prefetched, end) * STEP, K) - begin * STEP
+                prefetch(w_ptr + n.to(tl.int64) * K + begin * STEP, size)
+            # What is wanted last, and would be waited for then.
+            if RANK0 > 0:
+                touch(b0_ptr + tl.minimum(tl.maximum(n - first0, 0), size0 - 1) * RANK0)
+            if RANK1 > 0:
+                touch(b1_ptr + tl.minimum(tl.maximum(n - first1, 0), size1 - 1) * RANK1)
+            if RANK2 > 0:
+                touch(b2_ptr + tl.minimum(tl.maximum(n - first2, 0), size2 - 1) * RANK2)
         gdc_wait()
     if product_id < 0:
         i, t_part = pid // t_parts, pid % t_parts
@@ -244,6 +253,8 @@ def _multiply(
     scales_ptr = scale_ptr + low // _BLOCK * stride_scale
     others_ptr = scale_ptr + tl.minimum(low + beyond, N - 1) // _BLOCK * stride_scale
     total = tl.zeros([TILE_N, COLUMNS], tl.float32)
+    if MODE == CHANNEL:
+        of_rows = tl.load(scale_ptr + n)[:, None]
     # Scales are loaded a step ahead: they are wanted right after the product.
     scale, other = 1.0, 1.0
     if MODE == BLOCKS:
@@ -277,7 +288,7 @@ def _multiply(
             total += added
         scale, other = following, other_following
     if MODE == CHANNEL:
-        total *= tl.load(scale_ptr + n)[:, None]
+        total *= of_rows
     if MODE == TENSOR:
         total *= tl.load(scale_ptr)
     if FACTOR == 0:  # last, because it may be large

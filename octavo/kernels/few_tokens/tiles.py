@@ -89,6 +89,16 @@ def prefetch(ptrs, bytes):
 
 
 @triton.jit
+def touch(ptrs):
+    """Have L2 read the line of each address. Nothing waits for it."""
+    if not tiles.INTERPRETED:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ptrs.to(tl.int64)], dtype=tl.int32, is_pure=False,
+            pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
 def arrive(counter_ptr):
     """Count this program in, after all that it has stored. Returns how many came before."""
     tl.debug_barrier()
