@@ -265,8 +265,11 @@ def test_every_byte():
         assert torch.equal(actual.isnan(), every.float().isfinite().logical_not().repeat(2, 1))  # 0 × ∞ is NaN
 
 
-def test_counters_begin_at_zero(monkeypatch):
+@pytest.mark.parametrize("in_fp8", [True, False])
+def test_counters_begin_at_zero(in_fp8, monkeypatch):
     """Whatever is in the memory that they are given: without that, programs would not wait, or wait for ever."""
+    if not in_fp8:
+        leave_out_halves(monkeypatch)
     monkeypatch.setattr(sides, "parts_of", lambda *_: 3)
     monkeypatch.setattr(kernel, "_LAUNCHES", type(kernel._LAUNCHES)())
     x, gate_up, down = torch.randn(3, 400).to(BF16), weight_of(256, 400), weight_of(70, 128)

@@ -74,7 +74,8 @@ def add_lay_out(
     programs = rows + (-(-n * parts // PREFETCHES) if early and launches.overlaps else 0)
     normed = 0 if norm is None else launches.make((m, k), x.dtype)
     halves, factors = launches.make((2 * rows, across), torch.float8_e4m3fn), launches.make((2 * rows,), torch.float32)
-    zeros, width = launches.make((counters,), torch.int32), max(BLOCK, triton.next_power_of_2(across))
+    # Four columns for a thread at least: bytes are made two by two.
+    zeros, width = launches.make((counters,), torch.int32), max(4 * BLOCK, triton.next_power_of_2(across))
     elements, warps = sides.tuning_of(x).lay_out
     eps, shifted = (0.0, False) if norm is None else (float(norm.eps), norm.shifted)
     constants = {
@@ -98,6 +99,11 @@ def add_products(
     gated, (n, k), scale = kind == GATED, side.weight.data.shape, side.weight.scale
     m, rows, tile, tiles = x.shape[0], tile_of_tokens(x.shape[0]), _tile_of(x, kind), _tiles_of(x, side, kind)
     steps, factor = -(-k // tile.step), _tile_of(x, GATED).n // 2 if kind == DOWN else 0
+    if gated and tile.n // 4 * rows < 64 * tile.warps:
+        raise ValueError(
+            f"few tokens: {tile.warps} warps for {tile.n} rows of gate and up and {rows} tokens have fewer than two "
+            "pairs of features a thread, and bytes are made two by two: fewer warps in octavo/kernels/tuning.py"
+        )
     parts = _parts_of(x, side, kind)
     t_steps = -(-k // BLOCK)
     t_parts = -(-t_steps // -(-t_steps // tile.adapter_parts)) if side.adapters else 1
