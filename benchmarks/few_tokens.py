@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from octavo.kernels import few_tokens as kernels
-from octavo.kernels.few_tokens import sides, words
 from octavo.kernels.tiles import multiprocessors
 from octavo.kernels.tuning import HOPPER, FewTokenTiles, ProductTile
 from octavo.numerics import Quantized
@@ -39,23 +38,23 @@ BF16, DEVICE = torch.bfloat16, "cuda"
 HIDDEN, FEATURES, RANK = 4096, 14336, 32
 SHAPES = {"qkv": (6144, HIDDEN), "o": (HIDDEN, HIDDEN), "gate_up": (2 * FEATURES, HIDDEN), "down": (HIDDEN, FEATURES)}
 OUTPUTS = {"qkv": (4096, 1024, 1024), "o": (HIDDEN,), "gate_up": (FEATURES, FEATURES), "down": (HIDDEN,)}
-KINDS = {"qkv": sides.PRODUCT, "o": sides.PRODUCT, "gate_up": sides.GATED, "down": sides.DOWN}
+KINDS = {"qkv": kernels.PRODUCT, "o": kernels.PRODUCT, "gate_up": kernels.GATED, "down": kernels.DOWN}
 DISTINCT = 2**28  # bytes of weights that a graph goes through; an H200 has 50 MB of L2
 FEWEST_CALLS = 12  # in a graph, whose own launch takes some µs
 # Outputs, warps, stages, programs for a multiprocessor, registers, by tokens of a tile. Those that spill are not here.
 _SMALL = ((64, 4, 5, 4), (64, 4, 6, 3), (128, 4, 5, 2), (128, 8, 4, 2))
 _TILES: dict[str, dict[int, tuple[tuple[int, ...], ...]]] = {
-    sides.PRODUCT: {
+    kernels.PRODUCT: {
         16: _SMALL,
         64: ((128, 8, 4, 2, 128), (128, 4, 4, 2), (64, 4, 5, 2), (64, 4, 3, 3)),
         128: ((64, 4, 3, 2), (128, 8, 3, 1)),
     },
-    sides.GATED: {
+    kernels.GATED: {
         16: ((64, 4, 4, 3), (64, 4, 5, 2), (64, 4, 6, 2)),
         64: ((64, 4, 4, 2), (64, 4, 3, 2), (64, 8, 4, 1)),
         128: ((64, 8, 3, 1), (64, 8, 4, 1)),
     },
-    sides.DOWN: {
+    kernels.DOWN: {
         16: _SMALL,
         64: ((64, 4, 5, 2), (64, 4, 3, 2), (128, 8, 4, 1)),
         128: ((64, 4, 3, 2), (128, 8, 3, 1)),
@@ -73,7 +72,7 @@ class Config(NamedTuple):
 
 
 Configs = dict[str, Config]  # by linear
-HONEST = sides.tuning_for, sides.parts_of
+HONEST = kernels.tuning_for, kernels.parts_of
 
 
 def set_configs(configs: Configs, *, begins_early: bool = False) -> None:
@@ -88,8 +87,8 @@ def set_configs(configs: Configs, *, begins_early: bool = False) -> None:
     def parts_of(count: int, steps: int, *rest: Any) -> int:
         return parts.get(steps) or HONEST[1](count, steps, *rest)
 
-    sides.tuning_for = lambda _: HOPPER._replace(few_tokens=tiles)  # type: ignore[assignment]
-    sides.parts_of = parts_of  # type: ignore[assignment]
+    kernels.tuning_for = lambda _: HOPPER._replace(few_tokens=tiles)  # type: ignore[assignment]
+    kernels.parts_of = parts_of  # type: ignore[assignment]
 
 
 class Case(NamedTuple):
@@ -199,8 +198,8 @@ def time_graph(run: Callable[[int], Any], count: int, budget: float = 3e-3) -> f
 class Linears:
     """The four linears of a layer, as a decoder calls them."""
 
-    def __init__(self, copies: int | None = None, granularity: str = "block", *, values: bool = True) -> None:
-        self.cases = {name: make_case(name, granularity, copies, values=values) for name in SHAPES}
+    def __init__(self, copies: int | None = None, *, values: bool = True) -> None:
+        self.cases = {name: make_case(name, copies=copies, values=values) for name in SHAPES}
         self.norm = Norm((torch.rand(HIDDEN, device=DEVICE) + 0.5).to(BF16), 1e-5)
 
     def run(self, name: str, x: Tensor) -> Callable[[int], Any]:
@@ -322,10 +321,10 @@ def table(linears: Linears, tokens: Sequence[int], best: dict[int, Configs], rat
     result: dict[str, Any] = {}
     print("linear     M      µs   GB/s  share  BF16 mm  ratio", flush=True)
     for m in tokens:
-        configs, x = best.get(words.tile_of_tokens(m), {}), tokens_of(m, HIDDEN)
+        configs, x = best.get(kernels.tile_of_tokens(m), {}), tokens_of(m, HIDDEN)
         times = {}
         for name, (n, k) in SHAPES.items():
-            shared = ("gate_up", "down") if KINDS[name] != sides.PRODUCT else (name,)
+            shared = ("gate_up", "down") if KINDS[name] != kernels.PRODUCT else (name,)
             set_configs({each: configs[each] for each in shared if each in configs})
             taken, bf16 = linears.time(name, x), time_bf16(name, x)
             print(f"{name:8} {m:3} {1e6 * taken:7.1f} {n * k / taken / 1e9:6.0f} {n * k / taken / rate:6.1%} "
@@ -335,7 +334,7 @@ def table(linears: Linears, tokens: Sequence[int], best: dict[int, Configs], rat
     total = sum(n * k for n, k in SHAPES.values())
     for which in ("tuning.py", "the best", "the best, first launches early"):
         for m in tokens:
-            configs, x, early = best.get(words.tile_of_tokens(m), {}), tokens_of(m, HIDDEN), "early" in which
+            configs, x, early = best.get(kernels.tile_of_tokens(m), {}), tokens_of(m, HIDDEN), "early" in which
             chosen = {} if which == "tuning.py" else configs
             calls = []
             for names in (("qkv",), ("o",), ("gate_up", "down")):
@@ -354,7 +353,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="no sweep: by the tiles of tuning.py")
     options = parser.parse_args()
     began, tokens = time.perf_counter(), [int(m) for m in options.tokens.split(",")]
-    rows = sorted({words.tile_of_tokens(m) for m in tokens} & {16, 64, 128})
+    rows = sorted({kernels.tile_of_tokens(m) for m in tokens} & {16, 64, 128})
     pool = ProcessPoolExecutor(min(14, os.cpu_count() or 1), multiprocessing.get_context("spawn"))
     jobs = [Job(name, m, {}) for m in tokens for name in ("qkv", "o", "down")]
     if not options.quick:

@@ -238,23 +238,6 @@ class ProductTile(NamedTuple):
     adapter_parts: int = 16
 
 
-class HalvesTile(NamedTuple):
-    """Rows of a weight in a tile, and `step` columns at a time; the others as in `ProductTile`.
-
-    `early`: steps of each part that L2 is asked for by the launch before, while x is laid out.
-    """
-
-    n: int
-    step: int
-    warps: int
-    stages: int
-    programs: int
-    registers: int | None = None
-    prefetch: int = 0
-    adapter_parts: int = 16
-    early: int = 0
-
-
 class FewTokenTiles(NamedTuple):
     """Tiles by their tokens, 16, 32, 64 or 128, of which there is one tile.
 
@@ -283,27 +266,6 @@ class FewTokenTiles(NamedTuple):
         32: ProductTile(64, warps=4, stages=4, programs=3, prefetch=0, adapter_parts=8),
         64: ProductTile(64, warps=4, stages=3, programs=2, prefetch=8, adapter_parts=8),  # 41.9 → 34.0
         128: ProductTile(64, warps=4, stages=3, programs=2, prefetch=8, adapter_parts=8),
-    }
-    # In FP8, with x in two halves: tiles of 8, 16, 32 or 64 tokens. More tokens take those above.
-    halves: Mapping[str, Mapping[int, HalvesTile]] = {
-        "products": {
-            8: HalvesTile(64, 128, warps=4, stages=8, programs=2),
-            16: HalvesTile(64, 128, warps=4, stages=8, programs=2),
-            32: HalvesTile(64, 128, warps=4, stages=6, programs=2),
-            64: HalvesTile(64, 128, warps=4, stages=4, programs=2),
-        },
-        "gated": {
-            8: HalvesTile(128, 128, warps=4, stages=6, programs=2),
-            16: HalvesTile(128, 128, warps=4, stages=5, programs=2),
-            32: HalvesTile(128, 128, warps=8, stages=4, programs=2),
-            64: HalvesTile(128, 128, warps=8, stages=3, programs=2),
-        },
-        "down": {
-            8: HalvesTile(64, 128, warps=4, stages=6, programs=2),
-            16: HalvesTile(64, 128, warps=4, stages=6, programs=2),
-            32: HalvesTile(64, 128, warps=4, stages=5, programs=2),
-            64: HalvesTile(64, 128, warps=4, stages=4, programs=2),
-        },
     }
     most_parts: int = 16
     lay_out: LinearTile = LinearTile(512, 4)  # elements for each warp, of which there are so many or more

@@ -67,8 +67,6 @@ def compile_instead(kernel, *args, grid, warmup, **constants):  # noqa: ARG001
         "bytes_turned": sum("xf8E" in line for line in conversions),
         "conversions": len(conversions),
         "shared": compiled.metadata.shared,
-        "fp8_products": len(re.findall(r"wgmma\.mma_async\S*\.e4m3\.e4m3", compiled.asm["ptx"])),
-        "bytes_converted": len(re.findall(r"cvt\S*f16x2\.e4m3x2", compiled.asm["ptx"])),
         "unwritten": sorted(unwritten(compiled.asm["ptx"])),
         "may_wait": constants.get("OVERLAPS", False),
         "waits": waits(compiled.asm["ptx"]),

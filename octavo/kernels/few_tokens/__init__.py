@@ -13,25 +13,75 @@ before it waits. `kernels.py` has the kernels.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.few_tokens import halves, sides, words
-from octavo.kernels.few_tokens.sides import DOWN, GATED, MOST_ADAPTERS, PRODUCT, Side, matrices_of, norm_key, places_of
+from octavo.kernels.few_tokens.kernels import (
+    BLOCKS,
+    CHANNEL,
+    PARTS_OF_TILE,
+    TENSOR,
+    lay_out_kernel,
+    products_kernel,
+)
+from octavo.kernels.gated.activations import ACTIVATIONS
 from octavo.kernels.launch import LaunchCache, Launches
 from octavo.kernels.launch import kind as kind_of
-from octavo.kernels.tuning import may_overlap
+from octavo.kernels.tiles import multiprocessors
+from octavo.kernels.tuning import FewTokenTiles, ProductTile, may_overlap, tuning_for
 from octavo.numerics.few_tokens import MOST_TOKENS, Low
 from octavo.numerics.norm import Norm
 from octavo.numerics.quantize import BLOCK, Quantized
 
+MOST_ADAPTERS = 3
 LARGEST_RANK = 128
 WIDEST = 32_768  # columns of x, a row of which is in one program
 DTYPES = (torch.bfloat16, torch.float16)
 ALIGNMENT = 16  # bytes that a thread reads at a time
+_FORMATS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
+# Kinds of products, each with tiles of its own: any, of gate and up to h, and of h.
+PRODUCT, GATED, DOWN = "products", "gated", "down"
 _LAUNCHES = LaunchCache()
+
+
+class _Side(NamedTuple):
+    """One product: the numbers of its tensors among those of the launches, and what is known of them."""
+
+    weight: Quantized
+    w: int
+    scale: int
+    adapters: Sequence[Low]
+    matrices: int  # the first of all A, then all B
+
+    @property
+    def ranks(self) -> list[int]:
+        return [low.down.shape[0] for low in self.adapters]
+
+    def downs(self) -> list[int]:
+        return self._three(self.matrices)
+
+    def ups(self) -> list[int]:
+        return self._three(self.matrices + len(self.adapters))
+
+    def _three(self, first: int) -> list[int]:
+        """Three numbers: those of the adapters there are, and again the first."""
+        count = len(self.adapters)
+        return [first + (i if i < count else 0) if count else self.w for i in range(MOST_ADAPTERS)]
+
+    @property
+    def rank_constants(self) -> dict[str, int]:
+        ranks = self.ranks + [0] * (MOST_ADAPTERS - len(self.adapters))
+        return {f"RANK{i}": rank for i, rank in enumerate(ranks)}
+
+    @property
+    def spans(self) -> tuple[float, ...]:
+        every = [(low.first, low.last - low.first, low.scaling) for low in self.adapters]
+        firsts, sizes, scalings = zip(*every, *[(0, 0, 1.0)] * (MOST_ADAPTERS - len(every)), strict=True)
+        return (*firsts, *sizes, *map(float, scalings))
 
 
 def can_multiply(x: Tensor, weight: Quantized, adapters: Sequence[Low], norm: Norm | None = None) -> bool:
@@ -42,7 +92,7 @@ def can_multiply(x: Tensor, weight: Quantized, adapters: Sequence[Low], norm: No
     return (
         x.dtype in DTYPES
         and 0 < x.shape[0] <= MOST_TOKENS
-        and data.dtype in words.FORMATS
+        and data.dtype in _FORMATS
         and k % ALIGNMENT == 0
         and k <= WIDEST
         and data.is_contiguous()
@@ -92,29 +142,25 @@ def linear_launches(
     norm: Norm | None,
 ) -> tuple[Launches, list[Tensor]]:
     """The launches of `linear`, and the tensors that they take."""
-    way: Any = halves if halves.takes(x, weight) else words
-    matrices = matrices_of(adapters)
-    beside = sides.some(bias, residual, sides.weight_of(norm))
-    given = [x.contiguous(), way.given(weight.data), weight.scale, *matrices, *beside]
+    matrices = _matrices(adapters)
+    given = [x.contiguous(), _words(weight.data), weight.scale, *matrices, *_some(bias, residual, _weight_of(norm))]
     key = (
         "linear",
-        places_of(adapters),
+        _places(adapters),
         bias is None,
         residual is None,
-        norm_key(norm),
+        _norm_key(norm),
         weight.data.dtype,
         kind_of(*given),
     )
     launches = _LAUNCHES.get(key)
     if launches is None:
         launches = _new_launches(x, len(given))
-        side = Side(weight, 1, 2, adapters, 3)
+        side = _Side(weight, 1, 2, adapters, 3)
         rest = iter(range(3 + len(matrices), len(given)))
         bias_at, residual_at, norm_at = (None if each is None else next(rest) for each in (bias, residual, norm))
-        laid_out, counters = way.add_lay_out(
-            launches, x, norm, norm_at, way.counters_of(x, side, PRODUCT), side, PRODUCT
-        )
-        y, *_ = way.add_products(
+        laid_out, counters = _add_lay_out(launches, x, norm, norm_at, _counters_of(x, side, PRODUCT))
+        y, _ = _add_products(
             launches, x, laid_out, (counters, 0), side, PRODUCT, bias_at=bias_at, residual_at=residual_at
         )
         launches.results = (y,)
@@ -149,29 +195,145 @@ def mlp_launches(
     norm: Norm | None,
 ) -> tuple[Launches, list[Tensor]]:
     """The launches of `gated_mlp`, and the tensors that they take."""
-    way: Any = halves if halves.takes(x, gate_up, down) else words
-    matrices, of_down = matrices_of(adapters), matrices_of(adapters_down)
-    weights = [way.given(gate_up.data), gate_up.scale, way.given(down.data), down.scale]
-    given = [x.contiguous(), *weights, *matrices, *of_down, *sides.some(residual, sides.weight_of(norm))]
-    how = (activation, places_of(adapters), places_of(adapters_down), residual is None, norm_key(norm))
+    matrices, of_down = _matrices(adapters), _matrices(adapters_down)
+    weights = [_words(gate_up.data), gate_up.scale, _words(down.data), down.scale]
+    given = [x.contiguous(), *weights, *matrices, *of_down, *_some(residual, _weight_of(norm))]
+    how = (activation, _places(adapters), _places(adapters_down), residual is None, _norm_key(norm))
     key = ("mlp", *how, gate_up.data.dtype, down.data.dtype, kind_of(*given))
     launches = _LAUNCHES.get(key)
     if launches is None:
         launches = _new_launches(x, len(given))
-        first = Side(gate_up, 1, 2, adapters, 5)
-        second = Side(down, 3, 4, adapters_down, 5 + len(matrices))
+        first = _Side(gate_up, 1, 2, adapters, 5)
+        second = _Side(down, 3, 4, adapters_down, 5 + len(matrices))
         rest = iter(range(5 + len(matrices) + len(of_down), len(given)))
         residual_at, norm_at = (None if each is None else next(rest) for each in (residual, norm))
-        before = way.counters_of(x, first, GATED)
-        every = before + way.counters_of(x, second, DOWN)
-        laid_out, counters = way.add_lay_out(launches, x, norm, norm_at, every, first, GATED)
-        h = way.add_products(launches, x, laid_out, (counters, 0), first, GATED, activation=activation)
-        y, *_ = way.add_products(launches, x, h, (counters, before), second, DOWN, residual_at=residual_at)
+        before = _counters_of(x, first, GATED)
+        every = before + _counters_of(x, second, DOWN)
+        laid_out, counters = _add_lay_out(launches, x, norm, norm_at, every)
+        h = _add_products(launches, x, laid_out, (counters, 0), first, GATED, activation=activation)
+        y, _ = _add_products(launches, x, h, (counters, before), second, DOWN, residual_at=residual_at)
         launches.results = (y,)
         _LAUNCHES.add(key, launches)
     return launches, given
 
 
+def tile_of_tokens(tokens: int) -> int:
+    return max(16, triton.next_power_of_2(tokens))
+
+
+def parts_of(tiles: int, steps: int, tokens: int, slots: int, tuning: FewTokenTiles) -> int:
+    """How many programs share the columns of each tile of outputs, for the least time: rounds of programs, and sums."""
+
+    def cost(parts: int) -> float:
+        rounds = -(-tiles * parts // slots)
+        return rounds * (-(-steps // parts) + tuning.start) + (parts > 1) * parts * tuning.part * tokens / 64
+
+    return min(range(1, min(steps, tuning.most_parts) + 1), key=cost)
+
+
 def _new_launches(x: Tensor, given: int) -> Launches:
-    early = sides.tuning_of(x).begins_early
+    early = tuning_for(x.device).few_tokens.begins_early
     return Launches(given=given, overlaps=may_overlap(x.device), follows=early)
+
+
+def _tile_of(x: Tensor, kind: str) -> ProductTile:
+    """The tile of a kind of product, a field of `FewTokenTiles`."""
+    return getattr(tuning_for(x.device).few_tokens, kind)[tile_of_tokens(x.shape[0])]
+
+
+def _tiles_of(x: Tensor, side: _Side, kind: str) -> int:
+    """How many tiles of outputs there are. Of gate and up, two for 128 features, which may be fewer."""
+    n = side.weight.data.shape[0]
+    return -(-n // 2 // BLOCK) * 2 if kind == GATED else -(-n // _tile_of(x, kind).n)
+
+
+def _counters_of(x: Tensor, side: _Side, kind: str) -> int:
+    return PARTS_OF_TILE + _tiles_of(x, side, kind)
+
+
+def _add_lay_out(
+    launches: Launches, x: Tensor, norm: Norm | None, norm_at: int | None, counters: int
+) -> tuple[tuple[int, int], int]:
+    """Add the launch before the products, and return the numbers of x', its factors, and the counters."""
+    m, k = x.shape
+    rows, across = tile_of_tokens(m), -(-k // BLOCK) * BLOCK
+    out, factors = launches.make((rows, across), torch.float16), launches.make((rows,), torch.float32)
+    zeros, width = launches.make((counters,), torch.int32), max(BLOCK, triton.next_power_of_2(across))
+    elements, warps = tuning_for(x.device).few_tokens.lay_out
+    eps, shifted = (0.0, False) if norm is None else (float(norm.eps), norm.shifted)
+    constants = {
+        "NORM": norm is not None, "SHIFTED": shifted, "K": k, "WIDTH": width,
+        "COUNTERS": triton.next_power_of_2(counters), "num_warps": max(warps, min(16, width // elements)),
+    }  # fmt: skip
+    tensors = (0, 0 if norm_at is None else norm_at, out, factors, zeros)
+    launches.launch(lay_out_kernel, (rows,), tensors, (m, across, eps, counters), constants)
+    return (out, factors), zeros
+
+
+def _add_products(
+    launches: Launches, x: Tensor, laid_out: tuple[int, int], counters: tuple[int, int], side: _Side, kind: str, *,
+    activation: str | None = None, bias_at: int | None = None, residual_at: int | None = None,
+) -> tuple[int, int]:  # fmt: skip
+    """Add the launch of a product, and return the numbers of y; or, with an activation, of h and its factors.
+
+    `counters`: their number, and the first of them that is this launch's.
+    """
+    gated, (n, k), scale = kind == GATED, side.weight.data.shape, side.weight.scale
+    m, rows, steps, tuning = x.shape[0], tile_of_tokens(x.shape[0]), -(-k // BLOCK), tuning_for(x.device).few_tokens
+    tile, tiles = _tile_of(x, kind), _tiles_of(x, side, kind)
+    parts = parts_of(tiles, steps, m, tile.programs * multiprocessors(x.device), tuning)
+    parts = -(-steps // -(-steps // parts))  # none without a step
+    t_parts = -(-steps // -(-steps // tile.adapter_parts)) if side.adapters else 1
+    ranks = side.ranks or [1]
+    t_sums = launches.make((len(ranks), t_parts, max(16, triton.next_power_of_2(max(ranks))), rows), torch.float32)
+    t = launches.make((rows, sum(ranks)), x.dtype)
+    size = (tiles, parts, 2 if gated else 1, tile.n, rows) if parts > 1 else (1,)
+    sums = launches.make(size, torch.float32)
+    if gated:
+        y, factors = launches.make((rows, tiles * tile.n), torch.float16), launches.make((tiles, rows), torch.float32)
+    else:
+        y = launches.make((m, n), x.dtype)
+        factors = sums
+    mode = TENSOR if scale.dim() == 0 else CHANNEL if scale.shape == (n, 1) else BLOCKS
+    whole = (n // 2) % BLOCK == 0 if gated else n % tile.n == 0
+    constants = {
+        "FORMAT": _FORMATS[side.weight.data.dtype], "MODE": mode.value, "STEPPED": kind == DOWN,
+        "ACTIVATION": None if activation is None else ACTIVATIONS[activation],
+        "BIAS": bias_at is not None, "RESIDUAL": residual_at is not None, "SPLIT": parts > 1,
+        "EVEN": whole and k % BLOCK == 0, "TILE_M": rows, "TILE_N": tile.n,
+        "num_warps": tile.warps, "num_stages": tile.stages,
+    }  # fmt: skip
+    if tile.registers is not None:
+        constants["maxnreg"] = tile.registers
+    beside = (y if bias_at is None else bias_at, y if residual_at is None else residual_at)
+    tensors = (*laid_out, side.w, side.scale, *side.downs(), *side.ups(), t_sums, t, sums, counters[0], *beside, y)
+    stride = scale.shape[1] if mode is BLOCKS else 0
+    numbers = (m, n, k, steps, stride, counters[1], parts, t_parts, tile.prefetch, *side.spans)
+    grid = (len(side.adapters) * t_parts + tiles * parts,)
+    launches.launch(products_kernel, grid, (*tensors, factors), numbers, constants | side.rank_constants)
+    return y, factors
+
+
+def _words(data: Tensor) -> Tensor:
+    return data.view(torch.int16)
+
+
+def _matrices(adapters: Sequence[Low]) -> list[Tensor]:
+    """All A, then all B."""
+    return [each.contiguous() for each in (*(low.down for low in adapters), *(low.up for low in adapters))]
+
+
+def _places(adapters: Sequence[Low]) -> tuple[tuple[int, int, float], ...]:
+    return tuple((low.first, low.last, low.scaling) for low in adapters)
+
+
+def _weight_of(norm: Norm | None) -> Tensor | None:
+    return None if norm is None else norm.weight.contiguous()
+
+
+def _norm_key(norm: Norm | None) -> tuple[float, bool] | None:
+    return None if norm is None else (norm.eps, norm.shifted)
+
+
+def _some(*tensors: Tensor | None) -> list[Tensor]:
+    return [tensor.contiguous() for tensor in tensors if tensor is not None]

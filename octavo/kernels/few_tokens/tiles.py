@@ -14,11 +14,8 @@ import triton.language as tl
 
 from octavo.kernels import tiles
 from octavo.kernels.adapters.tiles import padded, product
-from octavo.numerics.few_tokens import LARGEST_POWER, TOP_OF_HALVES
 
 _TOP = tl.constexpr(127 + 127 + 14)  # of this, less an exponent (biased, as is the result), 14 is left
-_TOP_OF_HALVES = tl.constexpr(127 + 127 + TOP_OF_HALVES)
-_LARGEST_POWER = tl.constexpr(127 + LARGEST_POWER)
 
 
 @triton.constexpr_function
@@ -35,7 +32,7 @@ def _assembly(format):
 
 
 @triton.jit
-def decoded(byte, FORMAT: tl.constexpr):
+def _decoded(byte, FORMAT: tl.constexpr):
     """Bytes as FP32. The interpreter's own conversion knows neither NaN nor infinity."""
     bits = byte.to(tl.int32) & 0x7F
     is_e4m3: tl.constexpr = FORMAT == tl.float8e4nv  # noqa: SIM300
@@ -52,7 +49,7 @@ def decoded(byte, FORMAT: tl.constexpr):
 def from_words(words, FORMAT: tl.constexpr):
     """The lower and the upper byte of each word, as FP16."""
     if tiles.INTERPRETED:
-        return decoded(words, FORMAT).to(tl.float16), decoded(words >> 8, FORMAT).to(tl.float16)
+        return _decoded(words, FORMAT).to(tl.float16), _decoded(words >> 8, FORMAT).to(tl.float16)
     code: tl.constexpr = _assembly(FORMAT)
     return tl.inline_asm_elementwise(code, "=r,=r,r", [words], (tl.float16, tl.float16), is_pure=True, pack=2)
 
@@ -69,32 +66,12 @@ def power_for(magnitudes, axis: tl.constexpr):
 
 
 @triton.jit
-def power_for_halves(magnitudes, axis: tl.constexpr):
-    """The power of two that takes the largest of these magnitudes (bits of FP32) to 2⁷ or more, below 2⁸.
-
-    Also returns the inverse; that, and a `LOW`-th of it, are normal numbers.
-    """
-    exponent = tl.minimum(_TOP_OF_HALVES - (tl.max(magnitudes, axis=axis) >> 23), _LARGEST_POWER)
-    return (exponent << 23).to(tl.float32, bitcast=True), ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def prefetch(ptrs, bytes):
     """Have L2 read so many bytes from each address: whole 16, at addresses of whole 16. Nothing waits for it."""
     if not tiles.INTERPRETED:
         tl.inline_asm_elementwise(
             "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r", [ptrs.to(tl.int64), bytes],
             dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-
-
-@triton.jit
-def touch(ptrs):
-    """Have L2 read the line of each address. Nothing waits for it."""
-    if not tiles.INTERPRETED:
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ptrs.to(tl.int64)], dtype=tl.int32, is_pure=False,
-            pack=1,
         )  # fmt: skip
 
 
@@ -111,24 +88,6 @@ def wait_for(counter_ptr, count):
     while tl.atomic_add(counter_ptr, 0, sem="acquire", scope="gpu") < count:
         pass
     tl.debug_barrier()
-
-
-@triton.jit
-def wait_until(counter_ptr, count):
-    """`wait_for`, by reading: many programs that wait do not hold up the one that they wait for."""
-    if tiles.INTERPRETED:
-        wait_for(counter_ptr, count)
-    else:
-        while _read(counter_ptr) < count:
-            pass
-        tl.debug_barrier()
-
-
-@triton.jit
-def _read(counter_ptr):
-    return tl.inline_asm_elementwise(
-        "ld.acquire.gpu.global.s32 $0, [$1];", "=r,l", [counter_ptr.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-    )
 
 
 @triton.jit
