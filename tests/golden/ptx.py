@@ -83,6 +83,10 @@ def name_of(job: Job) -> str:
     return f"{launch} {str(dtype).removeprefix('torch.')} {rounding}"
 
 
+def launch_of(job: Job) -> Callable[[], object]:
+    return _launches(job[0])[job[1]]
+
+
 @cache
 def _launches(setup: int) -> dict[str, Callable[[], object]]:
     from tests.kernels.launches import launches
@@ -103,7 +107,7 @@ def _compile(job: Job) -> list[tuple[str, str]]:
     triton.runtime.jit.JITFunction.run = compile_instead
     for module in (quantize, decode, decode_store, few_tokens, sampling, slots):
         module.may_overlap = lambda _device: True
-    _launches(job[0])[job[1]]()
+    launch_of(job)()
     assert compiled, f"{name_of(job)}: nothing was launched"
     return compiled
 
