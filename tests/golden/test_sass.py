@@ -1,8 +1,12 @@
 """The search for ptxas's fault finds it, and nothing of what the stack is used for."""
 
+import sys
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("triton")
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.golden.sass import faults
 
