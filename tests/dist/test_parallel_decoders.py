@@ -77,6 +77,8 @@ def test_fused_decoders_are_those_of_one_process():
             if recipe in ("block", "mx"):  # scales are those of one process; FP32 sums come in another order
                 assert abs(loss / one_loss - 1) < 1e-6
                 assert cases.distance(gradients, one) < far / 10
+        # Two inputs of 2 × 128 × 256 elements a rank, of four bytes in FP32 each, and of two and scales, both ways.
+        assert first[recipe, "sequence"][2] - first[recipe, "sequence, FP8"][2] > 2 * 1.85 * 2 * 128 * 256
         # x is quantised before it is sent and not after.
         assert first[recipe, "sequence"][0] == first[recipe, "sequence, FP8"][0]
         assert cases.distance(first[recipe, "sequence"][1], first[recipe, "sequence, FP8"][1]) == 0
