@@ -78,7 +78,7 @@ class GatheredMember:
 
     def pre(self, _mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
         """Return what this rank sends: values of one layout or two, each with its scales unless all ranks know them."""
-        if self._newest_version() != self._version:
+        if self.product.shared and self._newest_version() != self._version:
             self.gathers.refresh()
         layouts = self._wanted()
         tensors = [tensor for layout in layouts for tensor in self._quantized(layout)]

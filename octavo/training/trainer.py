@@ -283,7 +283,7 @@ class FP8Trainer:
         norm = get_total_norm(gradients)
         if self.max_grad_norm is not None:
             clip_grads_with_norm_(self.model.parameters(), self.max_grad_norm, norm)
-        self.grad_norm = whole(norm)  # of shards, a sum over ranks that is still to be made
+        self.grad_norm = whole(norm)  # of shards, a DTensor
         assert self._loss_sum is not None
         loss_and_norm = torch.stack((self._loss_sum.to(self.grad_norm.device), self.grad_norm))
         self._loss_sum = None

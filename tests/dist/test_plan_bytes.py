@@ -170,7 +170,6 @@ def test_ranks_send_what_is_planned(world: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("world", [2, 4])
 def test_ranks_send_what_is_planned_in_fp8(world: int) -> None:
     """Gathers, reduces and amax. Blocks lie within shards on two ranks, except those of q, k and v; on four none do."""
-    pytest.importorskip("octavo.dist.reduce")
     full = case_of("full")
     wide = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
     jobs = [Job("full", "fsdp2", way, {}) for way in ways_of(full, "fsdp2")[4:]]

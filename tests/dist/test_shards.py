@@ -242,9 +242,7 @@ def measure(rank):
 
 def refuse_masters(rank):
     model = shard(build(torch.bfloat16))
-    with pytest.raises(
-        ValueError, match="of a sharded parameter .* in BF16 are not supported: shard the model in FP32"
-    ):
+    with pytest.raises(ValueError, match="in BF16 are not supported: shard the model in FP32"):
         keep_masters(model.parameters())
     keep_masters(shard(build()).parameters())  # in FP32 they are their own masters
     keep_masters(model.parameters(), None)
