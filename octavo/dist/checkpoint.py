@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from octavo.dist.durable import sync_folder, write_durable
 from octavo.dist.optimizer_states import load_optimizer, optimizer_tensors
 from octavo.dist.random_states import get_rng_states, set_rng_states
-from octavo.dist.together import all_or_none, from_all, host_group, rank
+from octavo.dist.together import all_or_none, from_all, host_group, one_process_is_meant, rank
 from octavo.nn.frozen import SCALE_NAME
 from octavo.nn.linear import LinearInFP8
 from octavo.nn.sharded import local, ranks
@@ -134,7 +134,8 @@ def load(
     tensors = {MODEL + name: tensor for name, tensor in _tensors(model).items()}
     reader = _reader(path)
     _check_names(path, tensors, reader)
-    read_tensors(tensors, storage_reader=reader, process_group=host_group(), no_dist=ranks() == 1)
+    with one_process_is_meant():
+        read_tensors(tensors, storage_reader=reader, process_group=host_group(), no_dist=ranks() == 1)
     if any(not _is_view(tensors[MODEL + name], value) for name, value in _tensors(model).items()):
         model.load_state_dict({name.removeprefix(MODEL): tensor for name, tensor in tensors.items()})
     if optimizer is not None:
@@ -208,9 +209,13 @@ def _write(folder: Path, tensors: dict[str, Tensor], own: dict[str, Any]) -> Non
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
-        write_tensors(
-            tensors, storage_writer=FileSystemWriter(folder), process_group=host_group(), no_dist=ranks() == 1
-        )
+        with one_process_is_meant():
+            write_tensors(
+                tensors,
+                storage_writer=FileSystemWriter(folder),
+                process_group=host_group(),
+                no_dist=ranks() == 1,
+            )
     except CheckpointException as error:  # on every rank, with the errors of those that failed
         number, failure = next(iter(error.failures.items()))
         raise OSError(f"rank {number}: {failure[0]}") from error

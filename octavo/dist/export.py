@@ -19,6 +19,7 @@ from torch import Tensor
 
 from octavo.dist.checkpoint import MODEL, is_sharded_checkpoint
 from octavo.dist.durable import sync_folder
+from octavo.dist.together import one_process_is_meant
 
 LARGEST = 5 * 10**9  # bytes of a file, as transformers writes them
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
@@ -48,7 +49,8 @@ def export(
     index: dict[str, str] = {}
     for number, names in enumerate(parts, start=1):
         tensors = {name: torch.empty(about[name].size, dtype=about[name].properties.dtype) for name in names}
-        read_tensors(tensors, storage_reader=FileSystemReader(checkpoint), no_dist=True)
+        with one_process_is_meant():
+            read_tensors(tensors, storage_reader=FileSystemReader(checkpoint), no_dist=True)
         plain = {name.removeprefix(MODEL): _as(tensor, dtype) for name, tensor in tensors.items()}
         name = "model.safetensors" if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
         temporary = folder / f"{name}.tmp"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from octavo.dist.together import from_all, host_group
+from octavo.dist.together import from_all, host_group, one_process_is_meant
 from octavo.dist.whole import part_of
 from octavo.nn.sharded import local, place_of, ranks
 
@@ -70,11 +70,12 @@ def load_optimizer(
     whole = {entry for entries in from_all(cut) for entry in entries}  # ranks are cut at different places
     group, alone = host_group(), ranks() == 1
     as_saved = {prefix + entry: into for entry, into in tensors.items() if entry not in whole}
-    read_tensors(as_saved, storage_reader=reader, process_group=group, no_dist=alone)
-    for entry in sorted(whole):  # one by one: each is as large as its whole parameter in FP32
-        full = torch.empty(tensors[entry].shape, dtype=torch.float32)
-        read_tensors({prefix + entry: full}, storage_reader=reader, process_group=group, no_dist=alone)
-        _put(full, tensors[entry])
+    with one_process_is_meant():
+        read_tensors(as_saved, storage_reader=reader, process_group=group, no_dist=alone)
+        for entry in sorted(whole):  # one by one: each is as large as its whole parameter in FP32
+            full = torch.empty(tensors[entry].shape, dtype=torch.float32)
+            read_tensors({prefix + entry: full}, storage_reader=reader, process_group=group, no_dist=alone)
+            _put(full, tensors[entry])
     state: dict[int, dict[str, Any]] = {}
     for name, keys in saved["keys"].items():
         entries = {key: f"{name}.{key}" for key in keys}

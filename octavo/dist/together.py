@@ -4,6 +4,7 @@ Values go through host memory, over gloo, also where tensors go over NCCL: no GP
 collective: all ranks call it, in the same order. With one process it returns at once.
 """
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -49,6 +50,14 @@ def from_first(value: Any) -> Any:
     values = [value]
     distributed.broadcast_object_list(values, src=0, group=host_group())
     return values[0]
+
+
+@contextmanager
+def one_process_is_meant() -> Iterator[None]:
+    """Region in which torch.distributed.checkpoint does not warn that there is no process group."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 class OtherRankFailed(OSError):

@@ -13,7 +13,7 @@ from typing import Any
 
 import commands
 from commands import Command
-from ranks import PRELOAD
+from ranks import LIMIT, PRELOAD
 
 commands._CONTEXT.set_forkserver_preload(PRELOAD)  # there is one such server, and `commands` has set its own list
 TEXT = b"It was a bright cold day in April, and the clocks were striking thirteen.\n" * 60
@@ -52,8 +52,13 @@ class Forked:
     def send_signal(self, number: int, rank: int) -> None:
         self._ranks[rank].send_signal(number)
 
-    def communicate(self) -> tuple[list[int | None], list[str], list[str]]:
-        """Wait for the end; exit codes, stdout and stderr of the ranks."""
+    def communicate(self, limit: float = LIMIT) -> tuple[list[int | None], list[str], list[str]]:
+        """Wait for the end; exit codes, stdout and stderr of the ranks. Ranks that hang are killed, by SIGKILL."""
+        deadline = time.monotonic() + limit
+        while any(rank.poll() is None for rank in self._ranks) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for rank in self._ranks:
+            rank.kill()
         outputs = [rank.communicate() for rank in self._ranks]
         return [rank.returncode for rank in self._ranks], [out for out, _ in outputs], [err for _, err in outputs]
 

@@ -3,6 +3,7 @@
 import json
 import signal
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from runs import OPTIONS, TEXT, Forked, curve, newest, rows
 
 from octavo.training.data import get_batch, get_share
 from octavo.training.settings import settings_from_options
+from octavo.training.several_ranks import agree_on_stops
 from octavo.training.shares import own_micro_batches
+from octavo.training.signals import Interrupted, StopSignals
 
 
 @pytest.fixture
@@ -99,13 +102,25 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path, text):
     ranks = Forked(2, "--out", str(folder), *options)
     while len(rows(folder)) < 2:
         time.sleep(0.002)
-    for _ in range(2):  # from a launcher and from a scheduler, say
-        ranks.send_signal(signal.SIGINT, 1)
-    codes, outputs, _ = ranks.communicate()
+    ranks.send_signal(signal.SIGINT, 1)
+    codes, outputs, _ = ranks.communicate(limit=60)
     assert codes == [130, 130] and f"Continue with: octavo train --resume --out {folder}" in outputs[0]
     assert newest(folder) == len(rows(folder)) >= 2
     train(2, folder, "--resume")
     assert curve(folder) == curve(tmp_path / "whole")
+
+
+def test_a_signal_that_a_launcher_and_a_scheduler_pass_on_is_one(monkeypatch):
+    for world, raises in (("2", False), ("1", True)):
+        monkeypatch.setenv("WORLD_SIZE", world)
+        stop = StopSignals()
+        agree_on_stops(stop)
+        stop.shared = lambda _: None  # nobody asks the other ranks here
+        with stop.caught(), stop.deferred():
+            signal.raise_signal(signal.SIGTERM)
+            with pytest.raises(Interrupted) if raises else nullcontext():
+                signal.raise_signal(signal.SIGTERM)
+        assert stop.requested == signal.SIGTERM
 
 
 def test_what_one_rank_cannot_do_ends_all(tmp_path, text):
