@@ -122,7 +122,7 @@ class _Rank:
         self._reader.join(timeout=5)
 
     def words(self, count: int) -> str:
-        """What to say of a rank that ended before its time."""
+        """The line on a rank that ended before its time."""
         assert self.code is not None
         lines = [line for line in self.error if line.strip()]
         said = next((line for line in reversed(lines) if line.startswith("octavo: ")), None)

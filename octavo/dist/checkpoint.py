@@ -55,7 +55,7 @@ class DamagedCheckpoint(ValueError):
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a checkpoint held besides tensors: the ranks that saved it, `extra`, and `data` of each rank."""
+    """The contents of a checkpoint besides tensors: the ranks that saved it, `extra`, and `data` of each rank."""
 
     ranks: int
     extra: dict[str, Any]

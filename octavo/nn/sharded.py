@@ -133,7 +133,7 @@ def set_plain_class(module: Any, cls: Any) -> None:
 
 @cache
 def _unit(kind: type, cls: type) -> type:
-    """What `kind`, the class of a unit, would be if the unit had been of class `cls`."""
+    """The class of a unit of class `kind`, if it had been of class `cls` before."""
     over = kind.__mro__[: kind.__mro__.index(FSDPModule)]
     body = {name: value for each in reversed(over) for name, value in vars(each).items() if name == "__deepcopy__"}
     return type(f"FSDP{cls.__name__}", (FSDPModule, cls), body | {"__module__": kind.__module__})

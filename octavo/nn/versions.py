@@ -21,7 +21,7 @@ def versions_of(tensors: Sequence[Tensor]) -> tuple[int, ...]:
 
 
 def viewed(sources: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-    """What frozen Parameters hold now, as these dtypes. (Stored as bytes: `nn/frozen.py`.)"""
+    """The values of frozen Parameters now, as these dtypes. (Stored as bytes: `nn/frozen.py`.)"""
     seen = [source.detach().view(dtype) for source, dtype in zip(sources, dtypes, strict=True)]
     return [x.reshape(()) if x.dim() == 1 else x for x in seen]  # a scale for a whole weight
 
