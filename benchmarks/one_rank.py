@@ -287,24 +287,28 @@ def lora(options: Options) -> Row:
 
 
 def graphs(options: Options) -> Row:
-    """Adapters on a frozen base under DDP: losses from graphs against losses without."""
+    """Adapters on a frozen base under DDP: losses from graphs against losses without, and two runs of those.
+
+    Where two runs without graphs differ, by the order of sums, runs with graphs may differ by as much.
+    """
     if options.device != "cuda":
         return {"ok": True, "left_out": "CUDA graphs need a GPU"}
     from octavo.decoders.graphs import recordings
 
-    losses = {}
-    for graphed in (False, True):
+    losses = []
+    for graphed in (False, False, True):
         model_of = prepared(options, "channel", options.small_layers, mode="lora", tokens=options.small_tokens)
         if graphed:
             octavo.use_cuda_graphs(model_of.model)
         model = nn.parallel.DistributedDataParallel(model_of.model)
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
-        losses[graphed], _ = train(model, model_of.inputs, options.graph_steps, options.device, optimizer)
+        losses.append(train(model, model_of.inputs, options.graph_steps, options.device, optimizer)[0])
         recorded = recordings(model_of.model) if graphed else 0
         del model_of, model, optimizer
         free(options.device)
-    equal = losses[True] == losses[False]
-    return {"ok": equal and recorded > 0, "equal": equal, "recordings": recorded, "steps": options.graph_steps}
+    control, apart = (max(abs(x - y) for x, y in zip(losses[0], other, strict=True)) for other in losses[1:])
+    ok = recorded > 0 and apart <= 2 * control
+    return {"ok": ok, "apart": apart, "apart_without": control, "recordings": recorded, "steps": options.graph_steps}
 
 
 def float8(options: Options) -> Row:

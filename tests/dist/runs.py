@@ -55,7 +55,7 @@ class Forked:
     def communicate(self, limit: float = LIMIT) -> tuple[list[int | None], list[str], list[str]]:
         """Wait for the end; exit codes, stdout and stderr of the ranks. Ranks that hang are killed, by SIGKILL."""
         deadline = time.monotonic() + limit
-        while any(rank.poll() is None for rank in self._ranks) and time.monotonic() < deadline:
+        while any(rank.poll() is None for rank in self._ranks) and deadline > time.monotonic():
             time.sleep(0.01)
         for rank in self._ranks:
             rank.kill()

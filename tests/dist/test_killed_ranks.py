@@ -51,7 +51,6 @@ def test_killed_in_training_and_in_saving(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_killed_again_and_again_under_torchrun(tmp_path, strategy):
     kill_and_resume(tmp_path, TorchRun, KILLS // 2, strategy)
