@@ -44,7 +44,8 @@ from octavo.ops.weight import Weight
 
 def is_parallel(*linears: Any) -> bool:
     """Whether one of these linears is parallel: FSDP2 shards weights, too, but not while its units are called."""
-    return any(is_sharded(linear.weight) and style_of(linear) is not None for linear in linears)
+    known = [linear for linear in linears if isinstance(linear, nn.Linear)]  # others may wrap one
+    return any(is_sharded(linear.weight) and style_of(linear) is not None for linear in known)
 
 
 def outputs_of(linear: Any) -> int:
