@@ -50,9 +50,9 @@ test-rl: $(VENV)/.dev $(VENV)-vllm/.done
 	$(BIN)/pytest -n 2 tests/rl --ignore=tests/rl/with_vllm $(ARGS)
 	HF_HUB_OFFLINE=1 $(VENV)-vllm/bin/python -m pytest -p no:cacheprovider tests/rl/with_vllm $(ARGS)
 
-# Several ranks: two processes a test, so one test at a time.
+# Several ranks: two processes a test, which wait for one another, so two tests at a time.
 test-dist: $(VENV)/.dev
-	$(BIN)/pytest tests/dist $(SELECTED) $(ARGS)
+	$(BIN)/pytest -n 2 --dist worksteal tests/dist $(SELECTED) $(ARGS)
 
 # Numerics, layers, optimisers and the training command with the newest torch.
 test-newest-torch: $(VENV)-newest-torch/.done
