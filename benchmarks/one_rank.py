@@ -1,4 +1,4 @@
-"""What several ranks need of a GPU, checked on one: NCCL, DDP and FSDP2 with a single rank.
+"""Checks, on one GPU, of all that several ranks need of each: NCCL, DDP and FSDP2 with a single rank.
 
     python benchmarks/one_rank.py --out one-rank.json           # all seven checks, 8B shapes; --quick for fewer steps
     python benchmarks/one_rank.py --preset tiny --device cpu    # a smoke test: gloo, FP8 emulated, no times that count

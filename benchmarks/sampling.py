@@ -57,7 +57,7 @@ def set_tile(device: torch.device, tile: SamplingTile) -> None:
 
 
 def wrong(logits: Tensor, one: Tensor) -> str:
-    """What differs from the specification: tokens of 99 % of rows at least, log-probabilities to 1e-4."""
+    """Compare with the specification: tokens of 99 % of rows at least, log-probabilities to 1e-4."""
     seed = torch.tensor([7], device="cuda")
     token, logprob = kernels.sample(logits, one, seed, False)
     expected, _ = spec.sample(logits, one, seed, False)

@@ -182,7 +182,7 @@ def one_rank_table(result: dict[str, Any]) -> str:
 
 
 def _one_rank_figures(row: dict[str, Any]) -> str:
-    """What a check has measured, in words."""
+    """Say in words what a check has measured."""
     parts = []
     for way, figures_of in row.get("ways", {}).items():
         if "error" in figures_of:

@@ -92,8 +92,9 @@ def causal_lm_forward(self: Any, original: Callable[..., Any], *args: Any, **kwa
     count, shifted = named.get("num_items_in_batch"), named.get("shift_labels")
     if shifted is None:
         shifted = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
-    # Dynamo does not know context variables.
-    with nullcontext() if torch.compiler.is_compiling() else followed_by(lambda h: _loss_like(self, h)):
+    # Dynamo does not know context variables, and hooks must not see a rehearsal.
+    unseen = not torch.compiler.is_compiling() and not is_hooked(self.model.norm)
+    with followed_by(lambda h: _loss_like(self, h)) if unseen else nullcontext():
         hidden, outputs, kept = hidden_states(self, named, shifted)
     if count is not None and kept is not shifted:
         count = _count_of(kept, shifted, count)

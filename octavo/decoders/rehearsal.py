@@ -21,6 +21,7 @@ from octavo.support import has_fp8_tensor_cores
 
 REHEARSED = "_octavo_rehearsed"  # in a layer that has been called in training
 _KINDS: set[tuple[Any, ...]] = set()  # of layers that have been rehearsed in this process
+_KNOWN = ("torch.", "transformers.", "peft.", "octavo.")
 _TOKENS = 256  # of the loss: its kernels are the same for more
 _LOSS: ContextVar[Callable[[Tensor], Tensor] | None] = ContextVar("octavo_rehearsed_loss", default=None)
 
@@ -43,10 +44,16 @@ def needs_rehearsal(layer: Any, h: Tensor, kwargs: dict[str, Any]) -> bool:
         return False
     layer.__dict__[REHEARSED] = True
     kind = (type(layer), h.device, h.dtype, *[(p.shape, p.dtype, p.requires_grad) for p in layer.parameters()])
-    if kind in _KINDS or is_hooked(layer) or kwargs.get("past_key_values") is not None:
+    if kind in _KINDS or not may_rehearse(layer) or kwargs.get("past_key_values") is not None:
         return False
     _KINDS.add(kind)
     return has_fp8_tensor_cores(h.device)
+
+
+def may_rehearse(layer: Any) -> bool:
+    """Whether nobody would notice one more call of a layer: no hooks in it, and no modules of unknown origin."""
+    known = all(f"{type(module).__module__}.".startswith(_KNOWN) for module in layer.modules())
+    return known and not is_hooked(*layer.modules()) and not any(p._backward_hooks for p in layer.parameters())
 
 
 def rehearse(

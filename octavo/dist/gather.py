@@ -33,7 +33,7 @@ from octavo.numerics import Quantized
 from octavo.ops.weight import Weight
 
 _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
-# By class in torch.distributed.fsdp._fully_shard.
+# Names that are read, by class in torch.distributed.fsdp._fully_shard.
 _NAMES = {
     "FSDPParam": ("_init_extensions", "_sharded_local_tensor", "init_unsharded_param", "all_gather_inputs"),
     "FSDPParamGroup": ("_reshard_after_forward", "_use_post_forward_mesh", "reshard"),
