@@ -35,6 +35,11 @@ class FP8Support:
         return f"FP8 not supported on this GPU: {self.reason}. Instead: {INSTEAD}"
 
 
+def is_deterministic() -> bool:
+    """Return whether the user has asked torch for deterministic algorithms, and not for warnings alone."""
+    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+
+
 @cache
 def has_fp8_tensor_cores(device: torch.device) -> bool:
     """Return a cached `check_fp8_support`, since every product asks."""

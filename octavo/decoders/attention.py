@@ -2,7 +2,8 @@
 
 It plugs in by transformers' own door: a registered attention function, which the model's configuration names. It takes
 
-    rows of one length    cuDNN, if the length is a multiple of 128; it makes a plan for every shape
+    rows of one length    cuDNN, if the length is a multiple of 128; it makes a plan for every shape. Not where the user
+                          wants deterministic algorithms: its backward adds up the gradient of q in any order
     any other sequences   flash attention, whose kernels take offsets and plan nothing
     everything else       transformers' function for `sdpa`: a mask that is given, a cache, another device
 
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.numerics.attention import causal_mask, varlen_attention
+from octavo.support import is_deterministic
 
 NAME = "octavo"
 PAGED = f"paged|{NAME}"  # as continuous batching calls it
@@ -259,7 +261,7 @@ def _as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _cudnn_takes(query: Tensor, key: Tensor) -> bool:
-    return query.shape[2] % _ROUND == 0 and _is_short_cut(query, key, _LARGEST_CUDNN_HEAD)
+    return query.shape[2] % _ROUND == 0 and _is_short_cut(query, key, _LARGEST_CUDNN_HEAD) and not is_deterministic()
 
 
 def _flash_takes(query: Tensor, key: Tensor) -> bool:

@@ -18,6 +18,7 @@ rank FSDP2 copies the first tensor that is sent and forgets the others. There al
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from octavo.dist.amax import AmaxExchange, exchange_of, require_ranks
 from octavo.dist.collectives import all_gather
 from octavo.dist.shards import Product, ProductScales, Shard
+from octavo.nn.bits import with_signature
 from octavo.nn.gathered import GatheredWeight
 from octavo.nn.groups import linears_by_product
 from octavo.nn.linear import FP8Linear
@@ -60,6 +62,7 @@ class GatheredMember:
         self._version = (-1, -1)  # of the shard, when maxima were measured
         self._sent: tuple[Any, ...] = ()  # shapes and dtypes that FSDP2 has buffers for
         self._held: dict[str, Quantized] = {}  # by layout
+        self._pre = with_signature(partial(self.pre), 1)
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise TypeError(
@@ -161,8 +164,8 @@ class GatheredMember:
     def attach(self) -> None:
         """Set the functions, unless they are there."""
         local = self.parameter._sharded_local_tensor
-        if getattr(local, _PRE, None) != self.pre:
-            setattr(local, _PRE, self.pre)
+        if getattr(local, _PRE, None) is not self._pre:
+            setattr(local, _PRE, self._pre)
             setattr(local, _POST, self.post)
             self._forget()
 

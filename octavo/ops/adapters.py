@@ -15,7 +15,7 @@ from torch import Tensor
 
 from octavo.numerics import Quantized
 from octavo.ops.quantize import as_dtype, dequantize, is_high_precision, unpack_scale
-from octavo.support import has_fp8_tensor_cores
+from octavo.support import has_fp8_tensor_cores, is_deterministic
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,8 @@ class AdapterGradients:
     """Gradients of all A, one below the other, and of all B, one after the other, added up over chunks of a batch.
 
     `g[M, N]`: the gradient of the outputs, of all tokens. `factor[N]`: it comes multiplied by this.
-    Where there are kernels they add up in FP32, else it is done in the dtype of g.
+    Where there are kernels they add up in FP32, in any order; else, and where the user wants deterministic algorithms,
+    it is done in the dtype of g.
     """
 
     def __init__(
@@ -167,7 +168,7 @@ class AdapterGradients:
         return sum(up.numel() for up in self.adapters.ups) if self.needs_b else 0
 
     def _in_one_pass(self, g: Tensor) -> bool:
-        if not has_fp8_tensor_cores(g.device):
+        if is_deterministic() or not has_fp8_tensor_cores(g.device):
             return False
         from octavo.kernels.adapters import gradients as kernel
 
@@ -232,7 +233,7 @@ class AdapterGradients:
 
     def _add_from_fp8(self, u: Tensor, x: Quantized) -> bool:
         """Use the kernel that reads FP8, if there is one; return whether it was used."""
-        if not has_fp8_tensor_cores(u.device):
+        if is_deterministic() or not has_fp8_tensor_cores(u.device):
             return False
         from octavo.kernels.adapters import gradients as kernel
 

@@ -29,7 +29,7 @@ def test_checks_hold_on_a_cpu(tmp_path):
     code, result = run(tmp_path, "bits,shards,amax,lora,graphs,float8")
     rows = {row["check"]: row for row in result["rows"]}
     assert code == 0 and all(row["ok"] for row in rows.values())
-    assert rows["bits"]["equal"] and len(rows["bits"]["ways"]) == 4 and rows["lora"]["equal"]
+    assert rows["bits"]["equal"] and len(rows["bits"]["ways"]) == 6 and rows["lora"]["equal"]
     assert len(rows["shards"]["rows"]) == 9 and rows["amax"]["bytes"] == 1_704_000
     assert "need a GPU" in rows["graphs"]["left_out"]
     assert {"date", "command", "device", "versions"} <= result.keys()

@@ -72,7 +72,9 @@ def whole_blocks(rank):
 
 
 def _members(model):
-    return [m.weight._local_tensor.fsdp_pre_all_gather.__self__ for m in model.modules() if type(m) is octavo.FP8Linear]
+    return [
+        m.weight._local_tensor.fsdp_pre_all_gather.func.__self__ for m in model.modules() if type(m) is octavo.FP8Linear
+    ]
 
 
 def test_scales_of_whole_blocks_travel_beside_them():

@@ -150,6 +150,20 @@ def test_cudnn_is_for_round_lengths(calls, flash_calls, monkeypatch):
     assert len(calls) == 3 * 4 and len(flash_calls) == 4
 
 
+def test_deterministic_algorithms_run_on_flash_attention(calls, flash_calls):
+    """cuDNN adds up the gradient of q in any order; a warning is not enough for torch to choose another."""
+    _, model = both()
+    try:
+        torch.use_deterministic_algorithms(True)
+        run(model, **batch())
+        assert not calls and len(flash_calls) == 2
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        run(model, **batch())
+        assert len(calls) == 2 and len(flash_calls) == 2
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_a_filled_cache_runs_elsewhere(calls):
     reference, model = both()
     ids, labels = batch()["input_ids"], batch()["labels"]

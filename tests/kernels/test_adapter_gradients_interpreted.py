@@ -101,3 +101,31 @@ def test_what_they_leave_to_others():
     x = Quantized(torch.zeros(4, 64, dtype=E4M3.dtype), torch.ones(()))
     assert not kernel.can_multiply_saved(x, torch.zeros(4, 257), BF16)
     assert not kernel.can_multiply_saved(x, torch.zeros(4, 8), torch.float32)
+
+
+def test_deterministic_algorithms_do_without_atomics(monkeypatch):
+    """Programs add up in any order, so where the user wants the same bits twice, products do it instead."""
+    from octavo.ops import adapters
+
+    def refuse(*_):
+        raise AssertionError("a kernel that adds up in any order")
+
+    monkeypatch.setattr(adapters, "has_fp8_tensor_cores", lambda _: True)
+    up, down = torch.randn(64, 8).to(BF16), torch.randn(8, 128).to(BF16)
+    of = adapters.Adapters((adapters.Adapter(0, 64, 0.5),), (down,), (up,))
+    g, t, x = torch.randn(32, 64).to(BF16), torch.randn(32, 8).to(BF16), torch.randn(32, 128)
+    saved = quantize(x, granularity="channel")
+    assert adapters.AdapterGradients(of, g, needs_a=True, needs_b=True)._u is not None
+    for name in ("add_gradients", "add_down"):
+        monkeypatch.setattr(kernel, name, refuse)
+    torch.use_deterministic_algorithms(True)
+    try:
+        gradients = adapters.AdapterGradients(of, g, needs_a=True, needs_b=True)
+        u = gradients.grad_projected(g, t)
+        gradients.add_a(u, saved)
+        da, db = gradients.result()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    torch.testing.assert_close(u, 0.5 * g @ up)
+    torch.testing.assert_close(db.view(64, 8).float(), 0.5 * g.float().t() @ t.float(), rtol=0.02, atol=0.02)
+    torch.testing.assert_close(da.float(), u.float().t() @ saved.dequantize(torch.float32), rtol=0.02, atol=0.2)
