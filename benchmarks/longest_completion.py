@@ -29,7 +29,7 @@ from octavo.rl.batches import Sample, pack
 from octavo.rl.completions import Sampling
 from octavo.rl.engine import NativeEngine
 from octavo.rl.learner import Learner
-from octavo.tools.bench.result import device_name, versions
+from octavo.tools.bench.result import device_name, versions, without_folders
 from octavo.tools.bench.rollout.measure import make_prompts
 from octavo.tools.bench.rollout.models import causal_of, prepare
 from octavo.tools.bench.rollout.ways import Way, make_ways
@@ -175,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "device": device_name(options.device),
         "versions": versions(),
     }
-    record |= {"command": ["longest_completion.py", *given], "gib": options.gib, "slots": options.slots}
+    record |= {"command": ["longest_completion.py", *map(without_folders, given)], "gib": options.gib, "slots": options.slots}
     record |= {"prompt": options.prompt, "checkpointing": options.checkpointing, "rows": rows}
     write_json(options.out, record)
     print(f"Result: {options.out}")
