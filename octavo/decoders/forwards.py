@@ -21,6 +21,7 @@ from torch import Tensor
 from octavo.decoders import decoding
 from octavo.decoders.attention import NAME, attention_of
 from octavo.decoders.classes import is_fused
+from octavo.decoders.dense import dense_group
 from octavo.decoders.gathering import around
 from octavo.decoders.hooks import is_hooked
 from octavo.decoders.match import GATE_UP, HEAD_NORMS, ORIGINAL, QKV, base_of, norm_of
@@ -79,6 +80,8 @@ class _Precomputed:
 def attention_forward(self: Any, original: Callable[..., Any], hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
     members = [getattr(self, name) for name in QKV]
     qkv = linear_group(members, hidden_states)
+    if qkv is None:
+        qkv = dense_group(members, hidden_states)
     if qkv is None and decoding.current() is not None:
         qkv = torch.cat([member(hidden_states) for member in members], dim=-1)  # one small copy, and one kernel then
     if qkv is None:
@@ -118,7 +121,7 @@ def _attention_rotated(
         rotation = rotation._replace(norms=_norms_of_heads(module, qkv))  # gathered by now, where they were not
     out = _decoded(module, qkv, rotation)
     if out is not None:
-        return module.o_proj(out) if residual is None else module.o_proj(out, residual=residual), None
+        return _projected(module, out, residual), None
     taken = ("hidden_states", "position_embeddings", "attention_mask", "past_key_values")
     rest = {name: value for name, value in kwargs.items() if name not in taken}
     query, key, value = (x.transpose(1, 2) for x in rotary(qkv, *rotation))
@@ -130,8 +133,14 @@ def _attention_rotated(
         dropout=module.attention_dropout if module.training else 0.0, scaling=module.scaling,
         sliding_window=_window_of(module), **rest,
     )  # fmt: skip
-    out = out.reshape(*qkv.shape[:-1], -1)
-    return module.o_proj(out) if residual is None else module.o_proj(out, residual=residual), weights
+    return _projected(module, out.reshape(*qkv.shape[:-1], -1), residual), weights
+
+
+def _projected(module: Any, out: Tensor, residual: Tensor | None) -> Tensor:
+    y = dense_group([module.o_proj], out, residual)
+    if y is None:
+        y = module.o_proj(out) if residual is None else module.o_proj(out, residual=residual)
+    return y
 
 
 def _bends_scores(module: Any) -> bool:
@@ -202,9 +211,13 @@ def mlp_forward(self: Any, original: Callable[..., Any], x: Tensor) -> Tensor:
     # Frozen gate and up compute the same bits in one product as one by one; trained ones have one scale in a group.
     gate_up = linear_group(members, x) if isinstance(base_of(members[0]), FP8FrozenLinear) else None
     if gate_up is None:
+        gate_up = dense_group(members, x)
+    if gate_up is None:
         return original(self, x)
     gate, up = gate_up.split([member.out_features for member in members], dim=-1)
-    return self.down_proj(self.act_fn(gate) * up)
+    h = self.act_fn(gate) * up
+    y = dense_group([self.down_proj], h)
+    return self.down_proj(h) if y is None else y
 
 
 def norm_forward(self: Any, original: Callable[..., Any], x: Tensor) -> Tensor:

@@ -263,6 +263,7 @@ def fused_for_decoding(model: nn.Module) -> Iterator[None]:
     """Fuse what is not fused already and can be without FP8, as long as a model generates: norms, rotation, cache."""
     forwards: dict[str, Callable[..., Any]] = {
         "Attention": attention_forward,
+        "MLP": mlp_forward,
         "DecoderLayer": layer_forward,
         "RMSNorm": norm_forward,
     }

@@ -10,6 +10,7 @@ import torch
 from rollout_cases import PROMPTS, adapted, frozen, gaps, hf_generate, move_adapters, plain
 
 import octavo
+from octavo.decoders import forwards
 from octavo.nn import held
 from octavo.nn.linear import FP8Linear
 from octavo.rl import NativeEngine, Sampling
@@ -126,6 +127,79 @@ def test_adapters_in_fp32_are_copied_beside_a_bf16_model():
     assert gaps(model, PROMPTS, second).mean() < 0.05
     engine.standby()
     assert not engine.policy._copies
+
+
+class Calls:
+    """Counts what a rollout calls one by one: PEFT's linears, and products of dense linears side by side."""
+
+    def __init__(self, monkeypatch):
+        import peft
+
+        self.of_peft, self.groups = 0, 0
+        kind, original, group = peft.tuners.lora.Linear, peft.tuners.lora.Linear.forward, forwards.dense_group
+
+        def forward(module, *args, **kwargs):
+            self.of_peft += 1
+            return original(module, *args, **kwargs)
+
+        def dense(*args):
+            y = group(*args)
+            self.groups += y is not None
+            return y
+
+        monkeypatch.setattr(kind, "forward", forward)
+        monkeypatch.setattr(forwards, "dense_group", dense)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Gemma3"])
+def test_adapters_of_dense_linears_are_added_together(family, monkeypatch):
+    """Qwen2 has biases, and Gemma 3 a norm between o_proj and the addition."""
+    model = adapted(plain(family))
+    calls = Calls(monkeypatch)
+    completions = NativeEngine(model, slots=5).generate(PROMPTS, 2, GREEDY)
+    assert calls.of_peft == 0 and calls.groups > 0
+    assert gaps(model, PROMPTS, completions).max() < 1e-5
+    with model.disable_adapter():
+        base = NativeEngine(model, slots=5).generate(PROMPTS, 2, GREEDY)
+        assert calls.of_peft > 0  # what PEFT does then is its own
+        assert gaps(model, PROMPTS, base).max() < 1e-5
+    assert [c.tokens for c in base] != [c.tokens for c in completions]
+
+
+def _with_a_hook(model):
+    model.get_submodule("base_model.model.model.layers.0.mlp.up_proj.lora_B.default").register_forward_hook(
+        lambda _module, _inputs, y: 2 * y
+    )
+
+
+def _merged(model):
+    model.merge_adapter()
+
+
+def _of_two(model):
+    import peft
+
+    model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM"))
+    move_adapters(model, seed=3)
+    model.base_model.set_adapter(["default", "other"])
+
+
+@pytest.mark.parametrize("change", [_with_a_hook, _merged, _of_two])
+def test_unusual_adapters_of_dense_linears(change):
+    model = adapted(plain())
+    change(model)
+    completions = NativeEngine(model, slots=5).generate(PROMPTS, 2, GREEDY)
+    assert gaps(model, PROMPTS, completions).max() < 1e-5
+
+
+def test_dora_on_dense_linears():
+    import peft
+
+    config = peft.LoraConfig(r=4, use_dora=True, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
+    model = peft.get_peft_model(plain(), config)
+    move_adapters(model, seed=0)
+    completions = NativeEngine(model, slots=5).generate(PROMPTS, 2, GREEDY)
+    assert gaps(model, PROMPTS, completions).max() < 1e-5
 
 
 def test_logits_are_fp32_beside_a_bf16_model():
