@@ -4,6 +4,9 @@ With `MixedPrecisionPolicy(param_dtype=…)`, FSDP2 of torch 2.11 casts what it 
 would become some number. torch 2.13 leaves integers alone. FSDP2 gathers a tensor with `fsdp_pre_all_gather` and
 `fsdp_post_all_gather` by these instead, so where it casts integers, shards get the two, which send and take bytes.
 
+With one rank a shard is all there is. FSDP2 copies it in every gather; by the two functions it is taken as it is, which
+saves the copy and its memory.
+
 FSDP2 of torch 2.11 also has each shard require gradients for a moment, which integers cannot. There its Parameters are
 made by `ShardParameter`.
 """
@@ -23,7 +26,8 @@ def gather_as_is(parameter: DTensor) -> None:
     """Have FSDP2 gather this sharded parameter without a cast. Call it before FSDP2 looks: when it sets the shard."""
     shard = parameter._local_tensor  # the very object that FSDP2 looks at: `to_local` may return another
     there = shard.is_meta or shard.device.type == parameter.device_mesh.device_type  # else a copy is gathered
-    if not parameter.requires_grad and there and not hasattr(shard, "fsdp_pre_all_gather") and casts_integers():
+    wanted = casts_integers() or parameter.device_mesh.size() == 1
+    if wanted and there and not parameter.requires_grad and not hasattr(shard, "fsdp_pre_all_gather"):
         hooks: Any = shard
         hooks.fsdp_pre_all_gather = with_signature(partial(_send, weakref.ref(shard)), 5)
         hooks.fsdp_post_all_gather = _take
@@ -80,10 +84,15 @@ def casts_integers() -> bool:
 
 def _send(
     reference: "weakref.ref[Tensor]", mesh: Any, outer_size: torch.Size, _stride: Any, _module: Any, _policy: Any
-) -> tuple[tuple[Tensor], None]:
-    """Return the shard, padded to the rows that the first rank has: all ranks send as much."""
+) -> tuple[tuple[Tensor], Tensor | None]:
+    """Return the shard, padded to the rows that the first rank has: all ranks send as much.
+
+    With one rank, return a tensor of one element, and beside it the shard itself.
+    """
     shard = reference()
     assert shard is not None
+    if mesh.size() == 1 and shard.is_contiguous() and shard.storage_offset() == 0:
+        return (shard.new_empty(1),), shard
     rows = -(-outer_size[0] // mesh.size())
     if shard.shape[0] < rows:
         padded = shard.new_zeros((rows, *shard.shape[1:]))
@@ -92,6 +101,10 @@ def _send(
     return (shard,), None
 
 
-def _take(gathered: tuple[Tensor, ...], _metadata: None, _dtype: Any, *, out: Tensor | None = None) -> Any:
-    """Return what was gathered; later gathers write into the same memory."""
-    return (gathered[0], ()) if out is None else None
+def _take(gathered: tuple[Tensor, ...], whole: Tensor | None, _dtype: Any, *, out: Any = None) -> Any:
+    """Return what was gathered, in whose memory later gathers are, or the shard that is all there is."""
+    if out is None:
+        return (gathered[0] if whole is None else whole, ())
+    if whole is not None and out.data_ptr() != whole.data_ptr():
+        out.data = whole.view(out.shape)  # the shard is another tensor now
+    return None

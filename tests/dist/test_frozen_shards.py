@@ -103,6 +103,58 @@ def test_adapters_on_a_sharded_base_equal_simulated_ranks(folder, granularity):
     assert farthest(actual, simulated(folder, granularity)) == 0.0
 
 
+def train_one_rank(rank, folder, granularity, old_rule, policy):
+    if old_rule:
+        _play_torch_2_11()
+    model = shard(adapted(folder, granularity), **policy)
+    loss_of(model, 0, rank)
+    # Another base, and the first again, by assignment: shards are other tensors each time.
+    own = {name: value.clone() for name, value in model.state_dict().items()}
+    zeros = {name: value.clone() for name, value in own.items()}
+    for name, value in zeros.items():
+        if "base_layer" in name:
+            local(value).zero_()
+    model.load_state_dict(zeros, assign=True)
+    without = loss_of(model, 0, rank).item()
+    model.load_state_dict(own, assign=True)
+    layer = model.get_base_model().model.layers[0]
+    weights = {name: p for name, p in layer.named_parameters() if not p.requires_grad and not p.is_floating_point()}
+    shards = {name: local(p).data_ptr() for name, p in weights.items()}
+    results = train(rank, model)
+    layer.unshard()
+    gathered = {name: p.data_ptr() for name, p in layer.named_parameters() if name in shards}
+    layer.reshard()
+    return results, len(shards), gathered == shards, without
+
+
+def _play_torch_2_11():
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    _fsdp_param.FSDPParam.init_dtype_attrs = as_torch_2_11
+    bits.casts_integers.cache_clear()
+
+
+def zeroed_loss(folder, granularity):
+    model = adapted(folder, granularity)
+    with torch.no_grad():
+        for name, value in model.state_dict().items():
+            if "base_layer" in name:
+                value.view(torch.uint8).zero_()
+    return loss_of(model, 0, 0).item()
+
+
+@pytest.mark.parametrize(
+    ("granularity", "old_rule", "policy"),
+    [("channel", False, {}), ("block", True, {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float32)})],
+)
+def test_one_rank_copies_no_frozen_weight(folder, granularity, old_rule, policy):
+    """A shard is all there is, and it is what linears read, also where it has become another tensor."""
+    results, count, same, without = on_ranks(1, train_one_rank, folder, granularity, old_rule, policy)[0]
+    assert count > 0 and same
+    assert farthest(results, simulated(folder, granularity, world=1)) == 0.0
+    assert without == zeroed_loss(folder, granularity)
+
+
 def as_torch_2_11(self, policy):
     """`FSDPParam.init_dtype_attrs` of torch 2.11: whatever a parameter holds is cast."""
     self.orig_dtype = self.sharded_param.dtype
