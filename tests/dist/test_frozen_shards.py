@@ -127,6 +127,15 @@ def train_one_rank(rank, folder, granularity, old_rule, policy):
     return results, len(shards), gathered == shards, without
 
 
+def test_one_rank_reads_a_shard_that_is_another_tensor():
+    """FSDP2 makes the gathered Parameter once, and hands it to every later gather."""
+    before, now = torch.ones(2, 3, dtype=torch.uint8), torch.full((2, 3), 2, dtype=torch.uint8)
+    gathered = (torch.zeros(1, dtype=torch.uint8),)
+    out = nn.Parameter(bits._take(gathered, before, None)[0], requires_grad=False)
+    assert bits._take(gathered, before, None, out=out) is None and out.data_ptr() == before.data_ptr()
+    assert bits._take(gathered, now, None, out=out) is None and out.data_ptr() == now.data_ptr()
+
+
 def _play_torch_2_11():
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 
