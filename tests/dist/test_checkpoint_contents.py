@@ -1,0 +1,68 @@
+"""What a checkpoint of shards gives back, and to whom: optimiser states by name, buffers of each rank, plain values."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import on_ranks
+from test_checkpoint import build, train
+
+from octavo.dist.checkpoint import load, save
+from octavo.optim import build_optimizer
+
+
+def in_groups(model, names_by_rate):
+    """AdamW with a group of parameters for each learning rate."""
+    parameters = dict(model.named_parameters())
+    return torch.optim.AdamW(
+        [{"params": [(n, parameters[n]) for n in names], "lr": rate} for rate, names in names_by_rate.items()]
+    )
+
+
+def by_name(model, optimizer):
+    """Mean and learning rate of each parameter."""
+    rates = {p: group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    return {n: (optimizer.state[p]["exp_avg"].full_tensor(), rates[p]) for n, p in model.named_parameters()}
+
+
+def groups_in_other_orders(rank, folder):
+    model, _ = build()
+    optimizer = in_groups(model, {1e-2: ["0.weight", "0.bias"], 1e-3: ["2.weight"]})
+    train(model, optimizer, 0)
+    save(Path(folder) / "groups", model, optimizer)
+    expected = by_name(model, optimizer)
+    again, _ = build()
+    swapped = in_groups(again, {1e-4: ["2.weight"], 1e-5: ["0.bias", "0.weight"]})
+    load(Path(folder) / "groups", again, swapped)
+    for name, (mean, rate) in by_name(again, swapped).items():
+        assert torch.equal(mean, expected[name][0]) and rate == expected[name][1], name
+    assert [group["param_names"] for group in swapped.param_groups] == [["2.weight"], ["0.bias", "0.weight"]]
+    other = in_groups(again, {1e-2: ["0.bias"], 1e-3: ["0.weight", "2.weight"]})
+    with pytest.raises(ValueError, match=r"has no parameter group of 0.bias: build the same groups, in any order"):
+        load(Path(folder) / "groups", again, other)
+    with pytest.raises(ValueError, match="has 2 parameter groups, this one 1"):
+        load(Path(folder) / "groups", again, torch.optim.AdamW(again.parameters()))
+    return train(model, optimizer, 3) == train(again, swapped, 3)
+
+
+def optimizers_of_other_kinds(rank, folder):
+    """AdamW's variants read each other's states; SGD would ignore them."""
+    model, _ = build()
+    for name in ("adamw", "adamw8bit"):
+        optimizer = build_optimizer(name, model.parameters(), lr=1e-3)
+        train(model, optimizer, 0)
+        save(Path(folder) / name, model, optimizer)
+    class_names = {"adamw": "AdamW", "adamw8bit": "AdamW8bit"}
+    for name, saved in class_names.items():
+        with pytest.raises(ValueError, match=f"the saved optimiser is {saved}, this one SGD: build the same, or load"):
+            load(Path(folder) / name, model, torch.optim.SGD(model.parameters(), lr=1e-3))
+    load(Path(folder) / "adamw", model, build_optimizer("adamw", model.parameters(), lr=1e-3, stochastic_rounding=True))
+
+
+def optimizer_cases(rank, folder):
+    optimizers_of_other_kinds(rank, folder)
+    return groups_in_other_orders(rank, folder)
+
+
+def test_states_go_to_the_parameters_of_their_names(tmp_path):
+    assert on_ranks(2, optimizer_cases, str(tmp_path)) == [True, True]
