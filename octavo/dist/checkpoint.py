@@ -22,9 +22,7 @@ On as many ranks as saved it, everything is as it was, bit for bit. On another n
 Parameters may be plain (one process, DDP) or DTensors (FSDP2), and either is read into either.
 """
 
-import io
 import json
-import pickle
 import shutil
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -38,6 +36,7 @@ from torch import Tensor, nn
 from octavo.dist.durable import sync_folder, write_durable
 from octavo.dist.optimizer_states import load_optimizer, optimizer_tensors
 from octavo.dist.random_states import get_rng_states, set_rng_states
+from octavo.dist.rank_files import DamagedCheckpoint, read_state, state_bytes, state_file
 from octavo.dist.together import all_or_none, from_all, host_group, one_process_is_meant, rank
 from octavo.nn.frozen import SCALE_NAME
 from octavo.nn.linear import LinearInFP8
@@ -47,10 +46,6 @@ from octavo.numerics import FP8ScalingManager
 MANIFEST, METADATA = "manifest.json", ".metadata"
 MODEL, OPTIMIZER = "model.", "optimizer."
 _CHUNK = 2**24  # bytes read at a time
-
-
-class DamagedCheckpoint(ValueError):
-    """A checkpoint is not what was written."""
 
 
 @dataclass(frozen=True)
@@ -78,24 +73,16 @@ def save(
 ) -> Path:
     """Write a checkpoint; every rank calls it with the same `path`, which must not exist.
 
-    `scaling`: the managers whose states to save; by default those of the model's FP8 layers. `data`: anything of this
-    rank, such as the state of its data loader. `extra`: anything of the whole run; that of rank 0 is kept. Both hold
-    tensors and plain values only.
+    `scaling`: the managers whose states to save; by default those of the model's FP8 layers. `data`: of this rank, such
+    as the state of its data loader. `extra`: of the whole run; that of rank 0 is kept. Both are tensors and plain
+    values, in lists, tuples and dicts; others raise a TypeError before anything is written.
     """
     target = Path(path)
     unfinished = target.with_name(target.name + ".tmp")
     model = unwrapped(model)
-    tensors = {MODEL + name: tensor for name, tensor in _tensors(model).items()}
-    common: dict[str, Any] = {"extra": dict(extra or {})}
-    if optimizer is not None:
-        states, common["optimizer"] = optimizer_tensors(model, optimizer)
-        tensors |= {OPTIMIZER + name: tensor for name, tensor in states.items()}
-    own = {
-        "scaling": [manager.state_dict() for manager in _managers(model, scaling)],
-        "rng": get_rng_states(p.device for p in model.parameters()),
-        "data": data,
-        **(common if rank() == 0 else {}),
-    }
+    with all_or_none():
+        tensors, own = _contents(model, optimizer, _managers(model, scaling), data, dict(extra or {}))
+        content = state_bytes(own)
     with all_or_none():
         if rank() == 0:
             if target.exists():
@@ -103,7 +90,7 @@ def save(
             shutil.rmtree(unfinished, ignore_errors=True)  # of a save that was killed
             unfinished.mkdir(parents=True)
     try:
-        _write(unfinished, tensors, own)
+        _write(unfinished, tensors, content)
         with all_or_none():
             if rank() == 0:
                 unfinished.rename(target)
@@ -130,7 +117,7 @@ def load(
 
     path, model = Path(path), unwrapped(model)
     saved_by = _check(path)
-    first = _read_state(path, 0)
+    first = read_state(path, 0)
     tensors = {MODEL + name: tensor for name, tensor in _tensors(model).items()}
     reader = _reader(path)
     _check_names(path, tensors, reader)
@@ -142,7 +129,7 @@ def load(
         if "optimizer" not in first:
             raise ValueError(f"{path} holds no optimiser: it was saved without one; load it with optimizer=None")
         load_optimizer(model, optimizer, first["optimizer"], _reader(path), OPTIMIZER)
-    states = [first if number == 0 else _read_state(path, number) for number in range(saved_by)]
+    states = [first if number == 0 else read_state(path, number) for number in range(saved_by)]
     _load_scaling(_managers(model, scaling), [state["scaling"] for state in states], path)
     _load_rng([state["rng"] for state in states])
     return Loaded(saved_by, first["extra"], [state["data"] for state in states])
@@ -150,7 +137,7 @@ def load(
 
 def read_extra(path: str | Path) -> dict[str, Any]:
     """Return `extra` of a checkpoint, without its tensors and without other ranks."""
-    extra: dict[str, Any] = _read_state(Path(path), 0)["extra"]
+    extra: dict[str, Any] = read_state(Path(path), 0)["extra"]
     return extra
 
 
@@ -180,6 +167,28 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
+def _contents(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    managers: list[FP8ScalingManager],
+    data: Any,
+    extra: dict[str, Any],
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return what torch.distributed.checkpoint writes, and what this rank writes itself."""
+    tensors = {MODEL + name: tensor for name, tensor in _tensors(model).items()}
+    common: dict[str, Any] = {"extra": extra}
+    if optimizer is not None:
+        states, common["optimizer"] = optimizer_tensors(model, optimizer)
+        tensors |= {OPTIMIZER + name: tensor for name, tensor in states.items()}
+    own = {
+        "scaling": [manager.state_dict() for manager in managers],
+        "rng": get_rng_states(p.device for p in model.parameters()),
+        "data": data,
+        **(common if rank() == 0 else {}),
+    }
+    return tensors, own
+
+
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
     state = model.state_dict()
     for name, value in state.items():
@@ -202,7 +211,7 @@ def _managers(
     return [given] if isinstance(given, FP8ScalingManager) else list(given)
 
 
-def _write(folder: Path, tensors: dict[str, Tensor], own: dict[str, Any]) -> None:
+def _write(folder: Path, tensors: dict[str, Tensor], own: bytes) -> None:
     """Write the files of all ranks, and wait until they are on the disk."""
     from torch.distributed.checkpoint import FileSystemWriter
     from torch.distributed.checkpoint import save as write_tensors
@@ -220,10 +229,8 @@ def _write(folder: Path, tensors: dict[str, Tensor], own: dict[str, Any]) -> Non
         number, failure = next(iter(error.failures.items()))
         raise OSError(f"rank {number}: {failure[0]}") from error
     with all_or_none():
-        mine = folder / _state_file(rank())
-        buffer = io.BytesIO()
-        torch.save(own, buffer)  # in memory first: torch.save reports a full disk as an internal error
-        write_durable(mine, buffer.getvalue())
+        mine = folder / state_file(rank())
+        write_durable(mine, own)
         files = [mine, *sorted(folder.glob(f"__{rank()}_*.distcp"))]
         if rank() == 0:
             files.append(folder / METADATA)
@@ -276,21 +283,6 @@ def _reader(path: Path) -> Any:
     from torch.distributed.checkpoint import FileSystemReader
 
     return FileSystemReader(path)
-
-
-def _state_file(number: int) -> str:
-    return f"rank-{number}.pt"
-
-
-def _read_state(path: Path, number: int) -> dict[str, Any]:
-    try:
-        content = io.BytesIO((path / _state_file(number)).read_bytes())
-        state: dict[str, Any] = torch.load(content, map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise DamagedCheckpoint(f"checkpoint {path} is damaged: {_state_file(number)}: {error.strerror}") from error
-    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:
-        raise DamagedCheckpoint(f"checkpoint {path} is damaged: {_state_file(number)} cannot be read") from error
-    return state
 
 
 def _load_scaling(managers: list[FP8ScalingManager], states: list[list[dict[str, Any]]], path: Path) -> None:

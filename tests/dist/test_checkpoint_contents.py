@@ -1,7 +1,10 @@
 """What a checkpoint of shards gives back, and to whom: optimiser states by name, buffers of each rank, plain values."""
 
+import dataclasses
+import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from ranks import on_ranks
@@ -66,3 +69,38 @@ def optimizer_cases(rank, folder):
 
 def test_states_go_to_the_parameters_of_their_names(tmp_path):
     assert on_ranks(2, optimizer_cases, str(tmp_path)) == [True, True]
+
+
+@dataclasses.dataclass
+class Position:
+    batch: int
+
+
+NOT_PLAIN = {
+    "data['rng'][1] is of type numpy.ndarray": {"data": {"rng": np.random.RandomState(0).get_state()}},
+    "data is of type test_checkpoint_contents.Position": {"data": Position(3)},
+    "extra['loss'] is of type numpy.float64": {"extra": {"step": 3, "loss": np.float64(1.5)}},
+    "extra['files'][0] is of type pathlib": {"extra": {"files": [Path("text")]}},
+    "extra['schedule'] is of type function": {"extra": {"schedule": test_states_go_to_the_parameters_of_their_names}},
+}
+PLAIN = {"a": [1, 2.5, "text", None, True, (b"bytes", torch.arange(3))], 4: {"set"}}
+
+
+def values_that_are_not_plain(rank, folder):
+    """On one rank only, so that the others would wait for it."""
+    model, optimizer = build()
+    for words, given in NOT_PLAIN.items():
+        for culprit in (0,) if "extra" in given else (0, 1):  # `extra` of other ranks is not kept
+            mine = given if rank == culprit else {}
+            words_here = words if rank == culprit else f"rank {culprit}: {words}"
+            with pytest.raises(TypeError if rank == culprit else OSError, match=f"^{re.escape(words_here)}"):
+                save(Path(folder) / "c", model, optimizer, **mine)
+    assert not list(Path(folder).iterdir())
+    torch.distributed.barrier()
+    save(Path(folder) / "c", model, optimizer, data=PLAIN, extra={"plain": PLAIN})
+    loaded = load(Path(folder) / "c", model, optimizer)
+    return [str(value) == str(PLAIN) for value in (*loaded.data, loaded.extra["plain"])]
+
+
+def test_values_that_could_not_be_read_are_refused_on_every_rank(tmp_path):
+    assert on_ranks(2, values_that_are_not_plain, str(tmp_path), limit=120) == [[True] * 3] * 2
