@@ -23,6 +23,7 @@ Parameters may be plain (one process, DDP) or DTensors (FSDP2), and either is re
 """
 
 import json
+import re
 import shutil
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -45,6 +46,7 @@ from octavo.numerics import FP8ScalingManager
 
 MANIFEST, METADATA = "manifest.json", ".metadata"
 MODEL, OPTIMIZER = "model.", "optimizer."
+FILE = re.compile(r"rank-\d+\.pt|__\d+_\d+\.distcp|manifest\.json|\.metadata(\.tmp)?")  # names in a checkpoint
 _CHUNK = 2**24  # bytes read at a time
 
 
@@ -77,7 +79,7 @@ def save(
     as the state of its data loader. `extra`: of the whole run; that of rank 0 is kept. Both are tensors and plain
     values, in lists, tuples and dicts; others raise a TypeError before anything is written.
     """
-    target = Path(path)
+    target = _same_on_all_ranks(path)
     unfinished = target.with_name(target.name + ".tmp")
     model = unwrapped(model)
     with all_or_none():
@@ -87,7 +89,7 @@ def save(
         if rank() == 0:
             if target.exists():
                 raise FileExistsError(f"{target} exists: a checkpoint is not written over another")
-            shutil.rmtree(unfinished, ignore_errors=True)  # of a save that was killed
+            _clear(unfinished)
             unfinished.mkdir(parents=True)
     try:
         _write(unfinished, tensors, content)
@@ -115,7 +117,9 @@ def load(
     """
     from torch.distributed.checkpoint import load as read_tensors
 
-    path, model = Path(path), unwrapped(model)
+    path, model = _same_on_all_ranks(path), unwrapped(model)
+    with all_or_none():
+        _check_exists(path)
     saved_by = _check(path)
     first = read_state(path, 0)
     tensors = {MODEL + name: tensor for name, tensor in _tensors(model).items()}
@@ -137,7 +141,9 @@ def load(
 
 def read_extra(path: str | Path) -> dict[str, Any]:
     """Return `extra` of a checkpoint, without its tensors and without other ranks."""
-    extra: dict[str, Any] = read_state(Path(path), 0)["extra"]
+    path = Path(path)
+    _check_exists(path)
+    extra: dict[str, Any] = read_state(path, 0)["extra"]
     return extra
 
 
@@ -241,6 +247,31 @@ def _write(folder: Path, tensors: dict[str, Tensor], own: bytes) -> None:
             manifest = {"ranks": ranks(), "files": {name: fact for facts in everyone for name, fact in facts.items()}}
             write_durable(folder / MANIFEST, json.dumps(manifest, indent=2).encode())
             sync_folder(folder)
+
+
+def _same_on_all_ranks(path: str | Path) -> Path:
+    """Refuse paths that differ: a name with the time in it, say, or a relative path in several working folders."""
+    paths = from_all(str(Path(str(path)).absolute()))
+    for number, other in enumerate(paths):
+        if other != paths[0]:
+            raise ValueError(f"rank 0 has the path {paths[0]}, and rank {number} {other}: give all ranks the same")
+    return Path(path)
+
+
+def _clear(unfinished: Path) -> None:
+    """Remove what a save that was killed has left; nothing else."""
+    foreign = [file.name for file in sorted(unfinished.glob("*")) if not FILE.fullmatch(file.name)]
+    if foreign:
+        raise FileExistsError(
+            f"{unfinished} exists and holds {foreign[0]}, which is of no checkpoint: move it, or save to another path"
+        )
+    shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _check_exists(path: Path) -> None:
+    if not any((path / name).exists() for name in (MANIFEST, METADATA)):
+        why = f"it has neither {MANIFEST} nor {METADATA}" if path.exists() else "there is no such folder"
+        raise FileNotFoundError(f"{path} is no checkpoint of several ranks: {why}")
 
 
 def _check(path: Path) -> int:

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from checkpoint_cases import build, train
 from ranks import on_ranks
-from test_checkpoint import build, train
 
-from octavo.dist.checkpoint import load, save
+from octavo.dist.checkpoint import load, read_extra, save
 from octavo.optim import build_optimizer
 
 
@@ -104,3 +104,36 @@ def values_that_are_not_plain(rank, folder):
 
 def test_values_that_could_not_be_read_are_refused_on_every_rank(tmp_path):
     assert on_ranks(2, values_that_are_not_plain, str(tmp_path), limit=120) == [[True] * 3] * 2
+
+
+def paths(rank, folder):
+    folder = Path(folder)
+    model, optimizer = build()
+    with pytest.raises(ValueError, match=f"rank 0 has the path {folder}/c0, and rank 1 {folder}/c1: give all ranks"):
+        save(folder / f"c{rank}", model, optimizer)
+    assert not list(folder.iterdir())
+    torch.distributed.barrier()
+    save(folder / "c0", model, optimizer)
+    with pytest.raises(ValueError, match=f"rank 0 has the path {folder}/c0, and rank 1 {folder}/c1: give all ranks"):
+        load(folder / f"c{rank}", model, optimizer)
+    with pytest.raises(OSError, match="c2 is no checkpoint of several ranks: there is no such folder"):
+        load(folder / "c2", model, optimizer)
+    with pytest.raises(FileNotFoundError, match=r"it has neither manifest.json nor .metadata"):
+        read_extra(folder)
+    mine = folder / "c3.tmp" / "notes.txt"
+    if rank == 0:
+        mine.parent.mkdir()
+        mine.write_text("kept")
+        (mine.parent / "rank-0.pt").write_text("of a save that was killed")
+    with pytest.raises(OSError, match=r"c3.tmp exists and holds notes.txt, which is of no checkpoint: move it"):
+        save(folder / "c3", model, optimizer)
+    assert mine.read_text() == "kept"
+    torch.distributed.barrier()
+    if rank == 0:
+        mine.unlink()
+    save(folder / "c3", model, optimizer)
+    assert not mine.parent.exists()
+
+
+def test_ranks_agree_on_a_path_and_what_is_not_a_checkpoint_stays(tmp_path):
+    on_ranks(2, paths, str(tmp_path))
