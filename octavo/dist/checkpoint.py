@@ -6,7 +6,8 @@
 A checkpoint is a folder:
 
     .metadata, __0_0.distcp, …   torch.distributed.checkpoint: parameters, buffers, optimiser states, by name
-    rank-0.pt, rank-1.pt, …      of each rank: scaling states, random number generators, `data`; of rank 0 also `extra`
+    rank-0.pt, rank-1.pt, …      of each rank: scaling states, random number generators, buffers that differ between
+                                 ranks, `data`; of rank 0 also `extra`
     manifest.json                the number of ranks, and the size and CRC-32 of every other file
 
 It is written as `<path>.tmp`, forced to the disk and, when every rank is done, renamed by rank 0. So a rank that is
@@ -17,6 +18,7 @@ On as many ranks as saved it, everything is as it was, bit for bit. On another n
 
 - scaling states of all ranks become one: the larger of each number (`merged`), as if amax had been shared;
 - a low-bit state whose blocks do not end where shards do is read as a whole, and rounded again in its new blocks;
+- buffers that differed between ranks, such as the running statistics of a BatchNorm, are those of rank 0;
 - a rank that had no predecessor draws from a generator of its own.
 
 Parameters may be plain (one process, DDP) or DTensors (FSDP2), and either is read into either.
@@ -34,6 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from octavo.dist.buffers import of_each_rank
 from octavo.dist.durable import sync_folder, write_durable
 from octavo.dist.optimizer_states import load_optimizer, optimizer_tensors
 from octavo.dist.random_states import get_rng_states, set_rng_states
@@ -83,8 +86,12 @@ def save(
     unfinished = target.with_name(target.name + ".tmp")
     model = unwrapped(model)
     with all_or_none():
-        tensors, own = _contents(model, optimizer, _managers(model, scaling), data, dict(extra or {}))
-        content = state_bytes(own)
+        state = _tensors(model)
+    own_buffers, buffers = of_each_rank(model, state)
+    with all_or_none():
+        managers = _managers(model, scaling)
+        tensors, own = _contents(model, state | buffers, optimizer, managers, data, dict(extra or {}))
+        content = state_bytes({**own, "buffers": own_buffers})
     with all_or_none():
         if rank() == 0:
             if target.exists():
@@ -121,19 +128,22 @@ def load(
     with all_or_none():
         _check_exists(path)
     saved_by = _check(path)
-    first = read_state(path, 0)
+    states = [read_state(path, number) for number in range(saved_by)]
+    first = states[0]
     tensors = {MODEL + name: tensor for name, tensor in _tensors(model).items()}
     reader = _reader(path)
     _check_names(path, tensors, reader)
     with one_process_is_meant():
         read_tensors(tensors, storage_reader=reader, process_group=host_group(), no_dist=ranks() == 1)
+    if saved_by == ranks():
+        for name, buffer in states[rank()].get("buffers", {}).items():  # not in checkpoints of earlier versions
+            tensors[MODEL + name].copy_(buffer)
     if any(not _is_view(tensors[MODEL + name], value) for name, value in _tensors(model).items()):
         model.load_state_dict({name.removeprefix(MODEL): tensor for name, tensor in tensors.items()})
     if optimizer is not None:
         if "optimizer" not in first:
             raise ValueError(f"{path} holds no optimiser: it was saved without one; load it with optimizer=None")
         load_optimizer(model, optimizer, first["optimizer"], _reader(path), OPTIMIZER)
-    states = [first if number == 0 else read_state(path, number) for number in range(saved_by)]
     _load_scaling(_managers(model, scaling), [state["scaling"] for state in states], path)
     _load_rng([state["rng"] for state in states])
     return Loaded(saved_by, first["extra"], [state["data"] for state in states])
@@ -175,13 +185,14 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 def _contents(
     model: nn.Module,
+    state: dict[str, Tensor],
     optimizer: torch.optim.Optimizer | None,
     managers: list[FP8ScalingManager],
     data: Any,
     extra: dict[str, Any],
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return what torch.distributed.checkpoint writes, and what this rank writes itself."""
-    tensors = {MODEL + name: tensor for name, tensor in _tensors(model).items()}
+    tensors = {MODEL + name: tensor for name, tensor in state.items()}
     common: dict[str, Any] = {"extra": extra}
     if optimizer is not None:
         states, common["optimizer"] = optimizer_tensors(model, optimizer)

@@ -9,8 +9,15 @@ import pytest
 import torch
 from checkpoint_cases import build, train
 from ranks import on_ranks
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
+from octavo import convert_to_fp8
 from octavo.dist.checkpoint import load, read_extra, save
+from octavo.dist.export import export
+from octavo.dist.rank_files import read_state
 from octavo.optim import build_optimizer
 
 
@@ -137,3 +144,48 @@ def paths(rank, folder):
 
 def test_ranks_agree_on_a_path_and_what_is_not_a_checkpoint_stays(tmp_path):
     on_ranks(2, paths, str(tmp_path))
+
+
+def normed(wrap):
+    """A model whose running statistics follow the batches of its own rank."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(64, 96), nn.BatchNorm1d(96), nn.Linear(96, 32))
+    convert_to_fp8(model)
+    model.register_buffer("same", torch.arange(3.0))
+    if wrap == "fsdp2":
+        return fully_shard(model)
+    return DistributedDataParallel(model, broadcast_buffers=False)
+
+
+def statistics(model):
+    return {name.removeprefix("module."): buffer.tolist() for name, buffer in model.named_buffers()}
+
+
+def saved_statistics(rank, folder):
+    kept = {}
+    for wrap in ("fsdp2", "ddp"):
+        model = normed(wrap)
+        train(model, torch.optim.AdamW(model.parameters()), 0, rank)
+        save(Path(folder) / wrap, model)
+        kept[wrap] = statistics(model)
+    buffers = read_state(Path(folder) / "fsdp2", rank)["buffers"]
+    assert buffers.keys() == {"1.running_mean", "1.running_var"}  # the others are equal
+    return kept
+
+
+def loaded_statistics(rank, folder):
+    kept = {}
+    for wrap in ("fsdp2", "ddp"):
+        model = normed(wrap)
+        load(Path(folder) / wrap, model)
+        kept[wrap] = statistics(model)
+    return kept
+
+
+def test_each_rank_has_its_own_buffers(tmp_path):
+    kept = on_ranks(2, saved_statistics, str(tmp_path))
+    assert kept[0] != kept[1]
+    assert on_ranks(2, loaded_statistics, str(tmp_path)) == kept
+    assert on_ranks(1, loaded_statistics, str(tmp_path)) == kept[:1]
+    [file] = export(tmp_path / "ddp", tmp_path / "weights")
+    assert load_file(file)["1.running_mean"].tolist() == kept[0]["ddp"]["1.running_mean"]
