@@ -42,6 +42,7 @@ from octavo.dist.optimizer_states import load_optimizer, optimizer_tensors
 from octavo.dist.random_states import get_rng_states, set_rng_states
 from octavo.dist.rank_files import DamagedCheckpoint, read_state, state_bytes, state_file
 from octavo.dist.together import all_or_none, from_all, host_group, one_process_is_meant, rank
+from octavo.nn.autocast import all_contexts
 from octavo.nn.frozen import SCALE_NAME
 from octavo.nn.linear import LinearInFP8
 from octavo.nn.sharded import local, ranks
@@ -78,9 +79,10 @@ def save(
 ) -> Path:
     """Write a checkpoint; every rank calls it with the same `path`, which must not exist.
 
-    `scaling`: the managers whose states to save; by default those of the model's FP8 layers. `data`: of this rank, such
-    as the state of its data loader. `extra`: of the whole run; that of rank 0 is kept. Both are tensors and plain
-    values, in lists, tuples and dicts; others raise a TypeError before anything is written.
+    `scaling`: the managers whose states to save; by default those of the model's FP8 layers, and that of the autocast
+    which was given the model. (An `fp8_autocast()` without `model` has to be named: `scaling=context.scaling`.) `data`:
+    of this rank, such as the state of its data loader. `extra`: of the whole run; that of rank 0 is kept. Both are
+    tensors and plain values, in lists, tuples and dicts; others raise a TypeError before anything is written.
     """
     target = _same_on_all_ranks(path)
     unfinished = target.with_name(target.name + ".tmp")
@@ -223,9 +225,22 @@ def _is_view(read: Tensor, current: Tensor) -> bool:
 def _managers(
     model: nn.Module, given: FP8ScalingManager | Iterable[FP8ScalingManager] | None
 ) -> list[FP8ScalingManager]:
-    if given is None:
-        return list(dict.fromkeys(m.scaling for m in model.modules() if isinstance(m, LinearInFP8)))
-    return [given] if isinstance(given, FP8ScalingManager) else list(given)
+    if given is not None:
+        return [given] if isinstance(given, FP8ScalingManager) else list(given)
+    of_layers = dict.fromkeys(m.scaling for m in model.modules() if isinstance(m, LinearInFP8))
+    return [*of_layers, *_managers_of_autocasts(model)]
+
+
+def _managers_of_autocasts(model: nn.Module) -> list[FP8ScalingManager]:
+    managers = [context.scaling for context in all_contexts()]
+    models = [manager.followed_model() for manager in managers]
+    of_model = [x for x, its in zip(managers, models, strict=True) if its is not None and unwrapped(its) is model]
+    if len(of_model) > 1:
+        raise ValueError(
+            f"{len(of_model)} contexts of fp8_autocast were made for this {type(model).__name__}: say which scales "
+            "belong to the checkpoint, scaling=context.scaling, or scaling=[…] for several"
+        )
+    return of_model
 
 
 def _write(folder: Path, tensors: dict[str, Tensor], own: bytes) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from octavo import convert_to_fp8
+from octavo import convert_to_fp8, fp8_autocast
 from octavo.dist.checkpoint import load, read_extra, save
 from octavo.dist.export import export
 from octavo.dist.rank_files import read_state
@@ -189,3 +189,29 @@ def test_each_rank_has_its_own_buffers(tmp_path):
     assert on_ranks(1, loaded_statistics, str(tmp_path)) == kept[:1]
     [file] = export(tmp_path / "ddp", tmp_path / "weights")
     assert load_file(file)["1.running_mean"].tolist() == kept[0]["ddp"]["1.running_mean"]
+
+
+def under_autocast(wrap):
+    model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 32))
+    called = DistributedDataParallel(model) if wrap == "ddp" else fully_shard(model)
+    return called, fp8_autocast("delayed", model=called), torch.optim.SGD(called.parameters(), lr=1e-2)
+
+
+def scales_of_autocasts(rank, folder):
+    for wrap in ("fsdp2", "ddp"):
+        model, context, optimizer = under_autocast(wrap)
+        with context:
+            train(model, optimizer, 0, rank)
+        save(Path(folder) / wrap, model, optimizer)
+        again, fresh, other = under_autocast(wrap)
+        load(Path(folder) / wrap, again, other)
+        states = [each.scaling.state_dict() for each in (context, fresh)]
+        assert states[0]["names"] and str(states[0]) == str(states[1])
+    second = fp8_autocast(model=model)
+    with pytest.raises(ValueError, match=r"2 contexts of fp8_autocast were made for this Sequential: say which"):
+        save(Path(folder) / "both", model)
+    save(Path(folder) / "both", model, scaling=[context.scaling, second.scaling])
+
+
+def test_scales_of_an_autocast_are_found_by_its_model(tmp_path):
+    on_ranks(2, scales_of_autocasts, str(tmp_path))
