@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from octavo.dist.together import from_all, host_group, one_process_is_meant
-from octavo.dist.whole import part_of
+from octavo.dist.whole import has_shards, part_of
 from octavo.nn.sharded import local, place_of, ranks
 
 SIGNED = "exp_avg"  # of the states in few bits, the only one that may be negative
@@ -163,15 +163,27 @@ def _cut(optimizer: Any, parameter: Tensor, key: str, value: Any) -> Any:
     return into
 
 
+def check_trains(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Refuse an optimiser that was built before the model was sharded, or for another model: nothing would change."""
+    mine = set(model.parameters())
+    foreign = [p not in mine for group in optimizer.param_groups for p in group["params"]]
+    if all(foreign) or (has_shards(model) and any(foreign)):  # of a whole model, a loss may have parameters, too
+        raise ValueError(_not_of(model))
+
+
+def _not_of(model: nn.Module) -> str:
+    return (
+        f"the optimiser holds a parameter that {type(model).__name__} has not: build it from the model's parameters, "
+        "after the model is sharded"
+    )
+
+
 def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     """The names of an optimiser's parameters, in the order in which torch numbers them."""
     known = {parameter: name for name, parameter in model.named_parameters()}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if any(p not in known for p in parameters):
-        raise ValueError(
-            f"the optimiser holds a parameter that {type(model).__name__} has not: build it from the model's "
-            "parameters, after the model is sharded"
-        )
+        raise ValueError(_not_of(model))
     return [known[p] for p in parameters]
 
 
