@@ -238,5 +238,9 @@ def test_weights_out_of_shards_in_one_folder(tmp_path):
     assert [file.name for file in files] == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     for name, tensor in expected.items():
         assert torch.equal(load_file(tmp_path / "many" / index[name])[name], tensor.bfloat16())
+    [named] = export(tmp_path / "c", tmp_path / "named", dtype="bf16")
+    assert {tensor.dtype for tensor in load_file(named).values()} == {torch.bfloat16}
+    with pytest.raises(ValueError, match="dtype='half': choose one of bf16, fp16, fp32"):
+        export(tmp_path / "c", tmp_path / "none", dtype="half")
     with pytest.raises(ValueError, match="is no checkpoint of several ranks"):
         export(tmp_path, tmp_path / "none")
