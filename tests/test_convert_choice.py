@@ -58,7 +58,8 @@ def test_a_recipe_by_its_name(name):
     assert FP8Linear(8, 8, config=name).config == config
     assert FP8Linear.from_linear(nn.Linear(8, 8), name).config == config
     assert fp8_autocast(name).config == config and octavo.FP8Autocast(name).config == config
-    trainer = octavo.FP8Trainer(build(), torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), name)
+    model = build()
+    trainer = octavo.FP8Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), name)
     assert trainer.fp8_config == config
     if config.granularity == "tensor":
         assert fuse(BDH(TINY), name).config == config

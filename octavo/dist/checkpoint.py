@@ -6,7 +6,8 @@
 A checkpoint is a folder:
 
     .metadata, __0_0.distcp, …   torch.distributed.checkpoint: parameters, buffers, optimiser states, by name
-    rank-0.pt, rank-1.pt, …      of each rank: scaling states, random number generators, `data`; of rank 0 also `extra`
+    rank-0.pt, rank-1.pt, …      of each rank: scaling states, random number generators, buffers that differ between
+                                 ranks, `data`; of rank 0 also `extra`
     manifest.json                the number of ranks, and the size and CRC-32 of every other file
 
 It is written as `<path>.tmp`, forced to the disk and, when every rank is done, renamed by rank 0. So a rank that is
@@ -17,14 +18,14 @@ On as many ranks as saved it, everything is as it was, bit for bit. On another n
 
 - scaling states of all ranks become one: the larger of each number (`merged`), as if amax had been shared;
 - a low-bit state whose blocks do not end where shards do is read as a whole, and rounded again in its new blocks;
+- buffers that differed between ranks, such as the running statistics of a BatchNorm, are those of rank 0;
 - a rank that had no predecessor draws from a generator of its own.
 
 Parameters may be plain (one process, DDP) or DTensors (FSDP2), and either is read into either.
 """
 
-import io
 import json
-import pickle
+import re
 import shutil
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,10 +36,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from octavo.dist.buffers import of_each_rank
 from octavo.dist.durable import sync_folder, write_durable
 from octavo.dist.optimizer_states import load_optimizer, optimizer_tensors
 from octavo.dist.random_states import get_rng_states, set_rng_states
+from octavo.dist.rank_files import DamagedCheckpoint, read_state, state_bytes, state_file
 from octavo.dist.together import all_or_none, from_all, host_group, one_process_is_meant, rank
+from octavo.nn.autocast import all_contexts
 from octavo.nn.frozen import SCALE_NAME
 from octavo.nn.linear import LinearInFP8
 from octavo.nn.sharded import local, ranks
@@ -46,11 +50,8 @@ from octavo.numerics import FP8ScalingManager
 
 MANIFEST, METADATA = "manifest.json", ".metadata"
 MODEL, OPTIMIZER = "model.", "optimizer."
+FILE = re.compile(r"rank-\d+\.pt|__\d+_\d+\.distcp|manifest\.json|\.metadata(\.tmp)?")  # names in a checkpoint
 _CHUNK = 2**24  # bytes read at a time
-
-
-class DamagedCheckpoint(ValueError):
-    """A checkpoint is not what was written."""
 
 
 @dataclass(frozen=True)
@@ -78,32 +79,29 @@ def save(
 ) -> Path:
     """Write a checkpoint; every rank calls it with the same `path`, which must not exist.
 
-    `scaling`: the managers whose states to save; by default those of the model's FP8 layers. `data`: anything of this
-    rank, such as the state of its data loader. `extra`: anything of the whole run; that of rank 0 is kept. Both hold
-    tensors and plain values only.
+    `scaling`: the managers whose states to save; by default those of the model's FP8 layers, and that of the autocast
+    which was given the model. (An `fp8_autocast()` without `model` has to be named: `scaling=context.scaling`.) `data`:
+    of this rank, such as the state of its data loader. `extra`: of the whole run; that of rank 0 is kept. Both are
+    tensors and plain values, in lists, tuples and dicts; others raise a TypeError before anything is written.
     """
-    target = Path(path)
+    target = _same_on_all_ranks(path)
     unfinished = target.with_name(target.name + ".tmp")
     model = unwrapped(model)
-    tensors = {MODEL + name: tensor for name, tensor in _tensors(model).items()}
-    common: dict[str, Any] = {"extra": dict(extra or {})}
-    if optimizer is not None:
-        states, common["optimizer"] = optimizer_tensors(model, optimizer)
-        tensors |= {OPTIMIZER + name: tensor for name, tensor in states.items()}
-    own = {
-        "scaling": [manager.state_dict() for manager in _managers(model, scaling)],
-        "rng": get_rng_states(p.device for p in model.parameters()),
-        "data": data,
-        **(common if rank() == 0 else {}),
-    }
+    with all_or_none():
+        state = _tensors(model)
+    own_buffers, buffers = of_each_rank(model, state)
+    with all_or_none():
+        managers = _managers(model, scaling)
+        tensors, own = _contents(model, state | buffers, optimizer, managers, data, dict(extra or {}))
+        content = state_bytes({**own, "buffers": own_buffers})
     with all_or_none():
         if rank() == 0:
             if target.exists():
                 raise FileExistsError(f"{target} exists: a checkpoint is not written over another")
-            shutil.rmtree(unfinished, ignore_errors=True)  # of a save that was killed
+            _clear(unfinished)
             unfinished.mkdir(parents=True)
     try:
-        _write(unfinished, tensors, own)
+        _write(unfinished, tensors, content)
         with all_or_none():
             if rank() == 0:
                 unfinished.rename(target)
@@ -128,21 +126,26 @@ def load(
     """
     from torch.distributed.checkpoint import load as read_tensors
 
-    path, model = Path(path), unwrapped(model)
+    path, model = _same_on_all_ranks(path), unwrapped(model)
+    with all_or_none():
+        _check_exists(path)
     saved_by = _check(path)
-    first = _read_state(path, 0)
+    states = [read_state(path, number) for number in range(saved_by)]
+    first = states[0]
     tensors = {MODEL + name: tensor for name, tensor in _tensors(model).items()}
     reader = _reader(path)
     _check_names(path, tensors, reader)
     with one_process_is_meant():
         read_tensors(tensors, storage_reader=reader, process_group=host_group(), no_dist=ranks() == 1)
+    if saved_by == ranks():
+        for name, buffer in states[rank()].get("buffers", {}).items():  # not in checkpoints of earlier versions
+            tensors[MODEL + name].copy_(buffer)
     if any(not _is_view(tensors[MODEL + name], value) for name, value in _tensors(model).items()):
         model.load_state_dict({name.removeprefix(MODEL): tensor for name, tensor in tensors.items()})
     if optimizer is not None:
         if "optimizer" not in first:
             raise ValueError(f"{path} holds no optimiser: it was saved without one; load it with optimizer=None")
         load_optimizer(model, optimizer, first["optimizer"], _reader(path), OPTIMIZER)
-    states = [first if number == 0 else _read_state(path, number) for number in range(saved_by)]
     _load_scaling(_managers(model, scaling), [state["scaling"] for state in states], path)
     _load_rng([state["rng"] for state in states])
     return Loaded(saved_by, first["extra"], [state["data"] for state in states])
@@ -150,7 +153,9 @@ def load(
 
 def read_extra(path: str | Path) -> dict[str, Any]:
     """Return `extra` of a checkpoint, without its tensors and without other ranks."""
-    extra: dict[str, Any] = _read_state(Path(path), 0)["extra"]
+    path = Path(path)
+    _check_exists(path)
+    extra: dict[str, Any] = read_state(path, 0)["extra"]
     return extra
 
 
@@ -180,6 +185,29 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
+def _contents(
+    model: nn.Module,
+    state: dict[str, Tensor],
+    optimizer: torch.optim.Optimizer | None,
+    managers: list[FP8ScalingManager],
+    data: Any,
+    extra: dict[str, Any],
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return what torch.distributed.checkpoint writes, and what this rank writes itself."""
+    tensors = {MODEL + name: tensor for name, tensor in state.items()}
+    common: dict[str, Any] = {"extra": extra}
+    if optimizer is not None:
+        states, common["optimizer"] = optimizer_tensors(model, optimizer)
+        tensors |= {OPTIMIZER + name: tensor for name, tensor in states.items()}
+    own = {
+        "scaling": [manager.state_dict() for manager in managers],
+        "rng": get_rng_states(p.device for p in model.parameters()),
+        "data": data,
+        **(common if rank() == 0 else {}),
+    }
+    return tensors, own
+
+
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
     state = model.state_dict()
     for name, value in state.items():
@@ -197,12 +225,25 @@ def _is_view(read: Tensor, current: Tensor) -> bool:
 def _managers(
     model: nn.Module, given: FP8ScalingManager | Iterable[FP8ScalingManager] | None
 ) -> list[FP8ScalingManager]:
-    if given is None:
-        return list(dict.fromkeys(m.scaling for m in model.modules() if isinstance(m, LinearInFP8)))
-    return [given] if isinstance(given, FP8ScalingManager) else list(given)
+    if given is not None:
+        return [given] if isinstance(given, FP8ScalingManager) else list(given)
+    of_layers = dict.fromkeys(m.scaling for m in model.modules() if isinstance(m, LinearInFP8))
+    return [*of_layers, *_managers_of_autocasts(model)]
 
 
-def _write(folder: Path, tensors: dict[str, Tensor], own: dict[str, Any]) -> None:
+def _managers_of_autocasts(model: nn.Module) -> list[FP8ScalingManager]:
+    managers = [context.scaling for context in all_contexts()]
+    models = [manager.followed_model() for manager in managers]
+    of_model = [x for x, its in zip(managers, models, strict=True) if its is not None and unwrapped(its) is model]
+    if len(of_model) > 1:
+        raise ValueError(
+            f"{len(of_model)} contexts of fp8_autocast were made for this {type(model).__name__}: say which scales "
+            "belong to the checkpoint, scaling=context.scaling, or scaling=[…] for several"
+        )
+    return of_model
+
+
+def _write(folder: Path, tensors: dict[str, Tensor], own: bytes) -> None:
     """Write the files of all ranks, and wait until they are on the disk."""
     from torch.distributed.checkpoint import FileSystemWriter
     from torch.distributed.checkpoint import save as write_tensors
@@ -220,10 +261,8 @@ def _write(folder: Path, tensors: dict[str, Tensor], own: dict[str, Any]) -> Non
         number, failure = next(iter(error.failures.items()))
         raise OSError(f"rank {number}: {failure[0]}") from error
     with all_or_none():
-        mine = folder / _state_file(rank())
-        buffer = io.BytesIO()
-        torch.save(own, buffer)  # in memory first: torch.save reports a full disk as an internal error
-        write_durable(mine, buffer.getvalue())
+        mine = folder / state_file(rank())
+        write_durable(mine, own)
         files = [mine, *sorted(folder.glob(f"__{rank()}_*.distcp"))]
         if rank() == 0:
             files.append(folder / METADATA)
@@ -234,6 +273,31 @@ def _write(folder: Path, tensors: dict[str, Tensor], own: dict[str, Any]) -> Non
             manifest = {"ranks": ranks(), "files": {name: fact for facts in everyone for name, fact in facts.items()}}
             write_durable(folder / MANIFEST, json.dumps(manifest, indent=2).encode())
             sync_folder(folder)
+
+
+def _same_on_all_ranks(path: str | Path) -> Path:
+    """Refuse paths that differ: a name with the time in it, say, or a relative path in several working folders."""
+    paths = from_all(str(Path(str(path)).absolute()))
+    for number, other in enumerate(paths):
+        if other != paths[0]:
+            raise ValueError(f"rank 0 has the path {paths[0]}, and rank {number} {other}: give all ranks the same")
+    return Path(path)
+
+
+def _clear(unfinished: Path) -> None:
+    """Remove what a save that was killed has left; nothing else."""
+    foreign = [file.name for file in sorted(unfinished.glob("*")) if not FILE.fullmatch(file.name)]
+    if foreign:
+        raise FileExistsError(
+            f"{unfinished} exists and holds {foreign[0]}, which is of no checkpoint: move it, or save to another path"
+        )
+    shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _check_exists(path: Path) -> None:
+    if not any((path / name).exists() for name in (MANIFEST, METADATA)):
+        why = f"it has neither {MANIFEST} nor {METADATA}" if path.exists() else "there is no such folder"
+        raise FileNotFoundError(f"{path} is no checkpoint of several ranks: {why}")
 
 
 def _check(path: Path) -> int:
@@ -276,21 +340,6 @@ def _reader(path: Path) -> Any:
     from torch.distributed.checkpoint import FileSystemReader
 
     return FileSystemReader(path)
-
-
-def _state_file(number: int) -> str:
-    return f"rank-{number}.pt"
-
-
-def _read_state(path: Path, number: int) -> dict[str, Any]:
-    try:
-        content = io.BytesIO((path / _state_file(number)).read_bytes())
-        state: dict[str, Any] = torch.load(content, map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise DamagedCheckpoint(f"checkpoint {path} is damaged: {_state_file(number)}: {error.strerror}") from error
-    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:
-        raise DamagedCheckpoint(f"checkpoint {path} is damaged: {_state_file(number)} cannot be read") from error
-    return state
 
 
 def _load_scaling(managers: list[FP8ScalingManager], states: list[list[dict[str, Any]]], path: Path) -> None:

@@ -20,23 +20,29 @@ from torch import Tensor
 from octavo.dist.checkpoint import MODEL, is_sharded_checkpoint
 from octavo.dist.durable import sync_folder
 from octavo.dist.together import one_process_is_meant
+from octavo.numerics.checks import check_choice
 
 LARGEST = 5 * 10**9  # bytes of a file, as transformers writes them
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
 
 def export(
-    checkpoint: str | Path, folder: str | Path, *, dtype: torch.dtype | None = None, largest: int = LARGEST
+    checkpoint: str | Path, folder: str | Path, *, dtype: torch.dtype | str | None = None, largest: int = LARGEST
 ) -> list[Path]:
     """Write the weights of a sharded checkpoint as safetensors; return the files. One process calls it.
 
-    `dtype`: what floating-point weights become (FP8 ones stay); as they are, by default. `largest`: bytes of a file.
+    `dtype`: what floating-point weights become (FP8 ones stay), such as `torch.bfloat16` or "bf16"; as they are, by
+    default. `largest`: bytes of a file.
     A file appears under its name only when it is complete, and the index last.
     """
     from safetensors.torch import save_file
     from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint import load as read_tensors
 
+    if isinstance(dtype, str):
+        check_choice("dtype", dtype, DTYPES)
+        dtype = DTYPES[dtype]
     checkpoint, folder = Path(checkpoint), Path(folder)
     if not is_sharded_checkpoint(checkpoint):
         raise ValueError(f"{checkpoint} is no checkpoint of several ranks: it has no .metadata")

@@ -8,6 +8,7 @@ A state in few bits has a scale for every block of elements. A block that a new 
 bits cannot be kept: such a state is read as a whole, in FP32, and rounded again in the blocks of the shard.
 """
 
+import re
 from typing import Any
 
 import torch
@@ -15,10 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from octavo.dist.together import from_all, host_group, one_process_is_meant
-from octavo.dist.whole import part_of
+from octavo.dist.whole import has_shards, part_of
 from octavo.nn.sharded import local, place_of, ranks
 
 SIGNED = "exp_avg"  # of the states in few bits, the only one that may be negative
+_IN_FEW_BITS = re.compile(r"(8bit|4bit|Fp8)$")
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -39,26 +41,28 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> tup
                 blocks[name] = block
     groups = [{**group, "params": [names[number] for number in group["params"]]} for group in saved["param_groups"]]
     keys = {names[number]: list(state) for number, state in saved["state"].items()}
-    return tensors, {"groups": groups, "keys": keys, "plain": plain, "blocks": blocks}
+    kind = _class_name(optimizer)
+    return tensors, {"class": kind, "groups": groups, "keys": keys, "plain": plain, "blocks": blocks}
 
 
 def load_optimizer(
     model: nn.Module, optimizer: torch.optim.Optimizer, saved: dict[str, Any], reader: Any, prefix: str
 ) -> None:
-    """Read states that were saved as `prefix` + name into an optimiser, which may have stepped before or not."""
+    """Read states that were saved as `prefix` + name into an optimiser, which may have stepped before or not.
+
+    Parameters and groups are found by name; their order may be another one.
+    """
     from torch.distributed.checkpoint import load as read_tensors
 
     names = _names(model, optimizer)
+    _check_class(optimizer, saved)
     numbers = {name: number for number, name in enumerate(names)}
     parameters = dict(zip(names, (p for group in optimizer.param_groups for p in group["params"]), strict=True))
     if unknown := sorted(saved["keys"].keys() - numbers.keys()):
         raise ValueError(
             f"the saved optimiser trained {unknown[0]}, and this one does not: give it the same parameters"
         )
-    if len(saved["groups"]) != len(optimizer.param_groups):
-        raise ValueError(
-            f"the saved optimiser has {len(saved['groups'])} parameter groups, this one {len(optimizer.param_groups)}"
-        )
+    groups = _groups_in_this_order(optimizer, names, saved["groups"])
     metadata = reader.read_metadata().state_dict_metadata
     tensors: dict[str, Tensor] = {}
     for name, keys in saved["keys"].items():
@@ -82,8 +86,57 @@ def load_optimizer(
         state[numbers[name]] = {
             key: saved["plain"][entry] if entry in saved["plain"] else tensors[entry] for key, entry in entries.items()
         }
-    groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in saved["groups"]]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _class_name(optimizer: Any) -> str:
+    """The name of an optimiser's class; looks inside Accelerate's wrapper."""
+    return type(getattr(optimizer, "optimizer", optimizer)).__name__
+
+
+def _check_class(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Refuse an optimiser of another kind: it would take a step of its own with states that are not its own."""
+    ours = _class_name(optimizer)
+    theirs = saved.get("class", ours)  # not in checkpoints of earlier versions
+    if _kind(theirs) != _kind(ours):
+        raise ValueError(
+            f"the saved optimiser is {theirs}, this one {ours}: build the same, or load the model alone, with "
+            "optimizer=None"
+        )
+
+
+def _kind(name: str) -> str:
+    """Return the name of variants that read each other's states: "AdamW" for AdamW8bit, and for torchao's _AdamW."""
+    return _IN_FEW_BITS.sub("", name.removeprefix("_"))
+
+
+def _groups_in_this_order(
+    optimizer: torch.optim.Optimizer, names: list[str], saved: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return the saved groups in the order of this optimiser's, with its numbers: torch goes by position alone."""
+    left, ordered, first = list(saved), [], 0
+    if len(saved) != len(optimizer.param_groups):
+        raise ValueError(
+            f"the saved optimiser has {len(saved)} parameter groups, this one {len(optimizer.param_groups)}"
+        )
+    for own in optimizer.param_groups:
+        numbers = range(first, first := first + len(own["params"]))
+        mine = {names[number] for number in numbers}
+        same = next((group for group in left if set(group["params"]) == mine), None)
+        if same is None:
+            raise ValueError(
+                f"the saved optimiser has no parameter group of {_some(mine)}: build the same groups, in any order"
+            )
+        left = [group for group in left if group is not same]
+        # `param_names` are in the order of the saved group, and this optimiser has its own.
+        rest = {key: value for key, value in same.items() if key != "param_names"}
+        ordered.append({**rest, "params": list(numbers)})
+    return ordered
+
+
+def _some(names: set[str]) -> str:
+    few = ", ".join(sorted(names)[:3])
+    return f"{few} and {len(names) - 3} more" if len(names) > 3 else few or "no parameters"
 
 
 def cut_states(optimizer: torch.optim.Optimizer, whole: dict[str, Any]) -> dict[str, Any]:
@@ -110,15 +163,27 @@ def _cut(optimizer: Any, parameter: Tensor, key: str, value: Any) -> Any:
     return into
 
 
+def check_trains(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Refuse an optimiser that was built before the model was sharded, or for another model: nothing would change."""
+    mine = set(model.parameters())
+    foreign = [p not in mine for group in optimizer.param_groups for p in group["params"]]
+    if all(foreign) or (has_shards(model) and any(foreign)):  # of a whole model, a loss may have parameters, too
+        raise ValueError(_not_of(model))
+
+
+def _not_of(model: nn.Module) -> str:
+    return (
+        f"the optimiser holds a parameter that {type(model).__name__} has not: build it from the model's parameters, "
+        "after the model is sharded"
+    )
+
+
 def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     """The names of an optimiser's parameters, in the order in which torch numbers them."""
     known = {parameter: name for name, parameter in model.named_parameters()}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if any(p not in known for p in parameters):
-        raise ValueError(
-            f"the optimiser holds a parameter that {type(model).__name__} has not: build it from the model's "
-            "parameters, after the model is sharded"
-        )
+        raise ValueError(_not_of(model))
     return [known[p] for p in parameters]
 
 

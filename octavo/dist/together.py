@@ -66,16 +66,16 @@ class OtherRankFailed(OSError):
 
 @contextmanager
 def all_or_none() -> Iterator[None]:
-    """Raise on every rank, at the end of the block, if the block raised an OSError on one: so that none goes on alone.
+    """Raise on every rank, at the end of the block, if the block raised on one: so that none goes on alone.
 
     The rank with the error raises it; the others raise `OtherRankFailed`.
     """
-    mine: OSError | None = None
+    mine: Exception | None = None
     try:
         yield
-    except OSError as error:
+    except Exception as error:
         mine = error
-    errors = from_all(None if mine is None else str(mine))
+    errors = from_all(None if mine is None else str(mine) or type(mine).__name__)
     if mine is not None:
         raise mine
     for number, words in enumerate(errors):

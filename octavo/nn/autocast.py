@@ -306,6 +306,11 @@ _CONTEXTS: WeakValueDictionary[int, FP8Autocast] = WeakValueDictionary()
 _KEYS = itertools.count()
 
 
+def all_contexts() -> list[FP8Autocast]:
+    """Return the contexts that exist, in the order in which they were made."""
+    return [context for _, context in sorted(_CONTEXTS.items())]
+
+
 def _constant_when_traced(function: Callable[..., Any]) -> Callable[..., Any]:
     """Do as `torch.compiler.assume_constant_result`, which imports Dynamo: 2 of 5 s of `import octavo`."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -225,6 +225,11 @@ class FP8ScalingManager:
             _followers_hook.append(register_optimizer_step_post_hook(_after_step))
         _followers[self] = _Trained(model) if model is not None else None
 
+    def followed_model(self) -> nn.Module | None:
+        """Return the model that `follow_optimizers` was given, if it still exists."""
+        trained = _followers.get(self)
+        return None if trained is None else trained.model()
+
     def _follow(self, optimizer: torch.optim.Optimizer, trained: _Trained | None) -> None:
         mine = trained.parameters() if trained is not None else []
         owns = _holds(optimizer, mine)

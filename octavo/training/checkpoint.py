@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from octavo.dist import checkpoint as dist_checkpoint
-from octavo.dist.checkpoint import METADATA
+from octavo.dist.checkpoint import FILE
 from octavo.dist.durable import sync_folder, write_durable
 from octavo.dist.together import all_or_none, from_first, rank
 from octavo.training.errors import RunError
@@ -42,7 +42,6 @@ KEEP = 2
 NAME = re.compile(r"checkpoint-(\d{6,})")
 UNFINISHED = re.compile(r"checkpoint-\d{6,}\.tmp")
 MODEL, STATE, MANIFEST = "model.safetensors", "state.pt", "manifest.json"
-RANK_FILE = re.compile(r"rank-\d+\.pt|__\d+_\d+\.distcp")
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -62,8 +61,8 @@ def written_checkpoints(folder: Path) -> list[Path]:
 
 def foreign_files(path: Path) -> list[Path]:
     """Return the files in a checkpoint's folder that do not belong to a checkpoint, and must stay."""
-    ours = (MODEL, STATE, MANIFEST, METADATA)
-    return [file for file in sorted(path.rglob("*")) if file.name not in ours and not RANK_FILE.fullmatch(file.name)]
+    ours = (MODEL, STATE)
+    return [file for file in sorted(path.rglob("*")) if file.name not in ours and not FILE.fullmatch(file.name)]
 
 
 def save_checkpoint(folder: Path, step: int, model: Mapping[str, Tensor], state: Mapping[str, Any]) -> Path:

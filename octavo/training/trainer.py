@@ -26,6 +26,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from octavo.convert import can_convert, convert_to_fp8
 from octavo.dist.checkpoint import unwrapped
+from octavo.dist.optimizer_states import check_trains
 from octavo.dist.random_states import get_rng_states, set_rng_states
 from octavo.dist.together import all_or_none, rank
 from octavo.dist.whole import has_shards, whole, whole_state
@@ -115,6 +116,7 @@ class FP8Trainer:
         if release_gradients or offload == "master":
             why = "release_gradients=True" if release_gradients else "offload='master'"
             _check_release(why, model, gradient_accumulation_steps, max_grad_norm)
+        check_trains(optimizer, model)
         self.gradients = _gradients_kind(gradients, model, gradient_accumulation_steps)
         self.model = model
         self.optimizer = optimizer

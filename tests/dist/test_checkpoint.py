@@ -11,13 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoint_cases import STEPS, build, train
 from ranks import NoAnswer, RankFailed, on_ranks
 from safetensors.torch import load_file
-from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
-from octavo import convert_to_fp8, fp8_all_gather, share_amax
 from octavo.dist import checkpoint
 from octavo.dist.checkpoint import DamagedCheckpoint, load, merged, save
 from octavo.dist.export import export
@@ -25,38 +22,6 @@ from octavo.dist.optimizer_states import cut_states
 from octavo.nn.sharded import local
 from octavo.numerics import FP8ScalingManager
 from octavo.optim import build_optimizer
-
-STEPS = 3
-
-
-def build(recipe="delayed", optimizer="adamw", wrap="fsdp2", features=320, gather=False):
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(64, features), nn.ReLU(), nn.Linear(features, 128, bias=False))
-    convert_to_fp8(model, recipe)
-    if wrap == "fsdp2":
-        for layer in (model[0], model[2]):
-            fully_shard(layer)
-        fully_shard(model)
-        if gather:
-            fp8_all_gather(model)
-            share_amax(model)
-    if wrap == "ddp":
-        model = DistributedDataParallel(model)
-    return model, build_optimizer(optimizer, model.parameters(), lr=3e-3)
-
-
-def train(model, optimizer, first, own=None):
-    """Losses of steps; `own`: a rank whose batches differ from those of the others."""
-    losses = []
-    for step in range(first, first + STEPS):
-        generator = torch.Generator().manual_seed(step + 1000 * (own or 0))
-        x = torch.randn(32, 64, generator=generator) * (1 + (own or 0))
-        loss = model(nn.functional.dropout(x, 0.1)).square().mean() if own is not None else model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
 
 
 def saved(rank, path, own=False, **how):
@@ -273,5 +238,9 @@ def test_weights_out_of_shards_in_one_folder(tmp_path):
     assert [file.name for file in files] == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     for name, tensor in expected.items():
         assert torch.equal(load_file(tmp_path / "many" / index[name])[name], tensor.bfloat16())
+    [named] = export(tmp_path / "c", tmp_path / "named", dtype="bf16")
+    assert {tensor.dtype for tensor in load_file(named).values()} == {torch.bfloat16}
+    with pytest.raises(ValueError, match="dtype='half': choose one of bf16, fp16, fp32"):
+        export(tmp_path / "c", tmp_path / "none", dtype="half")
     with pytest.raises(ValueError, match="is no checkpoint of several ranks"):
         export(tmp_path, tmp_path / "none")

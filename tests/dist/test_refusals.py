@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from dist_cases import batch, converted, loss_of, plain
+from dist_cases import batch, converted, loss_of, plain, shard
 from ranks import RankFailed, on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -124,3 +124,28 @@ def test_the_loader_uses_it(monkeypatch):
 def test_graphs_are_captured_beside_the_threads_of_a_process_group():
     assert capture_error_mode() == "global"
     assert on_ranks(1, modes) == ["thread_local"]
+
+
+def trainer_with_an_earlier_optimizer(rank):
+    model = plain("MLP")
+    optimizer = torch.optim.AdamW(model.parameters())
+    shard(model)
+    said = []
+    for late in (model.parameters(), [*model.parameters(), torch.nn.Parameter(torch.zeros(3))]):
+        for each in (optimizer, torch.optim.AdamW(late)):
+            try:
+                octavo.FP8Trainer(model, each)
+                said.append("")
+            except ValueError as error:
+                said.append(str(error))
+    return said
+
+
+def test_an_optimiser_from_before_sharding_is_refused():
+    words = "the optimiser holds a parameter that FSDPMLP has not: build it from the model's parameters, after the "
+    for said in on_ranks(2, trainer_with_an_earlier_optimizer):
+        assert [each.removesuffix("model is sharded") for each in said] == [words, "", words, words]
+    model = plain("MLP")
+    with pytest.raises(ValueError, match="the optimiser holds a parameter that MLP has not"):
+        octavo.FP8Trainer(model, torch.optim.AdamW(plain("MLP").parameters()))
+    octavo.FP8Trainer(model, torch.optim.AdamW([*model.parameters(), torch.nn.Parameter(torch.zeros(3))]))
