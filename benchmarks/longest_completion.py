@@ -175,7 +175,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "device": device_name(options.device),
         "versions": versions(),
     }
-    record |= {"command": ["longest_completion.py", *map(without_folders, given)], "gib": options.gib, "slots": options.slots}
+    record |= {
+        "command": ["longest_completion.py", *map(without_folders, given)],
+        "gib": options.gib,
+        "slots": options.slots,
+    }
     record |= {"prompt": options.prompt, "checkpointing": options.checkpointing, "rows": rows}
     write_json(options.out, record)
     print(f"Result: {options.out}")

@@ -9,7 +9,9 @@ optimisers, gradients and checkpoints; only what travels, and what linears see b
     before backward    the same again. Per channel and mx in the other direction: dx contracts over N
     after step         one all-reduce of the maxima that span ranks (`amax.py`)
 
-Values and scales are those that whole weights would be quantised to, so results have the same bits as without.
+Values and scales are those that whole weights would be quantised to, so results have the same bits as without. Under
+`MixedPrecisionPolicy(param_dtype=…)` those are weights in `param_dtype`: a shard is cast before it is measured and
+quantised, as FSDP2 casts it before it is gathered.
 Weights that a unit keeps from forward to backward (`reshard_after_forward=False`) are gathered once: per channel and mx
 in both directions, two bytes an element. So they are for backward where activations are computed again.
 
@@ -43,7 +45,7 @@ _NAMES = {
         *("all_gather_outputs", "_unsharded_inner_tensors", "padded_sharded_param_size", "fsdp_placement"),
         *("_module_info", "sharded_param", "offload_to_cpu", "is_dtensor"),
     ),
-    "a unit": ("fsdp_params", "_training_state", "mesh_info"),
+    "a unit": ("fsdp_params", "_training_state", "mesh_info", "mp_policy"),
 }
 
 
@@ -73,7 +75,12 @@ class GatheredMember:
     def local(self) -> Tensor:
         """Return this rank's rows, and take note of which values they are."""
         self._version = self._newest_version()
-        return self.parameter._sharded_local_tensor.detach()
+        return self._values()
+
+    def _values(self) -> Tensor:
+        """This rank's rows as plain FSDP2 gathers them: a cast copy where the policy says so."""
+        shard: Tensor = self.parameter._sharded_local_tensor.detach()
+        return shard.to(self.unit.mp_policy.param_dtype or shard.dtype)
 
     def _newest_version(self) -> tuple[int, int]:
         """Count writes: to the DTensor, which do not show in its local tensor, and to that one."""
@@ -84,7 +91,7 @@ class GatheredMember:
         if self.product.shared and self._newest_version() != self._version:
             self.gathers.refresh()
         layouts = self._wanted()
-        tensors = [tensor for layout in layouts for tensor in self._quantized(layout)]
+        tensors = self._quantized(*layouts)
         if self.world == 1:
             self.parameter._unsharded_inner_tensors = []
             return (tensors[0].new_empty(1),), (layouts, tensors)
@@ -136,13 +143,15 @@ class GatheredMember:
             self._held[layout] = self._whole(layout, iter([self._gathered(t) for t in self._quantized(layout)]))
         return self._held[layout]
 
-    def _quantized(self, layout: str) -> list[Tensor]:
+    def _quantized(self, *layouts: str) -> list[Tensor]:
         """The shard's values as bytes, padded as FSDP2 pads it, and its scales where they are not shared."""
-        data, scale = self.product.quantize(layout, self.shard, self.parameter._sharded_local_tensor.detach())
-        tensors = [_padded(data.view(torch.uint8), self.chunk)]
-        if layout not in self.product.shared:
-            packed = scale.view(torch.uint8) if scale.element_size() == 1 else scale
-            tensors.append(_padded(packed, self.product.groups[layout].counts(self.chunk, 1)[0]))
+        tensors, values = [], self._values()
+        for layout in layouts:
+            data, scale = self.product.quantize(layout, self.shard, values)
+            tensors.append(_padded(data.view(torch.uint8), self.chunk))
+            if layout not in self.product.shared:
+                packed = scale.view(torch.uint8) if scale.element_size() == 1 else scale
+                tensors.append(_padded(packed, self.product.groups[layout].counts(self.chunk, 1)[0]))
         return tensors
 
     def _whole(self, layout: str, arrived: Iterator[Tensor]) -> Quantized:

@@ -11,6 +11,7 @@ from dist_cases import RECIPES, adamw, batch, converted, largest_difference, los
 from ranks import on_ranks
 from test_amax_on_ranks import Counted
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import octavo
 from octavo.dist import gather
@@ -59,6 +60,28 @@ def test_bits_are_those_of_plain_fsdp2(world):
     cases += [("MLP", recipe) for recipe in RECIPES] if world == 2 else []
     for found in on_ranks(world, every_recipe, cases):
         assert found == dict.fromkeys(cases, 0.0)
+
+
+def under_a_policy(rank, cases):
+    """The loss before the first step, where weights are not on BF16's grid by chance, and parameters after some."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    found = {}
+    for kind, recipe in cases:
+        first = []
+        for fp8 in (False, True):
+            model = shard(converted(kind, recipe), mp_policy=policy)
+            if fp8:
+                octavo.fp8_all_gather(model)
+            first.append(loss_of(model, batch(kind, 0, rank)).item())
+        found[kind, recipe] = first[1] - first[0], difference(rank, kind, recipe, mp_policy=policy)
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_weights_are_rounded_as_the_policy_says(world):
+    cases = [("MLP", recipe) for recipe in RECIPES]
+    for found in on_ranks(world, under_a_policy, cases):
+        assert found == dict.fromkeys(cases, (0.0, 0.0))
 
 
 def whole_blocks(rank):
