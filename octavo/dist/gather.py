@@ -88,8 +88,10 @@ class GatheredMember:
 
     def pre(self, _mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
         """Return what this rank sends: values of one layout or two, each with its scales unless all ranks know them."""
-        if self.product.shared and self._newest_version() != self._version:
-            self.gathers.refresh()
+        if self.product.shared:
+            if self._newest_version() != self._version:
+                self.gathers.refresh()
+            self.gathers.use()
         layouts = self._wanted()
         tensors = self._quantized(*layouts)
         if self.world == 1:
@@ -244,6 +246,11 @@ class FP8Gather:
             member.local()
         for exchange in dict.fromkeys(exchange for exchange, _ in self._sources):
             exchange.refresh()
+
+    def use(self) -> None:
+        """Have scales ready to quantise with."""
+        for _, source in self._sources:
+            source.use()
 
     def remove(self) -> None:
         """Have FSDP2 gather everything as it would."""

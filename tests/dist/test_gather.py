@@ -84,6 +84,37 @@ def test_weights_are_rounded_as_the_policy_says(world):
         assert found == dict.fromkeys(cases, (0.0, 0.0))
 
 
+def two_optimizers(rank, recipes):
+    """How often each history has rolled in three steps, and parameters, of weights and biases in optimisers apart."""
+
+    def rolls(recipe, fp8):
+        model = shard(converted("MLP", recipe))
+        if fp8:
+            octavo.fp8_all_gather(model)
+        parts = [[p for p in model.parameters() if (p.dim() > 1) is weights] for weights in (True, False)]
+        optimizers = [adamw(part) for part in parts]
+        for i in range(3):
+            loss_of(model, batch("MLP", i, rank)).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        manager = model.octavo_report.scaling
+        return numbers(model), dict(zip(manager.names, manager.histories()[-1].tolist(), strict=True))
+
+    found = {}
+    for recipe in recipes:
+        (plain, expected), (in_fp8, rolled) = rolls(recipe, False), rolls(recipe, True)
+        found[recipe] = largest_difference(in_fp8, plain), {n: rolled[n] - expected[n] for n in rolled if n[-1] == "w"}
+    return found
+
+
+def test_a_second_optimizer_rolls_no_history_again():
+    for found in on_ranks(2, two_optimizers, ("delayed", "current", "block")):
+        for recipe, (moved, more) in found.items():
+            assert moved == 0.0, recipe
+            assert recipe == "block" or (len(more) == 3 and not any(more.values())), more
+
+
 def whole_blocks(rank):
     """Shards of whole blocks and groups: all scales travel with the values."""
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 16, "num_key_value_heads": 16}
