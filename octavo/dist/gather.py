@@ -237,6 +237,7 @@ class FP8Gather:
         self._reshard(model)
         for member in self.members:
             member.attach()
+            member.linear.arrives_in_fp8 = True
         self._model_hook = model.register_forward_pre_hook(self._before_forward, prepend=True)
         self._model = model
 
@@ -257,6 +258,7 @@ class FP8Gather:
         self._reshard(self._model)
         for member in self.members:
             member.detach()
+            member.linear.arrives_in_fp8 = False
         for exchange, source in self._sources:
             exchange.sources.remove(source)
             exchange.release()
@@ -341,6 +343,11 @@ def fp8_all_gather(model: nn.Module, group: Any = None) -> FP8Gather:
     """
     require_ranks("fp8_all_gather")
     _require_names(model)
+    if any(isinstance(module, FP8Linear) and module.arrives_in_fp8 for module in model.modules()):
+        raise ValueError(
+            f"FSDP2 gathers weights of {type(model).__name__} in FP8 already: call remove() on what the first call of "
+            "octavo.fp8_all_gather returned, or leave out the second"
+        )
     compiled = [name for name, module in model.named_modules() if module._compiled_call_impl is not None]
     if compiled:
         raise ValueError(

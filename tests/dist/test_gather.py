@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from dist_cases import RECIPES, adamw, batch, converted, largest_difference, loss_of, numbers, shard
+from dist_cases import MLP, RECIPES, adamw, batch, converted, largest_difference, loss_of, numbers, shard
 from ranks import on_ranks
 from test_amax_on_ranks import Counted
 from torch import nn
@@ -260,6 +260,27 @@ def replicated(rank):
 def test_replicas_of_shards():
     for found in on_ranks(4, replicated):
         assert found == {"delayed": 0.0, "mx": 0.0}
+
+
+def while_it_is_active(rank):
+    model = shard(converted("MLP", "delayed"))
+    gathers = octavo.fp8_all_gather(model)
+    expected = loss_of(model, batch("MLP", 0, rank)).item()
+    with pytest.raises(ValueError, match=r"in FP8 already: call remove\(\)"):
+        octavo.fp8_all_gather(model)
+    for part in (model, model.first):
+        with pytest.raises(ValueError, match=r"call remove\(\) on what octavo\.fp8_all_gather returned"):
+            octavo.restore(part)
+    assert loss_of(model, batch("MLP", 0, rank)).item() == expected
+    gathers.remove()
+    octavo.fp8_all_gather(model).remove()
+    octavo.restore(model)
+    in_fp32 = loss_of(shard(MLP()), batch("MLP", 0, rank)).item()
+    return loss_of(model, batch("MLP", 0, rank)).item() - in_fp32
+
+
+def test_a_second_call_and_restore_are_refused():
+    assert on_ranks(2, while_it_is_active) == [0.0, 0.0]
 
 
 def refusals(_rank):
