@@ -153,7 +153,7 @@ class AmaxExchange:
 
     @property
     def _calls(self) -> list[str]:
-        """What the user called to have this exchange."""
+        """Names of the calls that use this exchange."""
         calls = {"octavo.share_amax": self.shares_states, "octavo.fp8_all_gather": bool(self.sources)}
         return [name for name, is_used in calls.items() if is_used]
 
