@@ -145,6 +145,11 @@ def restore(model: nn.Module) -> None:
         raise ValueError(
             f"{type(model).__name__} has weights in FP8 only: call remove() on what offload_master returned first"
         )
+    if any(isinstance(module, FP8Linear) and module.arrives_in_fp8 for module in model.modules()):
+        raise ValueError(
+            f"FSDP2 gathers weights of {type(model).__name__} in FP8, and would go on: call remove() on what "
+            "octavo.fp8_all_gather returned first"
+        )
     unfused = 0
     for module in model.modules():
         unfused += fuse.restore(module)  # first: an FP8 linear that is a unit of FSDP2 is given a class, too

@@ -10,13 +10,23 @@ ranks: logs differ, and a run that resumes on another number of ranks has to mer
 before each roll, so histories and scales are equal everywhere. A tensor that any rank has used rolls on all of them,
 and nothing rolls anywhere where any rank met NaN or infinity. Statistics stay those of each rank.
 
-The all-reduce belongs to `optimizer.step()`, so every rank has to take every step, with the same operands. Ranks
-compare their names first. A rank that leaves out a step is missed within `LIMIT` seconds: the exchange has a process
-group of its own with that limit, so that other collectives keep theirs. On the CPU the error is raised where it is
-found; on a GPU NCCL's watchdog ends the process and names the group.
+The all-reduce belongs to `optimizer.step()`, so every rank has to take every step, with the same operands. What is
+reduced begins with a header, whose maximum and minimum tell whether it is equal everywhere:
+
+    (1 if names are new, three parts of a digest of all names)  and its negative
+
+A rank that has multiplied something new cannot know whether the others have, too. So it first takes part in a reduction
+of the size that all agreed on last. If all ranks have something new, they compare names and reduce again. If only some
+have, these raise an error; so do the others on the CPU, while on a GPU they would have to wait to read the header.
+
+A rank that leaves out a step is missed within `LIMIT` seconds: the exchange has a process group of its own with that
+limit, so that other collectives keep theirs. On the CPU the error is raised where it is found; on a GPU NCCL's watchdog
+ends the process and names the group.
 """
 
 import hashlib
+import time
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
@@ -29,6 +39,7 @@ from octavo.numerics.scaling import NON_FINITE
 
 LIMIT = 30.0  # seconds that a rank waits for the others
 GROUP = "octavo amax of all ranks"
+HEADER = 8  # numbers
 _SHARED = NON_FINITE + 1  # the first slots of a state
 
 
@@ -61,24 +72,34 @@ class AmaxExchange:
         self.sources: list[Source] = []
         self.ranks = distributed.get_process_group_ranks(group or distributed.group.WORLD)
         # Not every rank calls this where the group has only some of them.
-        self.group = distributed.new_group(
+        limited = distributed.new_group(
             self.ranks, timeout=timedelta(seconds=LIMIT), use_local_synchronization=group is not None, group_desc=GROUP
         )
-        self._all = group  # without that limit: ranks may come late to their first forward
-        self._agreed: tuple[int, ...] = ()  # how many operands and sources all ranks have agreed on
+        # Without that limit: ranks may come late to their first forward.
+        unlimited = distributed.group.WORLD if group is None else group
+        # Weakly: torch holds groups until `destroy_process_group()`, and their threads must not outlive that.
+        self._groups = weakref.ref(limited), weakref.ref(unlimited)
+        # What all ranks have agreed on: which operands and sources here, their names, and how many maxima.
+        self._agreed: tuple[Any, ...] = ()
+        self._digest: tuple[int, ...] = ()
+        self._size = 0
+        self._header = torch.zeros(HEADER)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _no_exchange, ()
 
     def reduce(self, states: Tensor) -> None:
         """Replace the first slots of all states by their maximum over all ranks, and tell the sources theirs."""
-        self._require_agreement()
+        self._require_agreement(states.device)
         parts = [source.measure() for source in self.sources]
         if self.shares_states:
             parts.append(states[:, :_SHARED].reshape(-1))
-        maxima = torch.cat(parts)
+        maxima = torch.cat([self._header, *parts])
         self._all_reduce(maxima)
-        received = maxima.split([part.numel() for part in parts])
+        if maxima.device.type == "cpu":
+            self._require_old_names(maxima[:HEADER])
+        self._size = maxima.numel() - HEADER
+        received = maxima[HEADER:].split([part.numel() for part in parts])
         for source, part in zip(self.sources, received, strict=False):
             source.take(part)
         if self.shares_states:
@@ -88,7 +109,7 @@ class AmaxExchange:
         """Measure the sources again between steps: at the start, and after weights have been loaded."""
         parts = [source.measure() for source in self.sources]
         maxima = torch.cat(parts)
-        distributed.all_reduce(maxima, distributed.ReduceOp.MAX, group=self._all)
+        distributed.all_reduce(maxima, distributed.ReduceOp.MAX, group=self._group(limited=False))
         for source, part in zip(self.sources, maxima.split([part.numel() for part in parts]), strict=True):
             source.take(part)
         self.settle()
@@ -98,41 +119,99 @@ class AmaxExchange:
         for source in self.sources:
             source.settle()
 
+    def _group(self, *, limited: bool = True) -> Any:
+        group = self._groups[0 if limited else 1]()
+        if group is None:
+            raise RuntimeError(
+                "the process group of octavo.share_amax or octavo.fp8_all_gather was destroyed: call remove() on what "
+                "they returned before destroy_process_group(), to go on without other ranks"
+            )
+        return group
+
     def release(self) -> None:
         """Leave the manager if nothing takes part any more."""
         if not self.shares_states and not self.sources:
             self.manager.exchange = None
 
     def _all_reduce(self, tensor: Tensor) -> None:
+        group, start = self._group(), time.monotonic()
         try:
-            distributed.all_reduce(tensor, distributed.ReduceOp.MAX, group=self.group)
+            distributed.all_reduce(tensor, distributed.ReduceOp.MAX, group=group)
         except RuntimeError as error:
+            where = f"{self._where}: the amax of all ranks could not be reduced"
+            if time.monotonic() - start < 0.9 * LIMIT:
+                raise RuntimeError(f"{where}: another rank has ended, or raised an error, which it shows") from error
             raise RuntimeError(
-                f"rank {distributed.get_rank()}, step {self.manager.step_count}: the amax of all ranks could not be "
-                f"reduced within {LIMIT:g} s. Every rank has to call optimizer.step() equally often, also where it has "
-                "no gradients or a loss that is not finite; or each keeps scales of its own, without octavo.share_amax"
+                f"{where} within {LIMIT:g} s. Every rank has to call optimizer.step() equally often, also where it has "
+                "no gradients or a loss that is not finite, and to multiply in FP8 before it does; or train without "
+                f"{' and '.join(self._calls)}"
             ) from error
 
-    def _require_agreement(self) -> None:
-        """Raise on every rank if ranks would reduce different things; looks again only when something is new here."""
-        counts = (len(self.manager.states) if self.shares_states else 0, *map(id, self.sources))
+    @property
+    def _where(self) -> str:
+        return f"rank {distributed.get_rank()}, step {self.manager.step_count}"
+
+    @property
+    def _calls(self) -> list[str]:
+        """Names of the calls that use this exchange."""
+        calls = {"octavo.share_amax": self.shares_states, "octavo.fp8_all_gather": bool(self.sources)}
+        return [name for name, is_used in calls.items() if is_used]
+
+    @property
+    def _advice(self) -> str:
+        by_group = " and ".join(f"{call}(model, group=...)" for call in self._calls)
+        return f"Use {by_group} for ranks that run the same products, or train without"
+
+    def _require_agreement(self, device: torch.device) -> None:
+        """Raise if ranks would reduce different things; looks again only when something is new here."""
+        counts = (device, len(self.manager.states) if self.shares_states else 0, *map(id, self.sources))
         if counts == self._agreed:
             return
         names = self.manager.names if self.shares_states else []
-        labels = "\n".join([*(source.label for source in self.sources), *names])
-        digest = int.from_bytes(hashlib.sha256(labels.encode()).digest()[:7], "big")
-        device = self.manager.states[0].device
-        numbers = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
-        self._all_reduce(numbers)
-        most, least = numbers.tolist()
-        if most != -least:
-            everyone: list[Any] = [None] * len(self.ranks)
-            distributed.all_gather_object(everyone, labels.split("\n"), group=self.group)
-            raise ValueError(_difference(self.ranks, everyone))
-        self._agreed = counts
-        if self.shares_states:
-            for history in self.manager.histories():  # those of a run that was local until now differ
-                self._all_reduce(history)
+        labels = [*(source.label for source in self.sources), *names]
+        digest = _digest(labels)
+        if digest != self._digest:
+            header = _header(digest, is_new=True, device=device)
+            numbers = torch.cat([header, header.new_zeros(self._size)])
+            self._all_reduce(numbers)
+            most, least = _most_and_least(numbers)
+            if not least[0]:
+                raise ValueError(
+                    f"{self._where}: this rank has multiplied something new ({labels[-1]}) and others have not, so "
+                    f"their amax cannot be shared. {self._advice}"
+                )
+            if most != least:
+                everyone: list[Any] = [None] * len(self.ranks)
+                distributed.all_gather_object(everyone, labels, group=self._group())
+                raise ValueError(f"{_difference(self.ranks, everyone)}. {self._advice}")
+            if self.shares_states:
+                for history in self.manager.histories():  # those of a run that was local until now differ
+                    self._all_reduce(history)
+        self._agreed, self._digest = counts, digest
+        self._header = _header(digest, is_new=False, device=device)
+
+    def _require_old_names(self, header: Tensor) -> None:
+        if _most_and_least(header)[0][0]:
+            raise ValueError(
+                f"{self._where}: another rank has multiplied something new and this one has not, so their amax cannot "
+                f"be shared. {self._advice}"
+            )
+
+
+def _digest(labels: list[str]) -> tuple[int, ...]:
+    """A digest in parts of 24 bits, which FP32 holds exactly."""
+    digest = hashlib.sha256("\n".join(labels).encode()).digest()
+    return tuple(int.from_bytes(digest[i : i + 3], "big") for i in (0, 3, 6))
+
+
+def _header(digest: tuple[int, ...], *, is_new: bool, device: torch.device) -> Tensor:
+    numbers = torch.tensor([is_new, *digest], dtype=torch.float32)
+    return torch.cat([numbers, -numbers]).to(device)
+
+
+def _most_and_least(reduced: Tensor) -> tuple[list[float], list[float]]:
+    most, least = reduced[:HEADER].view(2, -1).tolist()
+    return most, [-number for number in least]
 
 
 def _no_exchange() -> None:
@@ -148,10 +227,7 @@ def _difference(ranks: Sequence[int], labels: Sequence[list[str]]) -> str:
             parts.append(
                 f"rank {rank} lacks {len(lacks)} of rank {ranks[0]} and has {len(has)} others ({(lacks + has)[0]})"
             )
-    return (
-        f"ranks multiply different things, so their amax cannot be shared: {'; '.join(parts) or 'in another order'}. "
-        "Use octavo.share_amax(model, group=...) for ranks with equal models, or leave scales to each rank"
-    )
+    return f"ranks multiply different things, so their amax cannot be shared: {'; '.join(parts) or 'in another order'}"
 
 
 class SharedAmax:

@@ -9,7 +9,9 @@ optimisers, gradients and checkpoints; only what travels, and what linears see b
     before backward    the same again. Per channel and mx in the other direction: dx contracts over N
     after step         one all-reduce of the maxima that span ranks (`amax.py`)
 
-Values and scales are those that whole weights would be quantised to, so results have the same bits as without.
+Values and scales are those that whole weights would be quantised to, so results have the same bits as without. Under
+`MixedPrecisionPolicy(param_dtype=…)` those are weights in `param_dtype`: a shard is cast before it is measured and
+quantised, as FSDP2 casts it before it is gathered.
 Weights that a unit keeps from forward to backward (`reshard_after_forward=False`) are gathered once: per channel and mx
 in both directions, two bytes an element. So they are for backward where activations are computed again.
 
@@ -43,7 +45,7 @@ _NAMES = {
         *("all_gather_outputs", "_unsharded_inner_tensors", "padded_sharded_param_size", "fsdp_placement"),
         *("_module_info", "sharded_param", "offload_to_cpu", "is_dtensor"),
     ),
-    "a unit": ("fsdp_params", "_training_state", "mesh_info"),
+    "a unit": ("fsdp_params", "_training_state", "mesh_info", "mp_policy"),
 }
 
 
@@ -73,7 +75,12 @@ class GatheredMember:
     def local(self) -> Tensor:
         """Return this rank's rows, and take note of which values they are."""
         self._version = self._newest_version()
-        return self.parameter._sharded_local_tensor.detach()
+        return self._values()
+
+    def _values(self) -> Tensor:
+        """This rank's rows as plain FSDP2 gathers them: a cast copy where the policy says so."""
+        shard: Tensor = self.parameter._sharded_local_tensor.detach()
+        return shard.to(self.unit.mp_policy.param_dtype or shard.dtype)
 
     def _newest_version(self) -> tuple[int, int]:
         """Count writes: to the DTensor, which do not show in its local tensor, and to that one."""
@@ -81,10 +88,12 @@ class GatheredMember:
 
     def pre(self, _mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
         """Return what this rank sends: values of one layout or two, each with its scales unless all ranks know them."""
-        if self.product.shared and self._newest_version() != self._version:
-            self.gathers.refresh()
+        if self.product.shared:
+            if self._newest_version() != self._version:
+                self.gathers.refresh()
+            self.gathers.use()
         layouts = self._wanted()
-        tensors = [tensor for layout in layouts for tensor in self._quantized(layout)]
+        tensors = self._quantized(*layouts)
         if self.world == 1:
             self.parameter._unsharded_inner_tensors = []
             return (tensors[0].new_empty(1),), (layouts, tensors)
@@ -136,13 +145,15 @@ class GatheredMember:
             self._held[layout] = self._whole(layout, iter([self._gathered(t) for t in self._quantized(layout)]))
         return self._held[layout]
 
-    def _quantized(self, layout: str) -> list[Tensor]:
+    def _quantized(self, *layouts: str) -> list[Tensor]:
         """The shard's values as bytes, padded as FSDP2 pads it, and its scales where they are not shared."""
-        data, scale = self.product.quantize(layout, self.shard, self.parameter._sharded_local_tensor.detach())
-        tensors = [_padded(data.view(torch.uint8), self.chunk)]
-        if layout not in self.product.shared:
-            packed = scale.view(torch.uint8) if scale.element_size() == 1 else scale
-            tensors.append(_padded(packed, self.product.groups[layout].counts(self.chunk, 1)[0]))
+        tensors, values = [], self._values()
+        for layout in layouts:
+            data, scale = self.product.quantize(layout, self.shard, values)
+            tensors.append(_padded(data.view(torch.uint8), self.chunk))
+            if layout not in self.product.shared:
+                packed = scale.view(torch.uint8) if scale.element_size() == 1 else scale
+                tensors.append(_padded(packed, self.product.groups[layout].counts(self.chunk, 1)[0]))
         return tensors
 
     def _whole(self, layout: str, arrived: Iterator[Tensor]) -> Quantized:
@@ -226,6 +237,7 @@ class FP8Gather:
         self._reshard(model)
         for member in self.members:
             member.attach()
+            member.linear.arrives_in_fp8 = True
         self._model_hook = model.register_forward_pre_hook(self._before_forward, prepend=True)
         self._model = model
 
@@ -236,11 +248,17 @@ class FP8Gather:
         for exchange in dict.fromkeys(exchange for exchange, _ in self._sources):
             exchange.refresh()
 
+    def use(self) -> None:
+        """Have scales ready to quantise with."""
+        for _, source in self._sources:
+            source.use()
+
     def remove(self) -> None:
         """Have FSDP2 gather everything as it would."""
         self._reshard(self._model)
         for member in self.members:
             member.detach()
+            member.linear.arrives_in_fp8 = False
         for exchange, source in self._sources:
             exchange.sources.remove(source)
             exchange.release()
@@ -325,6 +343,11 @@ def fp8_all_gather(model: nn.Module, group: Any = None) -> FP8Gather:
     """
     require_ranks("fp8_all_gather")
     _require_names(model)
+    if any(isinstance(module, FP8Linear) and module.arrives_in_fp8 for module in model.modules()):
+        raise ValueError(
+            f"FSDP2 gathers weights of {type(model).__name__} in FP8 already: call remove() on what the first call of "
+            "octavo.fp8_all_gather returned, or leave out the second"
+        )
     compiled = [name for name, module in model.named_modules() if module._compiled_call_impl is not None]
     if compiled:
         raise ValueError(

@@ -14,8 +14,10 @@ What ranks agree on is measured after each optimiser step and takes part in the 
 knows all those scales and sends FP8 values alone. All other groups lie within one shard: their scales are found while
 it is quantised, and travel beside the values. Either way values and scales are those of the whole weight, to the bit.
 
-`tensor` with delayed scaling: the amax is recorded in the weight's scaling state as a use of the coming step, and the
-scale follows from state and amax by the rules of `numerics/scaling.py`, as it does where the weight is whole.
+`tensor`: the amax is recorded in the weight's scaling state, and with delayed scaling the scale follows from state and
+amax by the rules of `numerics/scaling.py`, as it does where the weight is whole. That happens at the first gather after
+a step, which is a use of the coming step. Within `optimizer.step()` it would be a use that the step of a second
+optimiser rolls.
 """
 
 from collections.abc import Sequence
@@ -171,6 +173,7 @@ class ProductScales:
         for (product, _, layout, counts), part in zip(self._parts, flat.split(sizes), strict=True):
             product.scales[layout] = part.view(()) if self.recipe.granularity == "tensor" else part.view(counts)
         self._sizes = sizes
+        self._is_due = False  # scales of whole weights, which the next gather computes
 
     @property
     def label(self) -> str:
@@ -190,14 +193,20 @@ class ProductScales:
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Compute all scales, and record the amax of weights that have one scale as uses of the coming step."""
+        """Compute the scales of groups; leave those of whole weights to the next gather."""
         recipe, maxima = self.recipe, self._maxima
+        self._is_due = recipe.granularity == "tensor"
         if recipe.granularity == "mx":
             self._scales.copy_(mx_scale(maxima, recipe.format, recipe.mx_rule, recipe.margin).view(torch.uint8))
-        elif recipe.granularity == "tensor":
-            self._scales.copy_(self._record(maxima))
-        else:
+        elif not self._is_due:
             self._scales.copy_(scale_from_amax(maxima, recipe.format, recipe.margin))
+
+    @torch.no_grad()
+    def use(self) -> None:
+        """Compute the scales of whole weights, and record their amax, at the first gather after a step."""
+        if self._is_due:
+            self._is_due = False
+            self._scales.copy_(self._record(self._maxima))
 
     def _record(self, amax: Tensor) -> Tensor:
         """Do for all products at once what `numerics.operand.quantize_operand` does for one."""

@@ -151,6 +151,7 @@ class FP8Linear(LinearInFP8):
 
     is_trained = True
     fp8_only: OffloadedWeight | None = None
+    arrives_in_fp8: bool = False  # its weight, of which FSDP2 gathers the shards (`dist/gather.py`)
     gathers_in_fp8: bool = False  # takes tokens that are sharded, and gathers them in FP8 (`dist/parallel.py`)
 
     def __init__(

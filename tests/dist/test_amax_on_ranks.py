@@ -2,15 +2,16 @@
 
 import copy
 import time
+import weakref
 
 import pytest
 import torch
-from dist_cases import adamw, batch, converted, loss_of, numbers
+from dist_cases import adamw, batch, converted, loss_of, numbers, shard
 from ranks import on_ranks
 from torch import distributed, nn
 
 import octavo
-from octavo.dist import amax
+from octavo.dist import amax, together
 from octavo.numerics.scaling import LAST_AMAX, NON_FINITE, SCALE
 
 DDP = nn.parallel.DistributedDataParallel
@@ -91,10 +92,10 @@ def test_all_ranks_have_one_state():
         assert (first[name] == second[name]).all(), name
     for name in ("local", "local again"):
         assert (first[name] != second[name]).any(), name
-    # The first step also compares names (two numbers of 8 bytes) and joins the histories of nine operands; each step
-    # has four numbers for each of them.
-    numbers, histories = 9 * 4 * 4, [9 * 32 * 4, 9 * 4, 9 * 4, 9 * 8]
-    assert first["all-reduces"] == [16, *histories, numbers, numbers]
+    # The first step also compares names (a header of eight numbers) and joins the histories of nine operands; each step
+    # has a header, and four numbers for each of them.
+    header, histories = 8 * 4, [9 * 32 * 4, 9 * 4, 9 * 4, 9 * 8]
+    assert first["all-reduces"] == [header, *histories, *[header + 9 * 4 * 4] * 2]
 
 
 def fewer_products(rank):
@@ -118,11 +119,64 @@ def test_ranks_with_other_products_are_told_at_once():
         assert seconds < 30
 
 
-def skipped_step(rank):
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Parameter(torch.randn(64, 64) / 8), nn.Parameter(torch.randn(64, 64) / 8)
+
+    def forward(self, x, products):
+        for weight in (self.a, self.b, self.a)[:products]:
+            x = x @ weight
+        return x.square().mean()
+
+
+def branches(rank, products):
+    """Steps of an autocast, by the products that this rank runs in each; the error of the last."""
+    model, context = DDP(Branches(), find_unused_parameters=True), octavo.fp8_autocast()
+    optimizer = adamw(model.parameters())
+    shared = octavo.share_amax(context)
+    for i, by_rank in enumerate(products):
+        with context:
+            loss = model((rank + i + 1) * torch.ones(8, 64), by_rank[rank])
+        loss.backward()
+        if i < len(products) - 1:
+            optimizer.step()
+    before, start = histories(context.scaling), time.monotonic()
+    with Counted() as counted:
+        try:
+            optimizer.step()
+        except ValueError as error:
+            assert torch.equal(histories(context.scaling), before) and time.monotonic() - start < 10
+            return str(error)
+        finally:
+            shared.remove()
+    return len(counted.sizes), scales(context.scaling).numpy()
+
+
+def branches_in_turn(rank, cases):
+    return [branches(rank, case) for case in cases]
+
+
+def test_a_product_that_one_rank_alone_has_is_named_at_once():
+    cases = [[(1, 1), (2, 2), (3, 2)], [(1, 2)], [(1, 1), (2, 2), (3, 3)], [(1, 1), (2, 2), (2, 2)]]
+    ones, others = on_ranks(2, branches_in_turn, cases, limit=90)
+    assert ones[0].startswith("rank 0, step 3: this rank has multiplied something new (")
+    assert others[0].startswith("rank 1, step 3: another rank has multiplied something new and this one has not")
+    for message in (ones[0], others[0], ones[1], others[1]):
+        assert "share_amax(model, group=...) for ranks that run the same products" in message
+    assert "rank 1 lacks 0 of rank 0 and has 3 others" in ones[1] and ones[1] == others[1]
+    # Something new on all ranks: a header with what was agreed, four tensors of histories, and all maxima.
+    for one, other, reduces in zip(ones[2:], others[2:], (6, 1), strict=True):
+        assert one[0] == other[0] == reduces and (one[1] == other[1]).all()
+
+
+def skipped_step(rank, call):
     amax.LIMIT = 2.0
     model = converted("MLP", "delayed")
+    model = shard(model) if call == "fp8_all_gather" else model
+    getattr(octavo, call)(model)
     optimizer = adamw(model.parameters())
-    octavo.share_amax(model)
     step(model, optimizer, batch("MLP", 0, rank))
     loss_of(model, batch("MLP", 1, rank)).backward()
     if rank == 1:
@@ -135,9 +189,38 @@ def skipped_step(rank):
     return str(error.value)
 
 
-def test_a_rank_that_skips_a_step_is_missed():
-    message, _ = on_ranks(2, skipped_step, limit=90)
+@pytest.mark.parametrize("call", ["share_amax", "fp8_all_gather"])
+def test_a_rank_that_skips_a_step_is_missed(call):
+    message, _ = on_ranks(2, skipped_step, call, limit=90)
     assert message.startswith("rank 0, step 2:") and "optimizer.step() equally often" in message
+    assert message.endswith(f"train without octavo.{call}")
+
+
+def destroyed(rank, folder):
+    """Groups that live on have threads, of which a process dies at its end. Then ranks meet again."""
+    model = converted("MLP", "delayed")
+    optimizer = adamw(model.parameters())
+    shared = octavo.share_amax(model)
+    assert together.from_all(rank) == together.from_all(rank) == [0, 1]
+    step(model, optimizer, batch("MLP", 0, rank))
+    groups = [weakref.ref(group) for group in distributed.distributed_c10d._world.pg_map]
+    distributed.barrier()
+    distributed.destroy_process_group()
+    left = sum(group() is not None for group in groups)
+    loss_of(model, batch("MLP", 1, rank)).backward()
+    with pytest.raises(RuntimeError, match=r"was destroyed: call remove\(\)"):
+        optimizer.step()
+    shared.remove()
+    optimizer.step()
+    store = distributed.FileStore(f"{folder}/again", 2)
+    distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    octavo.share_amax(model)
+    step(model, optimizer, batch("MLP", 2, rank))
+    return len(groups), left, together.from_all(rank)
+
+
+def test_no_group_outlives_destroy_process_group(tmp_path):
+    assert on_ranks(2, destroyed, str(tmp_path), limit=90) == [(3, 0, [0, 1])] * 2
 
 
 def test_a_rank_has_thirty_seconds():

@@ -7,10 +7,11 @@ import warnings
 
 import pytest
 import torch
-from dist_cases import RECIPES, adamw, batch, converted, largest_difference, loss_of, numbers, shard
+from dist_cases import MLP, RECIPES, adamw, batch, converted, largest_difference, loss_of, numbers, shard
 from ranks import on_ranks
 from test_amax_on_ranks import Counted
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import octavo
 from octavo.dist import gather
@@ -59,6 +60,59 @@ def test_bits_are_those_of_plain_fsdp2(world):
     cases += [("MLP", recipe) for recipe in RECIPES] if world == 2 else []
     for found in on_ranks(world, every_recipe, cases):
         assert found == dict.fromkeys(cases, 0.0)
+
+
+def under_a_policy(rank, cases):
+    """The loss before the first step, where weights are not on BF16's grid by chance, and parameters after some."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    found = {}
+    for kind, recipe in cases:
+        first = []
+        for fp8 in (False, True):
+            model = shard(converted(kind, recipe), mp_policy=policy)
+            if fp8:
+                octavo.fp8_all_gather(model)
+            first.append(loss_of(model, batch(kind, 0, rank)).item())
+        found[kind, recipe] = first[1] - first[0], difference(rank, kind, recipe, mp_policy=policy)
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_weights_are_rounded_as_the_policy_says(world):
+    cases = [("MLP", recipe) for recipe in RECIPES]
+    for found in on_ranks(world, under_a_policy, cases):
+        assert found == dict.fromkeys(cases, (0.0, 0.0))
+
+
+def two_optimizers(rank, recipes):
+    """How often each history has rolled in three steps, and parameters, of weights and biases in optimisers apart."""
+
+    def rolls(recipe, fp8):
+        model = shard(converted("MLP", recipe))
+        if fp8:
+            octavo.fp8_all_gather(model)
+        parts = [[p for p in model.parameters() if (p.dim() > 1) is weights] for weights in (True, False)]
+        optimizers = [adamw(part) for part in parts]
+        for i in range(3):
+            loss_of(model, batch("MLP", i, rank)).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        manager = model.octavo_report.scaling
+        return numbers(model), dict(zip(manager.names, manager.histories()[-1].tolist(), strict=True))
+
+    found = {}
+    for recipe in recipes:
+        (plain, expected), (in_fp8, rolled) = rolls(recipe, False), rolls(recipe, True)
+        found[recipe] = largest_difference(in_fp8, plain), {n: rolled[n] - expected[n] for n in rolled if n[-1] == "w"}
+    return found
+
+
+def test_a_second_optimizer_rolls_no_history_again():
+    for found in on_ranks(2, two_optimizers, ("delayed", "current", "block")):
+        for recipe, (moved, more) in found.items():
+            assert moved == 0.0, recipe
+            assert recipe == "block" or (len(more) == 3 and not any(more.values())), more
 
 
 def whole_blocks(rank):
@@ -206,6 +260,27 @@ def replicated(rank):
 def test_replicas_of_shards():
     for found in on_ranks(4, replicated):
         assert found == {"delayed": 0.0, "mx": 0.0}
+
+
+def while_it_is_active(rank):
+    model = shard(converted("MLP", "delayed"))
+    gathers = octavo.fp8_all_gather(model)
+    expected = loss_of(model, batch("MLP", 0, rank)).item()
+    with pytest.raises(ValueError, match=r"in FP8 already: call remove\(\)"):
+        octavo.fp8_all_gather(model)
+    for part in (model, model.first):
+        with pytest.raises(ValueError, match=r"call remove\(\) on what octavo\.fp8_all_gather returned"):
+            octavo.restore(part)
+    assert loss_of(model, batch("MLP", 0, rank)).item() == expected
+    gathers.remove()
+    octavo.fp8_all_gather(model).remove()
+    octavo.restore(model)
+    in_fp32 = loss_of(shard(MLP()), batch("MLP", 0, rank)).item()
+    return loss_of(model, batch("MLP", 0, rank)).item() - in_fp32
+
+
+def test_a_second_call_and_restore_are_refused():
+    assert on_ranks(2, while_it_is_active) == [0.0, 0.0]
 
 
 def refusals(_rank):

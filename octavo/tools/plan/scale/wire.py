@@ -22,6 +22,7 @@ from octavo.tools.shapes import MEMBERS, Case
 
 REDUCE_BYTES = {"fp32": FP32, "bf16": BF16, "fp8": 1}
 SCALED = 128  # elements of a gradient that share a scale on the wire
+AMAX_HEADER = 8  # numbers that tell whether all ranks reduce the same
 AMAX_NUMBERS = 3 * 4  # of a product: x, w and g; scale, amax, uses, non-finite
 
 
@@ -100,7 +101,7 @@ def amax_bytes(case: Case, way: Way, gpus: int) -> int:
     numbers = len(MEMBERS) * AMAX_NUMBERS
     if way.fp8_gather:
         numbers += sum(_maxima(product, way, gpus) for product in _products(case))
-    return case.layers * numbers * FP32
+    return (AMAX_HEADER + case.layers * numbers) * FP32
 
 
 def _products(case: Case) -> list[list[tuple[int, int]]]:
