@@ -65,15 +65,15 @@ class OtherRankFailed(OSError):
 
 
 @contextmanager
-def all_or_none() -> Iterator[None]:
-    """Raise on every rank, at the end of the block, if the block raised an OSError on one: so that none goes on alone.
+def all_or_none(kind: type[Exception] = OSError) -> Iterator[None]:
+    """Raise on every rank, at the end of the block, if the block raised an error of a kind on one: none goes on alone.
 
     The rank with the error raises it; the others raise `OtherRankFailed`.
     """
-    mine: OSError | None = None
+    mine: Exception | None = None
     try:
         yield
-    except OSError as error:
+    except kind as error:
         mine = error
     errors = from_all(None if mine is None else str(mine))
     if mine is not None:
