@@ -81,11 +81,12 @@ def test_a_signal_is_passed_on_to_all(tmp_path):
     assert [(tmp_path / name).read_text() for name in "01"] == ["2", "2"]
 
 
-def test_a_signal_to_one_rank_stops_all(script, monkeypatch):
+def test_a_signal_to_one_rank_stops_all(script, monkeypatch, tmp_path):
     """They have agreed to stop; one takes longer to save than the launcher waits after a failure."""
     monkeypatch.setattr(launcher, "NOTICE", 0.2)
-    script("time.sleep(0.1 if rank == '1' else 1.5); sys.exit(143)")
+    script(f"time.sleep(0.1 if rank == '1' else 1.5); open({str(tmp_path)!r} + '/' + rank, 'w'); sys.exit(143)")
     assert run_ranks(2, []) == 143
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
     script("sys.exit(130 if rank == '1' else 3)")  # the other was in the middle of a collective
     assert run_ranks(2, []) == 130
     script("if rank == '1': os.kill(os.getpid(), 9)\nsys.exit(3)")
