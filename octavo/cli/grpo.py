@@ -1,6 +1,5 @@
 """`octavo grpo`."""
 
-import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -9,6 +8,7 @@ import typer
 from rich.console import Console
 
 from octavo.cli.options import option
+from octavo.training.environment import launched_ranks
 from octavo.training.errors import UserError
 
 NEEDED = ("transformers", "peft")
@@ -146,7 +146,7 @@ def grpo(
     options = {name: value for name, value in locals().items() if value is not None}
     for name in ("out", "resume", "overwrite"):
         options.pop(name, None)
-    if (ranks := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+    if (ranks := launched_ranks()) > 1:
         raise UserError(f"octavo grpo runs in one process, and a launcher has started {ranks}: leave torchrun out")
     if resume and overwrite:
         raise UserError("--resume continues the run in --out and --overwrite replaces it: give one of them")

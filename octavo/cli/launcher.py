@@ -1,7 +1,8 @@
 """`--nproc N`: the same command again in N processes of this machine, which find each other as under torchrun.
 
-Rank 0 has the terminal. A signal is passed on to all ranks once, so that they finish the step, save and stop. Where a
-rank ends before its time, the others are stopped, and one line says which rank it was and why: the words of the first
+Rank 0 has the terminal. A signal is passed on to all ranks once, so that they finish the step, save and stop; they do
+the same where one of them is sent a signal by itself, since they agree on stops after each step. Where a rank ends
+before its time, the others are stopped, and one line says which rank it was and why: the words of the first
 to fail, since the others only lost contact with it.
 
 Restarts and several machines are torchrun's: `torchrun --nproc-per-node N -m octavo …` runs the same code.
@@ -19,6 +20,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import IO
 
+from octavo.training.environment import launched_ranks
 from octavo.training.errors import LostContact, RunError, UserError
 from octavo.training.signals import SIGNALS
 
@@ -33,7 +35,7 @@ def launch(count: int) -> bool:
 
     `--nproc 1` is one process: this one. Under torchrun it is refused, since the ranks are there already.
     """
-    started = int(os.environ.get("WORLD_SIZE", "1"))
+    started = launched_ranks()
     if count < 1:
         raise UserError(f"--nproc {count}: at least 1")
     if started > 1:
@@ -73,8 +75,9 @@ def run_ranks(count: int, arguments: list[str]) -> int:
         finally:
             for rank in ranks:
                 rank.kill()
-    if passed and all(rank.code in (*_STOPPED, LostContact.exit_code, -signal.SIGKILL) for rank in ranks):
-        return 128 + passed[0]
+    stopped = [128 + number for number in passed] or [rank.code for rank in ranks if rank.code in _STOPPED]
+    if stopped and all(rank.code in (*_STOPPED, LostContact.exit_code, -signal.SIGKILL) for rank in ranks):
+        return stopped[0]
     if failed is None:
         return 0
     raise RunError(failed.words(count))
@@ -159,7 +162,8 @@ def _wait(ranks: list[_Rank], passed: list[int]) -> _Rank | None:
         if len(ended) == len(ranks):
             break
         if failed or len(passed) > 1:
-            deadline = min(deadline, time.monotonic() + (GRACE if passed else NOTICE))
+            stops = passed or failed[0].code in _STOPPED
+            deadline = min(deadline, time.monotonic() + (GRACE if stops else NOTICE))
         time.sleep(0.02)
     blamed = [rank for rank in failed if rank.code != LostContact.exit_code]
     return next(iter(blamed + failed), None)

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from octavo.cli.launcher import launch
 from octavo.cli.options import option
+from octavo.training.environment import launched_ranks
 from octavo.training.errors import UserError
 
 NEEDED = ("transformers", "peft", "trl", "datasets")
@@ -132,7 +133,6 @@ def sft(
     from octavo.sft.run import fine_tune, read_settings
     from octavo.sft.settings import settings_from_options
     from octavo.training.run_folder import find_run
-    from octavo.training.several_ranks import launched_ranks
 
     options["ranks"] = launched_ranks()
     base = read_settings(find_run(out)) if resume else None

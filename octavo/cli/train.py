@@ -8,6 +8,7 @@ from rich.text import Text
 
 from octavo.cli.launcher import launch
 from octavo.cli.options import GRANULARITIES, RECIPES, in_words, operand_option, option
+from octavo.training.environment import launched_ranks
 from octavo.training.errors import RunError, UserError
 
 # Options that are fields of FP8TrainingConfig; the others are options of `settings_from_options`.
@@ -157,7 +158,7 @@ def train(
     from octavo.training.loop import train as run_training
     from octavo.training.run_folder import find_run, read_settings
     from octavo.training.settings import settings_from_options
-    from octavo.training.several_ranks import console_of, is_first, launched_ranks
+    from octavo.training.several_ranks import console_of, is_first
 
     for name in ("out", "resume", "overwrite", "nproc"):
         options.pop(name, None)

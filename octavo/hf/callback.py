@@ -35,7 +35,7 @@ from octavo.numerics import FP8ScalingManager
 from octavo.optim import keep_masters, offload_master, step_in_backward
 from octavo.optim.in_backward import InBackward, why_not_in_backward
 from octavo.optim.masters import why_not_offloaded
-from octavo.optim.split_masters import has_master
+from octavo.optim.split_masters import has_master, why_without_masters
 from octavo.support import emulation_on
 
 MULTIPLE = 16  # tokens: FP8 products on tensor cores have operands of whole 16-byte units
@@ -119,6 +119,8 @@ class OctavoCallback(TrainerCallback):
         if state.is_world_process_zero and not self._introduced:
             self._introduced = True
             _introduce(model, kwargs["optimizer"])
+            if self.master_weights is None and (words := why_without_masters(kwargs["optimizer"])):
+                logger.warning("octavo: %s", words)
             if self.hints:
                 _advise(trainer, args)
         self._take_back()

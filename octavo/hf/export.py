@@ -8,6 +8,9 @@
 
 Weights that are in FP8 with these scales already are written byte for byte, if no adapter changes them. A folder is
 filled when all of it is there: everything is written beside it first.
+
+Of a sharded model (FSDP2), every rank calls: layers are gathered one at a time, rank 0 keeps them in host memory and
+writes, into the folder that it was given, and the others wait.
 """
 
 import copy
@@ -21,13 +24,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from octavo.dist.whole import has_shards
+from octavo.hf.sharded import alone, kept, made_ready, whole_parameters, written_by_first
 from octavo.nn.fp8_only import full_precision
 from octavo.nn.frozen import SCALE_NAME, FP8FrozenLinear, quantize_weight
+from octavo.nn.sharded import plain_class
 from octavo.numerics.checks import check_choice
 from octavo.numerics.formats import E4M3
 from octavo.numerics.quantize import BLOCK, Quantized
 
-METHODS = ("merged_16bit", "merged_fp8")
+METHODS = ("merged_16bit", "merged_fp8", "lora")
 GRANULARITIES = ("block", "channel")
 _SCALE_NAMES = {"block": SCALE_NAME, "channel": "weight_scale"}
 _WRAPPED = ".base_layer"
@@ -40,6 +46,7 @@ def export_fp8(model: nn.Module, path: str | Path, *, tokenizer: Any = None, gra
     `granularity`: "block" of 128×128, or "channel", which transformers reads with the package compressed-tensors. Not
     given: "channel" for weights that are frozen in FP8 per channel, else "block".
     """
+    sharded = made_ready(model)
     base = _base_model(model)
     if granularity is None:
         frozen = {module.granularity for module in base.modules() if isinstance(module, FP8FrozenLinear)}
@@ -48,7 +55,7 @@ def export_fp8(model: nn.Module, path: str | Path, *, tokenizer: Any = None, gra
     left = sorted(name for name, module in _linears(base) if not _goes_into_fp8(base, name, module))
     left += sorted(name for name, chosen in _saved_whole(base).items() if isinstance(chosen, nn.Linear))
     quantization = _blocks_layout(left) if granularity == "block" else _channels_layout(left)
-    return _write(base, dict(_tensors(base, granularity)), quantization, Path(path), tokenizer)
+    return _save(base, granularity, quantization, sharded, Path(path), tokenizer)
 
 
 def _blocks_layout(left: list[str]) -> dict[str, Any]:
@@ -77,12 +84,45 @@ def _channels_layout(left: list[str]) -> dict[str, Any]:
 
 
 def save_merged(model: nn.Module, path: str | Path, method: str = "merged_16bit", *, tokenizer: Any = None) -> Path:
-    """Write the model with its adapters merged into the weights, in BF16 or in FP8. The model itself stays as it is."""
+    """Write the model with its adapters merged into the weights, in BF16 or in FP8. The model itself stays as it is.
+
+    `lora`: the adapters alone, as PEFT's `save_pretrained` writes them; also those of a sharded model.
+    """
     check_choice("save_method", method, METHODS)
     if method == "merged_fp8":
         return export_fp8(model, path, tokenizer=tokenizer)
-    base = _base_model(model)
-    return _write(base, dict(_tensors(base, None)), None, Path(path), tokenizer)
+    sharded = made_ready(model)
+    if method == "lora":
+        return _save_adapters(model, sharded, Path(path), tokenizer)
+    return _save(_base_model(model), None, None, sharded, Path(path), tokenizer)
+
+
+def _save_adapters(model: Any, sharded: bool, path: Path, tokenizer: Any) -> Path:
+    if not hasattr(model, "peft_config"):
+        raise ValueError(
+            f"save_method='lora' of a {plain_class(model).__name__}: it has no adapters of PEFT's; give "
+            "FastLanguageModel.save_pretrained_merged the model that get_peft_model returned"
+        )
+    options = {"state_dict": kept(_adapters(model), sharded)} if sharded else {}
+    with written_by_first(sharded) as writes:
+        if writes:
+            model.save_pretrained(str(path), **options)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(path)
+    return path
+
+
+def _adapters(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that PEFT saves of all adapters, under the names in the model's state dict."""
+    from peft import get_peft_model_state_dict
+
+    state = model.state_dict()
+    chosen = {
+        id(value)
+        for name in model.peft_config
+        for value in get_peft_model_state_dict(model, state_dict=state, adapter_name=name).values()
+    }
+    yield from ((name, value) for name, value in state.items() if id(value) in chosen)
 
 
 def _base_model(model: Any) -> Any:
@@ -90,8 +130,13 @@ def _base_model(model: Any) -> Any:
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not hasattr(model, "config") or not hasattr(model, "save_pretrained"):
         raise TypeError(f"model is a {type(model).__name__}: takes a transformers model, or a PEFT model around one")
-    for module in model.modules():
+    for name, module in model.named_modules():
         if hasattr(module, "get_base_layer") and module.disable_adapters and getattr(module, "merged", False):
+            if has_shards(module):
+                raise ValueError(
+                    f"{name}: its adapters are disabled, and merged into weights that are shards; call "
+                    "unmerge_adapter() before fully_shard"
+                )
             module.unmerge()  # as PEFT's own forward would: what is disabled is not in the weights
     return model
 
@@ -135,21 +180,23 @@ def _tensors(base: Any, granularity: str | None) -> Iterator[tuple[str, Tensor]]
     for name, module in linears.items():
         inner = module.get_base_layer() if hasattr(module, "get_base_layer") else module
         changed = hasattr(module, "get_base_layer") and bool(_active(module))
-        if granularity is not None and _goes_into_fp8(base, name, module):
-            q = _in_fp8(inner, _merged(module, inner) if changed else None, granularity)
-            yield f"{name}.weight", q.data
-            yield f"{name}.{_SCALE_NAMES[granularity]}", q.scale
-        else:
-            yield f"{name}.weight", _merged(module, inner).to(_dtype(base))
-        if inner.bias is not None:
-            yield f"{name}.bias", inner.bias.detach()
+        with whole_parameters(module):
+            if granularity is not None and _goes_into_fp8(base, name, module):
+                q = _in_fp8(inner, _merged(module, inner) if changed else None, granularity)
+                yield f"{name}.weight", q.data
+                yield f"{name}.{_SCALE_NAMES[granularity]}", q.scale
+            else:
+                yield f"{name}.weight", _merged(module, inner).to(_dtype(base))
+            if inner.bias is not None:
+                yield f"{name}.bias", inner.bias.detach()
     whole = _saved_whole(base)
     for name, chosen in whole.items():
         yield from ((f"{name}.{key}", value.detach()) for key, value in chosen.state_dict().items())
     wrapped += tuple(f"{name}." for name in whole)
     for name, module in _adapted_embeddings(base):
         wrapped += (f"{name}.",)
-        yield f"{name}.weight", _merged(module, module.get_base_layer()).to(_dtype(base))
+        with whole_parameters(module):
+            yield f"{name}.weight", _merged(module, module.get_base_layer()).to(_dtype(base))
     taken = {f"{name}.{key}" for name in linears for key in ("weight", "bias", SCALE_NAME)}
     for name, value in base.state_dict().items():
         if name not in taken and not name.startswith(wrapped) and ".lora_" not in name:
@@ -204,7 +251,15 @@ def _dtype(base: Any) -> torch.dtype:
     return embedding.weight.dtype if embedding is not None else torch.bfloat16
 
 
-def _write(base: Any, tensors: dict[str, Tensor], quantization: Any, path: Path, tokenizer: Any) -> Path:
+def _save(base: Any, granularity: str | None, quantization: Any, sharded: bool, path: Path, tokenizer: Any) -> Path:
+    tensors = kept(_tensors(base, granularity), sharded)
+    with written_by_first(sharded) as writes:
+        if writes:
+            _write(base, tensors, quantization, path, tokenizer)
+    return path
+
+
+def _write(base: Any, tensors: dict[str, Tensor], quantization: Any, path: Path, tokenizer: Any) -> None:
     from huggingface_hub import save_torch_state_dict
 
     if path.is_file():
@@ -214,7 +269,7 @@ def _write(base: Any, tensors: dict[str, Tensor], quantization: Any, path: Path,
         del config.quantization_config
     if quantization is not None:
         config.quantization_config = quantization
-    config.architectures = [type(base).__name__]
+    config.architectures = [plain_class(base).__name__]
     config.dtype = _dtype(base)
     if getattr(config, "tie_word_embeddings", False):
         head = tensors.pop("lm_head.weight", None)
@@ -224,7 +279,7 @@ def _write(base: Any, tensors: dict[str, Tensor], quantization: Any, path: Path,
             tensors["lm_head.weight"] = head
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as folder:
-        save_torch_state_dict({k: _alone(v) for k, v in tensors.items()}, folder, metadata={"format": "pt"})
+        save_torch_state_dict({k: alone(v) for k, v in tensors.items()}, folder, metadata={"format": "pt"})
         config.save_pretrained(folder)
         if getattr(base, "generation_config", None) is not None:
             base.generation_config.save_pretrained(folder)
@@ -235,14 +290,6 @@ def _write(base: Any, tensors: dict[str, Tensor], quantization: Any, path: Path,
             old.unlink()
         for file in Path(folder).iterdir():
             shutil.move(str(file), path / file.name)
-    return path
-
-
-def _alone(value: Tensor) -> Tensor:
-    """The tensor in a storage of its own: weights of a group are slices of one buffer, which safetensors refuses."""
-    if value.is_contiguous() and value.untyped_storage().nbytes() == value.nbytes:
-        return value
-    return value.clone(memory_format=torch.contiguous_format)
 
 
 @cache

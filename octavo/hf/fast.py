@@ -233,7 +233,11 @@ class FastLanguageModel:
     def save_pretrained_merged(
         model: nn.Module, save_directory: str | Path, tokenizer: Any = None, save_method: str = "merged_16bit"
     ) -> Path:
-        """Write the model with its adapters merged in: `merged_16bit` (BF16) or `merged_fp8`. It stays as it is."""
+        """Write the model with its adapters merged in: `merged_16bit` (BF16) or `merged_fp8`. It stays as it is.
+
+        `save_method="lora"` writes the adapters alone, as PEFT does. Of a sharded model (FSDP2), every rank calls this,
+        and rank 0 writes.
+        """
         return export.save_merged(model, save_directory, save_method, tokenizer=tokenizer)
 
     @staticmethod

@@ -18,6 +18,7 @@ from torch import Tensor
 from octavo.nn.autocast import is_weight
 from octavo.nn.linear_function import linear
 from octavo.nn.product import fp8_product
+from octavo.nn.shapes import with_leading
 from octavo.numerics.config import FP8_FORMATS, OperandRecipe
 from octavo.numerics.formats import FORMATS, Format, format_of, get_format
 from octavo.numerics.multiplier import as_factor, checked_factor
@@ -107,7 +108,7 @@ def fp8_linear(
     states = _state(x.device, [None if factor is None or factor.dim() else factor for factor in factors])
     scales = (None if scale_x is None else _flatten_rows(scale_x, x.shape), scale_w)
     y = fp8_product(x.reshape(-1, x.shape[-1]), w, bias, replace(product, a_is_weight=True), states, scales)
-    return y.reshape(*x.shape[:-1], w.shape[0]).to(dtype)
+    return with_leading(y, x.shape[:-1]).to(dtype)
 
 
 def _formats(format: Format | str) -> tuple[Format, Format]:

@@ -36,6 +36,7 @@ from torch.autograd.function import once_differentiable
 
 from octavo.nn.gathered import gathered_again, is_gathered
 from octavo.nn.norm import NO_NORM, back_through, normed, normed_again
+from octavo.nn.shapes import with_leading
 from octavo.nn.versions import check_versions, versions_of, viewed
 from octavo.numerics.norm import Norm
 from octavo.numerics.quantize import Quantized
@@ -99,7 +100,7 @@ def linear_and_input(
         adapters.positions, counts, tuple(weight.sources), *states, weight.state, *trained, *adapters.downs,
         *adapters.ups, *stored,
     )  # fmt: skip
-    return y.reshape(*x.shape[:-1], y.shape[-1]), x if h is None else h.reshape(x.shape)
+    return with_leading(y, x.shape[:-1]), x if h is None else h.reshape(x.shape)
 
 
 def _without_gradients(
@@ -120,7 +121,7 @@ def _without_gradients(
         rows if spec.x or norm else as_dtype(rows, spec.out_dtype), state_x, list(weight.parts), list(weight.scales),
         weight.state, bias, residual, norm_weight, eps, adapters.matrices, call,
     )[0]  # fmt: skip
-    return y.reshape(*x.shape[:-1], y.shape[-1])
+    return with_leading(y, x.shape[:-1])
 
 
 def how_to_save(

@@ -30,6 +30,7 @@ from torch.autograd.function import once_differentiable
 from octavo.nn.gathered import gathered_again, is_gathered
 from octavo.nn.linear_function import AS_IS, States, how_to_save
 from octavo.nn.norm import NO_NORM, back_through, normed, normed_again
+from octavo.nn.shapes import with_leading
 from octavo.nn.versions import check_versions, versions_of, viewed
 from octavo.numerics.norm import Norm
 from octavo.numerics.quantize import Quantized
@@ -78,7 +79,7 @@ def gated_mlp(
         (adapters.positions, adapters_down.positions), (len(trained), *sizes), (*gate_up.sources, *down.sources),
         *states, *states_down, gate_up.state, down.state, *trained, *matrices, *stored,
     )  # fmt: skip
-    return y.reshape(*x.shape[:-1], y.shape[-1])
+    return with_leading(y, x.shape[:-1])
 
 
 def _without_gradients(
@@ -101,7 +102,7 @@ def _without_gradients(
         given, *states, list(gate_up.parts), list(gate_up.scales), gate_up.state, list(down.parts), list(down.scales),
         down.state, rows if residual else None, norm_weight, eps, matrices, call,
     )[0]  # fmt: skip
-    return y.reshape(*x.shape[:-1], y.shape[-1])
+    return with_leading(y, x.shape[:-1])
 
 
 Sizes = tuple[int, tuple[int, int], tuple[int, int]]  # trained tensors; parts and scales of each product, if stored

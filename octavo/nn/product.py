@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from octavo import ops
+from octavo.nn.shapes import with_leading
 from octavo.numerics.config import OperandRecipe
 from octavo.numerics.formats import format_of
 from octavo.numerics.quantize import Quantized, dequantize, quantize_by
@@ -54,12 +55,14 @@ def fp8_product(
     if b.dim() == 2 and a.dim() > 2:
         # With one right operand for all of them, the leading dimensions are just more rows.
         y = _FP8Product.apply(a.reshape(-1, a.shape[-1]), b, bias, product, *state, *scales)
-        return y.reshape(*a.shape[:-1], y.shape[-1])
+        return with_leading(y, a.shape[:-1])
     if _saves_a_copy(a, product) and bias is None and not product.b_is_nk and _is_own_transpose(a, b):
-        return _FP8Product.apply(a, None, None, product, *state, *scales)
-    if not product.b_is_nk and b.stride(-1) != 1 and b.stride(-2) == 1:
-        return _FP8Product.apply(a, b.mT, bias, replace(product, b_is_nk=True), *state, *scales)
-    return _FP8Product.apply(a, b, bias, product, *state, *scales)
+        y = _FP8Product.apply(a, None, None, product, *state, *scales)
+    elif not product.b_is_nk and b.stride(-1) != 1 and b.stride(-2) == 1:
+        y = _FP8Product.apply(a, b.mT, bias, replace(product, b_is_nk=True), *state, *scales)
+    else:
+        y = _FP8Product.apply(a, b, bias, product, *state, *scales)
+    return with_leading(y, y.shape[:-1])
 
 
 def _saves_a_copy(a: Tensor, product: ProductSpec) -> bool:

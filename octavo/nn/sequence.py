@@ -28,6 +28,7 @@ from torch.distributed import ProcessGroup
 
 from octavo.nn.collectives import all_gather, reduce_scatter
 from octavo.nn.linear_function import States
+from octavo.nn.shapes import with_leading
 from octavo.numerics import OperandRecipe, Quantized
 from octavo.numerics.amax import finite_amax, mask_non_finite
 from octavo.numerics.operand import choose_scale
@@ -113,7 +114,7 @@ def gathered_linear(x: Tensor, shard: SequenceShard, weight: Weight, module: Any
     _refuse(spec.x)
     rows = x.reshape(-1, x.shape[-1])
     y = _GatheredLinear.apply(rows, bias, shard, spec, module.states, weight.state, *weight.parts)
-    return y.view(*shard.shape[:-1], -1)
+    return with_leading(y, shard.shape[:-1])
 
 
 def gathered_mlp(
@@ -132,7 +133,7 @@ def gathered_mlp(
     y = _GatheredMLP.apply(
         rows, shard, mlp, (states, states_down), (gate_up.state, down.state), *gate_up.parts, *down.parts
     )
-    return y.view(*shard.shape[:-1], -1)
+    return with_leading(y, shard.shape[:-1])
 
 
 def _refuse(recipe: OperandRecipe | None) -> None:

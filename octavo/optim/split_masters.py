@@ -44,8 +44,9 @@ def keep_masters(parameters: Iterable[Tensor], keep: bool | None = True) -> None
 
     `keep=False` ends this; `None` leaves earlier decisions alone and says yes for the rest. Optimisers that round BF16
     weights stochastically (`bf16_stochastic_round`) continue to do so, since that was a choice. Sharded parameters
-    (DTensor) in BF16 cannot have masters: True is an error for them, and None leaves them alone. A copy of a model
-    (`copy.deepcopy`) has other parameters, and needs its own call; a model from `FastLanguageModel` makes it by itself.
+    (DTensor) in BF16 cannot have masters: True is an error for them, and None leaves them alone; the trainers then warn
+    (`why_without_masters`). A copy of a model (`copy.deepcopy`) has other parameters, and needs its own call; a model
+    from `FastLanguageModel` makes it by itself.
     """
     for parameter in parameters:
         if keep and is_sharded(parameter) and parameter.dtype == torch.bfloat16:
@@ -58,6 +59,21 @@ def keep_masters(parameters: Iterable[Tensor], keep: bool | None = True) -> None
             setattr(parameter, _MARK, keep is not False)
     if keep is not False and not _hook:
         _hook.append(register_optimizer_step_pre_hook(_before_step))
+
+
+def why_without_masters(optimizer: Any) -> str:
+    """Return a warning if `optimizer` trains sharded BF16 weights, which cannot have masters; empty if it does not."""
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # unwrap Accelerate's
+    given = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    sharded = [p for p in given if is_sharded(p) and p.dtype == torch.bfloat16 and getattr(p, _MARK, True)]
+    if not sharded or getattr(optimizer, "bf16_stochastic_round", False):
+        return ""
+    return (
+        f"{len(sharded)} of {len(given)} trained weights are shards in BF16, which have no FP32 masters: each step "
+        "rounds them to BF16, and most small updates are lost. Shard the model in FP32, with "
+        "MixedPrecisionPolicy(param_dtype=torch.bfloat16); or round at random (build_optimizer(..., "
+        "stochastic_rounding=True)); master_weights=False accepts it"
+    )
 
 
 def is_decided(parameter: Tensor) -> bool:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PrinterCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from trl import SFTConfig, SFTTrainer
@@ -31,6 +32,19 @@ from octavo.training.signals import StopSignals
 
 COMPLETE = "octavo-complete.json"
 KEEP = 2
+
+
+class Arguments(SFTConfig):
+    """TRL's configuration, with a device that `torch.load` knows.
+
+    On a CPU, Accelerate gives rank 1 the device `cpu:1`. The Trainer reads its optimiser's file to it in a resumed run,
+    and torch knows no place of that name.
+    """
+
+    @property
+    def device(self) -> torch.device:
+        device = super().device
+        return torch.device("cpu") if device.type == "cpu" else device
 
 
 @dataclass
@@ -162,11 +176,11 @@ def _require_finite(row: dict[str, Any]) -> None:
             )
 
 
-def training_arguments(settings: SFTSettings, folder: Path) -> SFTConfig:
+def training_arguments(settings: SFTSettings, folder: Path) -> Arguments:
     """Return TRL's configuration. The number of steps is set when the trainer knows its rows: see `plan_steps`."""
     layout = settings.layout
     on_gpu = settings.device == "cuda"
-    config = SFTConfig(
+    config = Arguments(
         output_dir=str(folder / CHECKPOINTS),
         per_device_train_batch_size=settings.own_batch,
         per_device_eval_batch_size=settings.own_batch,

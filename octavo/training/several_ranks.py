@@ -21,6 +21,7 @@ from torch import Tensor, distributed, nn
 
 from octavo.dist.together import from_all, from_first, host_group, rank
 from octavo.nn.sharded import ranks
+from octavo.training.environment import launched_ranks, whole_number
 from octavo.training.errors import LostContact, UserError
 from octavo.training.settings import TrainSettings
 from octavo.training.signals import ECHO, StopSignals
@@ -28,11 +29,6 @@ from octavo.training.signals import ECHO, StopSignals
 Result = TypeVar("Result")
 # What gloo, NCCL's watchdog and the store of the ranks say where another rank has ended.
 _LOST = ("Connection closed", "Connection reset", "Broken pipe", "Timed out", "NCCL", "recvValue failed")
-
-
-def launched_ranks() -> int:
-    """The number of ranks that a launcher has started; 1 without one."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def is_first() -> bool:
@@ -151,7 +147,7 @@ def agree_on_stops(stop: StopSignals) -> None:
 
 
 def _take_gpu() -> None:
-    local, there = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    local, there = whole_number("LOCAL_RANK", 0), torch.cuda.device_count()
     if local >= there:
         raise UserError(f"rank {local} of this machine has no GPU: torch sees {there}; start at most as many ranks")
     torch.cuda.set_device(local)

@@ -41,6 +41,7 @@ from octavo.numerics.config import check_config
 from octavo.optim import keep_masters, offload_master, offload_states, step_in_backward
 from octavo.optim.in_backward import InBackward
 from octavo.optim.out_of_memory import explained
+from octavo.optim.split_masters import why_without_masters
 from octavo.support import check_fp8_support
 from octavo.training.files import disk_errors, model_file
 from octavo.training.gradients import GRADIENTS, GradientSums, default_for
@@ -79,10 +80,10 @@ class FP8Trainer:
     `gradients`: precision of their sums over micro-batches: `fp32` (the default), 4 bytes per parameter; `bf16`, 2
     bytes, or `fp8`, one byte, both rounded stochastically, so that sums are unbiased and each addition is off by up to
     a 128th or an 8th. Without accumulation, gradients have the dtype of the parameters, and there is no choice.
-    `master_weights`: BF16 weights are stepped as FP32 ones, whose lower halves the optimiser keeps, 2 bytes per
-    parameter, with FP32 moments (`octavo.optim.keep_masters`); the default, unless the model was loaded without. False
-    rounds weights to BF16 after each step. `autocast_dtype`: forward runs under `torch.autocast` with this
-    dtype, such as `torch.bfloat16` for a model with FP32 parameters.
+    `master_weights`: BF16 weights, but not shards, are stepped as FP32 ones, whose lower halves the optimiser keeps, 2
+    bytes per parameter, with FP32 moments (`octavo.optim.keep_masters`); the default, unless the model was loaded
+    without. False rounds weights to BF16 after each step. `autocast_dtype`: forward runs under `torch.autocast` with
+    this dtype, such as `torch.bfloat16` for a model with FP32 parameters.
 
     After each optimiser step, `last_step` has its loss and gradient norm. A step whose gradient norm is non-finite is
     skipped, with a warning; override `should_skip` for another rule.
@@ -138,6 +139,8 @@ class FP8Trainer:
         self._set_up_fp8(convert_model_to_fp8)
         self._sums = GradientSums(model, self.gradients) if gradient_accumulation_steps > 1 else None
         keep_masters(model.parameters(), master_weights)
+        if rank() == 0 and master_weights is None and (words := why_without_masters(optimizer)):
+            logger.warning("%s", words)
         self._released: InBackward | None = None
         if offload == "master":
             self._released = offload_master(model, optimizer)

@@ -81,6 +81,26 @@ def test_a_signal_is_passed_on_to_all(tmp_path):
     assert [(tmp_path / name).read_text() for name in "01"] == ["2", "2"]
 
 
+def test_a_signal_to_one_rank_stops_all(script, monkeypatch, tmp_path):
+    """They have agreed to stop; one takes longer to save than the launcher waits after a failure."""
+    monkeypatch.setattr(launcher, "NOTICE", 0.2)
+    script(f"time.sleep(0.1 if rank == '1' else 1.5); open({str(tmp_path)!r} + '/' + rank, 'w'); sys.exit(143)")
+    assert run_ranks(2, []) == 143
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
+    script("sys.exit(130 if rank == '1' else 3)")  # the other was in the middle of a collective
+    assert run_ranks(2, []) == 130
+    script("if rank == '1': os.kill(os.getpid(), 9)\nsys.exit(3)")
+    with pytest.raises(RunError, match="rank 1 of 2 was killed by SIGKILL"):
+        run_ranks(2, [])
+
+
+@pytest.mark.parametrize("value", ["abc", "0", "-1", "", "1.5"])
+def test_an_environment_that_no_launcher_has_set(monkeypatch, value):
+    monkeypatch.setenv("WORLD_SIZE", value)
+    with pytest.raises(UserError, match=f"^WORLD_SIZE='{value}' in the environment: .* a whole number, at least 1"):
+        launch(2)
+
+
 def test_options_of_the_launcher(monkeypatch):
     assert without_option(["train", "--nproc", "2", "--steps", "3"], "--nproc") == ["train", "--steps", "3"]
     assert without_option(["train", "--nproc=2", "--out", "--nproc-x"], "--nproc") == ["train", "--out", "--nproc-x"]

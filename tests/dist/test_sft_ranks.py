@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 
 import pytest
 from decoder_cases import build
@@ -46,3 +47,11 @@ def test_two_ranks_fine_tune_as_one(tmp_path, request_for):
     )
     outputs = tune(2, tmp_path / "two", "--resume", "--merge", "16bit")  # complete: the results are written anew
     assert "Resuming after step 4" in outputs[0] and rows(tmp_path / "two") == two
+    shutil.rmtree(newest)  # as if it had been stopped after step 2
+    outputs = tune(2, tmp_path / "two", "--resume")
+    assert "Resuming after step 2" in outputs[0]
+    assert [figures(row) for row in rows(tmp_path / "two")] == [figures(row) for row in two]
+
+
+def figures(row):
+    return {name: value for name, value in row.items() if name != "tokens_per_s"}

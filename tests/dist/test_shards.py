@@ -1,5 +1,8 @@
 """Optimisers on shards (FSDP2): low-bit states, stochastic rounding, offload, sums; against whole models."""
 
+import logging
+from contextlib import contextmanager
+
 import pytest
 import torch
 from ranks import on_ranks
@@ -251,6 +254,42 @@ def refuse_masters(rank):
 
 def test_masters_of_shards_in_bf16_are_refused():
     assert on_ranks(2, refuse_masters) == [True, True]
+
+
+def trained_by_default(rank):
+    """What FP8Trainer says of sharded weights in BF16, in FP32, rounded at random, and where masters are declined."""
+    said = []
+    for dtype, optimizer, options in (
+        (torch.bfloat16, "adamw", {}),
+        (torch.float32, "adamw", {}),
+        (torch.bfloat16, "random", {}),
+        (torch.bfloat16, "adamw", {"master_weights": False}),
+    ):
+        model = shard(build(dtype))
+        random = {"stochastic_rounding": True} if optimizer == "random" else {}
+        chosen = build_optimizer("adamw8bit" if random else "adamw", model.parameters(), lr=1e-3, **random)
+        with warned() as records:
+            FP8Trainer(model, chosen, convert_model_to_fp8=False, **options)
+        said.append([record.getMessage() for record in records if record.levelno == logging.WARNING])
+    return said
+
+
+@contextmanager
+def warned():
+    records = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    logging.getLogger("octavo").addHandler(handler)
+    try:
+        yield records
+    finally:
+        logging.getLogger("octavo").removeHandler(handler)
+
+
+def test_the_trainer_says_that_shards_in_bf16_have_no_masters():
+    first, second = on_ranks(2, trained_by_default)
+    assert [len(said) for said in first] == [1, 0, 0, 0] and not any(second)
+    assert "MixedPrecisionPolicy(param_dtype=torch.bfloat16)" in first[0][0] and "updates are lost" in first[0][0]
 
 
 def test_memory_of_shards_is_that_of_this_rank():

@@ -188,16 +188,17 @@ def test_the_parts_of_a_rank() -> None:
     before, moment = ({m.name: m for m in memory.moments}["last layer"] for memory in (one, rank))
     vocabulary = persistent.vocabulary_parameters(case)
     gathered = 2 * (vocabulary + 4096) + 2 * 2 * (persistent.layer_parameters(case) + 2 * 4096)
-    assert moment.weights == -(-before.weights // 64) + gathered
-    assert moment.gradients == -(-2 * vocabulary // 64) + 4 * vocabulary
-    assert moment.states == -(-before.states // 64)
+    more = 2 * persistent.parameters(case)  # weights and gradients of shards are in FP32, and need no lower halves
+    assert moment.weights == -(-(before.weights + more) // 64) + gathered
+    assert moment.gradients == -(-4 * vocabulary // 64) + 4 * vocabulary
+    assert moment.states == -(-(before.states - more) // 64)
     assert (moment.activations, moment.buffers) == (before.activations, before.buffers)
     # FP8 gather halves the layers' part; zero3 has two bytes more of masters, and keeps no root.
     smaller = {m.name: m for m in rank_memory(case, ways_of(case, "fsdp2")[4], "fsdp2", 64).moments}["last layer"]
     assert moment.weights - smaller.weights == 2 * persistent.layer_parameters(case)
     zero = {m.name: m for m in rank_memory(case, ways_of(case, "zero3")[2], "zero3", 64).moments}["last layer"]
     assert zero.states == -(-(before.states + 2 * persistent.parameters(case)) // 64)
-    assert moment.weights - zero.weights == 2 * (vocabulary + 4096)
+    assert moment.weights - zero.weights == -(-more // 64) + 2 * (vocabulary + 4096)
     ddp = rank_memory(case, ways_of(case, "ddp")[2], "ddp", 64)
     assert ddp.peak.total == one.peak.total + 2 * persistent.parameters(case)
 
@@ -244,9 +245,10 @@ def test_the_choice_is_the_plainest_of_the_fastest() -> None:
         plan = make_scale_plan(ScaleRequest(model, batch=batch))
         for at in plan.at:
             fitting = [row for row in at.rows if row.fits and row.way.option.code != "hf"]
-            fastest = min(row.step.seconds for row in fitting)
+            fastest = min((row.step.seconds for row in fitting), default=0.0)
             near = [row for row in fitting if row.step.seconds <= NEAR * fastest]
-            assert at.advice.row is near[0]
+            assert at.advice.row is next(iter(near), None)
+            assert bool(near) == (model == "8b" or at.gpus > 8)
     # Across nodes an all-to-all has one card a GPU; with a network as fast as rings, FP8 reduce is the fastest.
     at_64 = make_scale_plan(ScaleRequest("8b", (64,), batch=1)).at[0]
     assert at_64.advice.row.way.reduce == "bf16" and "crosses nodes at 48 GB/s" in at_64.advice.why
@@ -255,11 +257,11 @@ def test_the_choice_is_the_plainest_of_the_fastest() -> None:
 
 
 def test_checkpointing_is_for_what_does_not_fit() -> None:
-    request = ScaleRequest("70b", (8,), batch=1)
-    kinds = {row.way.option.checkpointing for row in rows_of(request, 8)}
+    request = ScaleRequest("70b", (16,), batch=4)
+    kinds = {row.way.option.checkpointing for row in rows_of(request, 16)}
     assert kinds == {"layers"}
     for kind in ("none", "layers"):
-        rows = rows_of(replace(request, checkpointing=kind), 8)
+        rows = rows_of(replace(request, checkpointing=kind), 16)
         assert {row.way.option.checkpointing for row in rows} == {kind}
         assert {row.fits for row in rows} == {kind == "layers"}
 
@@ -328,10 +330,10 @@ def test_bdh_is_refused(invoke: Invoke) -> None:
 
 
 def test_what_does_not_fit_says_what_would(invoke: Invoke) -> None:
-    code, _, error = invoke("plan", "70b", "--gpus", "8", "--strategy", "ddp")
+    code, _, error = invoke("plan", "70b", "--gpus", "16", "--strategy", "ddp")
     assert code == 2 and "70b does not fit h200. These would fit: --strategy fsdp2." in " ".join(error.split())
-    code, _, error = invoke("plan", "70b", "--gpus", "8", "--gpu", "h100")
-    assert code == 2 and "--gpus 16" in error and "adamw4bit" in error
+    code, _, error = invoke("plan", "70b", "--gpus", "8")
+    assert code == 2 and "--gpus 16" in error and "adamw8bit" in error
     code, output, _ = invoke("plan", "70b", "--gpus", "8,64", "--gpu", "h100")  # one of both does
     assert code == 0 and "8 GPUs: nothing fits. These would fit: " in output and "64 GPUs: FP8 " in output
     code, _, error = invoke("plan", "8b", "--gpus", "8", "--batch", "512", "--checkpointing", "none")

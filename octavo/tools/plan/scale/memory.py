@@ -5,12 +5,15 @@
     fsdp2, zero3  of weights, gradients and states 1/N. On top, at each moment: units that are gathered (the one that
                   runs and the next, and the root of FSDP2), and the gradient that is being reduced, in the precision
                   on the wire; the head's and the embedding's own gradients are whole while they are computed
+    fsdp2         trained weights and their gradients are in FP32 in shards, and have no lower halves: masters of BF16
+                  shards are refused, and FP32 shards are gathered in BF16 (`MixedPrecisionPolicy`)
     zero3         also FP32 master weights, instead of lower halves
 
 Activations and buffers are those of one GPU. Frozen weights are gathered like others. On one GPU nothing is added.
 """
 
 from dataclasses import replace
+from typing import NamedTuple
 
 from octavo.tools.plan import persistent
 from octavo.tools.plan.layer import FP32
@@ -51,13 +54,32 @@ def _sharded(case: Case, way: Way, strategy: str, gpus: int, moment: Moment) -> 
         whole, reducing = root, None if moment.name == "last layer" else reducing
     own = 0 if whole is None else min(moment.gradients, _own_gradient(case, way, whole))
     on_the_wire = 0 if reducing is None else _on_the_wire(case, way, reducing)
-    more_states = 0 if strategy == "fsdp2" else _masters(case, way)
+    shard, one = shard_bytes(case, way, strategy), shard_bytes(case, way, "ddp")
+    trained = persistent.trained(case)
+    of_shards = (moment.gradients - own) * shard.gradient // one.gradient
     return replace(
         moment,
-        weights=_divided(moment.weights, gpus) + gathered,
-        gradients=own + _divided(moment.gradients - own, gpus) + on_the_wire,
-        states=_divided(moment.states + more_states, gpus),
+        weights=_divided(moment.weights + trained * (shard.weight - one.weight), gpus) + gathered,
+        gradients=own + _divided(of_shards, gpus) + on_the_wire,
+        states=_divided(moment.states + round(trained * (shard.states - one.states)), gpus),
     )
+
+
+class Bytes(NamedTuple):
+    """Bytes per trained parameter."""
+
+    weight: int
+    states: float
+    gradient: int
+
+
+def shard_bytes(case: Case, way: Way, strategy: str) -> Bytes:
+    """Return what a strategy has of a trained parameter between steps; of `ddp`, what one GPU has."""
+    own, states = persistent.trained_bytes(case, way.option), sum(persistent.state_bytes(case, way.option))
+    if strategy == "ddp" or not way.option.masters:
+        return Bytes(own, states, own)
+    states -= persistent.LOW_HALF
+    return Bytes(FP32, states, FP32) if strategy == "fsdp2" else Bytes(own, states + FP32, own)
 
 
 def _divided(size: int, gpus: int) -> int:
@@ -72,9 +94,3 @@ def _on_the_wire(case: Case, way: Way, unit: Unit) -> int:
     """Bytes of a gradient that is being reduced: what is sent, and for FP8 what arrives, too."""
     size = persistent.trained_bytes(case, way.option) if way.reduce == "own" else REDUCE_BYTES[way.reduce]
     return unit.trained * size * (2 if way.reduce == "fp8" else 1)
-
-
-def _masters(case: Case, way: Way) -> int:
-    """Bytes of FP32 master weights beyond what the option's states have of them."""
-    low = persistent.LOW_HALF if way.option.masters else 0.0
-    return round(persistent.trained(case) * (FP32 - low))

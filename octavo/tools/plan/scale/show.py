@@ -95,7 +95,12 @@ def _assumptions(plan: ScalePlan) -> list[str]:
         "and reduced in FP32 where a row says nothing else.",
         "zero3": "Gathered and reduced in BF16, master weights in FP32. DeepSpeed has no door for FP8 on the wire.",
     }[request.strategy]
-    weights = [] if request.case.frozen else ["BF16 weights with FP32 masters, AdamW with FP32 states, in every row."]
+    trained = {
+        "ddp": "BF16 weights with FP32 masters",
+        "fsdp2": "FP32 weights in shards, which are gathered in BF16 (MixedPrecisionPolicy)",
+        "zero3": "BF16 weights with FP32 masters",
+    }[request.strategy]
+    weights = [] if request.case.frozen else [f"{trained}, AdamW with FP32 states, in every row."]
     return [*lines, *([about] if max(request.gpus) > 1 else []), *weights]
 
 

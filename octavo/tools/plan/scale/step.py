@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from octavo.tools.plan import persistent
 from octavo.tools.plan.scale.assumptions import Assumptions
+from octavo.tools.plan.scale.memory import shard_bytes
 from octavo.tools.plan.scale.schedule import UnitTime, step_seconds
 from octavo.tools.plan.scale.units import Unit, units_of
 from octavo.tools.plan.scale.ways import Way
@@ -46,7 +47,7 @@ def plan_step(case: Case, way: Way, strategy: str, gpus: int, assumed: Assumptio
         _unit_time(case, way, strategy, gpus, assumed, unit, sent) for unit, sent in zip(units, wire.units, strict=True)
     ]
     amax = assumed.ring_seconds(wire.amax, gpus)
-    optimizer = _optimizer(case, way, assumed) / (1 if strategy == "ddp" else gpus)
+    optimizer = _optimizer(case, way, strategy if gpus > 1 else "ddp", assumed) / (1 if strategy == "ddp" else gpus)
     seconds = step_seconds(times, assumed.slowdown) + amax + optimizer
     return Step(seconds, sum(t.forward + t.backward for t in times) + optimizer, _communication(times) + amax, wire)
 
@@ -111,8 +112,7 @@ def _copies(case: Case, way: Way, strategy: str, unit: Unit) -> tuple[int, int]:
     return weights, gradients + (0 if unit.stays else weights)
 
 
-def _optimizer(case: Case, way: Way, assumed: Assumptions) -> float:
+def _optimizer(case: Case, way: Way, strategy: str, assumed: Assumptions) -> float:
     """Seconds of all of AdamW: weights and states read and written, gradients read."""
-    own = persistent.trained_bytes(case, way.option)
-    moved = 2 * (own + sum(persistent.state_bytes(case, way.option))) + own
-    return persistent.trained(case) * moved / assumed.optimizer_rate
+    each = shard_bytes(case, way, strategy)
+    return persistent.trained(case) * (2 * (each.weight + each.states) + each.gradient) / assumed.optimizer_rate
