@@ -1,4 +1,4 @@
-"""What a launcher such as torchrun says in the environment. Known before torch is imported."""
+"""The environment that a launcher such as torchrun sets, read before torch is imported."""
 
 import os
 

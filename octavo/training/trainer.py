@@ -9,7 +9,6 @@ Each `training_step(batch)` is one micro-batch: forward in FP8, backward, and on
     parameters, optimiser states and FP8 histories are updated only if ‖grad‖ is finite
 
 Loss and norm are read together, before the update is queued: the only time that the host waits for the device.
-`octavo train` drives this step, too (`learner.py`).
 """
 
 import logging
@@ -139,8 +138,8 @@ class FP8Trainer:
         self._set_up_fp8(convert_model_to_fp8)
         self._sums = GradientSums(model, self.gradients) if gradient_accumulation_steps > 1 else None
         keep_masters(model.parameters(), master_weights)
-        if rank() == 0 and master_weights is None and (words := why_without_masters(optimizer)):
-            logger.warning("%s", words)
+        if rank() == 0 and master_weights is None and (why := why_without_masters(optimizer)):
+            logger.warning(why)
         self._released: InBackward | None = None
         if offload == "master":
             self._released = offload_master(model, optimizer)
