@@ -40,6 +40,11 @@ def is_deterministic() -> bool:
     return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
+# As `torch.compiler.assume_constant_result`, without importing Dynamo, which cannot trace both questions. What is
+# compiled is guarded by the setting in any case.
+is_deterministic._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 @cache
 def has_fp8_tensor_cores(device: torch.device) -> bool:
     """Return a cached `check_fp8_support`, since every product asks."""

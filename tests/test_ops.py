@@ -14,6 +14,7 @@ from octavo.numerics.norm import rms_norm
 from octavo.numerics.operand import quantize_operand
 from octavo.numerics.rotary import Heads
 from octavo.numerics.scaling import SLOTS
+from octavo.support import is_deterministic
 
 RECIPES = {
     "delayed": OperandRecipe(E4M3, delayed=True),
@@ -198,3 +199,16 @@ def test_nothing_reads_uninitialised_memory(name, monkeypatch):
         torch.use_deterministic_algorithms(False)
     assert torch.equal(state, poisoned_state)
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(plain, poisoned, strict=True))
+
+
+def test_compiled_code_asks_for_deterministic_algorithms():
+    """Dynamo cannot trace torch's own questions; compiled code follows the setting all the same."""
+    choose = torch.compile(lambda x: x * 2 if is_deterministic() else x + 1, backend="eager", fullgraph=True)
+    x = torch.full((1,), 3.0)
+    assert choose(x) == 4
+    try:
+        torch.use_deterministic_algorithms(True)
+        assert choose(x) == 6
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert choose(x) == 4
