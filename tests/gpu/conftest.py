@@ -14,6 +14,14 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
+@pytest.fixture(autouse=True)
+def _memory_goes_back():
+    """Leave to the other processes what a test has taken: each of them keeps what it once had."""
+    yield
+    if torch.cuda.is_available() and torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 2**31:
+        torch.cuda.empty_cache()
+
+
 def pytest_runtest_logreport(report):
     """Print a failure when it happens: a run that is ended by a time limit prints no summary."""
     if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
