@@ -79,7 +79,7 @@ class AmaxExchange:
         unlimited = distributed.group.WORLD if group is None else group
         # Weakly: torch holds groups until `destroy_process_group()`, and their threads must not outlive that.
         self._groups = weakref.ref(limited), weakref.ref(unlimited)
-        # What all ranks have agreed on: which operands and sources here, their names, and how many maxima.
+        # All ranks have agreed on these: operands and sources here, the digest of their names, the number of maxima.
         self._agreed: tuple[Any, ...] = ()
         self._digest: tuple[int, ...] = ()
         self._size = 0

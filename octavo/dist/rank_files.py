@@ -1,6 +1,6 @@
 """The file of each rank in a checkpoint: tensors and plain values, the only ones that torch unpickles without risk.
 
-What could not be read back is found before it is written.
+Values are read back before anything is written, so that none is saved that could not be loaded.
 """
 
 import io
@@ -54,7 +54,7 @@ def _unpickled(content: bytes) -> Any:
 def _can_be_read(value: Any) -> bool:
     try:
         _unpickled(_pickled(value))
-    except Exception:
+    except Exception:  # as above; the caller names the value
         return False
     return True
 

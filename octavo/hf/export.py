@@ -9,7 +9,7 @@
 Weights that are in FP8 with these scales already are written byte for byte, if no adapter changes them. A folder is
 filled when all of it is there: everything is written beside it first.
 
-Of a sharded model (FSDP2), every rank calls: layers are gathered one at a time, rank 0 keeps them in host memory and
+Every rank calls for a sharded model (FSDP2): layers are gathered one at a time, rank 0 keeps them in host memory and
 writes, into the folder that it was given, and the others wait.
 """
 

@@ -4,7 +4,7 @@
     tensors = kept(pairs, sharded)              # rank 0: copies in host memory, for a file; the others: nothing
     with written_by_first(sharded) as writes:   # the others wait, and raise if rank 0 could not write
 
-Of a model that is whole, none of these waits for another rank: rank 0 may be the only one that saves.
+None of these waits for another rank if the model is whole: rank 0 may be the only one that saves.
 """
 
 from collections.abc import Iterable, Iterator
@@ -53,7 +53,7 @@ def whole_parameters(module: nn.Module) -> Iterator[None]:
 def kept(tensors: Iterable[tuple[str, Tensor]], sharded: bool) -> dict[str, Tensor]:
     """The tensors by name. Where gathering them is collective, rank 0 alone keeps them, in host memory.
 
-    What goes wrong with keeping is raised when all are gathered: others would wait for a rank that has left.
+    An error in keeping is raised when all are gathered: others would wait for a rank that has left.
     """
     if not sharded:
         return dict(tensors)

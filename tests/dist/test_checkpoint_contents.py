@@ -1,4 +1,4 @@
-"""What a checkpoint of shards gives back, and to whom: optimiser states by name, buffers of each rank, plain values."""
+"""Contents of a checkpoint of shards: optimiser states by name, buffers of each rank, plain values."""
 
 import dataclasses
 import re
