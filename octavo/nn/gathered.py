@@ -74,7 +74,7 @@ class GatheredWeight(Tensor):
 
 
 def is_gathered(weights: Sequence[Tensor]) -> bool:
-    return bool(weights) and isinstance(weights[0], GatheredWeight)
+    return len(weights) > 0 and isinstance(weights[0], GatheredWeight)  # torch 2.11 cannot trace `bool` of a tuple
 
 
 def gathered_again(weights: Sequence[Any]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
