@@ -12,11 +12,13 @@ export OMP_WAIT_POLICY = PASSIVE
 
 # The newest transformers that Octavo is tested with; the oldest is in constraints.txt.
 NEWEST := transformers==5.22.2
-# What a plain `pip install torch` brings; with CUDA's libraries 6 GB, so in a folder of its own and not in CI.
-NEWEST_TORCH := torch==2.15.0
+# What a plain `pip install torch` brings, and the oldest that Octavo supports; with CUDA's libraries 6 GB each, so in
+# folders of their own and not in CI.
+NEWEST_TORCH := 2.15.0
+OLDEST_TORCH := 2.11.0
 CORE_TESTS := tests/numerics tests/nn tests/optim tests/training tests/test_convert.py tests/test_ops.py tests/models/test_bdh.py
 
-.PHONY: train test test-all test-hf test-rl test-dist test-newest-torch lint types pytest clean
+.PHONY: train test test-all test-hf test-rl test-dist test-newest-torch test-oldest-torch lint types pytest clean
 
 train: $(VENV)/.core
 	$(BIN)/octavo train $(ARGS)
@@ -55,14 +57,22 @@ test-dist: $(VENV)/.dev
 	$(BIN)/pytest -n 2 --dist worksteal tests/dist $(SELECTED) $(ARGS)
 
 # Numerics, layers, optimisers and the training command with the newest torch.
-test-newest-torch: $(VENV)-newest-torch/.done
-	$(VENV)-newest-torch/bin/python -m pytest -p no:cacheprovider $(CORE_TESTS) $(ARGS)
+test-newest-torch: $(VENV)-torch-$(NEWEST_TORCH)/.done
+	$(VENV)-torch-$(NEWEST_TORCH)/bin/python -m pytest -p no:cacheprovider $(CORE_TESTS) $(ARGS)
 
-$(VENV)-newest-torch/.done: Makefile constraints.txt
-	$(PYTHON) -m venv $(VENV)-newest-torch
-	grep -viE '^((torch|triton|setuptools)==|nvidia)' constraints.txt > $(VENV)-newest-torch/constraints.txt
-	$(VENV)-newest-torch/bin/python -m pip install --quiet --disable-pip-version-check \
-		-c $(VENV)-newest-torch/constraints.txt '$(NEWEST_TORCH)' -e '.[optim,hf]' pytest pytest-timeout hypothesis ml_dtypes
+# The same, compiled decoders and several ranks with the oldest torch, whose Dynamo traces less. Run it before
+# `tests/gpu`: it finds without a GPU what a compiled layer must not do.
+test-oldest-torch: PYTEST = $(VENV)-torch-$(OLDEST_TORCH)/bin/python -m pytest -p no:cacheprovider -n 2 $(SELECTED)
+test-oldest-torch: $(VENV)-torch-$(OLDEST_TORCH)/.done
+	$(PYTEST) $(CORE_TESTS) tests/hf/test_compiled_layers.py tests/hf/test_layer.py tests/hf/test_decoder.py $(ARGS)
+	$(PYTEST) --dist worksteal tests/dist $(ARGS)
+
+$(VENV)-torch-%/.done: Makefile constraints.txt
+	$(PYTHON) -m venv $(VENV)-torch-$*
+	grep -viE '^((torch|triton|setuptools)==|nvidia)' constraints.txt > $(VENV)-torch-$*/constraints.txt
+	$(VENV)-torch-$*/bin/python -m pip install --quiet --disable-pip-version-check \
+		-c $(VENV)-torch-$*/constraints.txt 'torch==$*' -e '.[optim,hf]' pytest pytest-timeout pytest-xdist hypothesis \
+		ml_dtypes
 	@touch $@
 
 $(VENV)-vllm/.done: Makefile pyproject.toml constraints-vllm.txt
@@ -93,4 +103,4 @@ $(VENV)/.newest: $(VENV)/.dev Makefile
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-newest-torch $(VENV)-vllm build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-torch-* $(VENV)-vllm build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -27,7 +27,7 @@ ends the process and names the group.
 import hashlib
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -281,10 +281,14 @@ def exchange_of(manager: FP8ScalingManager, group: Any = None) -> AmaxExchange:
 
 
 def managers_of(model: Any) -> list[FP8ScalingManager]:
-    """Return the scaling managers of a model or of an autocast, each once, in the order of its modules."""
-    owners = model.modules() if isinstance(model, nn.Module) else [model]
-    found = (getattr(owner, "scaling", None) for owner in owners)
-    managers = {id(manager): manager for manager in found if isinstance(manager, FP8ScalingManager)}
+    """Return the scaling managers of a model or of an autocast; raise if there are none."""
+    managers = managers_in(model.modules() if isinstance(model, nn.Module) else [model])
     if not managers:
         raise ValueError(f"{type(model).__name__} has no products in FP8: call octavo.convert_to_fp8(model) first")
-    return list(managers.values())
+    return managers
+
+
+def managers_in(owners: Iterable[Any]) -> list[FP8ScalingManager]:
+    """Return the scaling managers of modules or autocasts, each once."""
+    found = (getattr(owner, "scaling", None) for owner in owners)
+    return list(dict.fromkeys(manager for manager in found if isinstance(manager, FP8ScalingManager)))

@@ -36,15 +36,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from octavo.dist.amax import managers_in
 from octavo.dist.buffers import of_each_rank
 from octavo.dist.durable import sync_folder, write_durable
 from octavo.dist.optimizer_states import load_optimizer, optimizer_tensors
 from octavo.dist.random_states import get_rng_states, set_rng_states
 from octavo.dist.rank_files import DamagedCheckpoint, read_state, state_bytes, state_file
 from octavo.dist.together import all_or_none, from_all, host_group, one_process_is_meant, rank
-from octavo.nn.autocast import all_contexts
+from octavo.nn.autocast import FP8Autocast, all_contexts
 from octavo.nn.frozen import SCALE_NAME
-from octavo.nn.linear import LinearInFP8
 from octavo.nn.sharded import local, ranks
 from octavo.numerics import FP8ScalingManager
 
@@ -227,8 +227,14 @@ def _managers(
 ) -> list[FP8ScalingManager]:
     if given is not None:
         return [given] if isinstance(given, FP8ScalingManager) else list(given)
-    of_layers = dict.fromkeys(m.scaling for m in model.modules() if isinstance(m, LinearInFP8))
-    return [*of_layers, *_managers_of_autocasts(model)]
+    found = [*managers_in(model.modules()), *_managers_of_autocasts(model)]
+    if not found and any(map(_may_be_of_any_model, all_contexts())):
+        raise ValueError(
+            f"no scales of this {type(model).__name__} were found, and an fp8_autocast() was made without a model: say "
+            "whose scales belong to the checkpoint, scaling=context.scaling, or scaling=[] for none; or make it by "
+            "fp8_autocast(model=model)"
+        )
+    return found
 
 
 def _managers_of_autocasts(model: nn.Module) -> list[FP8ScalingManager]:
@@ -241,6 +247,11 @@ def _managers_of_autocasts(model: nn.Module) -> list[FP8ScalingManager]:
             "belong to the checkpoint, scaling=context.scaling, or scaling=[…] for several"
         )
     return of_model
+
+
+def _may_be_of_any_model(context: FP8Autocast) -> bool:
+    """Whether a context has scales from earlier steps, and was not told of which model."""
+    return not context.has_model and context.config.scaling == "delayed" and bool(context.scaling.states)
 
 
 def _write(folder: Path, tensors: dict[str, Tensor], own: bytes) -> None:

@@ -74,6 +74,7 @@ class FP8Autocast(TorchFunctionMode):
         self.config = check_config(config)
         self.enabled = enabled
         self.max_products = max_products
+        self.has_model = model is not None
         self.scaling = FP8ScalingManager.from_config(self.config)
         self.report = Report("products under fp8_autocast", scaling=self.scaling, emulate=self.config.emulate)
         self._recipe = self.config.recipe

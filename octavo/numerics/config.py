@@ -5,7 +5,7 @@ A product has three operands: the input `x`, the weight `w`, and in backward the
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from typing import Any, Self
 
@@ -49,16 +49,19 @@ class OperandRecipe:
     percentile: float | None = None
     mx_rule: str = "up"
     columns: str | None = None
-    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         # Normalised, so that equal recipes have equal encodings and hashes.
         object.__setattr__(self, "margin", float(self.margin))
         object.__setattr__(self, "percentile", None if self.percentile is None else float(self.percentile))
-        # Kernels look up their plans by recipe, in every call.
-        object.__setattr__(self, "_hash", hash(self.encode()))
+
+    _hash = 0  # not computed yet
 
     def __hash__(self) -> int:
+        # Computed once, since kernels look up their plans by recipe in every call. Not by `__init__`, which compiled
+        # functions call: torch 2.11 cannot trace the hash of a string.
+        if not self._hash:
+            object.__setattr__(self, "_hash", hash(self.encode()))
         return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -18,6 +18,7 @@ from octavo import convert_to_fp8, fp8_autocast
 from octavo.dist.checkpoint import load, read_extra, save
 from octavo.dist.export import export
 from octavo.dist.rank_files import read_state
+from octavo.models.bdh import BDH, BDHConfig, fuse
 from octavo.optim import build_optimizer
 
 
@@ -215,3 +216,42 @@ def scales_of_autocasts(rank, folder):
 
 def test_scales_of_an_autocast_are_found_by_its_model(tmp_path):
     on_ranks(2, scales_of_autocasts, str(tmp_path))
+
+
+def test_scales_of_an_autocast_without_a_model_have_to_be_named(tmp_path):
+    model = nn.Sequential(nn.Linear(64, 32))
+    save(tmp_path / "none", model)
+    context = fp8_autocast("current")
+    with context:
+        model(torch.randn(16, 64)).sum().backward()
+    save(tmp_path / "without histories", model)
+    context = fp8_autocast("delayed")
+    save(tmp_path / "not used yet", model)
+    with context:
+        model(torch.randn(16, 64)).sum().backward()
+    with pytest.raises(ValueError, match=r"no scales of this Sequential were found, and an fp8_autocast\(\) was made"):
+        save(tmp_path / "c", model)
+    assert not (tmp_path / "c").exists()
+    save(tmp_path / "no scales", model, scaling=[])
+    save(tmp_path / "c", model, scaling=context.scaling)
+    assert read_state(tmp_path / "c", 0)["scaling"][0]["names"] == context.scaling.names
+
+
+def test_scales_of_a_fused_bdh_are_found(tmp_path):
+    def fused():
+        torch.manual_seed(0)
+        model = BDH(BDHConfig(dim=32, heads=2, neurons=64, layers=1))
+        return model, fuse(model)
+
+    model, layers = fused()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tokens = torch.randint(256, (2, 16))
+    for _ in range(2):
+        model(tokens, tokens)[1].backward()
+        optimizer.step()
+    save(tmp_path / "c", model, optimizer)
+    again, other = fused()
+    load(tmp_path / "c", again, torch.optim.SGD(again.parameters(), lr=0.1))
+    states = [str(each.scaling.state_dict()) for each in (layers, other)]
+    assert states[0] == states[1] != str(fused()[1].scaling.state_dict())
+    assert again(tokens, tokens)[1].equal(model(tokens, tokens)[1])

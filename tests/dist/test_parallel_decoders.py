@@ -20,6 +20,9 @@ CONFIGS = {name: FP8TrainingConfig.from_recipe(name) for name in cases.RECIPES} 
     "block, channel wgrad": FP8TrainingConfig.from_recipe("block", wgrad="channel"),
 }
 
+# FP32 sums in another order may round an FP8 value the other way: 2.3e-6 of the loss with torch 2.11, < 1e-6 with 2.13.
+ONE_ROUNDING = 1e-5
+
 
 def count_fused(counts):
     """Count the calls of fused pieces that were computed."""
@@ -75,7 +78,7 @@ def test_fused_decoders_are_those_of_one_process():
             assert abs(loss / exact_loss - 1) < 0.01
             assert cases.distance(gradients, exact) < 1.1 * far
             if recipe in ("block", "mx"):  # scales are those of one process; FP32 sums come in another order
-                assert abs(loss / one_loss - 1) < 1e-6
+                assert abs(loss / one_loss - 1) < ONE_ROUNDING
                 assert cases.distance(gradients, one) < far / 10
         # Two inputs of 2 × 128 × 256 elements a rank, of four bytes in FP32 each, and of two and scales, both ways.
         assert first[recipe, "sequence"][2] - first[recipe, "sequence, FP8"][2] > 2 * 1.85 * 2 * 128 * 256
@@ -129,7 +132,7 @@ def test_plans_of_transformers(tmp_path):
     for plain, converted, restored, ragged, logits in on_ranks(2, with_plan, str(tmp_path)):
         assert abs(plain[0] / exact_loss - 1) < 1e-6 and cases.distance(plain[1], exact) < 1e-5
         assert plain[0] == restored[0] and cases.distance(plain[1], restored[1]) == 0
-        assert abs(converted[0] / one_loss - 1) < 1e-6 and cases.distance(converted[1], one) < far / 10
+        assert abs(converted[0] / one_loss - 1) < ONE_ROUNDING and cases.distance(converted[1], one) < far / 10
         assert abs(ragged[0] / one_loss - 1) < 0.1
         assert cases.distance({"": logits}, {"": expected}) < 5e-3  # FP8 rounds what differs in its last bit
 

@@ -83,6 +83,12 @@ class _FusedBDHModel(BDH, Fused):
             return logits_BTV, None
         return logits_BTV, F.cross_entropy(logits_BTV.float().flatten(0, 1), targets.flatten())
 
+    @property
+    def scaling(self) -> FP8ScalingManager:
+        """Scaling states of all layers: `share_amax` and checkpoints look for them on modules."""
+        scaling: FP8ScalingManager = self.__dict__[_FUSED].scaling
+        return scaling
+
     def unfuse(self) -> None:
         """Give the model its own class back."""
         del self.__dict__[_FUSED]
