@@ -274,6 +274,7 @@ def test_the_command(bench: Bench, tmp_path: Path):
     assert all(row["status"] == "timed" and row["weights_gib"] > 0 for row in result["rows"])
     text = rollout_markdown([result])
     assert text.count("\n|") == 2 + 6 and "| channel | 4 |" in text and "octavo bench" in text
+    assert "prompts of 5 in groups of 1 and 2;" in text
 
 
 def test_the_command_for_grpo(bench: Bench, tmp_path: Path):

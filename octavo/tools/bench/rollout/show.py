@@ -19,10 +19,11 @@ GRPO_HEADINGS = (
 
 def rollout_title(result: dict[str, Any]) -> str:
     """Return a title for a result of rollouts or of GRPO's steps."""
-    size = result["rollout"]["sizes"][0]
+    sizes = result["rollout"]["sizes"]
+    size, groups = sizes[0], sorted({each["group"] for each in sizes})  # fewer slots than --group are one group
     title = (
         f"{model_title(result['case'])}, completions of {size['new_tokens']:,} tokens, prompts of {size['prompt']:,} "
-        f"in groups of {size['group']}"
+        f"in groups of {' and '.join(map(str, groups))}"
     )
     rates = result["rates"]
     if rates is None:
