@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from octavo.decoders import decoding
 from octavo.decoders.hooks import brings_weights, is_hooked
-from octavo.decoders.match import own_class
+from octavo.decoders.match import added_adapters, own_class
 from octavo.nn.sharded import is_sharded, plain_class
 from octavo.ops.adapters import Adapter, Adapters, add_to, project_down
 from octavo.ops.weight import joined
@@ -66,16 +66,13 @@ def _multiply(x: Tensor, base: nn.Linear, out: Tensor) -> None:
 
 def _base_and_names(member: Any, dtype: torch.dtype) -> tuple[nn.Linear, list[str]] | None:
     """A plain linear in this dtype and the active adapters of PEFT's around it; None for anything else."""
-    names: list[str] = []
-    base, parts = member, [member]
+    base, parts, names = member, [member], list[str]()
     if _is_peft_linear(member):
-        base = member.base_layer
-        names = [name for name in member.active_adapters if name in member.lora_A]
-        parts += [base, *[group[name] for name in names for group in (member.lora_A, member.lora_B)]]
-        unusual = member.disable_adapters or member.merged or set(names) & set(getattr(member, "lora_variant", ()))
-        dropped = any(member.training and isinstance(member.lora_dropout[name], nn.Dropout) for name in names)
-        if unusual or dropped or any(member.lora_bias[name] for name in names):
+        added = added_adapters(member)
+        if added is None:
             return None
+        base, names = member.base_layer, added
+        parts += [base, *[group[name] for name in names for group in (member.lora_A, member.lora_B)]]
     linears = parts[1:] if names else [base]
     if not all(isinstance(linear, nn.Linear) and own_class(linear) is nn.Linear for linear in linears):
         return None

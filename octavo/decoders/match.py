@@ -97,6 +97,14 @@ def base_of(module: Any) -> Any:
     return module.base_layer if hasattr(module, "fusible") else module
 
 
+def added_adapters(layer: Any) -> list[str] | None:
+    """The active adapters of PEFT's LoRA around a linear; None if more is done than to add them to its output."""
+    names = [name for name in layer.active_adapters if name in layer.lora_A]
+    dropped = any(layer.training and isinstance(layer.lora_dropout[name], nn.Dropout) for name in names)
+    other = any(name in layer.lora_variant or layer.lora_bias[name] for name in names)
+    return None if layer.disable_adapters or layer.merged or dropped or other else names
+
+
 def activation_of(mlp: Any) -> str | None:
     """The name of an MLP's activation; None for one that has no kernel."""
     return HF_ACTIVATIONS.get(plain_class(mlp.act_fn).__name__)

@@ -19,6 +19,7 @@ from transformers.utils import logging
 
 from octavo.decoders.gathering import around
 from octavo.decoders.hooks import is_hooked
+from octavo.decoders.match import added_adapters
 from octavo.nn.frozen import FP8FrozenLinear, quantize_weight
 from octavo.nn.linear_function import linear
 from octavo.numerics.quantize import Quantized
@@ -105,14 +106,11 @@ class FP8LoraLinear(peft_layer.Linear):
 
     def fusible(self, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> list[str] | None:
         """The adapters to compute with the base in one function; None if the call takes PEFT's own forward."""
-        names = [name for name in self.active_adapters if name in self.lora_A]
-        modules = [group[name] for name in names for group in (self.lora_dropout, self.lora_A, self.lora_B)]
-        if is_hooked(self.base_layer, *modules) or self.base_layer.weight.is_meta:
+        names = added_adapters(self)
+        if not names or args or any((kwargs or {}).values()):
             return None
-        plain = not args and not any((kwargs or {}).values()) and not self.disable_adapters and not self.merged
-        dropped = self.training and any(isinstance(self.lora_dropout[name], nn.Dropout) for name in names)
-        other = any(name in self.lora_variant for name in names) or any(self.lora_bias[name] for name in names)
-        return names if names and plain and not dropped and not other else None
+        modules = [group[name] for name in names for group in (self.lora_dropout, self.lora_A, self.lora_B)]
+        return None if is_hooked(self.base_layer, *modules) or self.base_layer.weight.is_meta else names
 
     def adapter_modules(self, names: Sequence[str]) -> list[nn.Module]:
         """The modules that hold the matrices of these adapters."""
