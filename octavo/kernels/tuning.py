@@ -237,7 +237,7 @@ class ProductTile(NamedTuple):
     """Outputs of a tile, and how a kernel walks along its weights; `programs` that fit on a multiprocessor.
 
     `registers`: at most, for each thread. `prefetch`: steps of 128 columns that L2 is asked for before x is there.
-    `adapter_parts`: parts of K for `x · Aᵀ`, for which others wait at their end.
+    `adapter_parts`: parts of K for `x · Aᵀ`, for which others wait at their end. `tokens`: of a tile; None: all.
     """
 
     n: int
@@ -247,6 +247,7 @@ class ProductTile(NamedTuple):
     registers: int | None = None
     prefetch: int = 4
     adapter_parts: int = 16
+    tokens: int | None = None
 
 
 class FewTokenTiles(NamedTuple):
@@ -270,7 +271,8 @@ class FewTokenTiles(NamedTuple):
         16: ProductTile(64, warps=4, stages=5, programs=2, prefetch=2, adapter_parts=4),  # 36.7
         32: ProductTile(64, warps=4, stages=4, programs=2, prefetch=2, adapter_parts=4),
         64: ProductTile(64, warps=4, stages=4, programs=2, prefetch=0, adapter_parts=4),  # 44.1 → 43.5
-        128: ProductTile(64, warps=8, stages=3, programs=1, prefetch=0, adapter_parts=4),
+        # 167 µs with all tokens in a tile
+        128: ProductTile(64, warps=4, stages=4, programs=2, prefetch=0, adapter_parts=4, tokens=64),
     }
     down: Mapping[int, ProductTile] = {
         16: ProductTile(64, warps=4, stages=6, programs=3, prefetch=0, adapter_parts=8),  # 29.9 → 25.8, at 1 token

@@ -131,7 +131,7 @@ def test_programs_that_wait_for_each_other(m):
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("m", [1, 16, 50, 128])
+@pytest.mark.parametrize("m", [1, 16, 50, 65, 128])
 @pytest.mark.parametrize(("f", "k"), [(14336, 4096), (384, 144)])
 def test_gated_mlp(m, f, k, activation):
     x, norm = randn(m, k, dtype=BF16), Norm((torch.rand(k, device="cuda") + 0.5).to(BF16), 1e-5)

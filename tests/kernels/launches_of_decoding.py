@@ -126,3 +126,15 @@ def few_token_launches(dtype: torch.dtype) -> Iterator[Launch]:
                 norm=plain,
             ),
         )
+    many = torch.zeros(100, 256, dtype=dtype)
+    yield (
+        "few tokens gated, tiles of tokens",
+        lambda: few_tokens.gated_mlp(
+            many,
+            weight(1024, 256, "channel"),
+            weight(256, 512, "channel"),
+            "silu",
+            adapters(2, 1024, 256),
+            adapters(1, 256, 512),
+        ),
+    )

@@ -109,6 +109,22 @@ def test_parts_of_the_columns(parts, monkeypatch):
     assert_near(kernel.gated_mlp(x, gate_up, down, "silu", *lows), expected, steps=2.0, share=0.8)
 
 
+@pytest.mark.parametrize(("tokens", "parts"), [(70, 1), (128, 3)])
+def test_several_tiles_of_tokens(tokens, parts, monkeypatch):
+    """More than 64 tokens of gate and up: the first 64, and the rest."""
+    assert HOPPER.few_tokens.gated[128].tokens == 64
+    if parts > 1:
+        monkeypatch.setattr(kernel, "parts_of", lambda *_: parts)
+    monkeypatch.setattr(kernel, "_LAUNCHES", type(kernel._LAUNCHES)())
+    x, norm = torch.randn(tokens, 400).to(BF16), Norm(torch.rand(400).to(BF16), 1e-5)
+    gate_up, down = weight_of(2 * 256, 400), weight_of(130, 256)
+    lows = [low(0, 256, 400), low(256, 512, 400)], [low(0, 130, 256)]
+    residual = torch.randn(tokens, 130).to(BF16)
+    more = {"residual": residual, "norm": norm}
+    expected = spec.gated_mlp(x, gate_up, down, "silu", *lows, **more)
+    assert_near(kernel.gated_mlp(x, gate_up, down, "silu", *lows, **more), expected, steps=2.0, share=0.8)
+
+
 @pytest.mark.parametrize("rows", [16, 64, 128])
 def test_tiles_of_outputs(rows, monkeypatch):
     tiles = HOPPER.few_tokens

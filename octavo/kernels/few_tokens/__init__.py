@@ -247,8 +247,13 @@ def _tiles_of(x: Tensor, side: _Side, kind: str) -> int:
     return -(-n // 2 // BLOCK) * 2 if kind == GATED else -(-n // _tile_of(x, kind).n)
 
 
+def _tiles_of_tokens(x: Tensor, kind: str) -> int:
+    rows = tile_of_tokens(x.shape[0])
+    return max(1, rows // (_tile_of(x, kind).tokens or rows))
+
+
 def _counters_of(x: Tensor, side: _Side, kind: str) -> int:
-    return PARTS_OF_TILE + _tiles_of(x, side, kind)
+    return PARTS_OF_TILE + _tiles_of(x, side, kind) * _tiles_of_tokens(x, kind)
 
 
 def _add_lay_out(
@@ -280,14 +285,15 @@ def _add_products(
     """
     gated, (n, k), scale = kind == GATED, side.weight.data.shape, side.weight.scale
     m, rows, steps, tuning = x.shape[0], tile_of_tokens(x.shape[0]), -(-k // BLOCK), tuning_for(x.device).few_tokens
-    tile, tiles = _tile_of(x, kind), _tiles_of(x, side, kind)
-    parts = parts_of(tiles, steps, m, tile.programs * multiprocessors(x.device), tuning)
+    tile, tiles, tiles_of_tokens = _tile_of(x, kind), _tiles_of(x, side, kind), _tiles_of_tokens(x, kind)
+    units, tokens = tiles * tiles_of_tokens, rows // tiles_of_tokens
+    parts = parts_of(units, steps, min(m, tokens), tile.programs * multiprocessors(x.device), tuning)
     parts = -(-steps // -(-steps // parts))  # none without a step
     t_parts = -(-steps // -(-steps // tile.adapter_parts)) if side.adapters else 1
     ranks = side.ranks or [1]
     t_sums = launches.make((len(ranks), t_parts, max(16, triton.next_power_of_2(max(ranks))), rows), torch.float32)
     t = launches.make((rows, sum(ranks)), x.dtype)
-    size = (tiles, parts, 2 if gated else 1, tile.n, rows) if parts > 1 else (1,)
+    size = (units, parts, 2 if gated else 1, tile.n, tokens) if parts > 1 else (1,)
     sums = launches.make(size, torch.float32)
     if gated:
         y, factors = launches.make((rows, tiles * tile.n), torch.float16), launches.make((tiles, rows), torch.float32)
@@ -300,7 +306,7 @@ def _add_products(
         "FORMAT": _FORMATS[side.weight.data.dtype], "MODE": mode.value, "STEPPED": kind == DOWN,
         "ACTIVATION": None if activation is None else ACTIVATIONS[activation],
         "BIAS": bias_at is not None, "RESIDUAL": residual_at is not None, "SPLIT": parts > 1,
-        "EVEN": whole and k % BLOCK == 0, "TILE_M": rows, "TILE_N": tile.n,
+        "EVEN": whole and k % BLOCK == 0, "ROWS": rows, "TILE_M": tokens, "TILE_N": tile.n,
         "num_warps": tile.warps, "num_stages": tile.stages,
     }  # fmt: skip
     if tile.registers is not None:
@@ -309,7 +315,7 @@ def _add_products(
     tensors = (*laid_out, side.w, side.scale, *side.downs(), *side.ups(), t_sums, t, sums, counters[0], *beside, y)
     stride = scale.shape[1] if mode is BLOCKS else 0
     numbers = (m, n, k, steps, stride, counters[1], parts, t_parts, tile.prefetch, *side.spans)
-    grid = (len(side.adapters) * t_parts + tiles * parts,)
+    grid = (len(side.adapters) * t_parts + units * parts,)
     launches.launch(products_kernel, grid, (*tensors, factors), numbers, constants | side.rank_constants)
     return y, factors
 

@@ -95,12 +95,13 @@ def products_kernel(
     first0, first1, first2, size0, size1, size2, scaling0, scaling1, scaling2,
     FORMAT: tl.constexpr, MODE: tl.constexpr, ACTIVATION: tl.constexpr, STEPPED: tl.constexpr, BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr, SPLIT: tl.constexpr, RANK0: tl.constexpr, RANK1: tl.constexpr, RANK2: tl.constexpr,
-    EVEN: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, OVERLAPS: tl.constexpr,
+    EVEN: tl.constexpr, ROWS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """`w_ptr`: to words of two bytes. `steps`: of 128 columns. `STEPPED`: x' is h, with factors for every half step.
 
     `EVEN`: whole tiles of N and K. `SPLIT`: into several `parts` of K. `prefetched`: steps whose weights L2 reads
-    before x' is there.
+    before x' is there. `ROWS`: of x', one tile of tokens or more, whose programs have the same weights and follow each
+    other.
     """
     ADAPTERS: tl.constexpr = (RANK0 > 0) + (RANK1 > 0) + (RANK2 > 0)
     RANKS: tl.constexpr = RANK0 + RANK1 + RANK2
@@ -108,7 +109,11 @@ def products_kernel(
     counters_ptr += counters_at
     pid = tl.program_id(0)
     product_id = pid - ADAPTERS * t_parts
-    tile, part = product_id // parts, product_id % parts
+    unit, part = product_id // parts, product_id % parts  # a tile of outputs for a tile of tokens; a part of K
+    tile, m = unit, tl.arange(0, TILE_M)
+    if ROWS > TILE_M:
+        tile = unit // (ROWS // TILE_M)
+        m += unit % (ROWS // TILE_M) * TILE_M
     each = tl.cdiv(steps, parts)
     begin = part * each
     end = tl.minimum(begin + each, steps)
@@ -129,17 +134,17 @@ def products_kernel(
         column = tl.where(i == 2, RANK0 + RANK1, tl.where(i == 1, RANK0, 0))
         PADDED: tl.constexpr = padded(max(RANK0, RANK1, RANK2))
         _project(
-            x_ptr, factors_ptr, choose(i, a0_ptr, a1_ptr, a2_ptr), t_parts_ptr + i * t_parts * PADDED * TILE_M,
+            x_ptr, factors_ptr, choose(i, a0_ptr, a1_ptr, a2_ptr), t_parts_ptr + i * t_parts * PADDED * ROWS,
             t_ptr + column, counters_ptr, counters_ptr + _PARTS_OF_T + i, t_part, t_parts, rank, K, steps, STEPPED,
-            RANKS, PADDED, TILE_M,
+            RANKS, PADDED, ROWS,
         )  # fmt: skip
     else:
-        r, m = tl.arange(0, TILE_N), tl.arange(0, TILE_M)
+        r, column_of_part = tl.arange(0, TILE_N), tl.arange(0, TILE_M)
         n = low + stride * r
         # Of gate and up, or twice the same, of which only one is computed then.
         first, second = _multiply(
-            x_ptr, factors_ptr, w_ptr, scale_ptr, n, low, features, begin, end, N, K, steps, stride_scale, FORMAT, MODE,
-            GATED, STEPPED, EVEN, TILE_M, TILE_N,
+            x_ptr, factors_ptr, w_ptr, scale_ptr, n, m, low, features, begin, end, N, K, steps, stride_scale, FORMAT,
+            MODE, GATED, STEPPED, EVEN, ROWS, TILE_M, TILE_N,
         )  # fmt: skip
         SLICED: tl.constexpr = _SLICE if SPLIT and not GATED else TILE_N
         SLICES: tl.constexpr = TILE_N // SLICED
@@ -147,17 +152,17 @@ def products_kernel(
         if SPLIT:
             HALVES: tl.constexpr = 2 if GATED else 1
             SIZE: tl.constexpr = TILE_N * TILE_M
-            parts_ptr += tile * (parts * HALVES * SIZE)
-            mine = parts_ptr + part * (HALVES * SIZE) + r[:, None] * TILE_M + m[None, :]
+            parts_ptr += unit * (parts * HALVES * SIZE)
+            mine = parts_ptr + part * (HALVES * SIZE) + r[:, None] * TILE_M + column_of_part[None, :]
             tl.store(mine, first)
             if GATED:
                 tl.store(mine + SIZE, second)
-            arrived = arrive(counters_ptr + _PARTS_OF_TILE + tile)
+            arrived = arrive(counters_ptr + _PARTS_OF_TILE + unit)
             slice, by = part, parts
             if tiles.INTERPRETED:
                 slice, by = tl.where(arrived == parts - 1, 0, SLICES), 1
             elif part < SLICES:
-                wait_for(counters_ptr + _PARTS_OF_TILE + tile, parts)
+                wait_for(counters_ptr + _PARTS_OF_TILE + unit, parts)
         if ADAPTERS > 0:
             if slice < SLICES:
                 wait_for(counters_ptr, ADAPTERS)
@@ -165,7 +170,7 @@ def products_kernel(
             above = tl.cast(s, tl.int32) * SLICED
             one, other = first, second
             if SPLIT:
-                ptrs = parts_ptr + (above + tl.arange(0, SLICED))[:, None] * TILE_M + m[None, :]
+                ptrs = parts_ptr + (above + tl.arange(0, SLICED))[:, None] * TILE_M + column_of_part[None, :]
                 one = sum_of_parts(ptrs, HALVES * SIZE, parts)
                 other = one
                 if GATED:
@@ -173,7 +178,7 @@ def products_kernel(
             _finish(
                 one, other, t_ptr, b0_ptr, b1_ptr, b2_ptr, bias_ptr, residual_ptr, y_ptr, y_factors_ptr,
                 low + stride * above, m, tile, M, N, features, first0, first1, first2, size0, size1, size2,
-                scaling0, scaling1, scaling2, ACTIVATION, BIAS, RESIDUAL, RANK0, RANK1, RANK2, TILE_M, SLICED,
+                scaling0, scaling1, scaling2, ACTIVATION, BIAS, RESIDUAL, RANK0, RANK1, RANK2, ROWS, TILE_M, SLICED,
             )  # fmt: skip
 
 
@@ -219,12 +224,12 @@ def _step(
 
 @triton.jit
 def _multiply(
-    x_ptr, factors_ptr, w_ptr, scale_ptr, n, low, features, begin, end, N, K, steps, stride_scale,
+    x_ptr, factors_ptr, w_ptr, scale_ptr, n, m, low, features, begin, end, N, K, steps, stride_scale,
     FORMAT: tl.constexpr, MODE: tl.constexpr, GATED: tl.constexpr, STEPPED: tl.constexpr, EVEN: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    ROWS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
-    """The product of the rows n of a weight, and of those `features` further on if `GATED`, over some of K's steps."""
-    m, c = tl.arange(0, TILE_M), tl.arange(0, _HALF)
+    """Rows n of a weight by rows m of x', and those `features` further on if `GATED`, over some of K's steps."""
+    c = tl.arange(0, _HALF)
     w_ptrs = w_ptr + n[:, None].to(tl.int64) * (K // 2) + c[None, :]
     other_ptrs = w_ptrs + features.to(tl.int64) * (K // 2)
     x_ptrs = x_ptr + m[:, None] * (steps * _BLOCK) + c[None, :]
@@ -246,8 +251,8 @@ def _multiply(
             if GATED:
                 other_following = tl.load(others_ptr + tl.minimum(step + 1, steps - 1))
         if STEPPED:
-            even_factor = tl.load(factors_ptr + 2 * step * TILE_M + m)
-            odd_factor = tl.load(factors_ptr + (2 * step + 1) * TILE_M + m)
+            even_factor = tl.load(factors_ptr + 2 * step * ROWS + m)
+            odd_factor = tl.load(factors_ptr + (2 * step + 1) * ROWS + m)
         words = _words(w_ptrs + step * _HALF, n, features, step * _HALF + c, K, EVEN)
         x_even = tl.load(x_ptrs + step * _BLOCK, eviction_policy="evict_last")
         x_odd = tl.load(x_ptrs + (step * _BLOCK + _HALF), eviction_policy="evict_last")
@@ -313,7 +318,7 @@ def _finish(
     first, second, t_ptr, b0_ptr, b1_ptr, b2_ptr, bias_ptr, residual_ptr, y_ptr, y_factors_ptr, low, m, tile, M, N,
     features, first0, first1, first2, size0, size1, size2, scaling0, scaling1, scaling2,
     ACTIVATION: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, RANK0: tl.constexpr, RANK1: tl.constexpr,
-    RANK2: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    RANK2: tl.constexpr, ROWS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
     """Add to a product what belongs to it, and store y; or, with an `ACTIVATION`, h of gate and up, and its factors."""
     dtype: tl.constexpr = t_ptr.dtype.element_ty
@@ -358,4 +363,4 @@ def _finish(
             h = (h.to(tl.float32) * power[None, :]).to(tl.float16)
         across = tl.cdiv(features, _BLOCK) * _BLOCK
         tl.store(y_ptr + m[None, :] * across + (tile * TILE_N + r)[:, None], h)
-        tl.store(y_factors_ptr + tile * TILE_M + m, factor)
+        tl.store(y_factors_ptr + tile * ROWS + m, factor)
