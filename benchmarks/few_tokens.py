@@ -41,7 +41,8 @@ OUTPUTS = {"qkv": (4096, 1024, 1024), "o": (HIDDEN,), "gate_up": (FEATURES, FEAT
 KINDS = {"qkv": kernels.PRODUCT, "o": kernels.PRODUCT, "gate_up": kernels.GATED, "down": kernels.DOWN}
 DISTINCT = 2**28  # bytes of weights that a graph goes through; an H200 has 50 MB of L2
 FEWEST_CALLS = 12  # in a graph, whose own launch takes some µs
-# Outputs, warps, stages, programs for a multiprocessor, registers, prefetch, parts of x · Aᵀ, tokens; by tokens. Those that spill are not here.
+# Outputs, warps, stages, programs for a multiprocessor, registers, prefetch, parts of x · Aᵀ, tokens of a tile; by
+# tokens. Those that spill are not here.
 _SMALL = ((64, 4, 5, 4), (64, 4, 6, 3), (128, 4, 5, 2), (128, 8, 4, 2))
 _TILES: dict[str, dict[int, tuple[tuple[int, ...], ...]]] = {
     kernels.PRODUCT: {

@@ -258,7 +258,8 @@ class FewTokenTiles(NamedTuple):
 
     Measured for an 8B with adapters of rank 32 (`benchmarks/few_tokens.py`, H200, 2026-11-17, torch 2.11.0). A layer
     takes 89 µs at 1 token, 90 at 16 and 112 at 64; with all tiles as those of `products[16]`'s first guess, and 128
-    outputs for 64 tokens, it took 97, 98 and 130. Tiles of 32 and 128 tokens follow their neighbours, unmeasured.
+    outputs for 64 tokens, it took 97, 98 and 130. At 128 tokens (2026-11-18) 173, and 262 with all tokens of gate and
+    up in one tile. Tiles of 32 tokens follow their neighbours, unmeasured.
     """
 
     products: Mapping[int, ProductTile] = {
@@ -271,8 +272,7 @@ class FewTokenTiles(NamedTuple):
         16: ProductTile(64, warps=4, stages=5, programs=2, prefetch=2, adapter_parts=4),  # 36.7
         32: ProductTile(64, warps=4, stages=4, programs=2, prefetch=2, adapter_parts=4),
         64: ProductTile(64, warps=4, stages=4, programs=2, prefetch=0, adapter_parts=4),  # 44.1 → 43.5
-        # 167 µs with all tokens in a tile
-        128: ProductTile(64, warps=4, stages=4, programs=2, prefetch=0, adapter_parts=4, tokens=64),
+        128: ProductTile(64, warps=4, stages=3, programs=2, prefetch=0, adapter_parts=4, tokens=64),  # 167 → 77
     }
     down: Mapping[int, ProductTile] = {
         16: ProductTile(64, warps=4, stages=6, programs=3, prefetch=0, adapter_parts=8),  # 29.9 → 25.8, at 1 token
