@@ -51,6 +51,19 @@ _BLIND = (
 )
 
 
+def changes_calls(module: Any) -> bool:
+    """Whether calling a model computes something else than its parts do: by hooks, or by a forward in its own's place.
+
+    Forwards of trainers are not meant, which compute a loss or cast: they change no token.
+    """
+    own = module.__dict__
+    hooks = [hook for kind in ("_forward_hooks", "_forward_pre_hooks") for hook in own[kind].values()]
+    if any(not f"{_origin(hook)}.".startswith(_BLIND) for hook in hooks):
+        return True
+    trainers = ("trl.", "peft.", "transformers.", "torch.", *_BLIND)
+    return "forward" in own and not f"{_origin_of_forward(own['forward'])}.".startswith(trainers)
+
+
 def is_watched(decoder: Any) -> str:
     """The first module of a decoder with a hook that may look at hidden states, by its class; empty if there is none.
 

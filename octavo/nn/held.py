@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from octavo.numerics import Quantized
+from octavo.numerics.config import OperandRecipe
 from octavo.ops.quantize import quantize_group
 from octavo.ops.weight import Weight, joined
 
@@ -27,11 +28,11 @@ class HeldWeights:
     """FP8 copies of trained weights, made at their first use, by the linears of a product."""
 
     def __init__(self) -> None:
-        self._copies: dict[tuple[int, ...], tuple[Sequence[Any], Quantized]] = {}
+        self._copies: dict[tuple[Any, ...], tuple[Sequence[Any], Quantized]] = {}
 
     def weight(self, members: Sequence[Any]) -> Weight:
         """Return the weights of these `FP8Linear`s, one below the other, as one stored weight."""
-        key = tuple(id(member) for member in members)
+        key = (members[0].recipe.w, *map(id, members))
         if key not in self._copies:
             with torch.inference_mode(False):  # vLLM computes in it, and what is made there cannot be refreshed
                 self._copies[key] = (members, _quantized(members))
@@ -39,7 +40,8 @@ class HeldWeights:
         return Weight([data], [scale])
 
     def refresh(self) -> None:
-        """Quantise again what the weights are now, into the same memory."""
+        """Quantise again what the weights are now, into the same memory; forget copies of linears that have changed."""
+        self._copies = {key: each for key, each in self._copies.items() if _is_still(key[0], each[0])}
         for members, copy in self._copies.values():
             data, scale = _quantized(members)
             if data.data_ptr() != copy.data.data_ptr():  # else it is an FP8-only weight itself
@@ -53,6 +55,11 @@ class HeldWeights:
     @property
     def nbytes(self) -> int:
         return sum(copy.data.nbytes + copy.scale.nbytes for _, copy in self._copies.values())
+
+
+def _is_still(recipe: OperandRecipe, members: Sequence[Any]) -> bool:
+    """Whether all of these are linears in FP8, with this recipe of weights: `restore` may have given them back."""
+    return all(hasattr(member, "fp8_only") and member.recipe.w == recipe for member in members)
 
 
 def _quantized(members: Sequence[Any]) -> Quantized:

@@ -15,8 +15,9 @@ from types import MethodType
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from octavo.decoders.hooks import changes_calls
 from octavo.rl.completions import Engine, Sampling
 
 logger = logging.getLogger("octavo")
@@ -81,21 +82,22 @@ def _inner(model: Any) -> Any:
 class _Generate:
     """In the place of a model's `generate`. A copy of the model has its own again."""
 
-    def __init__(self, model: nn.Module, engine: Engine) -> None:
+    def __init__(self, model: Any, engine: Engine) -> None:
         self.model, self.engine = model, engine
         self.fallbacks: Counter[str] = Counter()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         named = dict(zip(_POSITIONAL, args, strict=False)) | kwargs
         settings = _settings(self.model, named)
-        reason = _why_not(self.model, named, settings)
+        reason = _why_not(self.model, named, settings) or _too_long(self.engine, named, settings)
         if reason:
             self.fallbacks[reason] += 1
             if self.fallbacks[reason] == 1:
                 logger.warning("octavo: model.generate runs without the engine: %s", reason)
             return self._original()(*args, **kwargs)
-        ids: Tensor = named["input_ids"] if named.get("inputs") is None else named["inputs"]
-        return _completed(self.engine, ids, named.get("attention_mask"), settings)
+        tokens = self.model.get_input_embeddings().weight.shape[0]
+        ends = tuple(token for token in _as_tuple(settings.get("eos_token_id")) if 0 <= token < tokens)
+        return _completed(self.engine, _ids(named), named.get("attention_mask"), settings | {"eos_token_id": ends})
 
     def _original(self) -> Any:
         cls: Any = type(self.model)
@@ -117,17 +119,28 @@ def _settings(model: Any, named: dict[str, Any]) -> dict[str, Any]:
     return merged | {name: value for name, value in named.items() if name in layers[0]}
 
 
-def _why_not(model: nn.Module, named: dict[str, Any], settings: dict[str, Any]) -> str:
+def _ids(named: dict[str, Any]) -> Any:
+    return named.get("input_ids") if named.get("inputs") is None else named["inputs"]
+
+
+def _why_not(model: Any, named: dict[str, Any], settings: dict[str, Any]) -> str:
     """Why a call is not the engine's to answer; empty if it is."""
     known = {*_POSITIONAL[:2], "input_ids", "attention_mask", *settings}
     for name, value in named.items():
         if name not in known and value is not None and value is not False:
             return f"{name} is given"
     for name, value in settings.items():
-        asks = bool(value) and value != _NEUTRAL.get(name)
-        if asks and name not in _FOLLOWED and name not in _IRRELEVANT and not name.startswith("_"):
+        if name in _FOLLOWED or name in _IRRELEVANT or name.startswith("_"):
+            continue
+        is_token = name.endswith("_token_id") and isinstance(value, int) and value is not False
+        if (value or is_token) and value != _NEUTRAL.get(name):
             return f"{name}={value!r}"
-    ids = named.get("input_ids") if named.get("inputs") is None else named["inputs"]
+    prepare = model.__dict__.get("prepare_inputs_for_generation")
+    if prepare is not None and getattr(prepare, "__self__", None) is not model:
+        return "prepare_inputs_for_generation is replaced, as by adapters that learn a prompt"
+    if changes_calls(model):
+        return f"{type(model).__name__} has a hook or another forward, which the engine does not call"
+    ids = _ids(named)
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point():
         return "input_ids is no matrix of tokens"
     mask = named.get("attention_mask")
@@ -143,6 +156,21 @@ def _why_not(model: nn.Module, named: dict[str, Any], settings: dict[str, Any]) 
     return ""
 
 
+def _too_long(engine: Engine, named: dict[str, Any], settings: dict[str, Any]) -> str:
+    """Why completions may be longer than the engine's, which would end early; empty if they are not.
+
+    Where a prompt alone is too long, the engine says so.
+    """
+    ids, mask = _ids(named), named.get("attention_mask")
+    new, limit = _new_tokens(settings, ids.shape[1]), engine.max_length
+    if new < 1:
+        return f"max_new_tokens={new}"  # transformers says what is wrong
+    longest = ids.shape[1] if mask is None else int(mask.bool().sum(1).max())
+    if limit is None or longest >= limit or longest + new <= limit:
+        return ""
+    return f"prompts of {longest} tokens and {new} new ones are longer than the engine's {limit}"
+
+
 def _completed(engine: Engine, ids: Tensor, mask: Tensor | None, settings: dict[str, Any]) -> Tensor:
     """Rows with their completions, padded on the right, as `generate` returns them."""
     real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
@@ -150,7 +178,7 @@ def _completed(engine: Engine, ids: Tensor, mask: Tensor | None, settings: dict[
     n = settings.get("num_return_sequences") or 1
     completions = engine.generate(prompts, n, _sampling(settings, ids.shape[1]))
     longest = max(len(completion.tokens) for completion in completions)
-    stops = _as_tuple(settings.get("eos_token_id"))
+    stops = settings["eos_token_id"]
     pad = settings.get("pad_token_id")
     fill = pad if pad is not None else stops[0] if stops else 0
     rows = [[*completion.tokens, *[fill] * (longest - len(completion.tokens))] for completion in completions]
@@ -160,21 +188,23 @@ def _completed(engine: Engine, ids: Tensor, mask: Tensor | None, settings: dict[
 
 def _sampling(settings: dict[str, Any], length: int) -> Sampling:
     """How the engine is to sample. `length`: of the rows with their padding, which `max_length` counts, too."""
-    new, whole = settings.get("max_new_tokens"), settings.get("max_length")
-    new = new if new is not None else _LONGEST if whole is None else whole - length
-    if new < 1:
-        raise ValueError(f"max_length={whole}: the rows have {length} tokens already; set max_new_tokens")
     sampled = bool(settings.get("do_sample"))
     given = settings.get("temperature")  # None changes nothing, as in transformers
     temperature = 0.0 if not sampled else 1.0 if given is None else given
     top_k, top_p = settings.get("top_k", _TOP_K), settings.get("top_p")
     return Sampling(
-        max_new_tokens=new,
+        max_new_tokens=_new_tokens(settings, length),
         temperature=temperature,
         top_k=top_k if sampled and top_k and top_k > 0 else None,
         top_p=top_p if sampled and top_p is not None and top_p < 1 else None,
-        stop_ids=_as_tuple(settings.get("eos_token_id")),
+        stop_ids=settings["eos_token_id"],
     )
+
+
+def _new_tokens(settings: dict[str, Any], length: int) -> int:
+    """How many tokens a completion may have, where rows have this length."""
+    new, whole = settings.get("max_new_tokens"), settings.get("max_length")
+    return int(new) if new is not None else _LONGEST if whole is None else whole - length
 
 
 def _as_tuple(tokens: Any) -> tuple[int, ...]:

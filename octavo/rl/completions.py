@@ -78,6 +78,11 @@ class Engine(Protocol):
 
     name: str
 
+    @property
+    def max_length(self) -> int | None:
+        """Tokens of a prompt and its completion together, at which completions end; None: any number."""
+        ...
+
     def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> list[Completion]:
         """Complete each prompt n times: completions of the first prompt, of the second, and so on."""
         ...

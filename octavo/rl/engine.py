@@ -103,12 +103,12 @@ class NativeEngine:
         check_positive_int("n", n)
         given = [[_as_int(token) for token in prompt] for prompt in prompts]
         check_sampling(sampling, self.exact_logprobs)
+        self._follow()
         check_prompts(given, self.policy, self.max_length)
         if not given:
             self._statistics = {"prefills": 0.0, "tokens": 0.0, "seconds": 0.0}
             return []
         started = time.perf_counter()
-        self._follow()
         limits = [self._limit(prompt, sampling) for prompt in given]
         schedule = Schedule(given, limits, n, slots=self.slots)
         stop_ids = self.policy.stop_ids() if sampling.stop_ids is None else sampling.stop_ids
@@ -220,12 +220,13 @@ class NativeEngine:
                 self._generator, self._recorder = torch.Generator(self.policy.device), None
 
     def _follow(self) -> None:
-        """Start anew where the model has been moved or cast since the last rollout."""
+        """Start anew where the model has been moved or cast, or knows other tokens, since the last rollout."""
         policy = self.policy
-        place = policy.place()
-        if place != (policy.device, policy.dtype):
+        place, tokens = policy.place(), policy.tokens()
+        if (*place, tokens) != (policy.device, policy.dtype, policy.vocabulary):
             self.standby()
             policy.device, policy.dtype = place
+            policy.vocabulary = tokens
             self._generator = torch.Generator(policy.device)
 
     def _cache_size(self) -> CacheSize:

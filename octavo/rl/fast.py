@@ -11,7 +11,7 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MethodType
+from functools import partial
 from typing import Any
 
 from octavo.hf import fast
@@ -27,7 +27,9 @@ logger = logging.getLogger("octavo")
 _NEUTRAL = {
     "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "bad_words": [],
     "logit_bias": None, "allowed_token_ids": None, "min_tokens": 0, "structured_outputs": None,
+    "logits_processors": None, "truncate_prompt_tokens": None, "prompt_logprobs": None,
 }  # fmt: skip
+_FIELDS = {"n": 1, "max_tokens": 16, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "seed": None}
 
 
 class FastLanguageModel(fast.FastLanguageModel):
@@ -42,7 +44,7 @@ class FastLanguageModel(fast.FastLanguageModel):
         if report is not None:
             report.fused.append(said)
         attach(model, StandingBy(engine) if rollouts.standby else engine)
-        model.fast_generate = MethodType(_FastGenerate(tokenizer), model)
+        model.fast_generate = partial(_FastGenerate(tokenizer), model)
 
 
 def start_engine(model: Any, rollouts: fast.Rollouts) -> tuple[Engine, str]:
@@ -53,17 +55,19 @@ def start_engine(model: Any, rollouts: fast.Rollouts) -> tuple[Engine, str]:
         else "vLLM is installed" if chosen == "vllm"
         else "vLLM is not installed"
     )  # fmt: skip
-    shared = {"max_length": model.max_seq_length, "memory_share": rollouts.memory_share}
-    if chosen == "vllm":
-        return vllm.VLLMEngine(model, can_stand_by=rollouts.standby, **shared), why
-    return NativeEngine(model, **shared), why
+    if chosen == "vllm":  # which allocates its cache for sequences as long as they may become
+        engine = vllm.VLLMEngine(
+            model, can_stand_by=rollouts.standby, max_length=model.max_seq_length, memory_share=rollouts.memory_share
+        )
+        return engine, why
+    return NativeEngine(model, memory_share=rollouts.memory_share), why
 
 
 class StandingBy:
     """An engine that gives the memory of its cache back after each rollout."""
 
     def __init__(self, engine: Engine) -> None:
-        self.engine, self.name = engine, engine.name
+        self.engine, self.name, self.max_length = engine, engine.name, engine.max_length
 
     def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> list[Completion]:
         """Complete each prompt n times, and free the cache, whether that worked or not."""
@@ -121,33 +125,49 @@ class _FastGenerate:
             raise ValueError(
                 "lora_request: the engine computes with the model's own adapters, as they are now; leave it out"
             )
-        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        texts = [prompts] if isinstance(prompts, str) else prompts
+        if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
+            raise TypeError(f"prompts={prompts!r}: fast_generate takes a text, or a list of texts")
         ids = [self.tokenizer(text)["input_ids"] for text in texts]
-        n, sampling = self._sampling(sampling_params, ends_of(model))
+        stops = self._stops(getattr(sampling_params, "stop", None))
+        ends = [] if getattr(sampling_params, "ignore_eos", False) else ends_of(model)
+        n, sampling = self._sampling(sampling_params, [*stops, *ends], engine.max_length)
         done = engine.generate(ids, n, sampling)
-        return [
-            FastOutput(text, ids[i], [self._output(j, one) for j, one in enumerate(done[i * n : (i + 1) * n])])
-            for i, text in enumerate(texts)
-        ]
+        if getattr(sampling_params, "include_stop_str_in_output", False):
+            stops = []
+        special = getattr(sampling_params, "skip_special_tokens", True)
+        outputs = [self._output(i % n, one, stops, special) for i, one in enumerate(done)]
+        return [FastOutput(text, ids[i], outputs[i * n : (i + 1) * n]) for i, text in enumerate(texts)]
 
-    def _output(self, index: int, one: Completion) -> FastCompletion:
-        text = self.tokenizer.decode(one.tokens, skip_special_tokens=True)
+    def _output(self, index: int, one: Completion, stops: Sequence[int], skip_special_tokens: bool) -> FastCompletion:
+        """`stops`: tokens of texts at which a completion ends, which are no part of its text."""
+        shown = one.tokens[:-1] if one.stopped and one.tokens[-1] in stops else one.tokens
+        text = self.tokenizer.decode(shown, skip_special_tokens=skip_special_tokens)
         return FastCompletion(index, text, one.tokens, one.logprobs, "stop" if one.stopped else "length")
 
-    def _sampling(self, params: Any, ends: Sequence[int]) -> tuple[int, Sampling]:
+    def _sampling(self, params: Any, ends: Sequence[int], longest: int | None) -> tuple[int, Sampling]:
         """How many completions, and how tokens are chosen, by the fields of vLLM's SamplingParams.
 
-        `ends`: the model's own ends of sequence, which end a completion besides those that are named there.
+        `ends`: the model's own ends of sequence, and those of texts, which end a completion besides tokens that are
+        named there. `longest`: how many tokens a sequence may have, which is what `max_tokens=None` means.
         """
-        get: dict[str, Any] = {"n": 1, "max_tokens": 16, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "seed": None}
+        is_one = any(hasattr(params, name) for name in _FIELDS) and not hasattr(params, "max_new_tokens")
+        if params is not None and not is_one:
+            raise TypeError(
+                f"sampling_params={params!r}: fast_generate takes one vllm.SamplingParams for all prompts, or an "
+                f"object with its fields ({', '.join(_FIELDS)}, …)"
+            )
+        get: dict[str, Any] = dict(_FIELDS)
         get |= {name: value for name in get if (value := getattr(params, name, None)) is not None}
+        if hasattr(params, "max_tokens") and params.max_tokens is None:
+            if longest is None:
+                raise ValueError("sampling_params.max_tokens=None: the model names no number of positions; set it")
+            get["max_tokens"] = longest
         for name, neutral in _NEUTRAL.items():
             value = getattr(params, name, None)
             if value and value != neutral:
                 raise ValueError(f"sampling_params.{name}={value!r}: the engine samples by temperature, top_k, top_p")
-        stop_ids = [*(getattr(params, "stop_token_ids", None) or ()), *self._stops(getattr(params, "stop", None))]
-        if not getattr(params, "ignore_eos", False):
-            stop_ids += ends
+        stop_ids = [*(getattr(params, "stop_token_ids", None) or ()), *ends]
         return int(get["n"]), Sampling(
             max_new_tokens=get["max_tokens"],
             temperature=get["temperature"],
@@ -159,9 +179,12 @@ class _FastGenerate:
 
     def _stops(self, texts: str | Sequence[str] | None) -> list[int]:
         """Tokens of texts that end a completion; each has to be one token."""
-        known = self.tokenizer.get_vocab()
-        given = [texts] if isinstance(texts, str) else list(texts or ())
-        for text in given:
-            if text not in known:
-                raise ValueError(f"sampling_params.stop={text!r}: no token of the tokenizer; engines stop at tokens")
-        return [known[text] for text in given]
+        known, found = self.tokenizer.get_vocab(), list[int]()
+        for text in [texts] if isinstance(texts, str) else texts or ():
+            ids = [known[text]] if text in known else self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            if len(ids) != 1:
+                raise ValueError(
+                    f"sampling_params.stop={text!r}: {len(ids)} tokens of the tokenizer; engines stop at a single one"
+                )
+            found += ids
+        return found

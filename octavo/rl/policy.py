@@ -7,15 +7,16 @@ they are, unless the model's own FP8 products are asked for. Afterwards, and aft
 Adapters are never merged: rounding to FP8 again would eat updates below an FP8 step. PEFT keeps them in FP32 beside a
 BF16 model; a BF16 copy is made for each rollout, in the same memory each time.
 
-Two threads that roll out on one model take turns (`lock`), whatever engines they use: each changes its modules.
+Two threads that roll out on one model take turns (`lock`), whatever engines they use: each changes its modules, and
+its configuration, which another model may share.
 """
 
 import sys
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +35,7 @@ from octavo.rl.cache import CacheFormat
 PRODUCTS = ("weights", "fp8")
 _FIXED_ROPE = ("default", "linear", "llama3", "yarn", "proportional")  # others depend on the longest sequence so far
 _ADAPTERS = (".lora_A.", ".lora_B.")
-_LOCKS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+_LOCKS: dict[int, Any] = {}  # by the configuration, which models may share: a rollout changes it, too
 
 
 class Policy:
@@ -43,12 +44,11 @@ class Policy:
     def __init__(self, model: Any) -> None:
         self.model: Any = _without_peft(model)
         self.config = self.model.config
-        self.lock = _LOCKS.setdefault(self.model, threading.RLock())  # of all engines on this model
+        self.lock = _lock_of(self.config)  # of all engines on this model
         self.attentions = _attentions(self.model)
         _check_rotation(self.config)
-        embedding = self.model.get_input_embeddings()
         self.device, self.dtype = self.place()
-        self.vocabulary = min(embedding.weight.shape[0], _base(self.model.lm_head).out_features)
+        self.vocabulary = self.tokens()
         self.hidden_size = int(self.config.hidden_size)
         self.positions: int | None = getattr(self.config, "max_position_embeddings", None)
         self.held = HeldWeights()
@@ -60,6 +60,10 @@ class Policy:
         """Return where the model is now, and in which dtype it computes. Its linears are checked, too."""
         _check_scales(self.model)
         return _device_of(self.model), self.model.get_input_embeddings().weight.dtype
+
+    def tokens(self) -> int:
+        """Return how many tokens the model knows now: as many as its embedding and its head have."""
+        return min(self.model.get_input_embeddings().weight.shape[0], _base(self.model.lm_head).out_features)
 
     def cache_format(self, kv_dtype: str) -> CacheFormat:
         """Return what a cache holds of one token."""
@@ -110,7 +114,7 @@ class Policy:
             stack.enter_context(torch.autocast(self.device.type, enabled=False))
             stack.enter_context(_evaluating(self.model))
             stack.enter_context(fused_for_decoding(self.model))
-            stack.enter_context(_uncompiled())
+            stack.enter_context(_UNCOMPILED)
             stack.enter_context(self._with_copies())
             stack.enter_context(holding(self.held))
             self.held.refresh()
@@ -132,21 +136,22 @@ class Policy:
         """Give modules copies of their adapters in the dtype of the activations, where those are in another."""
         modules = dict(self.model.named_modules())
         found = [
-            (module._parameters, parameter)
+            (module._parameters, kind, parameter)
             for part in _ADAPTERS  # first all A, then all B: those of one product lie side by side
             for name, module in modules.items()
             if part in f".{name}."
-            for parameter in [module._parameters.get("weight")]
+            for kind in ("weight", "bias")
+            for parameter in [module._parameters.get(kind)]
             if parameter is not None and parameter.dtype != self.dtype
         ]
-        copies = self._copies_of([parameter for _, parameter in found])
+        copies = self._copies_of([parameter for *_, parameter in found])
         try:
-            for (own, _), copy in zip(found, copies, strict=True):
-                own["weight"] = copy
+            for (own, kind, _), copy in zip(found, copies, strict=True):
+                own[kind] = copy
             yield
         finally:
-            for own, parameter in found:
-                own["weight"] = parameter
+            for own, kind, parameter in found:
+                own[kind] = parameter
 
     def _copies_of(self, parameters: Sequence[nn.Parameter]) -> Sequence[Any]:
         """Return the parameters' values as they are now, in the memory of the last time, if they are the same ones."""
@@ -256,11 +261,34 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-@contextmanager
-def _uncompiled() -> Iterator[None]:
-    """Run what was compiled for training as it was written: a step of one token would compile it again."""
-    if "torch._dynamo" not in sys.modules:
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
+def _lock_of(config: Any) -> Any:
+    """The lock of a configuration, as long as it exists."""
+    if id(config) not in _LOCKS:
+        _LOCKS[id(config)] = threading.RLock()
+        weakref.finalize(config, _LOCKS.pop, id(config))
+    return _LOCKS[id(config)]
+
+
+class _Uncompiled:
+    """Runs what was compiled for training as it was written: a step of one token would compile it again.
+
+    The stance is that of the whole process, so the first of several rollouts sets it, and the last one resets it.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._rollouts, self._stance = threading.Lock(), 0, ExitStack()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._rollouts += 1
+            if self._rollouts == 1 and "torch._dynamo" in sys.modules:
+                self._stance.enter_context(torch.compiler.set_stance("force_eager"))
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._rollouts -= 1
+            if not self._rollouts:
+                self._stance.close()
+
+
+_UNCOMPILED = _Uncompiled()

@@ -34,6 +34,7 @@ class OctavoGRPOTrainer(GRPOTrainer):
             if kwargs.get(name):
                 raise ValueError(f"{name}: not with an engine of ours, which completes prompts once; use GRPOTrainer")
         super().__init__(model, *args, **kwargs)
+        self._refuse_other_sampling()
         self.engine: Engine = engine or attached(self.model) or NativeEngine(self.model, exact_logprobs=True)
         sampling = self._sampling()
         if self.vllm_importance_sampling_correction and sampling.is_truncated:
@@ -42,6 +43,17 @@ class OctavoGRPOTrainer(GRPOTrainer):
                 "are drawn from another distribution than that of the log-probabilities; set one of them only"
             )
         self.use_vllm = True  # from here on, this says that there are log-probabilities of the rollout
+
+    def _refuse_other_sampling(self) -> None:
+        """Raise for settings of TRL's that change what is sampled, and that the engines do not have."""
+        args: Any = self.args
+        for name, neutral in (("min_p", 0.0), ("repetition_penalty", 1.0), ("generation_kwargs", {})):
+            value = getattr(args, name)
+            if value is not None and value != neutral:
+                raise ValueError(
+                    f"{name}={value!r}: the engine samples by temperature, top_k and top_p; leave it out, or use TRL's "
+                    "GRPOTrainer, whose completions then come from transformers' generate"
+                )
 
     def _sampling(self) -> Sampling:
         args: Any = self.args

@@ -29,6 +29,7 @@ class PlainEngine:
     """Completes prompts by whole forwards, token by token: slow, and right by construction."""
 
     name = "plain"
+    max_length = None
 
     def __init__(self, model):
         self.model = model

@@ -4,6 +4,7 @@ import copy
 import logging
 import pickle
 
+import peft
 import pytest
 import torch
 import transformers
@@ -93,6 +94,8 @@ def test_samples_by_the_settings_of_the_call(model, monkeypatch):
         ({"return_dict_in_generate": True}, "return_dict_in_generate=True"),
         ({"logits_processor": transformers.LogitsProcessorList([lambda _, scores: scores])}, "logits_processor is"),
         ({"min_p": 0.1, "do_sample": True}, "min_p=0.1"),
+        ({"forced_eos_token_id": 0}, "forced_eos_token_id=0"),
+        ({"forced_bos_token_id": 0}, "forced_bos_token_id=0"),
     ],
 )
 def test_other_calls_are_transformers_own(model, options, reason, caplog):
@@ -119,6 +122,56 @@ def test_a_prompt_that_is_too_long_is_an_error(model):
     attach(model, NativeEngine(model))
     with pytest.raises(ValueError, match="prompt 0 has 64 tokens, and 64 positions leaves no room"):
         model.generate(torch.ones(1, 64, dtype=torch.int64), max_new_tokens=4)
+
+
+def test_completions_that_the_engine_would_cut_are_transformers_own(model):
+    """Shorter ones, filled with padding, would count as ended."""
+    options = {"max_new_tokens": 10, "do_sample": False}
+    expected = model.generate(**left_padded(), **options)
+    attach(model, NativeEngine(model, max_length=20))
+    assert torch.equal(model.generate(**left_padded(), **options), expected)
+    assert list(fallbacks(model)) == ["prompts of 11 tokens and 10 new ones are longer than the engine's 20"]
+    assert torch.equal(model.generate(**left_padded(), **options | {"max_new_tokens": 9}), expected[:, :-1])
+    with pytest.raises(ValueError, match="max_new_tokens"):  # in transformers' words
+        model.generate(**left_padded(), max_new_tokens=0)
+    assert fallbacks(model).total() == 2
+
+
+def test_ends_of_every_kind(model):
+    plain_rows = model.generate(**left_padded(), max_new_tokens=10, do_sample=False)
+    stops = plain_rows[1:3, -6].tolist()
+    options = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 155}
+    expected = model.generate(**left_padded(), **options, eos_token_id=stops)
+    attach(model, NativeEngine(model))
+    for ends in (stops, torch.tensor(stops), [*stops, 10**6], [-1, *stops]):
+        assert torch.equal(model.generate(**left_padded(), **options, eos_token_id=ends), expected)
+    assert not fallbacks(model)
+
+
+def test_what_calls_a_model_in_another_way(model):
+    """Adapters that learn a prompt, hooks on the whole model, another forward: the engine calls its parts."""
+    options = {"max_new_tokens": 6, "do_sample": False}
+    base = plain().eval()
+    attach(base, NativeEngine(base))
+    tuned = peft.get_peft_model(base, peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"))
+    found = tuned.generate(**left_padded(), **options)
+    assert [reason for reason in fallbacks(base) if "learn a prompt" in reason]
+    detach(base)
+    assert torch.equal(tuned.generate(**left_padded(), **options), found)
+
+    inner = model.get_base_model()
+    attach(model, NativeEngine(model))
+    handle = inner.register_forward_hook(lambda _module, _given, output: output.__setitem__("logits", -output.logits))
+    hooked = model.generate(**left_padded(), **options)
+    assert fallbacks(model).total() == 1
+    handle.remove()
+    original = inner.forward
+    inner.forward = lambda *args, **kwargs: original(*args, **kwargs)
+    forwarded = model.generate(**left_padded(), **options)
+    assert fallbacks(model).total() == 2
+    del inner.forward
+    assert torch.equal(model.generate(**left_padded(), **options), forwarded)
+    assert fallbacks(model).total() == 2 and not torch.equal(hooked, forwarded)
 
 
 def test_adapters_may_come_after_the_engine():

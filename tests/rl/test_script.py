@@ -5,15 +5,17 @@ It is theirs but for `use_cpu=True`: TRL asks for BF16, which transformers refus
 
 import copy
 import logging
+import pickle
 
 import pytest
 import torch
+import transformers
 from decoder_cases import build
 from trainer_cases import BYTES, byte_tokenizer
 
 from octavo import FastLanguageModel
 from octavo.hf.fast import Rollouts
-from octavo.rl import NativeEngine, attached, fallbacks, vllm
+from octavo.rl import NativeEngine, attached, detach, fallbacks, vllm
 from octavo.rl.fast import StandingBy, start_engine
 
 trl = pytest.importorskip("trl")
@@ -118,13 +120,14 @@ def test_the_script(folder, tmp_path, monkeypatch, caplog, standby):
 def test_which_engine_it_is(folder, monkeypatch, caplog):
     model, _ = load(folder, engine="native")
     assert isinstance(attached(model), NativeEngine) and attached(model).memory_share == 0.6
-    assert attached(model).max_length == 96
+    assert attached(model).max_length == model.config.max_position_embeddings  # its cache is as large as a rollout
     assert "engine='native'" in caplog.text and "rollouts by the native engine" in str(model.octavo_report)
     with pytest.raises(ModuleNotFoundError, match="engine='vllm': vLLM is not installed"):
         load(folder, engine="vllm")
     monkeypatch.setattr(vllm, "is_installed", lambda: True)
     engine, why = start_engine(model, Rollouts(memory_share=0.3, standby=True))
     assert (engine.name, why) == ("vllm", "vLLM is installed") and engine.memory_share == 0.3
+    assert engine.max_length == 96
     assert start_engine(model, Rollouts(engine="native"))[0].name == "native"
 
 
@@ -179,6 +182,9 @@ def test_fast_generate(folder, caplog):
     stop = tokenizer.convert_ids_to_tokens(greedy.outputs[0].token_ids[1])
     ended = adapted.fast_generate(PROMPTS[0], Params(n=1, temperature=0.0, stop=[stop]))[0].outputs[0]
     assert ended.finish_reason == "stop" and len(ended.token_ids) <= 2
+    assert ended.text == tokenizer.decode(ended.token_ids[:-1], skip_special_tokens=True)
+    shown = Params(n=1, temperature=0.0, stop=stop, include_stop_str_in_output=True, skip_special_tokens=False)
+    assert adapted.fast_generate(PROMPTS[0], shown)[0].outputs[0].text == tokenizer.decode(ended.token_ids)
     tokens = greedy.outputs[0].token_ids
     model.generation_config.eos_token_id = tokens[1]  # ends a completion besides what is named, as in vLLM
     whole = tokens.index(tokens[1]) + 1, len(tokens)
@@ -188,11 +194,22 @@ def test_fast_generate(folder, caplog):
         assert len(adapted.fast_generate(PROMPTS[0], params)[0].outputs[0].token_ids) == length
     for fields, message in (
         ({"min_p": 0.1}, "sampling_params.min_p=0.1"),
-        ({"stop": ["no such token"]}, "sampling_params.stop='no such token'"),
+        ({"stop": ["no such token"]}, "sampling_params.stop='no such token': .* engines stop at a single one"),
+        ({"logits_processors": [print]}, "sampling_params.logits_processors="),
     ):
         with pytest.raises(ValueError, match=message):
             adapted.fast_generate(PROMPTS, Params(**fields))
+    rest = adapted.fast_generate(PROMPTS[0], Params(n=1, max_tokens=None, stop_token_ids=[], ignore_eos=True))[0]
+    assert len(rest.prompt_token_ids) + len(rest.outputs[0].token_ids) == model.config.max_position_embeddings
+    for wrong in ([Params(), Params()], {"max_tokens": 3}, transformers.GenerationConfig()):
+        with pytest.raises(TypeError, match=r"takes one vllm\.SamplingParams for all prompts"):
+            adapted.fast_generate(PROMPTS[:2], wrong)
+    for wrong in ({"prompt": "hello"}, [{"prompt": "hello"}], [[1, 2]]):
+        with pytest.raises(TypeError, match="takes a text, or a list of texts"):
+            adapted.fast_generate(wrong, Params())
     with pytest.raises(ValueError, match=r"lora_request: .*leave it out"):
         adapted.fast_generate(PROMPTS, Params(), lora_request=object())
     with pytest.raises(ValueError, match="no engine is attached"):
         copy.deepcopy(model).fast_generate(PROMPTS)
+    detach(adapted)
+    assert pickle.loads(pickle.dumps(adapted)).fast_generate is not adapted.fast_generate

@@ -50,6 +50,9 @@ def test_what_is_refused(tmp_path):
         trainer(tmp_path, use_vllm=True)
     with pytest.raises(ValueError, match=r"top_p=0.9 with vllm_importance_sampling_correction=True"):
         trainer(tmp_path, top_p=0.9)
+    for name, value in (("min_p", 0.1), ("repetition_penalty", 1.2), ("generation_kwargs", {"do_sample": False})):
+        with pytest.raises(ValueError, match=f"{name}={value!r}: the engine samples by temperature, top_k and top_p"):
+            trainer(tmp_path, **{name: value})
 
 
 def test_equal_rewards_are_not_reported_as_not_learning(tmp_path, caplog):

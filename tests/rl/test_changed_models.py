@@ -1,0 +1,94 @@
+"""Models that change between rollouts, and two models at a time: what a rollout has changed is as it was."""
+
+import threading
+
+import pytest
+import torch
+from rollout_cases import PROMPTS, adapted, frozen, hf_generate, plain
+
+import octavo
+from octavo.rl import NativeEngine, Sampling
+
+GREEDY = Sampling(8, 0.0, stop_ids=())
+peft = pytest.importorskip("peft")
+
+
+def tokens(engine, prompts=PROMPTS):
+    return [completion.tokens for completion in engine.generate(prompts, 1, GREEDY)]
+
+
+def at_once(*engines):
+    """Rollouts that begin one after the other and end in that order, though the second takes longer."""
+    began = threading.Event()
+
+    def run(engine, new):
+        engine.generate([[5, 6, 7]], 1, Sampling(new, 0.0, stop_ids=()))
+
+    def first(engine):
+        original = engine._run
+        engine._run = lambda *args: began.set() or original(*args)
+        run(engine, 12)
+
+    threads = [threading.Thread(target=first, args=engines[:1])]
+    threads[0].start()
+    assert began.wait(60)
+    threads.append(threading.Thread(target=run, args=(engines[1], 40)))
+    threads[1].start()
+    for thread in threads:
+        thread.join(120)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_two_models_in_two_threads_leave_compilation_on():
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))  # imports Dynamo
+    before = torch._dynamo.eval_frame._stance.stance
+    at_once(NativeEngine(plain()), NativeEngine(plain("Qwen3")))
+    assert torch._dynamo.eval_frame._stance.stance == before == "default"
+
+
+def test_two_models_with_one_configuration_take_turns():
+    one = plain().eval()
+    other = type(one)(one.config).eval()
+    assert other.config is one.config
+    before = one.config._attn_implementation
+    engines = NativeEngine(one), NativeEngine(other)
+    assert engines[0].policy.lock is engines[1].policy.lock is not NativeEngine(plain()).policy.lock
+    at_once(*engines)
+    assert one.config._attn_implementation == before
+    one(torch.tensor([[5, 6]]))
+
+
+def test_restored_and_converted_anew():
+    model = plain().requires_grad_(True).eval()
+    in_high_precision = tokens(NativeEngine(model))
+    octavo.convert_to_fp8(model, "channel")
+    engine = NativeEngine(model)
+    by_channel = tokens(engine)
+    octavo.restore(model)
+    assert tokens(engine) == in_high_precision
+    octavo.convert_to_fp8(model, "block")
+    by_block = tokens(engine)
+    assert by_block == tokens(NativeEngine(model))
+    octavo.restore(model)
+    octavo.convert_to_fp8(model, "channel")
+    assert tokens(engine) == by_channel
+
+
+def test_more_tokens():
+    model = adapted(frozen(products=False)).eval()
+    engine = NativeEngine(model)
+    tokens(engine)
+    model.get_base_model().resize_token_embeddings(256, mean_resizing=False)
+    with torch.no_grad():
+        model.get_base_model().lm_head.weight[200:] += 0.5  # so that these are chosen, too
+    prompts = [[5, 201, 7], [9]]
+    found = tokens(engine, prompts)
+    assert found == hf_generate(model, prompts, 8)
+
+
+def test_adapters_with_a_bias():
+    model = plain(dtype=torch.bfloat16)
+    config = peft.LoraConfig(r=4, lora_bias=True, init_lora_weights=False, target_modules=["q_proj", "o_proj"])
+    model = peft.get_peft_model(model, config).eval()
+    assert len(tokens(NativeEngine(model))) == len(PROMPTS)
+    assert {p.dtype for n, p in model.named_parameters() if "lora_" in n} == {torch.float32}
