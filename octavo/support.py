@@ -7,6 +7,7 @@ from functools import cache
 import torch
 
 from octavo.numerics import FP8TrainingConfig
+from octavo.tracing import constant_when_traced
 
 MINIMUM_CAPABILITY = (8, 9)  # Ada; Hopper is 9.0, Blackwell 10.0 and 12.0
 INSTEAD = (
@@ -35,14 +36,11 @@ class FP8Support:
         return f"FP8 not supported on this GPU: {self.reason}. Instead: {INSTEAD}"
 
 
+@constant_when_traced
 def is_deterministic() -> bool:
     """Return whether the user has asked torch for deterministic algorithms, and not for warnings alone."""
+    # Dynamo cannot trace both questions. What is compiled is guarded by the setting in any case.
     return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
-
-
-# As `torch.compiler.assume_constant_result`, without importing Dynamo, which cannot trace both questions. What is
-# compiled is guarded by the setting in any case.
-is_deterministic._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @cache

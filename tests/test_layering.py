@@ -10,9 +10,10 @@ import pytest
 import octavo
 
 ROOT = Path(octavo.__file__).parent
-# A room may import from the rooms before it. `support` is a single file; `fp8_training` only re-exports.
+# A room may import from the rooms before it. `tracing` and `support` are single files; `fp8_training` only re-exports.
 ORDER = [
     "numerics",
+    "tracing",
     "support",
     "kernels",
     "ops",

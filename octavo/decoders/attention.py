@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from octavo.numerics.attention import causal_mask, varlen_attention
 from octavo.support import is_deterministic
+from octavo.tracing import constant_when_traced
 
 NAME = "octavo"
 PAGED = f"paged|{NAME}"  # as continuous batching calls it
@@ -80,6 +81,7 @@ def _batch_by_sdpa() -> None:
     manager.switch_to_cb_friendly_attn = switch
 
 
+@constant_when_traced
 def is_distributed() -> str:
     """Who has attention computed across ranks, in a way that this one would bypass; empty if nobody has.
 
@@ -92,10 +94,6 @@ def is_distributed() -> str:
         return "context_parallel"
     listed = ALL_ATTENTION_FUNCTIONS.get("sdpa")
     return "sequence parallelism by DeepSpeed" if getattr(listed, "__module__", "").startswith("deepspeed.") else ""
-
-
-# As `torch.compiler.assume_constant_result`, without importing Dynamo: it is asked when a model is traced.
-is_distributed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def refuse_distributed(config: Any) -> None:

@@ -222,7 +222,9 @@ def fuse_loss(modules: Mapping[str, nn.Module], report: ConversionReport, weight
             take_class(model.model, backbone_forward)
             model.model.__dict__[CAUSAL] = Owner(model)
             if not reason and not ragged.why_padded(model, {}):
-                report.fused.append("no padding while training: layers see real tokens alone")
+                report.fused.append(
+                    "no padding while training, unless the whole model is compiled: layers see real tokens alone"
+                )
     return bool(models)
 
 

@@ -181,8 +181,13 @@ def merged(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside DistributedDataParallel, whose names have no prefix; any other model as it is."""
-    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    """Return the model inside DistributedDataParallel or `torch.compile`, whose names have no prefix."""
+    while True:
+        inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+        inner = inner._modules.get("_orig_mod") or inner  # of `torch.compile`, whose class is Dynamo's
+        if inner is model:
+            return model
+        model = inner
 
 
 def _contents(

@@ -45,6 +45,7 @@ from octavo.numerics.config import check_config
 from octavo.numerics.scaling import new_states
 from octavo.ops import ProductSpec
 from octavo.support import announce_emulation, require_tensor_cores
+from octavo.tracing import constant_when_traced, refuse_transforms
 
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)  # FakeTensor: for `octavo plan`, which computes only shapes
 # FP8 GEMMs contract multiples of 16 elements, and one BF16 instruction of the tensor cores contracts 16: a shorter
@@ -87,7 +88,7 @@ class FP8Autocast(TorchFunctionMode):
         self._entries: dict[int, Entry] = {}
         self._weights: dict[int, tuple[bool, bool]] = {}  # which of a and b is a weight
         self._high_precision: dict[tuple[str, ...], Entry] = {}
-        self._key = next(_KEYS)
+        self._key = str(next(_KEYS))  # a string: Dynamo may take a number for a variable
         _CONTEXTS[self._key] = self
         self._steps_seen = 0
         if enabled:
@@ -303,37 +304,32 @@ class FP8Autocast(TorchFunctionMode):
 
 
 # Dynamo calls a function with a constant result at trace time, but passes it only constants: a context by its key.
-_CONTEXTS: WeakValueDictionary[int, FP8Autocast] = WeakValueDictionary()
+_CONTEXTS: WeakValueDictionary[str, FP8Autocast] = WeakValueDictionary()
 _KEYS = itertools.count()
 
 
 def all_contexts() -> list[FP8Autocast]:
     """Return the contexts that exist, in the order in which they were made."""
-    return [context for _, context in sorted(_CONTEXTS.items())]
+    return [context for _, context in sorted(_CONTEXTS.items(), key=lambda each: int(each[0]))]
 
 
-def _constant_when_traced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Do as `torch.compiler.assume_constant_result`, which imports Dynamo: 2 of 5 s of `import octavo`."""
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
-
-
-@_constant_when_traced
-def _note_traced(key: int, op: str, reason: str) -> None:
+@constant_when_traced
+def _note_traced(key: str, op: str, reason: str) -> None:
     _CONTEXTS[key]._note(op, reason, "", "", "compiled")
 
 
-@_constant_when_traced
+@constant_when_traced
 def _autocast_depth() -> int:
     """Return the number of `torch.autocast` regions around the caller, enabled or not."""
     torch.autocast_increment_nesting()
     return torch.autocast_decrement_nesting()
 
 
-@_constant_when_traced
-def _trace_slot(key: int, op: str, device: str, a_is_weight: bool, b_is_weight: bool) -> int:
+@constant_when_traced
+def _trace_slot(key: str, op: str, device: str, a_is_weight: bool, b_is_weight: bool) -> int:
     """Return a slot for a product that is traced, counted from the end."""
     checkpointing.refuse_compiled_inside()
+    refuse_transforms()
     context = _CONTEXTS[key]
     context._prepare(torch.device(device))
     entry = Entry(f"{op}.compiled{context._traced}", op, FP8, where="compiled", calls=1)

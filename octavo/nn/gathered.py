@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from octavo.ops.weight import Weight
+from octavo.tracing import constant_when_traced
 
 
 class Source(Protocol):
@@ -75,6 +76,14 @@ class GatheredWeight(Tensor):
 
 def is_gathered(weights: Sequence[Tensor]) -> bool:
     return len(weights) > 0 and isinstance(weights[0], GatheredWeight)  # torch 2.11 cannot trace `bool` of a tuple
+
+
+@constant_when_traced
+def refuse_to_compile() -> None:
+    """Raise: compiled code would lose the gradient of a gathered weight."""
+    raise RuntimeError(
+        "torch.compile does not know weights that arrive in FP8: leave out torch.compile or octavo.fp8_all_gather"
+    )
 
 
 def gathered_again(weights: Sequence[Any]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:

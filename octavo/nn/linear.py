@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize
 
 from octavo.nn import held
 from octavo.nn.fp8_only import OffloadedWeight
-from octavo.nn.gathered import GatheredWeight
+from octavo.nn.gathered import GatheredWeight, refuse_to_compile
 from octavo.nn.linear_function import linear
 from octavo.nn.parallel import linear_on_mesh
 from octavo.nn.sharded import is_sharded, set_plain_class
@@ -28,6 +28,7 @@ from octavo.numerics.config import Recipe, check_config
 from octavo.ops.linear import LinearSpec, linear_spec
 from octavo.ops.weight import Weight
 from octavo.support import announce_emulation, require_tensor_cores
+from octavo.tracing import constant_when_traced, refuse_transforms
 
 _WEIGHTS_ONLY: ContextVar[bool] = ContextVar("octavo_weights_only", default=False)
 
@@ -48,12 +49,9 @@ def weights_only() -> Iterator[None]:
         _WEIGHTS_ONLY.reset(token)
 
 
+@constant_when_traced
 def _is_weights_only() -> bool:
     return _WEIGHTS_ONLY.get()
-
-
-# As `torch.compiler.assume_constant_result`, without importing Dynamo, which does not know context variables.
-_is_weights_only._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def change_class(module: Any, cls: type[nn.Module]) -> None:
@@ -132,8 +130,10 @@ class LinearInFP8(nn.Linear):
             accumulation == "all",
             self.weight.dtype if isinstance(self.weight, GatheredWeight) else None,
         )
-        # Dynamo warns of functions with a cache, and traces what they compute anyway.
-        return LinearSpec(*fields) if torch.compiler.is_compiling() else linear_spec(*fields)
+        if torch.compiler.is_compiling():
+            refuse_transforms()
+            return LinearSpec(*fields)  # Dynamo warns of functions with a cache, and traces what they compute anyway
+        return linear_spec(*fields)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
@@ -229,6 +229,8 @@ class FP8Linear(LinearInFP8):
         holder = held.current()
         if holder is not None:
             return holder.weight(members)
+        if self.arrives_in_fp8 and torch.compiler.is_compiling():
+            refuse_to_compile()
         if isinstance(self.weight, GatheredWeight):
             return self.weight.source.together([member.weight for member in members], "forward")
         if self.fp8_only is None:
@@ -244,6 +246,8 @@ class FP8Linear(LinearInFP8):
         features = self.weight.shape[-1] if self.weight.dim() == 2 else self.in_features
         if input.shape[-1] != features:
             raise ValueError(f"input has {input.shape[-1]} features; this FP8Linear takes {features}")
+        if not input.is_floating_point():
+            raise TypeError(f"input is in {input.dtype}; this FP8Linear takes floating-point numbers")
         if input.device != self.state_x.device and not input.is_meta:
             self.scaling.to(input.device)  # as with weights that Accelerate brings to a GPU for each call
         if input.numel() == 0:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.numerics import FP8TrainingConfig
+from octavo.tracing import constant_when_traced
 
 
 class _Place(NamedTuple):
@@ -109,15 +110,12 @@ def _places(model: nn.Module) -> list[_Place]:
     ]
 
 
+@constant_when_traced
 def _refuse_while_compiling(skip: tuple[str, ...]) -> None:
     raise RuntimeError(
         f"skip={skip!r}: the weights that it names are not known while compiling; "
         "pass fp8_autocast the model (model=...), or a config with skip=()"
     )
-
-
-# The same as `torch.compiler.assume_constant_result`, without importing Dynamo: it is called when traced.
-_refuse_while_compiling._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _names_in(module: nn.Module) -> int:

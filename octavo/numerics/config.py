@@ -54,6 +54,14 @@ class OperandRecipe:
         # Normalised, so that equal recipes have equal encodings and hashes.
         object.__setattr__(self, "margin", float(self.margin))
         object.__setattr__(self, "percentile", None if self.percentile is None else float(self.percentile))
+        # Not by `encode`, which compiled functions call: Dynamo may take numbers for variables.
+        rows, columns = self.block
+        percentile = "" if self.percentile is None else self.percentile
+        text = (
+            f"{self.format.name} {self.granularity} {rows} {columns} {self.rounding} {self.margin} "
+            f"{'delayed' if self.delayed else 'current'} {self.mx_rule} {self.columns or '-'} {percentile}"
+        )
+        object.__setattr__(self, "_text", text)
 
     _hash = 0  # not computed yet
 
@@ -69,12 +77,8 @@ class OperandRecipe:
 
     def encode(self) -> str:
         """Encode the recipe as a string, since custom operators take no dataclasses."""
-        rows, columns = self.block
-        percentile = "" if self.percentile is None else self.percentile
-        return (
-            f"{self.format.name} {self.granularity} {rows} {columns} {self.rounding} {self.margin} "
-            f"{'delayed' if self.delayed else 'current'} {self.mx_rule} {self.columns or '-'} {percentile}"
-        )
+        text: str = self.__dict__["_text"]
+        return text
 
     @staticmethod
     @cache
@@ -194,6 +198,7 @@ class FP8TrainingConfig:
         for name in ("fp8_dpa", "fp8_head", "emulate"):
             if getattr(self, name) not in ((True, False, None) if name == "emulate" else (True, False)):
                 raise ValueError(f"{name}={getattr(self, name)!r}: choose True or False")
+        set_field("_recipe", Recipe(*map(self._recipe_of, range(len(OPERANDS)))))
 
     @classmethod
     def from_recipe(cls, name: str, **overrides: Any) -> Self:
@@ -223,23 +228,23 @@ class FP8TrainingConfig:
     @property
     def recipe(self) -> Recipe:
         """Recipes of the three operands, as the layers read them."""
+        recipe: Recipe = self.__dict__["_recipe"]
+        return recipe
 
-        def operand(i: int) -> OperandRecipe:
-            recipe = OperandRecipe(
-                format=get_format(FP8_FORMATS[self.fp8_format][i]),
-                granularity=self.granularity,
-                block=(BLOCK, BLOCK) if OPERANDS[i] == "w" else (1, BLOCK),
-                rounding=_pick(self.rounding, i),
-                margin=2.0 ** _pick(self.margin, i),
-                delayed=self.scaling == "delayed",
-                percentile=self.percentile,
-                mx_rule=self.mx_rule,
-                columns=None if OPERANDS[i] == "w" else self.wgrad,
-            )
-            # One object for equal recipes: caches that layers ask in every call then find it by identity.
-            return OperandRecipe.decode(recipe.encode())
-
-        return Recipe(operand(0), operand(1), operand(2))
+    def _recipe_of(self, i: int) -> OperandRecipe:
+        recipe = OperandRecipe(
+            format=get_format(FP8_FORMATS[self.fp8_format][i]),
+            granularity=self.granularity,
+            block=(BLOCK, BLOCK) if OPERANDS[i] == "w" else (1, BLOCK),
+            rounding=_pick(self.rounding, i),
+            margin=2.0 ** _pick(self.margin, i),
+            delayed=self.scaling == "delayed",
+            percentile=self.percentile,
+            mx_rule=self.mx_rule,
+            columns=None if OPERANDS[i] == "w" else self.wgrad,
+        )
+        # One object for equal recipes: caches that layers ask in every call then find it by identity.
+        return OperandRecipe.decode(recipe.encode())
 
 
 def check_config(config: FP8TrainingConfig | str | None) -> FP8TrainingConfig:

@@ -255,3 +255,30 @@ def test_scales_of_a_fused_bdh_are_found(tmp_path):
     states = [str(each.scaling.state_dict()) for each in (layers, other)]
     assert states[0] == states[1] != str(fused()[1].scaling.state_dict())
     assert again(tokens, tokens)[1].equal(model(tokens, tokens)[1])
+
+
+def in_wrappers(_rank, folder):
+    def built():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 32))
+        convert_to_fp8(model)
+        return model, torch.optim.AdamW(model.parameters())
+
+    def compiled(model):
+        return torch.compile(model, backend="eager")
+
+    wraps = (compiled, lambda m: compiled(DistributedDataParallel(m)), lambda m: DistributedDataParallel(compiled(m)))
+    for i, wrap in enumerate(wraps):
+        model, optimizer = built()
+        train(wrap(model), optimizer, 0)  # the same batches on both ranks
+        save(Path(folder) / str(i), wrap(model), optimizer)
+        for other_wrap in (lambda m: m, wrap):
+            again, other = built()
+            load(Path(folder) / str(i), other_wrap(again), other)
+            assert all(map(torch.equal, again.parameters(), model.parameters()))
+            means = [next(iter(each.state.values()))["exp_avg"] for each in (optimizer, other)]
+            assert torch.equal(*means)
+
+
+def test_wrappers_leave_names_alone(tmp_path):
+    on_ranks(2, in_wrappers, str(tmp_path))

@@ -283,7 +283,7 @@ def test_a_second_call_and_restore_are_refused():
     assert on_ranks(2, while_it_is_active) == [0.0, 0.0]
 
 
-def refusals(_rank):
+def refusals(rank):
     model = converted("MLP", "delayed")
     with pytest.raises(ValueError, match="fully_shard"):
         octavo.fp8_all_gather(model)
@@ -303,6 +303,12 @@ def refusals(_rank):
     compiled.first.compile(backend="eager")
     with pytest.raises(ValueError, match="first is compiled"):
         octavo.fp8_all_gather(compiled)
+    for place in (lambda model: model, lambda model: model.first):
+        later = shard(converted("MLP", "delayed"))
+        octavo.fp8_all_gather(later)
+        place(later).compile(backend="eager")
+        with pytest.raises(Exception, match=r"leave out torch\.compile or octavo\.fp8_all_gather"):
+            loss_of(later, batch("MLP", 0, rank))  # else without the gradients of what is compiled
     gather._NAMES["FSDPParam"] = (*gather._NAMES["FSDPParam"], "_gone")
     with pytest.raises(RuntimeError, match=r"FSDPParam\._gone"):
         octavo.fp8_all_gather(shard(model))

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from octavo import FP8TrainingConfig, convert_to_fp8, fp8_autocast
 from octavo.models.bdh import BDH, BDHConfig
-from octavo.nn import autocast
+from octavo.tracing import refuse_transforms
 
 RECIPES = ("delayed", "current", "channel", "block", "mx")
 
@@ -21,7 +21,7 @@ def test_functions_are_marked_as_torch_marks_them():
         pass
 
     torch.compiler.assume_constant_result(function)
-    assert function.__dict__ and autocast._note_traced.__dict__ == autocast._trace_slot.__dict__ == function.__dict__
+    assert function.__dict__ and refuse_transforms.__dict__ == function.__dict__
 
 
 class Model(nn.Module):
@@ -55,6 +55,40 @@ class Block(nn.Module):
 @pytest.fixture(autouse=True)
 def fresh_dynamo():
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_numbers_that_dynamo_takes_for_variables(dynamic):
+    """It does so with numbers of which it saw others before, and with all under `dynamic=True`."""
+    x = torch.randn(8, 64)
+    for margin in range(3):
+        config = FP8TrainingConfig(margin=margin, skip=())
+        layers = nn.Sequential(nn.Linear(64, 64))
+        convert_to_fp8(layers, config)
+        expected = layers.eval()(x)
+        assert torch.equal(torch.compile(layers, backend="aot_eager", fullgraph=True, dynamic=dynamic)(x), expected)
+        plain = nn.Linear(64, 64)
+        with fp8_autocast(config, model=plain):
+            torch.compile(plain, backend="aot_eager", fullgraph=True, dynamic=dynamic)(x).sum().backward()
+        assert plain.weight.grad.any()
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_transforms_are_refused(autocast):
+    """Compiled, weights under `torch.func.grad` would pass for frozen ones: gradients of zeros."""
+    model = nn.Sequential(nn.Linear(64, 64))
+    x = torch.randn(8, 64)
+    if not autocast:
+        convert_to_fp8(model, FP8TrainingConfig(skip=()))
+    context = fp8_autocast(model=model, enabled=autocast)
+
+    def loss(parameters):
+        with context:
+            return torch.func.functional_call(model, parameters, (x,)).sum()
+
+    compiled = torch.compile(lambda parameters: torch.func.grad(loss)(parameters), backend="aot_eager")
+    with pytest.raises(Exception, match=r"FP8 products know no transforms of torch\.func"):
+        compiled(dict(model.named_parameters()))
 
 
 def train(model, function, context, steps=3):

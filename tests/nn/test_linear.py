@@ -157,6 +157,12 @@ def test_a_wrong_width_is_an_error_even_if_it_pads_to_the_right_one(recipe, widt
         layer(torch.randn(4, width))
 
 
+def test_an_input_of_integers_is_an_error():
+    """`nn.Linear` refuses them too; quantised, token ids would be numbers."""
+    with pytest.raises(TypeError, match=r"input is in torch\.int64; this FP8Linear takes floating-point numbers"):
+        FP8Linear(32, 16)(torch.arange(32))
+
+
 def test_a_foreign_optimizer_does_not_roll_the_history():
     layer, other = FP8Linear(16, 16), nn.Linear(2, 2)
     mine = torch.optim.SGD(layer.parameters(), lr=0.0)
