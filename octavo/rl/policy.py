@@ -263,10 +263,10 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 def _lock_of(config: Any) -> Any:
     """The lock of a configuration, as long as it exists."""
-    if id(config) not in _LOCKS:
-        _LOCKS[id(config)] = threading.RLock()
+    lock = _LOCKS.setdefault(id(config), made := threading.RLock())
+    if lock is made:
         weakref.finalize(config, _LOCKS.pop, id(config))
-    return _LOCKS[id(config)]
+    return lock
 
 
 class _Uncompiled:
