@@ -278,11 +278,15 @@ class FP8FrozenLinear(LinearInFP8):
             device = weight.device if local_metadata.get("assign_to_params_buffers") else self.weight.device
             if is_sharded(weight) and weight.element_size() > 1:
                 error_msgs.append(f"{prefix}weight is a shard in {weight.dtype}: quantise it before it is sharded")
-            elif weight.element_size() == 1 and not scale.is_floating_point():
-                error_msgs.append(f"{prefix}{SCALE_NAME} is in {scale.dtype}: something has cast it from float32")
+            elif weight.element_size() == 1 and not (scale.is_floating_point() or _are_bits(scale)):
+                error_msgs.append(
+                    f"{prefix}{SCALE_NAME} is in {scale.dtype}: something has cast it from float32"
+                    + ("; load a base before it is sharded, and adapters alone afterwards" if is_sharded(scale) else "")
+                )
             elif weight.element_size() == 1:
                 known = torch.float8_e4m3fn if self.format is None else self.format.dtype
                 data = weight.view(known) if weight.dtype == torch.uint8 else weight  # bytes do not say what they are
+                scale = scale if scale.is_floating_point() else scale.view(torch.float32)
                 self.set_weight(Quantized(data.to(device), scale.to(device)))
             else:
                 self.set_weight(quantize_weight(weight.to(device), self.granularity))
@@ -298,6 +302,18 @@ class FP8FrozenLinear(LinearInFP8):
         products = "" if self.fp8_forward else ", forward in high precision"
         products = products if self.fp8_products else ", products in high precision"
         return f"{super().extra_repr()}, frozen in {self.format or 'FP8'} per {self.granularity}{products}"
+
+
+def _are_bits(scale: Tensor) -> bool:
+    """Whether integers are the bits of FP32 scales, rather than scales that were rounded.
+
+    torch's `set_model_state_dict` completes a state dict that lacks a Parameter with the Parameter itself. Scales are
+    normal positive numbers, whose bits are integers of 2**23 and more; a rounded scale is far smaller.
+    """
+    if scale.dtype != torch.int32 or scale.is_meta:
+        return False
+    smallest = torch.tensor(torch.finfo(torch.float32).tiny).view(torch.int32).item()
+    return bool((local(scale) >= smallest).all())
 
 
 def activation_config(granularity: str) -> FP8TrainingConfig:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from ranks import on_ranks
 from torch import distributed, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 pytest.importorskip("peft")
@@ -296,6 +297,25 @@ def save_and_read(rank, folder, granularity):
     model.load_state_dict(cut(expected, model))
     again = whole_state(model)
     return all(torch.equal(bytes_of(again[name]), bytes_of(state[name])) for name in state)
+
+
+def load_adapters(rank, folder, granularity, broadcast):
+    """As Accelerate loads PEFT's adapters into a sharded model: torch completes the state dict with the base."""
+    model = shard(adapted(folder, granularity))
+    before = whole_state(model)
+    full = {name: value for name, value in adapted(folder, granularity).state_dict().items() if "lora_" in name}
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            local(parameter.detach()).zero_()
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast, strict=False)
+    set_model_state_dict(model, full if rank == 0 or not broadcast else {}, options=options)
+    after = whole_state(model)
+    return [name for name in before if not torch.equal(bytes_of(before[name]), bytes_of(after[name]))]
+
+
+@pytest.mark.parametrize(("granularity", "broadcast"), [("tensor", True), ("channel", False), ("block", True)])
+def test_adapters_alone_are_loaded_into_shards(folder, granularity, broadcast):
+    assert on_ranks(2, load_adapters, folder, granularity, broadcast) == [[], []]
 
 
 def save_checkpoint(rank, folder, path):
