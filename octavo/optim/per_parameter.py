@@ -26,8 +26,8 @@ class PerParameter:
     def apply(self, parameter: Tensor) -> None:
         if self.states is not None:
             self.states.bring(parameter)
-        with in_fp32(self.optimizer, [parameter]):
-            self._step_for(parameter, parameter)
+        with in_fp32(self.optimizer, [parameter]) as shown:
+            self._step_for(parameter, shown[parameter])
         parameter.grad = None
         if self.states is not None:
             self.states.send(parameter)

@@ -24,7 +24,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from octavo.nn.sharded import is_sharded
@@ -36,6 +36,9 @@ LOW = "weight_low"
 _SUFFIX = "_low"
 _MARK, _ATTACHED, _OTHERS = "_octavo_master", "_octavo_masters", "_octavo_per_parameter"
 _AT_A_TIME = 2**26  # elements with masters and FP32 gradients at a time: half a GiB
+_OTHER_WAY = (
+    "train with another optimiser, or say master_weights=False where the model is loaded or the trainer is built"
+)
 _hook: list[Any] = []
 
 
@@ -117,50 +120,63 @@ def leave_to_others(optimizer: torch.optim.Optimizer, left: bool) -> None:
 
 
 @contextmanager
-def in_fp32(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Replace those of `parameters` that have masters by them, with FP32 gradients; split them again at the end."""
-    raised: list[_JoinedParameter] = []
+def in_fp32(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> Iterator[dict[Tensor, Tensor]]:
+    """Yield what to step for each of `parameters`: its FP32 master, with an FP32 gradient and its states, or itself.
+
+    Masters are split again at the end. A parameter keeps its data meanwhile: from one whose data change their dtype,
+    torch drops the node of its gradient, and with it the hooks by which DDP averages gradients.
+    """
+    masters: list[_Master] = []
     changed = False
     try:
+        shown = dict(zip(parameters := list(parameters), parameters, strict=True))
         for parameter in parameters:
             if has_master(optimizer, parameter):
-                raised.append(_JoinedParameter(optimizer, parameter))
-        yield
+                masters.append(_Master(optimizer, parameter))
+                shown[parameter] = masters[-1].joined
+        yield shown
+        if any(master.was_passed_over() for master in masters):
+            raise ValueError(
+                f"{type(optimizer).__name__} has stepped a BF16 weight with an FP32 master that it does not read from "
+                f"its param_groups: {_OTHER_WAY}"
+            )
         changed = True
     finally:
-        for one in raised:
-            one.lower(changed=changed)
+        for master in masters:
+            master.end(changed=changed)
 
 
-class _JoinedParameter:
-    """A parameter that currently holds its own FP32 master."""
+class _Master:
+    """The FP32 master of a parameter, which has its states for the length of a step."""
 
     @torch.no_grad()
     def __init__(self, optimizer: torch.optim.Optimizer, parameter: Any) -> None:
-        self.optimizer, self.parameter = optimizer, parameter
-        self.high, self.grad = parameter.data, parameter.grad
-        state = optimizer.state.get(parameter)
-        self.low = None
-        if state:
-            self.low = state.pop(LOW, None)  # optimisers create states only where there are none at all
-            if any(map(_is_half, state.values())):
-                optimizer.state[parameter] = joined(state)
+        self.optimizer, self.parameter, self.version = optimizer, parameter, parameter._version
+        state = optimizer.state.pop(parameter, {})
+        self.low = state.pop(LOW, None)
         if self.low is None:
-            self.low = spec.new_low(self.high)
-        parameter.data = _way_for(self.high, self.low).join(self.high, self.low)
-        if self.grad is not None:
-            sparse = self.grad.layout != torch.strided
-            parameter.grad = self.grad.float() if sparse else torch.empty_like(parameter).copy_(self.grad)
-        self.raised_grad = parameter.grad
+            self.low = spec.new_low(parameter.detach())
+        self.joined: Any = nn.Parameter(_way_for(parameter, self.low).join(parameter.detach(), self.low))
+        self.joined.__dict__ |= parameter.__dict__
+        if parameter.grad is not None:
+            sparse = parameter.grad.layout != torch.strided
+            self.joined.grad = parameter.grad.float() if sparse else torch.empty_like(self.joined).copy_(parameter.grad)
+        self.grad = self.joined.grad
+        if state:  # optimisers create states only where there are none at all
+            optimizer.state[self.joined] = joined(state) if any(map(_is_half, state.values())) else state
+
+    def was_passed_over(self) -> bool:
+        """Return True if the parameter itself was written, by an optimiser that keeps a list of its own."""
+        return bool(self.parameter._version != self.version)
 
     @torch.no_grad()
-    def lower(self, *, changed: bool) -> None:
+    def end(self, *, changed: bool) -> None:
+        state = self.optimizer.state.pop(self.joined, {})
+        self.optimizer.state[self.parameter] = {**state, LOW: self.low}
+        if self.joined.grad is not self.grad:
+            self.parameter.grad = None if self.joined.grad is None else self.joined.grad.bfloat16()
         if changed:
-            _way_for(self.high, self.low).split(self.parameter.data, self.high, self.low)
-        grad = self.parameter.grad
-        self.parameter.data = self.high  # its original memory, which CUDA graphs refer to
-        self.parameter.grad = self.grad if grad is self.raised_grad else None if grad is None else grad.bfloat16()
-        self.optimizer.state[self.parameter][LOW] = self.low
+            _way_for(self.parameter, self.low).split(self.joined.detach(), self.parameter.detach(), self.low)
 
 
 def _way_for(high: Tensor, low: Any) -> Any:
@@ -204,16 +220,17 @@ class _Masters:
         if _is_by_element(optimizer):
             self._step_some_at_a_time(optimizer, mine)
         else:
-            self._whole.enter_context(in_fp32(optimizer, mine))
+            shown = self._whole.enter_context(in_fp32(optimizer, mine))
+            self._whole.enter_context(_in_groups(optimizer, shown))
         return new
 
     def _step_some_at_a_time(self, optimizer: Any, mine: list[Any]) -> None:
         for some in _portions(self._fused_adamw.step(optimizer, mine, LOW)):
-            chosen = set(some)
-            groups = [
-                {**group, "params": [p for p in group["params"] if p in chosen]} for group in optimizer.param_groups
-            ]
-            with in_fp32(optimizer, some):
+            with in_fp32(optimizer, some) as shown:
+                groups = [
+                    {**group, "params": [shown[p] for p in group["params"] if p in shown]}
+                    for group in optimizer.param_groups
+                ]
                 step_groups(optimizer, [group for group in groups if group["params"]], plain_step(optimizer))
         for p in mine:  # hidden from the step that follows, and restored after it
             self._hidden.append((p, p.grad))
@@ -225,6 +242,19 @@ class _Masters:
             if p.grad is None:
                 p.grad = grad
         self._hidden.clear()
+
+
+@contextmanager
+def _in_groups(optimizer: torch.optim.Optimizer, shown: dict[Tensor, Tensor]) -> Iterator[None]:
+    """Show an optimiser other tensors in its groups."""
+    before = [list(group["params"]) for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["params"][:] = [shown.get(p, p) for p in group["params"]]
+    try:
+        yield
+    finally:
+        for group, parameters in zip(optimizer.param_groups, before, strict=True):
+            group["params"][:] = parameters
 
 
 def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -249,8 +279,7 @@ def _attach(optimizer: torch.optim.Optimizer) -> _Masters:
 def _refuse_lbfgs(optimizer: torch.optim.Optimizer) -> None:
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(
-            "LBFGS evaluates the model within its step, where BF16 weights with FP32 masters are in FP32: train with "
-            "another optimiser, or say master_weights=False where the model is loaded or the trainer is built"
+            f"LBFGS evaluates the model within its step, where BF16 weights with FP32 masters are in FP32: {_OTHER_WAY}"
         )
 
 

@@ -220,6 +220,29 @@ def test_a_closure_is_called_once_with_weights_in_bf16():
         torch.optim.LBFGS(parameters).step(closure)
 
 
+class WithAList(torch.optim.Optimizer):
+    """Keeps its parameters in a list of its own."""
+
+    def __init__(self, parameters):
+        self.list = list(parameters)
+        super().__init__(self.list, {})
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.list:
+            p.sub_(p.grad, alpha=0.1)
+
+
+def test_an_optimizer_that_goes_around_masters_is_an_error():
+    parameters = weights()
+    keep_masters(parameters)
+    optimizer = WithAList(parameters)
+    give(parameters, 0)
+    with pytest.raises(ValueError, match=r"WithAList has stepped a BF16 weight .* master_weights=False"):
+        optimizer.step()
+    assert all(mine is p for mine, p in zip(optimizer.param_groups[0]["params"], parameters, strict=True))
+
+
 @pytest.mark.parametrize("maker", ["AdamW", "a user's own"])
 def test_after_a_step_that_broke_off(maker, monkeypatch):
     parameters, optimizer = trained(maker)
