@@ -96,6 +96,9 @@ def sft(
     nproc: Annotated[
         int | None, option("Several GPUs", "--nproc", "Processes of this machine that share each step, one a GPU.")
     ] = None,
+    strategy: Annotated[
+        str | None, option("Several GPUs", "--strategy", "ddp (whole copies) or fsdp2 (shards) (default: ddp).")
+    ] = None,
     out: Annotated[Path | None, option("Run", "--out", "Output folder (default: a new one below runs/).")] = None,
     resume: Annotated[bool, option("Run", "--resume", "Continue the run in --out from its checkpoint.")] = False,
     overwrite: Annotated[bool, option("Run", "--overwrite", "Replace the run in --out.")] = False,

@@ -40,8 +40,15 @@ _WRAPPED = ".base_layer"
 _PEFT_PARTS = ("base_layer", "original_module", "modules_to_save", "token_adapter", "trainable_tokens_delta")
 
 
-def export_fp8(model: nn.Module, path: str | Path, *, tokenizer: Any = None, granularity: str | None = None) -> Path:
-    """Write the model with its linears in FP8, for transformers and vLLM.
+def export_fp8(
+    model: nn.Module,
+    path: str | Path,
+    *,
+    tokenizer: Any = None,
+    granularity: str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Path:
+    """Write the model with its linears in FP8, for transformers and vLLM; the rest in `dtype` if it is in FP32.
 
     `granularity`: "block" of 128×128, or "channel", which transformers reads with the package compressed-tensors. Not
     given: "channel" for weights that are frozen in FP8 per channel, else "block".
@@ -55,7 +62,7 @@ def export_fp8(model: nn.Module, path: str | Path, *, tokenizer: Any = None, gra
     left = sorted(name for name, module in _linears(base) if not _goes_into_fp8(base, name, module))
     left += sorted(name for name, chosen in _saved_whole(base).items() if isinstance(chosen, nn.Linear))
     quantization = _blocks_layout(left) if granularity == "block" else _channels_layout(left)
-    return _save(base, granularity, quantization, sharded, Path(path), tokenizer)
+    return _save(base, granularity, quantization, sharded, Path(path), tokenizer, dtype)
 
 
 def _blocks_layout(left: list[str]) -> dict[str, Any]:
@@ -83,18 +90,26 @@ def _channels_layout(left: list[str]) -> dict[str, Any]:
     }
 
 
-def save_merged(model: nn.Module, path: str | Path, method: str = "merged_16bit", *, tokenizer: Any = None) -> Path:
+def save_merged(
+    model: nn.Module,
+    path: str | Path,
+    method: str = "merged_16bit",
+    *,
+    tokenizer: Any = None,
+    dtype: torch.dtype | None = None,
+) -> Path:
     """Write the model with its adapters merged into the weights, in BF16 or in FP8. The model itself stays as it is.
 
-    `lora`: the adapters alone, as PEFT's `save_pretrained` writes them; also those of a sharded model.
+    `lora`: the adapters alone, as PEFT's `save_pretrained` writes them; also those of a sharded model. `dtype`: of
+    tensors that the model has in FP32; without it they are written in FP32.
     """
     check_choice("save_method", method, METHODS)
     if method == "merged_fp8":
-        return export_fp8(model, path, tokenizer=tokenizer)
+        return export_fp8(model, path, tokenizer=tokenizer, dtype=dtype)
     sharded = made_ready(model)
     if method == "lora":
         return _save_adapters(model, sharded, Path(path), tokenizer)
-    return _save(_base_model(model), None, None, sharded, Path(path), tokenizer)
+    return _save(_base_model(model), None, None, sharded, Path(path), tokenizer, dtype)
 
 
 def _save_adapters(model: Any, sharded: bool, path: Path, tokenizer: Any) -> Path:
@@ -251,15 +266,38 @@ def _dtype(base: Any) -> torch.dtype:
     return embedding.weight.dtype if embedding is not None else torch.bfloat16
 
 
-def _save(base: Any, granularity: str | None, quantization: Any, sharded: bool, path: Path, tokenizer: Any) -> Path:
-    tensors = kept(_tensors(base, granularity), sharded)
+def _save(
+    base: Any,
+    granularity: str | None,
+    quantization: Any,
+    sharded: bool,
+    path: Path,
+    tokenizer: Any,
+    dtype: torch.dtype | None,
+) -> Path:
+    tensors = kept(_in_dtype(_tensors(base, granularity), dtype), sharded)
     with written_by_first(sharded) as writes:
         if writes:
-            _write(base, tensors, quantization, path, tokenizer)
+            _write(base, tensors, quantization, path, tokenizer, dtype)
     return path
 
 
-def _write(base: Any, tensors: dict[str, Tensor], quantization: Any, path: Path, tokenizer: Any) -> None:
+def _in_dtype(tensors: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+    """Cast what is in FP32, except scales."""
+    scales = tuple(f".{name}" for name in _SCALE_NAMES.values())
+    for name, value in tensors:
+        cast = dtype is not None and value.dtype == torch.float32 and not name.endswith(scales)
+        yield name, value.to(dtype) if cast else value
+
+
+def _write(
+    base: Any,
+    tensors: dict[str, Tensor],
+    quantization: Any,
+    path: Path,
+    tokenizer: Any,
+    dtype: torch.dtype | None,
+) -> None:
     from huggingface_hub import save_torch_state_dict
 
     if path.is_file():
@@ -270,7 +308,7 @@ def _write(base: Any, tensors: dict[str, Tensor], quantization: Any, path: Path,
     if quantization is not None:
         config.quantization_config = quantization
     config.architectures = [plain_class(base).__name__]
-    config.dtype = _dtype(base)
+    config.dtype = dtype or _dtype(base)
     if getattr(config, "tie_word_embeddings", False):
         head = tensors.pop("lm_head.weight", None)
         embedding = next((value for name, value in tensors.items() if name.endswith("embed_tokens.weight")), None)

@@ -23,6 +23,8 @@ from octavo.training.errors import UserError
 
 def show_plan(settings: SFTSettings, config: Path, seq: int, console: Console) -> None:
     """Print the answer of `octavo plan`, for this GPU if there is one."""
+    if settings.strategy == "fsdp2":
+        raise UserError(f"--plan: of one GPU, not of shards; leave it out, and see {_plan_of_shards(settings, config)}")
     _require_known(config)
     request = _request(settings, config, seq)
     if settings.device == "cuda":
@@ -34,6 +36,8 @@ def choose_checkpointing(settings: SFTSettings, config: Path, seq: int) -> tuple
     """Return whether to checkpoint, and what the plan says. Raises a `UserError` if the run would not fit the GPU."""
     if settings.device == "cpu":
         return bool(settings.checkpointing), ""
+    if settings.strategy == "fsdp2":
+        return settings.checkpointing is not False, f"not planned here; see {_plan_of_shards(settings, config)}"
     if (why := _unknown(config)) is not None:
         return settings.checkpointing is not False, f"no plan of its memory: {why}"
     case = _request(settings, config, seq).case
@@ -50,6 +54,10 @@ def choose_checkpointing(settings: SFTSettings, config: Path, seq: int) -> tuple
         f"the run would take {needed:.1f} GiB, and {gpu.room:.1f} of {gpu.name} are free for tensors: "
         f"{_advice(settings, case, gpu)}"
     )
+
+
+def _plan_of_shards(settings: SFTSettings, config: Path) -> str:
+    return f"octavo plan {settings.model or config.parent} --gpus {settings.ranks} --strategy fsdp2"
 
 
 def _advice(settings: SFTSettings, case: Case, gpu: Gpu) -> str:
@@ -70,7 +78,7 @@ def _advice(settings: SFTSettings, case: Case, gpu: Gpu) -> str:
 def _request(settings: SFTSettings, config: Path, seq: int) -> Request:
     mode = "full" if settings.full else "lora"
     rank = None if settings.full else settings.rank
-    return Request(str(config), mode=mode, batch=settings.batch, seq=seq, rank=rank, compiled=False)
+    return Request(str(config), mode=mode, batch=settings.own_batch, seq=seq, rank=rank, compiled=False)
 
 
 def _option(settings: SFTSettings, case: Case, gpu: Gpu, checkpointing: bool) -> Option:

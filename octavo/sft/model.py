@@ -72,7 +72,7 @@ def load_model(name: str, settings: SFTSettings) -> Any:
             load_in_fp8=fp8,
             full_finetuning=settings.full,
             device_map={"": own_gpu() if settings.device == "cuda" else "cpu"},
-            dtype=torch.bfloat16,
+            dtype=torch.float32 if settings.trains_fp32_shards else torch.bfloat16,
             tokenizer=False,
         )
         if settings.full:

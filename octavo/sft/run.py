@@ -44,6 +44,7 @@ def fine_tune(
     """
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise UserError("device='cuda': torch sees no CUDA device here; use --device cpu")
+    check_strategy(settings)
     display = Display(console_of(console), settings.device)
     stop = StopSignals()
     agree_on_stops(stop)
@@ -71,6 +72,12 @@ def fine_tune(
                 _say_how_to_resume(folder, interrupted, display)
                 raise
     return folder
+
+
+def check_strategy(settings: SFTSettings) -> None:
+    """Refuse shards where Accelerate makes none: on CPUs it trains whole copies instead, without a word."""
+    if settings.strategy == "fsdp2" and settings.device == "cpu":
+        raise UserError("--strategy fsdp2: Accelerate shards on GPUs alone; leave it out, for whole copies by ddp")
 
 
 def read_settings(folder: Path) -> SFTSettings:
@@ -114,10 +121,9 @@ def _read_data(settings: SFTSettings, tokenizer: object, positions: int | None) 
 def _with_memory(settings: SFTSettings, config: Path, plan: bool, display: Display) -> SFTSettings:
     """Compare the run with the memory there is, and return settings that say whether to checkpoint."""
     assert settings.seq is not None
-    own = replace(settings, batch=settings.own_batch, micro_batches=settings.own_micro_batches, ranks=1)
     if plan:
-        show_plan(own, config, settings.seq, display.console)
-    checkpointing, words = choose_checkpointing(own, config, settings.seq)
+        show_plan(settings, config, settings.seq, display.console)
+    checkpointing, words = choose_checkpointing(settings, config, settings.seq)
     if words:
         display.say(f"Memory: {words}", "dim")
     return replace(settings, checkpointing=checkpointing)

@@ -22,6 +22,7 @@ from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import IntervalStrategy
 
 from octavo.dist.together import from_first, rank
+from octavo.dist.whole import has_shards
 from octavo.hf.callback import OctavoCallback
 from octavo.hf.export import save_merged
 from octavo.nn.report import REPORT as MODEL_REPORT
@@ -97,7 +98,7 @@ class Session:
         )
         if settings.ranks > 1:
             share = f"{settings.own_micro_batches} × {settings.own_batch} rows of a step"
-            display.say(f"Ranks: {settings.ranks}, each with {share}", "dim")
+            display.say(f"Ranks: {settings.ranks} by {settings.strategy}, each with {share}", "dim")
         if self.checkpoint is not None:
             display.say(f"Resuming after step {done:,}", "bold")
             self.figures.tokens = int(self.checkpoint[1]["tokens"])
@@ -120,13 +121,17 @@ class Session:
             raise RunError(f"{error}\nIn a new run, {way} takes less memory, and so does --checkpointing") from error
 
     def finish(self) -> None:
-        """Write what the run has led to."""
+        """Write what the run has led to. Of a sharded model, all ranks take part in what reads its weights."""
         held_out = self._held_out()
-        if rank():
+        if rank() and not has_shards(self.model):
             return
-        result = self._result(held_out)
+        result = None if rank() else self._result(held_out)
         self._save_model()
         sample = self._sample()
+        if result is None:
+            return
+        if (report := getattr(self.model, MODEL_REPORT, None)) is not None:
+            write_json(self.folder / PRODUCTS, report.to_dict())
         if sample is not None:
             write_json(self.folder / SAMPLE, sample)
             self.display.sample(sample)
@@ -165,15 +170,13 @@ class Session:
 
     def _save_model(self) -> None:
         model, settings = self.model, self.settings
-        if (report := getattr(model, MODEL_REPORT, None)) is not None:
-            write_json(self.folder / PRODUCTS, report.to_dict())
         with disk_errors(self.folder):
             if not settings.full:
-                model.save_pretrained(str(self.folder / ADAPTER))
-                self.tokenizer.save_pretrained(str(self.folder / ADAPTER))
+                save_merged(model, self.folder / ADAPTER, "lora", tokenizer=self.tokenizer)
             if settings.full or settings.merge:
                 method = f"merged_{settings.merge or '16bit'}"
-                save_merged(model, self.folder / WHOLE_MODEL, method, tokenizer=self.tokenizer)
+                folder, dtype = self.folder / WHOLE_MODEL, torch.bfloat16 if settings.trains_fp32_shards else None
+                save_merged(model, folder, method, tokenizer=self.tokenizer, dtype=dtype)
 
     def _held_out(self) -> dict[int, float]:
         """Return held-out losses by step, the last step's among them; all ranks evaluate."""
@@ -226,6 +229,7 @@ class Session:
                 attention_mask=torch.ones_like(prompt),
                 max_new_tokens=self.settings.sample_tokens,
                 do_sample=False,
+                synced_gpus=has_shards(model),
             )
         decode = self.tokenizer.decode
         return {"prompt": decode(prompt[0]), "written": decode(written[0, prompt.shape[1] :], skip_special_tokens=True)}

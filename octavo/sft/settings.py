@@ -15,6 +15,7 @@ import torch
 
 from octavo.nn.frozen import FROZEN_GRANULARITIES
 from octavo.numerics.checks import check_choice, check_positive_int
+from octavo.training.settings import STRATEGIES
 from octavo.training.shares import check_shares, own_micro_batches
 
 DEVICES = ("cpu", "cuda")
@@ -27,7 +28,7 @@ MERGES = ("fp8", "16bit")
 OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw8bit": "adamw_torch_8bit", "adamw4bit": "adamw_torch_4bit"}
 # Those of data and model are paths; resuming compares the tokens that were made of the data.
 HARMLESS = ("data", "eval_data", "log_interval", "save_interval", "sample_tokens", "merge", "ranks")
-ADDED_LATER = ("ranks",)  # runs of earlier versions have it not
+ADDED_LATER = ("ranks", "strategy")  # runs of earlier versions have it not
 MAX_SEQ = 2048  # by default, unless the model has fewer positions
 LORA_LR, FULL_LR = 2e-4, 1e-5
 # A run without arguments, three minutes on two cores.
@@ -62,7 +63,8 @@ class SFTSettings:
             tenth of the run).
         sample_tokens: tokens to generate at the end.
         merge: also write the whole model with its adapters merged, in `fp8` or `16bit`.
-        ranks: processes that share each step (`octavo/training/shares.py`).
+        ranks, strategy: processes that share each step (`octavo/training/shares.py`), and how: `ddp` (whole copies) or
+            `fsdp2` (shards).
     """
 
     model: str | None = None
@@ -100,10 +102,12 @@ class SFTSettings:
     sample_tokens: int = 48
     merge: str | None = None
     ranks: int = 1
+    strategy: str = "ddp"
 
     def __post_init__(self) -> None:
         choices: dict[str, Any] = {"device": DEVICES, "precision": PRECISIONS, "loss": LOSSES, "schedule": SCHEDULES}
-        for name, allowed in {**choices, "optimizer": tuple(OPTIMIZERS)}.items():
+        choices |= {"optimizer": tuple(OPTIMIZERS), "strategy": STRATEGIES}
+        for name, allowed in choices.items():
             check_choice(name, getattr(self, name), allowed)
         for name, allowed in {"layout": LAYOUTS, "merge": MERGES, "recipe": FROZEN_GRANULARITIES}.items():
             if getattr(self, name) is not None:
@@ -111,6 +115,7 @@ class SFTSettings:
         for name in ("rank", "batch", "micro_batches", "log_interval", "ranks"):
             check_positive_int(name, getattr(self, name))
         check_shares(self.batch, self.micro_batches, self.ranks)
+        self._check("strategy", self.strategy == "ddp" or self.ranks > 1, "one rank has no shards; leave it out")
         for name in ("seq", "steps", "save_interval"):
             if getattr(self, name) is not None:
                 check_positive_int(name, getattr(self, name))
@@ -137,6 +142,11 @@ class SFTSettings:
         """Name of the run's folder: that of the model, and what is trained."""
         model = "smollm2-135m" if self.model is None else Path(self.model).name.lower()
         return f"{model}-{'full' if self.full else 'lora'}"
+
+    @property
+    def trains_fp32_shards(self) -> bool:
+        """Weights are FP32 shards, which FSDP2 gathers in BF16. (Whole copies are in BF16 and have FP32 masters.)"""
+        return self.full and self.strategy == "fsdp2"
 
     @property
     def own_micro_batches(self) -> int:

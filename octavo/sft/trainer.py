@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import PrinterCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
@@ -180,12 +181,16 @@ def training_arguments(settings: SFTSettings, folder: Path) -> Arguments:
     """Return TRL's configuration. The number of steps is set when the trainer knows its rows: see `plan_steps`."""
     layout = settings.layout
     on_gpu = settings.device == "cuda"
+    shards: dict[str, Any] = {}
+    if settings.strategy == "fsdp2":
+        shards = {"fsdp": True, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}
     config = Arguments(
         output_dir=str(folder / CHECKPOINTS),
         per_device_train_batch_size=settings.own_batch,
         per_device_eval_batch_size=settings.own_batch,
         gradient_accumulation_steps=settings.own_micro_batches,
-        ddp_find_unused_parameters=False if settings.ranks > 1 else None,
+        ddp_find_unused_parameters=False if settings.ranks > 1 and not shards else None,
+        **shards,
         learning_rate=settings.lr,
         lr_scheduler_type=settings.schedule if settings.schedule != "constant" else "constant_with_warmup",
         max_grad_norm=settings.clip,
@@ -207,6 +212,8 @@ def training_arguments(settings: SFTSettings, folder: Path) -> Arguments:
         disable_tqdm=True,
         dataloader_pin_memory=on_gpu,
     )
+    if settings.trains_fp32_shards:
+        config.fsdp_plugin_args["mixed_precision_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     config._n_gpu = min(config.n_gpu, 1)  # one GPU, the model's; the Trainer would take all that it sees
     return config
 
