@@ -17,7 +17,8 @@ reduced begins with a header, whose maximum and minimum tell whether it is equal
 
 A rank that has multiplied something new cannot know whether the others have, too. So it first takes part in a reduction
 of the size that all agreed on last. If all ranks have something new, they compare names and reduce again. If only some
-have, these raise an error; so do the others on the CPU, while on a GPU they would have to wait to read the header.
+have, these raise an error, and so do the others: on the CPU at once, on a GPU in their next step, before it reduces
+anything. By then the header has reached the host, and nobody waits for it.
 
 A rank that leaves out a step is missed within `LIMIT` seconds: the exchange has a process group of its own with that
 limit, so that other collectives keep theirs. On the CPU the error is raised where it is found; on a GPU NCCL's watchdog
@@ -84,20 +85,23 @@ class AmaxExchange:
         self._digest: tuple[int, ...] = ()
         self._size = 0
         self._header = torch.zeros(HEADER)
+        self._reduced = _HeaderOnItsWay()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _no_exchange, ()
 
     def reduce(self, states: Tensor) -> None:
         """Replace the first slots of all states by their maximum over all ranks, and tell the sources theirs."""
+        self._require_old_names(" in the last step")
         self._require_agreement(states.device)
         parts = [source.measure() for source in self.sources]
         if self.shares_states:
             parts.append(states[:, :_SHARED].reshape(-1))
         maxima = torch.cat([self._header, *parts])
         self._all_reduce(maxima)
-        if maxima.device.type == "cpu":
-            self._require_old_names(maxima[:HEADER])
+        self._reduced.send(maxima[:HEADER])
+        if _is_read_at_once(maxima.device):
+            self._require_old_names()
         self._size = maxima.numel() - HEADER
         received = maxima[HEADER:].split([part.numel() for part in parts])
         for source, part in zip(self.sources, received, strict=False):
@@ -190,12 +194,48 @@ class AmaxExchange:
         self._agreed, self._digest = counts, digest
         self._header = _header(digest, is_new=False, device=device)
 
-    def _require_old_names(self, header: Tensor) -> None:
-        if _most_and_least(header)[0][0]:
+    def _require_old_names(self, when: str = "") -> None:
+        header = self._reduced.receive()
+        if header is not None and _most_and_least(header)[0][0]:
             raise ValueError(
-                f"{self._where}: another rank has multiplied something new and this one has not, so their amax cannot "
-                f"be shared. {self._advice}"
+                f"{self._where}: another rank has multiplied something new{when} and this one has not, so their amax "
+                f"cannot be shared. {self._advice}"
             )
+
+
+class _HeaderOnItsWay:
+    """Copies a header to the host without waiting for the GPU."""
+
+    def __init__(self) -> None:
+        self._copy: Tensor | None = None
+        self._event: torch.cuda.Event | None = None  # after which it is there
+        self._is_new = False
+
+    def send(self, header: Tensor) -> None:
+        if not header.is_cuda:
+            self._copy = header.clone()
+        elif torch.cuda.is_current_stream_capturing():
+            return
+        else:
+            if self._copy is None or self._event is None:
+                self._copy = torch.empty_like(header, device="cpu", pin_memory=True)
+                self._event = torch.cuda.Event()
+            self._copy.copy_(header, non_blocking=True)
+            self._event.record()
+        self._is_new = True
+
+    def receive(self) -> Tensor | None:
+        """Return the header that was sent last, once."""
+        if not self._is_new:
+            return None
+        if self._event is not None:
+            self._event.synchronize()
+        self._is_new = False
+        return self._copy
+
+
+def _is_read_at_once(device: torch.device) -> bool:
+    return device.type == "cpu"
 
 
 def _digest(labels: list[str]) -> tuple[int, ...]:

@@ -158,6 +158,29 @@ def branches_in_turn(rank, cases):
     return [branches(rank, case) for case in cases]
 
 
+def branches_on_a_gpu(rank):
+    """Steps as on a GPU, where nobody waits for the header; without other collectives, which would."""
+    amax._is_read_at_once = lambda _device: False
+    model, context = Branches(), octavo.fp8_autocast()
+    optimizer = adamw(model.parameters())
+    octavo.share_amax(context)
+    for i, products in enumerate([1, 2, 3 - rank, 2]):
+        with context:
+            loss = model((rank + i + 1) * torch.ones(8, 64), products)
+        loss.backward()
+        try:
+            optimizer.step()
+        except ValueError as error:
+            return str(error)
+    raise AssertionError("no error")
+
+
+def test_a_product_that_one_rank_alone_has_is_named_a_step_later_on_a_gpu():
+    one, other = on_ranks(2, branches_on_a_gpu, limit=90)
+    assert one.startswith("rank 0, step 3: this rank has multiplied something new (")
+    assert other.startswith("rank 1, step 4: another rank has multiplied something new in the last step")
+
+
 def test_a_product_that_one_rank_alone_has_is_named_at_once():
     cases = [[(1, 1), (2, 2), (3, 2)], [(1, 2)], [(1, 1), (2, 2), (3, 3)], [(1, 1), (2, 2), (2, 2)]]
     ones, others = on_ranks(2, branches_in_turn, cases, limit=90)
