@@ -109,6 +109,9 @@ class LinearInFP8(nn.Linear):
         """Return how to multiply this input."""
         if self.config.emulate is False and not torch.compiler.is_compiling():
             require_tensor_cores(input.device, self.config)  # it may have been moved since
+        if input.device != self.state_x.device and not input.is_meta:
+            # Weights were brought to a GPU without a call of `to`: by `fully_shard`, or by Accelerate for each call.
+            self.scaling.to(input.device)
         if "_is_replica" in self.__dict__:
             raise ValueError(
                 "nn.DataParallel copies a model to several GPUs for each step, and they would share one scaling state: "
@@ -248,8 +251,6 @@ class FP8Linear(LinearInFP8):
             raise ValueError(f"input has {input.shape[-1]} features; this FP8Linear takes {features}")
         if not input.is_floating_point():
             raise TypeError(f"input is in {input.dtype}; this FP8Linear takes floating-point numbers")
-        if input.device != self.state_x.device and not input.is_meta:
-            self.scaling.to(input.device)  # as with weights that Accelerate brings to a GPU for each call
         if input.numel() == 0:
             # Nothing to quantise; keeps the graph.
             weight = self.weight if self.fp8_only is None else self.weight_master.to(input)

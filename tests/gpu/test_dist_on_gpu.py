@@ -78,6 +78,13 @@ def test_losses_are_those_of_one_process(recipe):
         assert (way, losses(wrap(make(recipe), way))) == (way, expected)
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_model_in_host_memory_is_sharded_onto_the_gpu(recipe):
+    """`fully_shard` moves the data of parameters, as in a Trainer with FSDP, which leaves the model where it was."""
+    expected = losses(wrap(make(recipe), "fsdp2"))
+    assert losses(wrap(make(recipe).cpu(), "fsdp2")) == expected
+
+
 @pytest.mark.parametrize("recipe", ["delayed", "block", "mx"])
 def test_gather_of_fp32_weights_and_activations_computed_again(recipe):
     def checkpointed(way):

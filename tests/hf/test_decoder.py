@@ -10,6 +10,9 @@ from decoder_cases import RECIPES, assert_close_to, batch, build, every_family, 
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from octavo import FP8TrainingConfig, convert_to_fp8, restore
+from octavo.hf.quantizer import OctavoConfig
+from octavo.nn.linear import LinearInFP8
+from octavo.numerics import FP8ScalingManager
 
 transformers = pytest.importorskip("transformers")
 
@@ -186,3 +189,43 @@ def test_layers_compile_to_one_graph_for_all(family, name):
     torch.testing.assert_close(actual[0], expected[0])
     for key, gradient in expected[1].items():
         torch.testing.assert_close(actual[1][key], gradient, rtol=1e-3, atol=1e-4)
+
+
+STATES = ("state_x", "state_w", "state_g")
+
+
+def trained():
+    model = build()
+    convert_to_fp8(model, FP8TrainingConfig.from_recipe("delayed", fp8_head=True, activations="fp8"))
+    return model
+
+
+def adapted(folder):
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=OctavoConfig("tensor"))
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    return peft.get_peft_model(model.train(), peft.LoraConfig(target_modules=["q_proj", "v_proj", "gate_proj"]))
+
+
+@pytest.mark.parametrize("kind", ["trained", "frozen with adapters"])
+def test_scaling_states_follow_weights_that_were_moved_by_their_data(kind, tmp_path, monkeypatch):
+    """As `fully_shard` moves those of a model in host memory. Here the states are left elsewhere, which is the same."""
+    if kind != "trained":
+        build().save_pretrained(tmp_path)
+    make = trained if kind == "trained" else lambda: adapted(tmp_path)
+    expected, model = run(make(), **batch()), make()
+    linears = [module for module in model.modules() if isinstance(module, LinearInFP8)]
+    states = [(each, name, getattr(each, name)) for each in linears for name in STATES if hasattr(each, name)]
+    for linear, name, state in states:
+        setattr(linear, name, torch.empty_like(state, device="meta"))
+    moved = []
+
+    def bring(_manager, device):
+        moved.append(device)
+        for linear, name, state in states:
+            setattr(linear, name, state)
+
+    monkeypatch.setattr(FP8ScalingManager, "to", bring)
+    actual = run(model, **batch())
+    assert moved == [torch.device("cpu")] and torch.equal(actual[0], expected[0])
+    assert all(torch.equal(actual[1][name], gradient) for name, gradient in expected[1].items())
