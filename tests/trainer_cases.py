@@ -83,6 +83,11 @@ def logs(trainer):
     return [entry for entry in trainer.state.log_history if "loss" in entry]
 
 
+def norms(trainer):
+    """The norms of all gradients, of a trainer that has trained: they show at once what losses show much later."""
+    return [entry["grad_norm"] for entry in logs(trainer)]
+
+
 def losses(trainer):
     trainer.train()
     return [entry["loss"] for entry in logs(trainer)]

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from trainer_cases import BYTES, build, converted, logs, losses, sft_trainer, trainer
+from trainer_cases import BYTES, build, converted, logs, losses, norms, sft_trainer, trainer
 
 from octavo import FP8TrainingConfig, OctavoCallback
 
@@ -13,15 +13,24 @@ EAGER_COMPILE = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    """The losses of the run that others are compared with."""
-    return losses(trainer(tmp_path_factory.mktemp("plain")))
+def plain_trainer(tmp_path_factory):
+    """The run that others are compared with."""
+    trained = trainer(tmp_path_factory.mktemp("plain"))
+    trained.train()
+    return trained
 
 
-def test_it_trains_as_bf16_does(plain, tmp_path):
-    expected = losses(trainer(tmp_path, build(), callbacks=[]))
+@pytest.fixture(scope="module")
+def plain(plain_trainer):
+    return [entry["loss"] for entry in logs(plain_trainer)]
+
+
+def test_it_trains_as_bf16_does(plain, plain_trainer, tmp_path):
+    other = trainer(tmp_path, build(), callbacks=[])
+    expected = losses(other)
     assert plain[-1] < plain[0]
     assert plain == pytest.approx(expected, rel=0.01) and plain != expected
+    assert norms(plain_trainer) == pytest.approx(norms(other), rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -52,10 +61,12 @@ def test_ways_to_the_same_numbers(plain, settings, tmp_path):
     ],
     ids=["bf16", "accumulation", "torchao 8 bit", "torchao 4 bit", "adafactor", "warm-up", "label smoothing"],
 )
-def test_ways_to_nearly_the_same_numbers(plain, settings, tmp_path):
+def test_ways_to_nearly_the_same_numbers(plain, plain_trainer, settings, tmp_path):
+    other = trainer(tmp_path, **settings)
     with torch.compiler.set_stance("force_eager"):  # torchao compiles its optimisers: a minute on a CPU
-        actual = losses(trainer(tmp_path, **settings))
+        actual = losses(other)
     assert actual == pytest.approx(plain, rel=0.01) and actual != plain
+    assert norms(other) == pytest.approx(norms(plain_trainer), rel=0.05)
 
 
 def test_histories_roll_once_per_optimiser_step(tmp_path):
