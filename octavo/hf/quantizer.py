@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps, WeightRenaming
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
+from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_enabled
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import AutoHfQuantizer, register_quantization_config, register_quantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name
@@ -34,6 +35,7 @@ from octavo.hf.untrained import explain_untrained
 from octavo.nn.frozen import FROZEN_GRANULARITIES, SCALE_NAME, FP8FrozenLinear, activation_config, quantize_weight
 from octavo.nn.model_report import report_of
 from octavo.nn.names import matches
+from octavo.nn.sharded import own_gpu
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 from octavo.numerics.checks import check_choice
 from octavo.numerics.config import check_config
@@ -116,6 +118,12 @@ class OctavoQuantizer(HfQuantizer):
 
     requires_calibration = False
     quantization_config: OctavoConfig
+
+    def update_device_map(self, device_map: Any) -> Any:
+        """Load onto this process's GPU, where weights are quantised, unless told otherwise, or an engine will shard."""
+        if device_map is None and torch.cuda.is_available() and not (is_fsdp_enabled() or is_deepspeed_zero3_enabled()):
+            return {"": own_gpu()}
+        return device_map
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
         config = self.quantization_config

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from octavo import FP8TrainingConfig
 from octavo.decoders import fuse
 from octavo.decoders.fuse import insist_on_fp8
+from octavo.hf import quantizer
 from octavo.hf.fp8_files import read_layout
 from octavo.hf.quantizer import OctavoConfig
 from octavo.nn.frozen import (
@@ -264,6 +265,17 @@ def test_offloading_by_accelerate_is_refused(checkpoint):
     accelerate.cpu_offload(model, execution_device="cpu")
     with pytest.raises(ValueError, match="Accelerate has moved this FP8 weight off its device"):
         model(tokens())
+
+
+def test_weights_are_loaded_onto_the_gpu_of_this_process(monkeypatch):
+    loader = quantizer.OctavoQuantizer(OctavoConfig())
+    assert loader.update_device_map(None) is None  # torch sees no GPU
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(quantizer, "own_gpu", lambda: 3)
+    assert loader.update_device_map(None) == {"": 3}
+    assert loader.update_device_map("cpu") == "cpu"
+    monkeypatch.setattr(quantizer, "is_fsdp_enabled", lambda: True)
+    assert loader.update_device_map(None) is None
 
 
 def test_skip(checkpoint):
