@@ -30,6 +30,7 @@ from octavo.decoders.hooks import brings_weights, is_hooked
 from octavo.nn.frozen import FP8FrozenLinear
 from octavo.nn.held import HeldWeights, holding
 from octavo.nn.linear import LinearInFP8, weights_only
+from octavo.nn.sharded import is_sharded
 from octavo.rl.cache import CacheFormat
 
 PRODUCTS = ("weights", "fp8")
@@ -58,6 +59,7 @@ class Policy:
 
     def place(self) -> tuple[torch.device, torch.dtype]:
         """Return where the model is now, and in which dtype it computes. Its linears are checked, too."""
+        _check_whole(self.model)
         _check_scales(self.model)
         return _device_of(self.model), self.model.get_input_embeddings().weight.dtype
 
@@ -162,6 +164,16 @@ class Policy:
         if self._copies:
             torch._foreach_copy_(self._copies, [p.detach() for p in parameters])
         return self._copies
+
+
+def _check_whole(model: nn.Module) -> None:
+    """Refuse shards of FSDP2, and weights that ZeRO-3 has freed."""
+    for name, parameter in model.named_parameters():
+        if is_sharded(parameter) or (hasattr(parameter, "ds_id") and parameter.numel() == 0):
+            raise ValueError(
+                f"{name} is a shard, and an engine needs whole weights: train under DDP, where each rank has the FP8 "
+                "base, or load the model with fast_inference=False, so that transformers generates"
+            )
 
 
 def ends_of(model: Any) -> tuple[int, ...]:
