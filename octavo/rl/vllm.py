@@ -103,16 +103,17 @@ class VLLMEngine:
         check_positive_int("n", n)
         given = [list(prompt) for prompt in prompts]
         check_sampling(sampling, self.exact_logprobs)
+        self._follow()
         check_prompts(given, self.policy, self.max_length)
         stop_ids = self.policy.stop_ids() if sampling.stop_ids is None else sampling.stop_ids
         check_stops(stop_ids, self.policy)
-        self._follow()
         started = time.perf_counter()
         seed = int(torch.randint(2**63 - 1, ())) if sampling.seed is None else sampling.seed
         self.wake()
         with self.policy.rollout(self.products), self._own_random_numbers():
             llm = self._start()
             self._check_graphs()
+            self._share()
             llm.reset_prefix_cache()  # keys and values of weights that have changed since
             self._logits.scale = 1.0 if sampling.is_greedy else 1.0 / sampling.temperature
             torch.manual_seed(seed)
@@ -221,6 +222,20 @@ class VLLMEngine:
                     f"{self.policy.dtype}: make a new VLLMEngine"
                 )
             self.policy.device, self.policy.dtype = place
+        tokens = self.policy.tokens()
+        if tokens != self.policy.vocabulary:
+            if self._llm is not None:
+                raise ValueError(
+                    f"the model knows {tokens} tokens; vLLM has started with {self.policy.vocabulary}: make a new "
+                    "VLLMEngine"
+                )
+            self.policy.vocabulary = tokens
+
+    def _share(self) -> None:
+        """Give vLLM's norms the Parameters that the trainer has now: PEFT or an assignment may bring others."""
+        from octavo.rl import vllm_layers
+
+        vllm_layers.share_norms(self._llm.llm_engine.model_executor.driver_worker.get_model(), self.policy.model)
 
     def _check_graphs(self) -> None:
         """Raise if the modules are not those that vLLM has recorded."""

@@ -122,14 +122,19 @@ class SharedLoader(BaseModelLoader):
     def load_weights(self, model: nn.Module, model_config: Any) -> None:  # noqa: ARG002
         policy = _POLICY.get()
         embeddings = SharedEmbeddings(policy)
-        for name, module in list(model.named_modules()):
+        for module in list(model.modules()):
             if isinstance(module, VocabParallelEmbedding):
                 module.quant_method = embeddings
             if isinstance(module, VocabParallelEmbedding | LinearBase):
                 for key, _ in list(module.named_parameters(recurse=False)):
                     module.register_parameter(key, None)  # padded embeddings, and biases that the trainer adds
-            else:
-                _share(name, module, policy.model)
+        share_norms(model, policy.model)
+
+
+def share_norms(model: nn.Module, trainer: nn.Module) -> None:
+    """Give all that a model of vLLM has Parameters of, which is norms, those of the trainer's modules."""
+    for name, module in model.named_modules():
+        _share(name, module, trainer)
 
 
 def logits_processor(model: nn.Module) -> LogitsProcessor:

@@ -228,6 +228,32 @@ def test_what_graphs_would_not_see(folder):
     assert engine_of_moved is engine.policy.model
 
 
+def test_norms_are_those_of_now(folder):
+    """PEFT puts copies beside them, which adapters may be without; and an assignment is seen, too."""
+    model = load(folder)
+    engine = engine_for(model)
+    sampling = Sampling(max_new_tokens=6, temperature=0)
+    engine.generate(PROMPTS, 1, sampling)
+    model.model.norm.weight = torch.nn.Parameter(torch.randn(64), requires_grad=False)
+    assert gap(model, engine.generate(PROMPTS, 1, sampling)) <= BOUND
+    model = adapted(model, modules_to_save=["norm"])
+    torch.nn.init.normal_(model.get_base_model().model.norm.weight)
+    assert gap(model, engine.generate(PROMPTS, 1, sampling)) <= BOUND
+    with model.disable_adapter():
+        assert gap(model, engine.generate(PROMPTS, 1, sampling)) <= BOUND
+
+
+def test_other_tokens_than_vllm_started_with(folder):
+    model = load(folder)
+    engine = engine_for(model)
+    model.resize_token_embeddings(170, mean_resizing=False)
+    prompts = [[5, 165]]
+    assert len(engine.generate(prompts, 1, Sampling(max_new_tokens=2))) == 1
+    model.resize_token_embeddings(180, mean_resizing=False)
+    with pytest.raises(ValueError, match="the model knows 180 tokens; vLLM has started with 170: make a new"):
+        engine.generate(prompts, 1, Sampling(max_new_tokens=2))
+
+
 def test_disabled_adapters_are_not_computed(folder):
     model = adapted(load(folder))
     engine = engine_for(model, exact_logprobs=True)
