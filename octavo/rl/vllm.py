@@ -108,6 +108,7 @@ class VLLMEngine:
         stop_ids = self.policy.stop_ids() if sampling.stop_ids is None else sampling.stop_ids
         check_stops(stop_ids, self.policy)
         started = time.perf_counter()
+        drawn = 1 if sampling.is_greedy else n  # vLLM completes a prompt greedily once alone
         seed = int(torch.randint(2**63 - 1, ())) if sampling.seed is None else sampling.seed
         self.wake()
         with self.policy.rollout(self.products), self._own_random_numbers():
@@ -118,8 +119,17 @@ class VLLMEngine:
             self._logits.scale = 1.0 if sampling.is_greedy else 1.0 / sampling.temperature
             torch.manual_seed(seed)
             inputs = [{"prompt_token_ids": prompt} for prompt in given]
-            outputs = llm.generate(inputs, _parameters(n, sampling, stop_ids), use_tqdm=False)
-        done = [_completion(index, part) for index, output in enumerate(outputs) for part in output.outputs]
+            try:
+                outputs = llm.generate(inputs, _parameters(drawn, sampling, stop_ids), use_tqdm=False)
+            except BaseException:  # also a Ctrl-C, after which a notebook goes on
+                _abort(llm)
+                raise
+        done = [
+            _completion(index, part)
+            for index, output in enumerate(outputs)
+            for part in output.outputs
+            for _ in range(n // drawn)
+        ]
         check_finite(done)
         self._note(done, time.perf_counter() - started)
         return done
@@ -270,6 +280,12 @@ def _parameters(n: int, sampling: Sampling, stop_ids: Sequence[int]) -> Any:
         logprobs=0,  # of the token that was drawn
         detokenize=False,
     )
+
+
+def _abort(llm: Any) -> None:
+    """Have vLLM forget the requests of a call that broke off: it would complete them together with the next ones."""
+    engine = llm.llm_engine
+    engine.abort_request(list(engine.output_processor.request_states), internal=True)
 
 
 def _completion(prompt: int, part: Any) -> Completion:

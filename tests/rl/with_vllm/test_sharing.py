@@ -228,6 +228,26 @@ def test_what_graphs_would_not_see(folder):
     assert engine_of_moved is engine.policy.model
 
 
+def test_after_a_call_that_broke_off(folder, monkeypatch):
+    """As by Ctrl-C in a notebook: nothing of that call is left to be completed with the next one."""
+    engine = engine_for(adapted(load(folder)))
+    sampling = Sampling(max_new_tokens=6, seed=3)
+    expected = engine.generate(PROMPTS, 2, sampling)
+    original, calls = engine.policy.logits, []
+
+    def interrupted(hidden):
+        calls.append(hidden)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return original(hidden)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(engine.policy, "logits", interrupted)
+        engine.generate(PROMPTS[::-1], 2, sampling)
+    assert engine._llm.llm_engine.get_num_unfinished_requests() == 0  # with any, vLLM would wait for them
+    assert engine.generate(PROMPTS, 2, sampling) == expected
+
+
 def test_norms_are_those_of_now(folder):
     """PEFT puts copies beside them, which adapters may be without; and an assignment is seen, too."""
     model = load(folder)
@@ -252,6 +272,12 @@ def test_other_tokens_than_vllm_started_with(folder):
     model.resize_token_embeddings(180, mean_resizing=False)
     with pytest.raises(ValueError, match="the model knows 180 tokens; vLLM has started with 170: make a new"):
         engine.generate(prompts, 1, Sampling(max_new_tokens=2))
+
+
+def test_greedy_completions_of_a_prompt_are_equal(folder):
+    engine = engine_for(load(folder))
+    one, two = (engine.generate(PROMPTS, n, Sampling(max_new_tokens=4, temperature=0)) for n in (1, 2))
+    assert two == [completion for completion in one for _ in range(2)]
 
 
 def test_disabled_adapters_are_not_computed(folder):
