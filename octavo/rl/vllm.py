@@ -104,6 +104,7 @@ class VLLMEngine:
         given = [list(prompt) for prompt in prompts]
         check_sampling(sampling, self.exact_logprobs)
         self._follow()
+        _check_embedding(self.policy.model.get_input_embeddings())
         check_prompts(given, self.policy, self.max_length)
         stop_ids = self.policy.stop_ids() if sampling.stop_ids is None else sampling.stop_ids
         check_stops(stop_ids, self.policy)
@@ -304,10 +305,12 @@ def _check_process() -> None:
 
 
 def _check_embedding(embedding: Any) -> None:
-    if not isinstance(embedding, nn.Embedding):
+    """Raise unless tokens are rows of its weight: of a plain one, and of one that PEFT trains a copy of."""
+    if not isinstance(getattr(embedding, "original_module", embedding), nn.Embedding):
+        kind = type(embedding)
         raise ValueError(
-            f"the embedding is a {type(embedding).__name__}: vLLM shares plain ones; have adapters on linears alone, "
-            "or take engine='native'"
+            f"the embedding is a {kind.__module__}.{kind.__name__}: vLLM shares plain ones; have adapters on linears "
+            "alone, or take engine='native'"
         )
 
 

@@ -263,6 +263,35 @@ def test_norms_are_those_of_now(folder):
         assert gap(model, engine.generate(PROMPTS, 1, sampling)) <= BOUND
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"modules_to_save": ["embed_tokens"]}, {"trainable_token_indices": PROMPTS[0]}],
+    ids=lambda x: next(iter(x)),
+)
+def test_embeddings_that_peft_trains(folder, options):
+    """Before the engine is made and after it: with `fast_inference=True`, adapters always come later."""
+    model = load(folder)
+    engine = engine_for(model)
+    model = adapted(model, **options)
+    (trained,) = (p for name, p in model.named_parameters() if p.requires_grad and "lora" not in name)
+    torch.nn.init.normal_(trained)
+    sampling = Sampling(max_new_tokens=6, temperature=0)
+    assert gap(model, engine.generate(PROMPTS, 1, sampling)) <= BOUND
+    engine_for(model)
+    with model.disable_adapter():
+        assert gap(model, engine.generate(PROMPTS, 1, sampling)) <= BOUND
+
+
+def test_adapters_on_the_embedding_are_refused_whenever_they_come(folder):
+    model = load(folder, load_in_fp8=False, fp8_products=None)
+    engine = engine_for(model)
+    adapted(model, target_modules=["q_proj", "embed_tokens"])
+    with pytest.raises(ValueError, match=r"embedding is a peft.*lora.layer.Embedding: .*on linears alone, or take"):
+        engine.generate(PROMPTS, 1, Sampling(max_new_tokens=2))
+    with pytest.raises(ValueError, match="the embedding is a peft"):
+        engine_for(model)
+
+
 def test_other_tokens_than_vllm_started_with(folder):
     model = load(folder)
     engine = engine_for(model)
