@@ -89,15 +89,16 @@ class _Generate:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         named = dict(zip(_POSITIONAL, args, strict=False)) | kwargs
         settings = _settings(self.model, named)
+        tokens = self.model.get_input_embeddings().weight.shape[0]
+        settings["eos_token_id"] = tuple(t for t in _as_tuple(settings.get("eos_token_id")) if 0 <= t < tokens)
         reason = _why_not(self.model, named, settings) or _too_long(self.engine, named, settings)
+        reason = reason or _refused(settings, named)
         if reason:
             self.fallbacks[reason] += 1
             if self.fallbacks[reason] == 1:
                 logger.warning("octavo: model.generate runs without the engine: %s", reason)
             return self._original()(*args, **kwargs)
-        tokens = self.model.get_input_embeddings().weight.shape[0]
-        ends = tuple(token for token in _as_tuple(settings.get("eos_token_id")) if 0 <= token < tokens)
-        return _completed(self.engine, _ids(named), named.get("attention_mask"), settings | {"eos_token_id": ends})
+        return _completed(self.engine, _ids(named), named.get("attention_mask"), settings)
 
     def _original(self) -> Any:
         cls: Any = type(self.model)
@@ -171,6 +172,15 @@ def _too_long(engine: Engine, named: dict[str, Any], settings: dict[str, Any]) -
     return f"prompts of {longest} tokens and {new} new ones are longer than the engine's {limit}"
 
 
+def _refused(settings: dict[str, Any], named: dict[str, Any]) -> str:
+    """Why no engine samples in this way, such as a temperature of 1e-7; empty if they do."""
+    try:
+        _sampling(settings, _ids(named).shape[1])
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def _completed(engine: Engine, ids: Tensor, mask: Tensor | None, settings: dict[str, Any]) -> Tensor:
     """Rows with their completions, padded on the right, as `generate` returns them."""
     real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
@@ -212,4 +222,4 @@ def _as_tuple(tokens: Any) -> tuple[int, ...]:
         return ()
     if isinstance(tokens, Tensor):
         tokens = tokens.tolist()
-    return tuple(tokens) if isinstance(tokens, list | tuple) else (int(tokens),)
+    return tuple(map(int, tokens)) if isinstance(tokens, list | tuple) else (int(tokens),)

@@ -113,9 +113,23 @@ class _FastGenerate:
         self.tokenizer = tokenizer
 
     def __call__(
-        self, model: Any, prompts: str | Sequence[str], sampling_params: Any = None, lora_request: Any = None, **_: Any
+        self,
+        model: Any,
+        prompts: str | Sequence[str],
+        sampling_params: Any = None,
+        lora_request: Any = None,
+        use_tqdm: Any = True,  # noqa: ARG002
+        **others: Any,
     ) -> list[FastOutput]:
-        """Complete texts. `sampling_params`: vLLM's, or anything with its fields; adapters are those of the model."""
+        """Complete texts. `sampling_params`: vLLM's, or anything with its fields; adapters are those of the model.
+
+        `use_tqdm`: of vLLM's, and without effect.
+        """
+        for name in others:
+            raise TypeError(
+                f"{name}: not an argument of fast_generate; how to sample is said by sampling_params, which is "
+                f"vllm.SamplingParams or an object with its fields ({', '.join(_FIELDS)}, …)"
+            )
         engine = attached(model)
         if engine is None:
             raise ValueError("fast_generate: no engine is attached to this model, which may be a copy; use generate")

@@ -75,12 +75,27 @@ class Prompts:
 def _tokenized(row: dict[str, Any], tokenizer: Any) -> Prompt:
     prompt = row["prompt"]
     if isinstance(prompt, str):
-        return Prompt(row, prompt, tokenizer(prompt)["input_ids"])
+        return Prompt(row, prompt, _ids(prompt, tokenizer))
     if tokenizer.chat_template is None:  # what the messages say, one below the other
-        text = "\n".join(str(message["content"]) for message in prompt) + "\n"
-        return Prompt(row, text, tokenizer(text)["input_ids"])
+        contents = [message["content"] for message in prompt]
+        if not all(isinstance(content, str) for content in contents):
+            raise UserError(
+                f"a content of the messages {reprlib.repr(prompt)} is no text, and the tokenizer has no chat template "
+                "to make one of it: give texts"
+            )
+        text = "\n".join(contents) + "\n"
+        return Prompt(row, text, _ids(text, tokenizer))
     try:
         text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # a template is a program of its own, and says in its own way what it does not take
         raise UserError(f"the chat template refuses the messages {reprlib.repr(prompt)}: {error}") from error
-    return Prompt(row, text, tokenizer(text, add_special_tokens=False)["input_ids"])
+    return Prompt(row, text, _ids(text, tokenizer, add_special_tokens=False))
+
+
+def _ids(text: str, tokenizer: Any, **options: Any) -> Sequence[int]:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # JSON can write half of a character, which no tokenizer takes
+        raise UserError(f"the prompt {reprlib.repr(text)} is no text: {error.reason}; mend that row") from error
+    ids: Sequence[int] = tokenizer(text, **options)["input_ids"]
+    return ids

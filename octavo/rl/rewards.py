@@ -13,7 +13,7 @@ import inspect
 import math
 import reprlib
 import traceback
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,7 +93,9 @@ class Rewards:
         """Return what a function says; None becomes NaN, and NaN becomes infinity, which is no reward either."""
         name = name_of(function)
         try:
-            values = function(**_accepted(function, given))
+            with torch.enable_grad():  # afterwards gradients are as they were, whatever the function sets
+                values = function(**_own(_accepted(function, given)))
+                values = list(values) if isinstance(values, Iterator) else values  # which computes only now
         except RunError:
             raise
         except (Exception, SystemExit) as error:  # it is not ours: it ends the run, and says where it comes from
@@ -121,9 +123,10 @@ def _number(name: str, value: Any) -> float:
         return math.nan
     try:
         number = float(value)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise RunError(
-            f"reward function {name} gave {value!r} for a completion: a number, or None for no opinion; {_HINT}"
+            f"reward function {name} gave {reprlib.repr(value)} for a completion: a number, or None for no opinion; "
+            f"{_HINT}"
         ) from error
     return number if math.isfinite(number) else math.inf
 
@@ -141,6 +144,18 @@ def _accepted(function: RewardFunction, given: dict[str, Any]) -> dict[str, Any]
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return given
     return {name: value for name, value in given.items() if name in parameters}
+
+
+def _own(value: Any) -> Any:
+    """Return copies of lists and dictionaries, and of those in them; anything else as it is.
+
+    Completions of one prompt share its row, and rows and tokens are used again after a function has had them.
+    """
+    if type(value) is dict:
+        return {name: _own(each) for name, each in value.items()}
+    if type(value) is list:
+        return [_own(each) if isinstance(each, dict | list) else each for each in value]
+    return value
 
 
 def _said(error: BaseException) -> str:

@@ -8,6 +8,7 @@ and no gap in the logs. Here the engine is asked directly. TRL's own correction 
 `sequence_mask` MIS) and `…_clip_max`; its logs have `sampling/sampling_logp_difference`.
 """
 
+import inspect
 from typing import Any
 
 from trl import GRPOTrainer
@@ -24,14 +25,15 @@ class OctavoGRPOTrainer(GRPOTrainer):
     """
 
     def __init__(self, model: Any, *args: Any, engine: Engine | None = None, **kwargs: Any) -> None:
-        config = kwargs.get("args")
+        given = inspect.signature(GRPOTrainer.__init__).bind(self, model, *args, **kwargs).arguments
+        config = given.get("args")
         if config is not None and config.use_vllm:
             raise ValueError(
                 "use_vllm=True: TRL would start a vLLM with weights of its own; leave it out, and give an engine "
                 "(engine=octavo.rl.vllm.VLLMEngine(model)) if it is to be vLLM"
             )
         for name in ("tools", "rollout_func", "environment_factory"):
-            if kwargs.get(name):
+            if given.get(name):
                 raise ValueError(f"{name}: not with an engine of ours, which completes prompts once; use GRPOTrainer")
         super().__init__(model, *args, **kwargs)
         self._refuse_other_sampling()

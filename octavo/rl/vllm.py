@@ -103,22 +103,34 @@ class VLLMEngine:
         check_positive_int("n", n)
         given = [list(prompt) for prompt in prompts]
         check_sampling(sampling, self.exact_logprobs)
+        self._follow()
+        _check_embedding(self.policy.model.get_input_embeddings())
         check_prompts(given, self.policy, self.max_length)
         stop_ids = self.policy.stop_ids() if sampling.stop_ids is None else sampling.stop_ids
         check_stops(stop_ids, self.policy)
-        self._follow()
         started = time.perf_counter()
+        drawn = 1 if sampling.is_greedy else n  # vLLM completes a prompt greedily once alone
         seed = int(torch.randint(2**63 - 1, ())) if sampling.seed is None else sampling.seed
         self.wake()
         with self.policy.rollout(self.products), self._own_random_numbers():
             llm = self._start()
             self._check_graphs()
+            self._share()
             llm.reset_prefix_cache()  # keys and values of weights that have changed since
             self._logits.scale = 1.0 if sampling.is_greedy else 1.0 / sampling.temperature
             torch.manual_seed(seed)
             inputs = [{"prompt_token_ids": prompt} for prompt in given]
-            outputs = llm.generate(inputs, _parameters(n, sampling, stop_ids), use_tqdm=False)
-        done = [_completion(index, part) for index, output in enumerate(outputs) for part in output.outputs]
+            try:
+                outputs = llm.generate(inputs, _parameters(drawn, sampling, stop_ids), use_tqdm=False)
+            except BaseException:  # also a Ctrl-C, after which a notebook goes on
+                _abort(llm)
+                raise
+        done = [
+            _completion(index, part)
+            for index, output in enumerate(outputs)
+            for part in output.outputs
+            for _ in range(n // drawn)
+        ]
         check_finite(done)
         self._note(done, time.perf_counter() - started)
         return done
@@ -221,6 +233,20 @@ class VLLMEngine:
                     f"{self.policy.dtype}: make a new VLLMEngine"
                 )
             self.policy.device, self.policy.dtype = place
+        tokens = self.policy.tokens()
+        if tokens != self.policy.vocabulary:
+            if self._llm is not None:
+                raise ValueError(
+                    f"the model knows {tokens} tokens; vLLM has started with {self.policy.vocabulary}: make a new "
+                    "VLLMEngine"
+                )
+            self.policy.vocabulary = tokens
+
+    def _share(self) -> None:
+        """Give vLLM's norms the Parameters that the trainer has now: PEFT or an assignment may bring others."""
+        from octavo.rl import vllm_layers
+
+        vllm_layers.share_norms(self._llm.llm_engine.model_executor.driver_worker.get_model(), self.policy.model)
 
     def _check_graphs(self) -> None:
         """Raise if the modules are not those that vLLM has recorded."""
@@ -257,6 +283,12 @@ def _parameters(n: int, sampling: Sampling, stop_ids: Sequence[int]) -> Any:
     )
 
 
+def _abort(llm: Any) -> None:
+    """Have vLLM forget the requests of a call that broke off: it would complete them together with the next ones."""
+    engine = llm.llm_engine
+    engine.abort_request(list(engine.output_processor.request_states), internal=True)
+
+
 def _completion(prompt: int, part: Any) -> Completion:
     tokens = list(part.token_ids)
     logprobs = [places[token].logprob for token, places in zip(tokens, part.logprobs, strict=True)]
@@ -273,10 +305,12 @@ def _check_process() -> None:
 
 
 def _check_embedding(embedding: Any) -> None:
-    if not isinstance(embedding, nn.Embedding):
+    """Raise unless tokens are rows of its weight: of a plain one, and of one that PEFT trains a copy of."""
+    if not isinstance(getattr(embedding, "original_module", embedding), nn.Embedding):
+        kind = type(embedding)
         raise ValueError(
-            f"the embedding is a {type(embedding).__name__}: vLLM shares plain ones; have adapters on linears alone, "
-            "or take engine='native'"
+            f"the embedding is a {kind.__module__}.{kind.__name__}: vLLM shares plain ones; have adapters on linears "
+            "alone, or take engine='native'"
         )
 
 

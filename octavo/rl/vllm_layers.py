@@ -74,20 +74,21 @@ class SharedConfig(QuantizationConfig):
         if not isinstance(layer, LinearBase):
             return None  # embedding and head are taken over by the loader: some models give them no configuration
         parent, _, name = prefix.rpartition(".")
-        return SharedLinears(self.trainer.get_submodule(parent), self.packed_modules_mapping.get(name, [name]))
+        return SharedLinears(self.trainer, parent, self.packed_modules_mapping.get(name, [name]))
 
 
 class SharedLinears(LinearMethodBase):
-    """The product of one of vLLM's linears, by those of the trainer: `names` in `parent`."""
+    """The product of one of vLLM's linears, by those of the trainer: `names` in its module `parent`."""
 
-    def __init__(self, parent: nn.Module, names: list[str]) -> None:
-        self.parent, self.names = parent, names
+    def __init__(self, trainer: nn.Module, parent: str, names: list[str]) -> None:
+        self.trainer, self.parent, self.names = trainer, parent, names
 
     def create_weights(self, layer: nn.Module, *args: Any, **kwargs: Any) -> None:
         """Make nothing: the weights are the trainer's."""
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: ARG002
-        members: list[Any] = [getattr(self.parent, name) for name in self.names]
+        parent = self.trainer.get_submodule(self.parent)
+        members: list[Any] = [getattr(parent, name) for name in self.names]
         if len(members) == 1:
             output: Tensor = members[0](x)
             return output
@@ -122,14 +123,19 @@ class SharedLoader(BaseModelLoader):
     def load_weights(self, model: nn.Module, model_config: Any) -> None:  # noqa: ARG002
         policy = _POLICY.get()
         embeddings = SharedEmbeddings(policy)
-        for name, module in list(model.named_modules()):
+        for module in list(model.modules()):
             if isinstance(module, VocabParallelEmbedding):
                 module.quant_method = embeddings
             if isinstance(module, VocabParallelEmbedding | LinearBase):
                 for key, _ in list(module.named_parameters(recurse=False)):
                     module.register_parameter(key, None)  # padded embeddings, and biases that the trainer adds
-            else:
-                _share(name, module, policy.model)
+        share_norms(model, policy.model)
+
+
+def share_norms(model: nn.Module, trainer: nn.Module) -> None:
+    """Give all that a model of vLLM has Parameters of, which is norms, those of the trainer's modules."""
+    for name, module in model.named_modules():
+        _share(name, module, trainer)
 
 
 def logits_processor(model: nn.Module) -> LogitsProcessor:

@@ -4,6 +4,7 @@ import copy
 import logging
 import pickle
 
+import numpy as np
 import peft
 import pytest
 import torch
@@ -137,13 +138,30 @@ def test_completions_that_the_engine_would_cut_are_transformers_own(model):
     assert fallbacks(model).total() == 2
 
 
+def test_sampling_that_the_engine_refuses_is_transformers_own(model):
+    """Temperatures so low, and a top_p of 0, which leave one token; transformers takes them, and refuses others."""
+    call = {**left_padded(), "max_new_tokens": 4, "do_sample": True}
+    attach(model, NativeEngine(model))
+    found = [model.generate(**call, **options) for options in ({"temperature": 1e-7}, {"top_p": 0.0})]
+    with pytest.raises(ValueError, match="has to be a strictly positive float"):  # in transformers' words
+        model.generate(**call, temperature=-1.0)
+    assert [reason.split(" ")[0] for reason in fallbacks(model)] == [
+        "temperature=1e-07",
+        "top_p=0.0",
+        "temperature=-1.0",
+    ]
+    detach(model)
+    greedy = model.generate(**left_padded(), max_new_tokens=4, do_sample=False)
+    assert all(torch.equal(rows, greedy) for rows in found)
+
+
 def test_ends_of_every_kind(model):
     plain_rows = model.generate(**left_padded(), max_new_tokens=10, do_sample=False)
     stops = plain_rows[1:3, -6].tolist()
     options = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 155}
     expected = model.generate(**left_padded(), **options, eos_token_id=stops)
     attach(model, NativeEngine(model))
-    for ends in (stops, torch.tensor(stops), [*stops, 10**6], [-1, *stops]):
+    for ends in (stops, torch.tensor(stops), list(np.array(stops)), [*stops, 10**6], [-1, *stops]):
         assert torch.equal(model.generate(**left_padded(), **options, eos_token_id=ends), expected)
     assert not fallbacks(model)
 

@@ -8,7 +8,10 @@ from rl_cases import PlainEngine, adapted, vowel_task, vowels
 
 from octavo.rl import grpo as module
 from octavo.rl.grpo import GRPO
+from octavo.rl.rewards import Rewards
 from octavo.rl.settings import GRPOSettings
+from octavo.rl.tasks import Task
+from octavo.training.errors import UserError
 
 SETTINGS = {"prompts": 2, "completions": 4, "max_new_tokens": 5, "lr": 3e-3, "micro_batch_tokens": 30, "steps": 3}
 
@@ -118,6 +121,20 @@ def test_reward_functions_see_columns(start):
 
     start(vowel_task([watched])).step(1)
     assert [f"say {answer}:" for answer in seen["answer"]] == seen["prompts"] and len(seen["ids"]) == 8
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ("a \ud800 b", r"the prompt 'a \\ud800 b' is no text: .*surrogate.* mend that row"),
+        ([{"role": "user", "content": "\ud800"}], "is no text: .*surrogate"),
+        ([{"role": "user", "content": None}], r"'content': None.* is no text, and the tokenizer has no chat template"),
+        ([{"role": "user", "content": [{"type": "text", "text": "a"}]}], "is no text, and the tokenizer has no chat"),
+    ],
+)
+def test_prompts_that_cannot_be_read(start, prompt, words):
+    with pytest.raises(UserError, match=words):
+        start(Task("odd", [{"prompt": "a"}, {"prompt": prompt}], Rewards([vowels])))
 
 
 @pytest.mark.parametrize(

@@ -207,6 +207,9 @@ def test_fast_generate(folder, caplog):
     for wrong in ({"prompt": "hello"}, [{"prompt": "hello"}], [[1, 2]]):
         with pytest.raises(TypeError, match="takes a text, or a list of texts"):
             adapted.fast_generate(wrong, Params())
+    assert adapted.fast_generate(PROMPTS[0], Params(), use_tqdm=False)[0].prompt == PROMPTS[0]
+    with pytest.raises(TypeError, match=r"max_tokens: not an argument of fast_generate; .*sampling_params"):
+        adapted.fast_generate(PROMPTS[0], max_tokens=64)
     with pytest.raises(ValueError, match=r"lora_request: .*leave it out"):
         adapted.fast_generate(PROMPTS, Params(), lora_request=object())
     with pytest.raises(ValueError, match="no engine is attached"):

@@ -29,6 +29,8 @@ def wanting(completions, solution):
     ("function", "words"),
     [
         (failing, r"reward function failing raised KeyError: 'answer' \(test_tasks.py:\d+\); mend it"),
+        (lambda completions, **_: (1 / 0 for _ in completions), r"raised ZeroDivisionError: .*\(test_tasks.py:\d+\)"),
+        (lambda **_: [10**400] * 3, "gave 1000.* for a completion: a number, or None"),
         (lambda **_: [1.0], "returned 1 rewards for 3 completions"),
         (lambda **_: None, "returned None: a list with a number for each completion"),
         (lambda **_: "111", "returned '111': a list with a number"),
@@ -44,6 +46,36 @@ def wanting(completions, solution):
 def test_what_reward_functions_do_wrong(function, words):
     with pytest.raises(RunError, match=words):
         score(function)
+
+
+def test_lists_and_dictionaries_are_each_functions_own():
+    """What a function does to them reaches neither the task, nor the tokens to train on, nor its other completions."""
+    chat, meta, ids = [{"role": "user", "content": "2?"}], {"seen": 0}, [[5, 6], [7, 8]]
+
+    def judging(prompts, completions, completion_ids, meta):
+        for prompt, completion, tokens, one in zip(prompts, completions, completion_ids, meta, strict=True):
+            prompt += completion
+            prompt[0]["content"] += "!"
+            tokens.pop()
+            one["seen"] += 1
+        return [
+            len(prompt) + len(prompt[0]["content"]) + one["seen"] for prompt, one in zip(prompts, meta, strict=True)
+        ]
+
+    answers = [[{"role": "assistant", "content": text}] for text in "ab"]
+    scores = Rewards([judging, judging]).score([chat, chat], answers, ids, {"meta": [meta, meta]})
+    assert scores.rewards.tolist() == [12.0, 12.0]
+    assert (chat, meta, ids) == ([{"role": "user", "content": "2?"}], {"seen": 0}, [[5, 6], [7, 8]])
+
+
+def test_gradients_stay_enabled():
+    def careless(**_):
+        torch.set_grad_enabled(False)
+        return [0.0, 1.0, 2.0]
+
+    with torch.enable_grad():
+        score(careless)
+        assert torch.is_grad_enabled()
 
 
 async def later(completions):

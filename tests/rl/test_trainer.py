@@ -48,6 +48,8 @@ def test_the_correction_runs(tmp_path, mode):
 def test_what_is_refused(tmp_path):
     with pytest.raises(ValueError, match="use_vllm=True: TRL would start a vLLM with weights of its own"):
         trainer(tmp_path, use_vllm=True)
+    with pytest.raises(ValueError, match="use_vllm=True: TRL would start"):  # by place, too
+        OctavoGRPOTrainer(None, vowels, trl.GRPOConfig(output_dir=str(tmp_path), use_cpu=True, use_vllm=True))
     with pytest.raises(ValueError, match=r"top_p=0.9 with vllm_importance_sampling_correction=True"):
         trainer(tmp_path, top_p=0.9)
     for name, value in (("min_p", 0.1), ("repetition_penalty", 1.2), ("generation_kwargs", {"do_sample": False})):

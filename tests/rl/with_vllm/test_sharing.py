@@ -228,6 +228,89 @@ def test_what_graphs_would_not_see(folder):
     assert engine_of_moved is engine.policy.model
 
 
+def test_after_a_call_that_broke_off(folder, monkeypatch):
+    """As by Ctrl-C in a notebook: nothing of that call is left to be completed with the next one."""
+    engine = engine_for(adapted(load(folder)))
+    sampling = Sampling(max_new_tokens=6, seed=3)
+    expected = engine.generate(PROMPTS, 2, sampling)
+    original, calls = engine.policy.logits, []
+
+    def interrupted(hidden):
+        calls.append(hidden)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return original(hidden)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(engine.policy, "logits", interrupted)
+        engine.generate(PROMPTS[::-1], 2, sampling)
+    assert engine._llm.llm_engine.get_num_unfinished_requests() == 0  # with any, vLLM would wait for them
+    assert engine.generate(PROMPTS, 2, sampling) == expected
+
+
+def test_modules_are_those_of_now(folder):
+    """PEFT puts copies beside them, which adapters may be without; and an assignment is seen, too."""
+    model = load(folder, load_in_fp8=False, fp8_products=None)
+    engine = engine_for(model)
+    sampling = Sampling(max_new_tokens=6, temperature=0)
+    engine.generate(PROMPTS, 1, sampling)
+    model.model.norm.weight = torch.nn.Parameter(torch.randn(64), requires_grad=False)
+    assert gap(model, engine.generate(PROMPTS, 1, sampling)) <= BOUND
+    model = adapted(model, target_modules=["q_proj"], modules_to_save=["norm", "mlp"])
+    for name, parameter in model.named_parameters():
+        if "modules_to_save" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    assert gap(model, engine.generate(PROMPTS, 1, sampling)) <= BOUND
+    with model.disable_adapter():
+        assert gap(model, engine.generate(PROMPTS, 1, sampling)) <= BOUND
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"modules_to_save": ["embed_tokens"]}, {"trainable_token_indices": PROMPTS[0]}],
+    ids=lambda x: next(iter(x)),
+)
+def test_embeddings_that_peft_trains(folder, options):
+    """Before the engine is made and after it: with `fast_inference=True`, adapters always come later."""
+    model = load(folder)
+    engine = engine_for(model)
+    model = adapted(model, **options)
+    (trained,) = (p for name, p in model.named_parameters() if p.requires_grad and "lora" not in name)
+    torch.nn.init.normal_(trained)
+    sampling = Sampling(max_new_tokens=6, temperature=0)
+    assert gap(model, engine.generate(PROMPTS, 1, sampling)) <= BOUND
+    engine_for(model)
+    with model.disable_adapter():
+        assert gap(model, engine.generate(PROMPTS, 1, sampling)) <= BOUND
+
+
+def test_adapters_on_the_embedding_are_refused_whenever_they_come(folder):
+    model = load(folder, load_in_fp8=False, fp8_products=None)
+    engine = engine_for(model)
+    adapted(model, target_modules=["q_proj", "embed_tokens"])
+    with pytest.raises(ValueError, match=r"embedding is a peft.*lora.layer.Embedding: .*on linears alone, or take"):
+        engine.generate(PROMPTS, 1, Sampling(max_new_tokens=2))
+    with pytest.raises(ValueError, match="the embedding is a peft"):
+        engine_for(model)
+
+
+def test_other_tokens_than_vllm_started_with(folder):
+    model = load(folder)
+    engine = engine_for(model)
+    model.resize_token_embeddings(170, mean_resizing=False)
+    prompts = [[5, 165]]
+    assert len(engine.generate(prompts, 1, Sampling(max_new_tokens=2))) == 1
+    model.resize_token_embeddings(180, mean_resizing=False)
+    with pytest.raises(ValueError, match="the model knows 180 tokens; vLLM has started with 170: make a new"):
+        engine.generate(prompts, 1, Sampling(max_new_tokens=2))
+
+
+def test_greedy_completions_of_a_prompt_are_equal(folder):
+    engine = engine_for(load(folder))
+    one, two = (engine.generate(PROMPTS, n, Sampling(max_new_tokens=4, temperature=0)) for n in (1, 2))
+    assert two == [completion for completion in one for _ in range(2)]
+
+
 def test_disabled_adapters_are_not_computed(folder):
     model = adapted(load(folder))
     engine = engine_for(model, exact_logprobs=True)
