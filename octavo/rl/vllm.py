@@ -27,7 +27,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.activations import ACT2FN
 
+from octavo.decoders.hooks import is_hooked
 from octavo.numerics.checks import check_choice, check_positive_int
 from octavo.rl.checks import check_finite, check_prompts, check_sampling, check_stops
 from octavo.rl.completions import Completion, Sampling
@@ -105,6 +107,7 @@ class VLLMEngine:
         check_sampling(sampling, self.exact_logprobs)
         self._follow()
         _check_embedding(self.policy.model.get_input_embeddings())
+        _check_layers(self.policy.model)
         check_prompts(given, self.policy, self.max_length)
         stop_ids = self.policy.stop_ids() if sampling.stop_ids is None else sampling.stop_ids
         check_stops(stop_ids, self.policy)
@@ -302,6 +305,17 @@ def _check_process() -> None:
         raise ValueError(
             f"{_IN_PROCESS}={os.environ[_IN_PROCESS]}: another process cannot share the trainer's modules; set it to 0"
         )
+
+
+def _check_layers(model: Any) -> None:
+    """Raise where a layer does more than vLLM's own, which calls the trainer's linears and nothing else of a layer."""
+    activation = type(ACT2FN[getattr(model.config, "hidden_act", None) or model.config.hidden_activation])
+    for name, module in model.model.layers.named_modules(prefix="model.layers"):
+        is_linear = isinstance(module, nn.Linear) or hasattr(module, "base_layer")
+        hooked = not is_linear and ".lora_" not in name and is_hooked(module)
+        if hooked or type(getattr(module, "act_fn", None)) not in (activation, type(None)):
+            what = "hooks, or a forward of its own" if hooked else "another activation than its configuration says"
+            raise ValueError(f"{name} has {what}: vLLM would compute without; take engine='native'")
 
 
 def _check_embedding(embedding: Any) -> None:

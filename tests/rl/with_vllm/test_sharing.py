@@ -265,6 +265,21 @@ def test_modules_are_those_of_now(folder):
         assert gap(model, engine.generate(PROMPTS, 1, sampling)) <= BOUND
 
 
+def test_layers_that_do_more_than_those_of_vllm_are_refused(folder):
+    model = adapted(load(folder))
+    engine, layer = engine_for(model), model.get_base_model().model.layers[1]
+    sampling = Sampling(max_new_tokens=4, temperature=0)
+    layer.self_attn.q_proj.register_forward_hook(lambda *_: None)  # of a linear, which is called
+    engine.generate(PROMPTS, 1, sampling)
+    hook = layer.register_forward_hook(lambda _module, _inputs, output: 2 * output)
+    with pytest.raises(ValueError, match=r"model\.layers\.1 has hooks, .* take engine='native'"):
+        engine.generate(PROMPTS, 1, sampling)
+    hook.remove()
+    layer.mlp.act_fn = torch.nn.ReLU()
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp has another activation than its configuration says"):
+        engine.generate(PROMPTS, 1, sampling)
+
+
 @pytest.mark.parametrize(
     "options",
     [{"modules_to_save": ["embed_tokens"]}, {"trainable_token_indices": PROMPTS[0]}],
