@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from octavo.dist.together import from_all, host_group, one_process_is_meant
 from octavo.dist.whole import has_shards, part_of
-from octavo.nn.sharded import local, place_of, ranks
+from octavo.nn.sharded import local, place_of, ranks, refuse_fsdp1
 
 SIGNED = "exp_avg"  # of the states in few bits, the only one that may be negative
 _IN_FEW_BITS = re.compile(r"(8bit|4bit|Fp8)$")
@@ -164,7 +164,11 @@ def _cut(optimizer: Any, parameter: Tensor, key: str, value: Any) -> Any:
 
 
 def check_trains(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Refuse an optimiser that was built before the model was sharded, or for another model: nothing would change."""
+    """Refuse an optimiser that was built before the model was sharded, or for another model: nothing would change.
+
+    Refuses FSDP1, too: it clips by the norm of this rank's parts.
+    """
+    refuse_fsdp1("FP8Trainer", model)
     mine = set(model.parameters())
     foreign = [p not in mine for group in optimizer.param_groups for p in group["params"]]
     if all(foreign) or (has_shards(model) and any(foreign)):  # of a whole model, a loss may have parameters, too
