@@ -242,7 +242,11 @@ class FP8Gather:
         self._model = model
 
     def refresh(self) -> None:
-        """Measure all weights again: they have changed since the last step, or there was none."""
+        """Measure all weights again: they have changed since the last step, or there was none. Collective.
+
+        Writes to a parameter itself, as by `load_state_dict`, are noticed. Those through `parameter.data` or by
+        `torch._foreach_…` leave no trace on a DTensor: call this after them, or larger values saturate.
+        """
         for member in self.members:
             member.local()
         for exchange in dict.fromkeys(exchange for exchange, _ in self._sources):

@@ -149,6 +149,13 @@ def options(rank):
             p.mul_(1.5)
         return gathers
 
+    @torch.no_grad()
+    def change_unseen(_step, model, gathers):
+        torch._foreach_mul_([p.data for p in model.parameters()], 3.0)
+        if gathers is not None:
+            gathers.refresh()
+        return gathers
+
     def undo(step, model, gathers):
         if gathers is not None and step == 0:
             gathers.remove()
@@ -165,6 +172,7 @@ def options(rank):
     for recipe in ("channel", "mx"):  # in the first backward rows are fetched, later they come along
         found[recipe, "checkpointed"] = difference(rank, "Llama", recipe, prepare=checkpointed)
     found["changed"] = difference(rank, "MLP", "delayed", between=change, steps=3)
+    found["changed unseen"] = difference(rank, "MLP", "delayed", between=change_unseen, steps=3)
     plain = trained(rank, "MLP", "delayed", False, steps=4)[0]
     found["undone"] = largest_difference(trained(rank, "MLP", "delayed", True, steps=4, between=undo)[0], plain)
     found["shared"] = difference(rank, "MLP", "delayed", prepare=share, steps=3)
