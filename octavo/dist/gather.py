@@ -91,7 +91,8 @@ class GatheredMember:
         if self.product.shared:
             if self._newest_version() != self._version:
                 self.gathers.refresh()
-            self.gathers.use()
+            # Evaluation leaves no trace, as where weights are whole: they may be others for its time, such as averages.
+            self.gathers.use(records=self.linear.training)
         layouts = self._wanted()
         tensors = self._quantized(*layouts)
         if self.world == 1:
@@ -252,10 +253,10 @@ class FP8Gather:
         for exchange in dict.fromkeys(exchange for exchange, _ in self._sources):
             exchange.refresh()
 
-    def use(self) -> None:
+    def use(self, *, records: bool) -> None:
         """Have scales ready to quantise with."""
         for _, source in self._sources:
-            source.use()
+            source.use(records=records)
 
     def remove(self) -> None:
         """Have FSDP2 gather everything as it would."""
