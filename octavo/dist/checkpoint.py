@@ -45,7 +45,7 @@ from octavo.dist.rank_files import DamagedCheckpoint, read_state, state_bytes, s
 from octavo.dist.together import all_or_none, from_all, host_group, one_process_is_meant, rank
 from octavo.nn.autocast import FP8Autocast, all_contexts
 from octavo.nn.frozen import SCALE_NAME
-from octavo.nn.sharded import local, ranks
+from octavo.nn.sharded import local, ranks, refuse_fsdp1
 from octavo.numerics import FP8ScalingManager
 
 MANIFEST, METADATA = "manifest.json", ".metadata"
@@ -84,6 +84,7 @@ def save(
     of this rank, such as the state of its data loader. `extra`: of the whole run; that of rank 0 is kept. Both are
     tensors and plain values, in lists, tuples and dicts; others raise a TypeError before anything is written.
     """
+    refuse_fsdp1("octavo.dist.checkpoint", model)
     target = _same_on_all_ranks(path)
     unfinished = target.with_name(target.name + ".tmp")
     model = unwrapped(model)
@@ -126,6 +127,7 @@ def load(
     """
     from torch.distributed.checkpoint import load as read_tensors
 
+    refuse_fsdp1("octavo.dist.checkpoint", model)
     path, model = _same_on_all_ranks(path), unwrapped(model)
     with all_or_none():
         _check_exists(path)

@@ -91,7 +91,8 @@ class GatheredMember:
         if self.product.shared:
             if self._newest_version() != self._version:
                 self.gathers.refresh()
-            self.gathers.use()
+            # Evaluation leaves no trace, as where weights are whole: they may be others for its time, such as averages.
+            self.gathers.use(records=self.linear.training)
         layouts = self._wanted()
         tensors = self._quantized(*layouts)
         if self.world == 1:
@@ -242,16 +243,20 @@ class FP8Gather:
         self._model = model
 
     def refresh(self) -> None:
-        """Measure all weights again: they have changed since the last step, or there was none."""
+        """Measure all weights again: they have changed since the last step, or there was none. Collective.
+
+        Writes to a parameter itself, as by `load_state_dict`, are noticed. Those through `parameter.data` or by
+        `torch._foreach_…` leave no trace on a DTensor: call this after them, or larger values saturate.
+        """
         for member in self.members:
             member.local()
         for exchange in dict.fromkeys(exchange for exchange, _ in self._sources):
             exchange.refresh()
 
-    def use(self) -> None:
+    def use(self, *, records: bool) -> None:
         """Have scales ready to quantise with."""
         for _, source in self._sources:
-            source.use()
+            source.use(records=records)
 
     def remove(self) -> None:
         """Have FSDP2 gather everything as it would."""

@@ -8,6 +8,7 @@ A state in few bits has a scale for every block of elements. A block that a new 
 bits cannot be kept: such a state is read as a whole, in FP32, and rounded again in the blocks of the shard.
 """
 
+import math
 import re
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from octavo.dist.together import from_all, host_group, one_process_is_meant
 from octavo.dist.whole import has_shards, part_of
-from octavo.nn.sharded import local, place_of, ranks
+from octavo.nn.sharded import local, place_of, ranks, refuse_fsdp1
 
 SIGNED = "exp_avg"  # of the states in few bits, the only one that may be negative
 _IN_FEW_BITS = re.compile(r"(8bit|4bit|Fp8)$")
@@ -156,15 +157,19 @@ def _cut(optimizer: Any, parameter: Tensor, key: str, value: Any) -> Any:
     if block is None:
         return part_of(value, parameter)
     into: Tensor = optimizer._new_buffer(parameter, key == SIGNED)
-    start, rows = _own_rows(into)
+    rows, *columns = _own_place(into)
     row = value.numel() // value.shape[0]
-    aligned = not (start * row % block or rows * row % block)
-    local(into).copy_(value[start : start + rows] if aligned else value.dequantize()[start : start + rows])
+    aligned = not (rows.start * row % block or rows.stop * row % block) and local(into).shape[1:] == value.shape[1:]
+    local(into).copy_(value[rows] if aligned else value.dequantize()[rows, *columns].contiguous())
     return into
 
 
 def check_trains(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Refuse an optimiser that was built before the model was sharded, or for another model: nothing would change."""
+    """Refuse an optimiser that was built before the model was sharded, or for another model: nothing would change.
+
+    Refuses FSDP1, too: it clips by the norm of this rank's parts.
+    """
+    refuse_fsdp1("FP8Trainer", model)
     mine = set(model.parameters())
     foreign = [p not in mine for group in optimizer.param_groups for p in group["params"]]
     if all(foreign) or (has_shards(model) and any(foreign)):  # of a whole model, a loss may have parameters, too
@@ -210,30 +215,31 @@ def _empty(optimizer: Any, parameter: Tensor, key: str, metadata: Any, block: in
 def _cuts_a_block(metadata: Any, block: int, into: Tensor) -> bool:
     """Whether a shard of the saved state and one of `into` overlap in a part that does not consist of whole blocks.
 
-    Only the first dimension is cut. `into` need not be in few bits itself: then its own shard has no blocks.
+    Blocks follow each other along the rows of a shard: shards of other columns have no block in common. `into` need not
+    be in few bits itself: then its own shard has no blocks.
     """
     mine = _block_size(into) or 1
     if (block == 1 and mine == 1) or not into.dim():
         return False
-    row = into.numel() // max(into.shape[0], 1)
-    start, rows = _own_rows(into)
+    rows, *columns = _own_place(into)
+    row = math.prod(place.stop - place.start for place in columns)
     for chunk in metadata.chunks:
-        first, last = chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]
-        a, b = max(first, start), min(last, start + rows)
-        if a < b and any((edge - first) * row % block or (edge - start) * row % mine for edge in (a, b)):
+        saved = [slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True)]
+        if not all(x.start < y.stop and y.start < x.stop for x, y in zip(saved, (rows, *columns), strict=True)):
+            continue
+        edges = max(saved[0].start, rows.start), min(saved[0].stop, rows.stop)
+        if saved[1:] != columns or any(
+            (edge - saved[0].start) * row % block or (edge - rows.start) * row % mine for edge in edges
+        ):
             return True
     return False
 
 
-def _own_rows(tensor: Tensor) -> tuple[int, int]:
-    """Return the first row of this rank's shard, and the number of its rows."""
-    return place_of(tensor)[0].start if isinstance(tensor, DTensor) else 0, local(tensor).shape[0]
+def _own_place(tensor: Tensor) -> tuple[slice, ...]:
+    """Return where this rank's shard lies in the whole tensor, by dimension."""
+    return place_of(tensor) if isinstance(tensor, DTensor) else tuple(slice(0, size) for size in tensor.shape)
 
 
 def _put(full: Tensor, into: Tensor) -> None:
     """Write this rank's part of a tensor that it has whole."""
-    if isinstance(into, DTensor):
-        start, rows = _own_rows(into)
-        local(into).copy_(full[start : start + rows])
-    else:
-        into.copy_(full)
+    local(into).copy_(full[_own_place(into)].contiguous())

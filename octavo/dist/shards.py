@@ -173,7 +173,8 @@ class ProductScales:
         for (product, _, layout, counts), part in zip(self._parts, flat.split(sizes), strict=True):
             product.scales[layout] = part.view(()) if self.recipe.granularity == "tensor" else part.view(counts)
         self._sizes = sizes
-        self._is_due = False  # scales of whole weights, which the next gather computes
+        # Scales of whole weights, which the next gather computes; the first in training records them, too.
+        self._is_computed = self._is_recorded = True
 
     @property
     def label(self) -> str:
@@ -195,20 +196,21 @@ class ProductScales:
     def settle(self) -> None:
         """Compute the scales of groups; leave those of whole weights to the next gather."""
         recipe, maxima = self.recipe, self._maxima
-        self._is_due = recipe.granularity == "tensor"
+        self._is_computed = self._is_recorded = recipe.granularity != "tensor"
         if recipe.granularity == "mx":
             self._scales.copy_(mx_scale(maxima, recipe.format, recipe.mx_rule, recipe.margin).view(torch.uint8))
-        elif not self._is_due:
+        elif self._is_computed:
             self._scales.copy_(scale_from_amax(maxima, recipe.format, recipe.margin))
 
     @torch.no_grad()
-    def use(self) -> None:
-        """Compute the scales of whole weights, and record their amax, at the first gather after a step."""
-        if self._is_due:
-            self._is_due = False
-            self._scales.copy_(self._record(self._maxima))
+    def use(self, *, records: bool) -> None:
+        """Compute the scales of whole weights at the first gather after a step; `records`: and record their amax."""
+        if self._is_recorded or (self._is_computed and not records):
+            return
+        self._is_computed, self._is_recorded = True, records
+        self._scales.copy_(self._scale_by(self._maxima, records=records))
 
-    def _record(self, amax: Tensor) -> Tensor:
+    def _scale_by(self, amax: Tensor, *, records: bool) -> Tensor:
         """Do for all products at once what `numerics.operand.quantize_operand` does for one."""
         recipe = self.recipe
         mine = [product.state for product, _ in self.products]
@@ -221,5 +223,6 @@ class ProductScales:
         states[:, AMAX] = most
         states[:, SEEN] += 1
         states[:, SCALE] = torch.where(amax > 0, scale, in_force)
-        torch._foreach_copy_(mine, list(states.unbind()))
+        if records:
+            torch._foreach_copy_(mine, list(states.unbind()))
         return scale

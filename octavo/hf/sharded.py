@@ -17,11 +17,12 @@ from torch.distributed.fsdp import FSDPModule
 
 from octavo.dist.together import all_or_none, rank
 from octavo.dist.whole import has_shards, whole
-from octavo.nn.sharded import is_sharded, part_in_zero
+from octavo.nn.sharded import is_sharded, part_in_zero, refuse_fsdp1
 
 
 def made_ready(model: nn.Module) -> bool:
     """Bring the Parameters of a model into the state in which they are saved; return whether they are shards."""
+    refuse_fsdp1("saving", model)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # a root keeps what it gathered for a forward, in its policy's dtype

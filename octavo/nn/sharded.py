@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 
@@ -106,6 +106,15 @@ def sizes_of_shards(tensor: Tensor) -> set[int]:
 def _chunks(length: int, parts: int) -> set[int]:
     each = -(-length // parts)
     return {max(0, min(each, length - i * each)) for i in range(parts)}
+
+
+def refuse_fsdp1(what: str, model: torch.nn.Module) -> None:
+    """Refuse a model in FSDP1: each rank has flat parts of plain Parameters there, which look whole."""
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        raise ValueError(
+            f"{what} with FullyShardedDataParallel (FSDP1): this rank's parts of the parameters would be taken for "
+            "all of them; shard the model with torch.distributed.fsdp.fully_shard (FSDP2) instead"
+        )
 
 
 def part_in_zero(parameter: Tensor) -> Tensor | None:

@@ -231,10 +231,9 @@ class FP8ScalingManager:
         return None if trained is None else trained.model()
 
     def _follow(self, optimizer: torch.optim.Optimizer, trained: _Trained | None) -> None:
-        mine = trained.parameters() if trained is not None else []
-        owns = _holds(optimizer, mine)
+        owns = trained is not None and _holds(optimizer, trained.parameters())
         self._has_own_optimizer |= owns
-        if owns or not self._has_own_optimizer or not mine:
+        if owns or not self._has_own_optimizer:
             self.step()
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -3,21 +3,23 @@
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from octavo import convert_to_fp8, fp8_all_gather, share_amax
 from octavo.optim import build_optimizer
 
 STEPS = 3
+PLACEMENTS = {"fsdp2": None, "columns": lambda parameter: Shard(parameter.dim() - 1)}
 
 
 def build(recipe="delayed", optimizer="adamw", wrap="fsdp2", features=320, gather=False):
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(64, features), nn.ReLU(), nn.Linear(features, 128, bias=False))
     convert_to_fp8(model, recipe)
-    if wrap == "fsdp2":
+    if wrap in PLACEMENTS:
         for layer in (model[0], model[2]):
-            fully_shard(layer)
+            fully_shard(layer, shard_placement_fn=PLACEMENTS[wrap])
         fully_shard(model)
         if gather:
             fp8_all_gather(model)

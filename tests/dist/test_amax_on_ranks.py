@@ -1,6 +1,7 @@
 """One scaling state for all ranks: equal histories, one all-reduce a step, and no hang where ranks differ."""
 
 import copy
+import gc
 import time
 import weakref
 
@@ -244,6 +245,26 @@ def destroyed(rank, folder):
 
 def test_no_group_outlives_destroy_process_group(tmp_path):
     assert on_ranks(2, destroyed, str(tmp_path), limit=90) == [(3, 0, [0, 1])] * 2
+
+
+def models_in_turn(rank):
+    """On one rank alone, something still holds the scales of a model that was trained when another takes a step."""
+    amax.LIMIT = 5.0
+    model = converted("MLP", "delayed")
+    octavo.share_amax(model)
+    optimizer = adamw(model.parameters())
+    step(model, optimizer, batch("MLP", 0, rank))
+    left = manager_of(model) if rank == 1 else None
+    del model, optimizer
+    gc.collect()
+    other = nn.Linear(8, 8)
+    other(torch.ones(4, 8)).sum().backward()
+    adamw(other.parameters()).step()
+    return left and left.step_count
+
+
+def test_a_model_that_is_gone_takes_no_part_in_the_steps_of_another():
+    assert on_ranks(2, models_in_turn, limit=90) == [None, 1]
 
 
 def test_a_rank_has_thirty_seconds():

@@ -93,8 +93,8 @@ def states_of(_rank, path, wrap):
     return (part.dequantize() if low_bit else part).tolist(), low_bit
 
 
-def joined(parts):
-    return torch.cat([torch.tensor(part) for part, _ in parts])
+def joined(parts, dim=0):
+    return torch.cat([torch.tensor(part) for part, _ in parts], dim)
 
 
 def test_blocks_that_new_shards_cut_are_rounded_again(tmp_path):
@@ -109,12 +109,22 @@ def test_blocks_that_new_shards_cut_are_rounded_again(tmp_path):
     assert all(low_bit for _, low_bit in halves) and torch.equal(joined(halves), whole)
 
 
-def cut_of_whole(rank):
+def test_shards_of_other_columns_are_rounded_again(tmp_path):
+    dims = {"fsdp2": 0, "columns": 1}
+    for wrap, other in (("fsdp2", "columns"), ("columns", "fsdp2")):
+        on_ranks(2, saved, tmp_path / wrap, optimizer="adamw8bit", wrap=wrap)
+        before = joined(on_ranks(2, states_of, tmp_path / wrap, wrap), dims[wrap])
+        parts = on_ranks(2, states_of, tmp_path / wrap, other)
+        error = (joined(parts, dims[other]) - before).abs().max()
+        assert all(low_bit for _, low_bit in parts) and 0 < error <= 0.5 * 0.0151 * before.abs().max(), other
+
+
+def cut_of_whole(rank, wrap):
     """Means of a rank's shards, cut from those of a model that each rank has trained alone; on rank 0, those, too."""
     states = []
     plain, whole = build(optimizer="adamw8bit", wrap="")
     train(plain, whole, 0)
-    model, optimizer = build(optimizer="adamw8bit")
+    model, optimizer = build(optimizer="adamw8bit", wrap=wrap)
     optimizer.load_state_dict(cut_states(optimizer, whole.state_dict()))
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         mine, all_of_it = local(optimizer.state[p]["exp_avg"]), whole.state[q]["exp_avg"] if rank == 0 else None
@@ -125,12 +135,14 @@ def cut_of_whole(rank):
     return states
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_states_of_one_process_are_cut_for_shards(world):
-    first, *others = on_ranks(world, cut_of_whole)
+@pytest.mark.parametrize(("world", "wrap"), [(2, "fsdp2"), (3, "fsdp2"), (2, "columns")])
+def test_states_of_one_process_are_cut_for_shards(world, wrap):
+    first, *others = on_ranks(world, cut_of_whole, wrap)
     for i, (mine, whole) in enumerate(first):
-        shards = torch.cat([torch.tensor(part) for part in (mine, *(other[i] for other in others))])
-        bound = 0.5 * 0.0151 * torch.tensor(whole).abs().max() if world == 3 else 0.0
+        parts = [torch.tensor(part) for part in (mine, *(other[i] for other in others))]
+        shards = torch.cat(parts, dim=-1 if wrap == "columns" else 0)
+        are_cut = world == 3 or wrap == "columns"
+        bound = 0.5 * 0.0151 * torch.tensor(whole).abs().max() if are_cut else 0.0
         assert (shards - torch.tensor(whole)).abs().max() <= bound
 
 

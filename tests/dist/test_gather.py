@@ -149,6 +149,25 @@ def options(rank):
             p.mul_(1.5)
         return gathers
 
+    @torch.no_grad()
+    def change_unseen(_step, model, gathers):
+        torch._foreach_mul_([p.data for p in model.parameters()], 3.0)
+        if gathers is not None:
+            gathers.refresh()
+        return gathers
+
+    @torch.no_grad()
+    def evaluate_others(_step, model, gathers):
+        """As with averages of the weights, which are larger here."""
+        trained = [p.detach().clone() for p in model.parameters()]
+        for p in model.parameters():
+            p.mul_(2)
+        loss_of(model.eval(), batch("MLP", 9, 0))
+        model.train().reshard()
+        for p, before in zip(model.parameters(), trained, strict=True):
+            p.copy_(before)
+        return gathers
+
     def undo(step, model, gathers):
         if gathers is not None and step == 0:
             gathers.remove()
@@ -165,6 +184,8 @@ def options(rank):
     for recipe in ("channel", "mx"):  # in the first backward rows are fetched, later they come along
         found[recipe, "checkpointed"] = difference(rank, "Llama", recipe, prepare=checkpointed)
     found["changed"] = difference(rank, "MLP", "delayed", between=change, steps=3)
+    found["changed unseen"] = difference(rank, "MLP", "delayed", between=change_unseen, steps=3)
+    found["others evaluated"] = difference(rank, "MLP", "delayed", between=evaluate_others, steps=4)
     plain = trained(rank, "MLP", "delayed", False, steps=4)[0]
     found["undone"] = largest_difference(trained(rank, "MLP", "delayed", True, steps=4, between=undo)[0], plain)
     found["shared"] = difference(rank, "MLP", "delayed", prepare=share, steps=3)

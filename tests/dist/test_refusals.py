@@ -2,14 +2,16 @@
 
 import pytest
 import torch
-from dist_cases import batch, converted, loss_of, plain, shard
+from dist_cases import adamw, batch, converted, largest_difference, loss_of, plain, run, shard, simulated
 from ranks import RankFailed, on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import octavo
 from octavo.decoders import attention
+from octavo.dist import checkpoint
 from octavo.nn.sharded import capture_error_mode, own_gpu
 
 
@@ -152,3 +154,42 @@ def test_an_optimiser_from_before_sharding_is_refused():
     with pytest.raises(ValueError, match="the optimiser holds a parameter that MLP has not"):
         octavo.FP8Trainer(model, torch.optim.AdamW(plain("MLP").parameters()))
     octavo.FP8Trainer(model, torch.optim.AdamW([*model.parameters(), torch.nn.Parameter(torch.zeros(3))]))
+
+
+def in_fsdp1(rank, folder):
+    """A loop of one's own under FSDP1, and what FP8Trainer, checkpoints and exports say to it."""
+    model = converted("Llama", "delayed")
+    each_layer = ModuleWrapPolicy({type(model.model.layers[0])})
+    cpu = torch.device("cpu")
+    wrapped = FullyShardedDataParallel(model, auto_wrap_policy=each_layer, device_id=cpu, use_orig_params=True)
+    optimizer = adamw(wrapped.parameters())
+    run(rank, wrapped, "Llama", optimizer)
+    calls = {
+        "FP8Trainer": lambda: octavo.FP8Trainer(wrapped, optimizer),
+        "save": lambda: checkpoint.save(f"{folder}/step", wrapped, optimizer),
+        "load": lambda: checkpoint.load(f"{folder}/step", wrapped, optimizer),
+        "export": lambda: octavo.export_fp8(model, f"{folder}/exported"),
+    }
+    said = {}
+    for name, call in calls.items():
+        with pytest.raises(ValueError, match=r"shard the model with torch.distributed.fsdp.fully_shard") as error:
+            call()
+        said[name] = str(error.value).partition(" (FSDP1)")[0]
+    with FullyShardedDataParallel.summon_full_params(wrapped):
+        whole = {
+            name.replace("_fsdp_wrapped_module.", ""): p.detach().clone() for name, p in wrapped.named_parameters()
+        }
+    return {name: p.numpy() for name, p in whole.items()}, said
+
+
+def test_fsdp1_trains_in_a_loop_and_is_refused_where_its_parts_would_be_taken_for_all(tmp_path):
+    expected = simulated("Llama", "delayed")
+    for parameters, said in on_ranks(2, in_fsdp1, str(tmp_path)):
+        assert largest_difference(parameters, expected) == 0
+        assert said == {
+            "FP8Trainer": "FP8Trainer with FullyShardedDataParallel",
+            "save": "octavo.dist.checkpoint with FullyShardedDataParallel",
+            "load": "octavo.dist.checkpoint with FullyShardedDataParallel",
+            "export": "saving with FullyShardedDataParallel",
+        }
+    assert not list(tmp_path.iterdir())
