@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.activations import ACT2FN
 
 from octavo.decoders.hooks import is_hooked
 from octavo.numerics.checks import check_choice, check_positive_int
@@ -309,6 +308,8 @@ def _check_process() -> None:
 
 def _check_layers(model: Any) -> None:
     """Raise where a layer does more than vLLM's own, which calls the trainer's linears and nothing else of a layer."""
+    from transformers.activations import ACT2FN
+
     activation = type(ACT2FN[getattr(model.config, "hidden_act", None) or model.config.hidden_activation])
     for name, module in model.model.layers.named_modules(prefix="model.layers"):
         is_linear = isinstance(module, nn.Linear) or hasattr(module, "base_layer")
