@@ -36,7 +36,7 @@ ONLY_IN = {
     "triton": {"kernels", "models/bdh/kernels"},
     "transformers": {
         *("decoders", "hf", "sft", "grpo", "tools/bench/random_model.py", "tools/bench/rollout/generators.py"),
-        "tools/bench/trainer_run.py",
+        *("tools/bench/trainer_run.py", "rl/vllm.py"),
     },
     "accelerate": {"hf"},
     "peft": {"hf", "sft", "grpo", "rl/learner.py"},

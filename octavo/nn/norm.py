@@ -33,8 +33,10 @@ class _RMSNorm(torch.autograd.Function):
     def forward(
         ctx: Any, h: Tensor, y: Tensor | None, weight: Tensor, eps: float, shifted: bool
     ) -> tuple[Tensor, Tensor]:
-        rows = h.reshape(-1, h.shape[-1])
-        total, x, inverse = ops.rms_norm(rows, None if y is None else y.reshape(rows.shape), weight, eps, shifted)
+        # The width of h is the weight's, but under `dynamic=True` torch 2.11 loses a size that becomes a constant.
+        width = weight.shape[0]
+        rows, more = h.reshape(-1, width), None if y is None else y.reshape(-1, width)
+        total, x, inverse = ops.rms_norm(rows, more, weight, eps, shifted)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(rows if y is None else total, inverse, weight)
         ctx.how = eps, shifted

@@ -96,7 +96,7 @@ def _launches(setup: int) -> dict[str, Callable[[], object]]:
 
 def _compile(job: Job) -> list[tuple[str, str]]:
     """Of every kernel that a launch starts, its name and its PTX."""
-    from octavo.kernels import decode, decode_store, few_tokens, quantize, sampling, slots
+    from tests.kernels.launches import let_launches_overlap
 
     compiled: list[tuple[str, str]] = []
 
@@ -105,8 +105,7 @@ def _compile(job: Job) -> list[tuple[str, str]]:
 
     skip_ptxas()
     triton.runtime.jit.JITFunction.run = compile_instead
-    for module in (quantize, decode, decode_store, few_tokens, sampling, slots):
-        module.may_overlap = lambda _device: True
+    let_launches_overlap()
     launch_of(job)()
     assert compiled, f"{name_of(job)}: nothing was launched"
     return compiled

@@ -14,10 +14,9 @@ import torch
 import triton
 
 from benchmarks.hopper import compile_for_hopper
-from octavo.kernels import decode, decode_store, few_tokens, quantize, sampling, slots
 from octavo.kernels.tiles import CHANNEL
 from tests.golden.ptx import skip_ptxas
-from tests.kernels.launches import launches
+from tests.kernels.launches import launches, let_launches_overlap
 
 REGISTER = re.compile(r"%[a-z]+\d+")
 WITHOUT_RESULT = ("st.", "red.", "bar.", "bra", "ret", "fence.")
@@ -80,8 +79,7 @@ def compile_instead(kernel, *args, grid, warmup, **constants):  # noqa: ARG001
 
 def main(dtype: torch.dtype, rounding: str) -> None:
     triton.runtime.jit.JITFunction.run = compile_instead
-    for module in (quantize, decode, decode_store, few_tokens, sampling, slots):
-        module.may_overlap = lambda _device: True
+    let_launches_overlap()
     for name, run in launches(dtype, rounding):
         if name.startswith(CHECKED):
             run()
