@@ -39,7 +39,7 @@ ONLY_IN = {
         *("tools/bench/trainer_run.py", "rl/vllm.py"),
     },
     "accelerate": {"hf"},
-    "peft": {"hf", "sft", "grpo", "rl/learner.py"},
+    "peft": {"hf", "sft", "grpo", "rl/learner.py", "rl/loras.py"},
     "trl": {"sft", "rl/trainer.py", "tools/bench/trainer_run.py"},
     "vllm": {"rl/vllm.py", "rl/vllm_layers.py"},
     "datasets": {"sft", "tools/bench/trainer_run.py"},

@@ -11,7 +11,7 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 from octavo.hf import fast
@@ -20,6 +20,7 @@ from octavo.rl import vllm
 from octavo.rl.attach import attach, attached
 from octavo.rl.completions import Completion, Engine, Sampling
 from octavo.rl.engine import NativeEngine
+from octavo.rl.loras import LIVE, adapters_for, add_lora_methods
 from octavo.rl.policy import ends_of
 
 logger = logging.getLogger("octavo")
@@ -34,6 +35,14 @@ _FIELDS = {"n": 1, "max_tokens": 16, "temperature": 1.0, "top_k": 0, "top_p": 1.
 
 class FastLanguageModel(fast.FastLanguageModel):
     """Loading, adapting and sampling from causal language models. Nothing to instantiate."""
+
+    @staticmethod
+    @wraps(fast.FastLanguageModel.get_peft_model)
+    def get_peft_model(model: Any, *args: Any, **kwargs: Any) -> Any:
+        adapted = fast.FastLanguageModel.get_peft_model(model, *args, **kwargs)
+        if attached(model) is not None:
+            add_lora_methods(adapted)
+        return adapted
 
     @classmethod
     def _add_engine(cls, model: Any, tokenizer: Any, rollouts: fast.Rollouts) -> None:
@@ -117,13 +126,14 @@ class _FastGenerate:
         model: Any,
         prompts: str | Sequence[str],
         sampling_params: Any = None,
-        lora_request: Any = None,
+        lora_request: Any = LIVE,
         use_tqdm: Any = True,  # noqa: ARG002
         **others: Any,
     ) -> list[FastOutput]:
-        """Complete texts. `sampling_params`: vLLM's, or anything with its fields; adapters are those of the model.
+        """Complete texts. `sampling_params`: vLLM's, or anything with its fields.
 
-        `use_tqdm`: of vLLM's, and without effect.
+        `lora_request`: the adapters of `model.load_lora(folder)`, or None for the base alone; not given, those of the
+        model as they are now. `use_tqdm`: of vLLM's, and without effect.
         """
         for name in others:
             raise TypeError(
@@ -135,10 +145,6 @@ class _FastGenerate:
             raise ValueError("fast_generate: no engine is attached to this model, which may be a copy; use generate")
         if self.tokenizer is None:
             raise ValueError("fast_generate takes text, and the model was loaded with tokenizer=False: use generate")
-        if lora_request is not None:
-            raise ValueError(
-                "lora_request: the engine computes with the model's own adapters, as they are now; leave it out"
-            )
         texts = [prompts] if isinstance(prompts, str) else prompts
         if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
             raise TypeError(f"prompts={prompts!r}: fast_generate takes a text, or a list of texts")
@@ -146,7 +152,8 @@ class _FastGenerate:
         stops = self._stops(getattr(sampling_params, "stop", None))
         ends = [] if getattr(sampling_params, "ignore_eos", False) else ends_of(model)
         n, sampling = self._sampling(sampling_params, [*stops, *ends], engine.max_length)
-        done = engine.generate(ids, n, sampling)
+        with adapters_for(model, lora_request):
+            done = engine.generate(ids, n, sampling)
         if getattr(sampling_params, "include_stop_str_in_output", False):
             stops = []
         special = getattr(sampling_params, "skip_special_tokens", True)

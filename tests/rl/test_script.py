@@ -169,6 +169,38 @@ class Params:
 
 
 @pytest.mark.usefixtures("no_vllm")
+def test_adapters_of_fast_generate(folder, tmp_path):
+    """As the notebooks that people bring end: the base alone, then the adapters that were saved."""
+    model, _ = load(folder, dtype=torch.float32, fp8_products=False)
+
+    def tokens(**request):
+        (output,) = model.fast_generate(PROMPTS[2], Params(n=1, max_tokens=12, temperature=0.0), **request)
+        return output.outputs[0].token_ids
+
+    base = tokens()
+    model = FastLanguageModel.get_peft_model(model, r=4, modules_to_save=["lm_head"], use_gradient_checkpointing=False)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for parameter in trained:
+        torch.nn.init.normal_(parameter, std=0.3)
+    adapted = tokens()
+    assert adapted != base == tokens(lora_request=None)
+    model.save_lora(tmp_path / "lora")
+    for parameter in trained:
+        torch.nn.init.normal_(parameter, std=0.3)
+    values = [parameter.clone() for parameter in trained]
+    assert tokens(lora_request=model.load_lora(str(tmp_path / "lora"))) == adapted != tokens()
+    assert all(map(torch.equal, trained, values))
+    assert [p for p in model.parameters() if p.requires_grad] == trained
+    assert not any(getattr(module, "disable_adapters", None) is True for module in model.modules())
+    with pytest.raises(ValueError, match=r"load_lora\('nowhere'\): no adapter_config.json"):
+        model.load_lora("nowhere")
+    other, _ = load(folder)
+    other = FastLanguageModel.get_peft_model(other, r=8, use_gradient_checkpointing=False)
+    with pytest.raises(ValueError, match=r"adapters with r=4, where those of the model have 8"):
+        other.load_lora(tmp_path / "lora")
+
+
+@pytest.mark.usefixtures("no_vllm")
 def test_fast_generate(folder, caplog):
     caplog.set_level(logging.ERROR)
     model, tokenizer = load(folder, dtype=torch.float32, fp8_products=False)
@@ -176,7 +208,7 @@ def test_fast_generate(folder, caplog):
     one, two = adapted.fast_generate(PROMPTS[:2], sampling_params=Params())
     assert one.prompt == PROMPTS[0] and [len(part.token_ids) for part in one.outputs] == [5, 5]
     assert two.outputs[1].text == tokenizer.decode(two.outputs[1].token_ids, skip_special_tokens=True)
-    greedy = adapted.fast_generate(PROMPTS[0], sampling_params=Params(n=1, temperature=0.0), lora_request=None)[0]
+    greedy = adapted.fast_generate(PROMPTS[0], sampling_params=Params(n=1, temperature=0.0))[0]
     ids = tokenizer(PROMPTS[0], return_tensors="pt")["input_ids"]
     assert greedy.outputs[0].token_ids == adapted.generate(ids, max_new_tokens=5)[0, ids.shape[1] :].tolist()
     stop = tokenizer.convert_ids_to_tokens(greedy.outputs[0].token_ids[1])
@@ -210,7 +242,7 @@ def test_fast_generate(folder, caplog):
     assert adapted.fast_generate(PROMPTS[0], Params(), use_tqdm=False)[0].prompt == PROMPTS[0]
     with pytest.raises(TypeError, match=r"max_tokens: not an argument of fast_generate; .*sampling_params"):
         adapted.fast_generate(PROMPTS[0], max_tokens=64)
-    with pytest.raises(ValueError, match=r"lora_request: .*leave it out"):
+    with pytest.raises(ValueError, match=r"lora_request=<object .*leave it out"):
         adapted.fast_generate(PROMPTS, Params(), lora_request=object())
     with pytest.raises(ValueError, match="no engine is attached"):
         copy.deepcopy(model).fast_generate(PROMPTS)

@@ -1,0 +1,114 @@
+"""Adapters of `fast_generate`, as scripts for vLLM name them: none, those of a folder, or the model's as they are.
+
+    model.fast_generate(texts, params)                                             # the model's own, as they are now
+    model.fast_generate(texts, params, lora_request=None)                          # none: the base alone
+    model.save_lora("adapters")
+    model.fast_generate(texts, params, lora_request=model.load_lora("adapters"))   # those of the folder
+
+An engine computes with the adapters of the model. So those of a folder take their place for the length of a call.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.hf.export import save_merged
+
+LIVE: Any = object()  # the adapters of the model, as they are now
+_SCALED_BY = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
+
+
+class SavedLora:
+    """Adapters of a folder, which may take the place of those of a model."""
+
+    def __init__(self, model: Any, folder: str | Path) -> None:
+        """Read the adapters; raise a `ValueError` if they are not of the shape of the model's."""
+        from peft import PeftConfig, get_peft_model_state_dict
+        from peft.utils.save_and_load import load_peft_weights
+
+        self.folder = str(folder)
+        if not (Path(folder) / "adapter_config.json").is_file():
+            raise ValueError(f"load_lora({self.folder!r}): no adapter_config.json there; give a folder of save_lora")
+        config: Any = PeftConfig.from_pretrained(self.folder)
+        own: Any = model.peft_config[model.active_adapter]
+        for name in _SCALED_BY:
+            if getattr(config, name, None) != getattr(own, name, None):
+                raise self._other(f"{name}={getattr(config, name, None)!r}", repr(getattr(own, name, None)))
+        self._values: dict[str, Tensor] = load_peft_weights(self.folder, device="cpu")
+        self._places: dict[str, Tensor] = get_peft_model_state_dict(model, adapter_name=model.active_adapter)
+        for name in {**self._values, **self._places}:
+            shapes = [tuple(x[name].shape) if name in x else None for x in (self._values, self._places)]
+            if shapes[0] != shapes[1]:
+                raise self._other(f"{name} of shape {shapes[0]}", str(shapes[1]))
+
+    def _other(self, theirs: str, mine: str) -> ValueError:
+        return ValueError(
+            f"load_lora({self.folder!r}): adapters with {theirs}, where those of the model have {mine}; load the model "
+            "with adapters of that kind"
+        )
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Have the model compute with these adapters."""
+        before = {name: place.clone() for name, place in self._places.items()}
+        self._write(self._values)
+        try:
+            yield
+        finally:
+            self._write(before)
+
+    @torch.no_grad()
+    def _write(self, values: dict[str, Tensor]) -> None:
+        for name, place in self._places.items():
+            place.copy_(values[name])
+
+
+@contextmanager
+def adapters_for(model: nn.Module, request: Any) -> Iterator[None]:
+    """Have `model` compute with the adapters that a `lora_request` names."""
+    if request is LIVE:
+        yield
+    elif request is None:
+        with _without_adapters(model):
+            yield
+    elif isinstance(request, SavedLora):
+        with request.in_place():
+            yield
+    else:
+        raise ValueError(
+            f"lora_request={request!r}: None for the base alone, what model.load_lora(folder) returns, or leave it out "
+            "for the adapters of the model as they are now"
+        )
+
+
+@contextmanager
+def _without_adapters(model: nn.Module) -> Iterator[None]:
+    """Disable adapters as PEFT's `disable_adapter` does, from the model inside, and enable those that were enabled."""
+    trained = {parameter: parameter.requires_grad for parameter in model.parameters()}
+    # A flag of PEFT's layers; transformers' models have a method of this name.
+    layers: list[Any] = [m for m in model.modules() if getattr(m, "disable_adapters", None) is False]
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+        for parameter, requires_grad in trained.items():
+            parameter.requires_grad_(requires_grad)
+
+
+def add_lora_methods(model: Any) -> None:
+    """Give a PEFT model `save_lora` and `load_lora`."""
+    model.save_lora = partial(save_lora, model)
+    model.load_lora = partial(SavedLora, model)
+
+
+def save_lora(model: Any, path: str | Path) -> None:
+    """Write the adapters of a model, as PEFT does."""
+    save_merged(model, path, "lora")
