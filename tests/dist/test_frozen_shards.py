@@ -300,7 +300,7 @@ def save_and_read(rank, folder, granularity):
 
 
 def load_adapters(rank, folder, granularity, broadcast):
-    """As Accelerate loads PEFT's adapters into a sharded model: torch completes the state dict with the base."""
+    """Load adapters as Accelerate does, into a sharded model: torch completes the state dict with the base."""
     model = shard(adapted(folder, granularity))
     before = whole_state(model)
     full = {name: value for name, value in adapted(folder, granularity).state_dict().items() if "lora_" in name}

@@ -158,7 +158,7 @@ def options(rank):
 
     @torch.no_grad()
     def evaluate_others(_step, model, gathers):
-        """As with averages of the weights, which are larger here."""
+        """Weights are swapped for an evaluation, as averages of them are; these are larger."""
         trained = [p.detach().clone() for p in model.parameters()]
         for p in model.parameters():
             p.mul_(2)

@@ -209,7 +209,7 @@ def adapted(folder):
 
 @pytest.mark.parametrize("kind", ["trained", "frozen with adapters"])
 def test_scaling_states_follow_weights_that_were_moved_by_their_data(kind, tmp_path, monkeypatch):
-    """As `fully_shard` moves those of a model in host memory. Here the states are left elsewhere, which is the same."""
+    """`fully_shard` moves those of a model in host memory. Here the states are left elsewhere, which is the same."""
     if kind != "trained":
         build().save_pretrained(tmp_path)
     make = trained if kind == "trained" else lambda: adapted(tmp_path)

@@ -1,4 +1,4 @@
-"""What people write around the Trainer: gradients and updates are those of the plain model, within FP8's rounding.
+"""Trainers as people write them: gradients and updates are those of the plain model, within FP8's rounding.
 
 Losses of a few steps hardly move where a gradient is wrong. Norms of gradients, and the direction of what training has
 changed, show it at once.

@@ -170,7 +170,7 @@ class Params:
 
 @pytest.mark.usefixtures("no_vllm")
 def test_adapters_of_fast_generate(folder, tmp_path):
-    """As the notebooks that people bring end: the base alone, then the adapters that were saved."""
+    """Notebooks that people bring end like this: the base alone, then the adapters that were saved."""
     model, _ = load(folder, dtype=torch.float32, fp8_products=False)
 
     def tokens(**request):

@@ -49,7 +49,7 @@ def test_what_reward_functions_do_wrong(function, words):
 
 
 def test_lists_and_dictionaries_are_each_functions_own():
-    """What a function does to them reaches neither the task, nor the tokens to train on, nor its other completions."""
+    """A function that changes them changes neither the task, nor the tokens to train on, nor other completions."""
     chat, meta, ids = [{"role": "user", "content": "2?"}], {"seen": 0}, [[5, 6], [7, 8]]
 
     def judging(prompts, completions, completion_ids, meta):

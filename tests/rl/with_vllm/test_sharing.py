@@ -229,7 +229,7 @@ def test_what_graphs_would_not_see(folder):
 
 
 def test_after_a_call_that_broke_off(folder, monkeypatch):
-    """As by Ctrl-C in a notebook: nothing of that call is left to be completed with the next one."""
+    """A call that broke off, by Ctrl-C in a notebook, leaves nothing to be completed with the next one."""
     engine = engine_for(adapted(load(folder)))
     sampling = Sampling(max_new_tokens=6, seed=3)
     expected = engine.generate(PROMPTS, 2, sampling)
