@@ -56,7 +56,7 @@ Batch = Mapping[str, Any] | tuple[Any, ...] | list[Any]
 class Step:
     """One optimiser step: the mean loss of its micro-batches, and the gradient norm before clipping.
 
-    A skipped step updated nothing.
+    A skipped step updated nothing. The norm is 0 where gradients are released, since they are never there together.
     """
 
     loss: float
