@@ -57,7 +57,8 @@ def choose_checkpointing(settings: SFTSettings, config: Path, seq: int) -> tuple
 
 
 def _plan_of_shards(settings: SFTSettings, config: Path) -> str:
-    return f"octavo plan {settings.model or config.parent} --gpus {settings.ranks} --strategy fsdp2"
+    mode = "" if settings.full else " --mode lora"
+    return f"octavo plan {settings.model or config.parent}{mode} --gpus {settings.ranks} --strategy fsdp2"
 
 
 def _advice(settings: SFTSettings, case: Case, gpu: Gpu) -> str:
