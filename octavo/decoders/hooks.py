@@ -16,16 +16,21 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 _ENGINES = ("torch.distributed.fsdp.", "torch.distributed._composable.", "deepspeed.")
+CAPTURING = "transformers.utils.output_capturing."  # hooks that stay for good where hidden states were asked for once
 
 
-def is_hooked(*modules: Any) -> bool:
-    """Whether calling one of these modules does more than its class says, and than bringing its weights."""
-    return bool(_has_any_global_hook()) or any(_has_own(module) for module in modules)
+def is_hooked(*modules: Any, beside: tuple[str, ...] = ()) -> bool:
+    """Whether calling one of these modules does more than its class says, and than bringing its weights.
+
+    `beside`: packages whose hooks do not count.
+    """
+    return bool(_has_any_global_hook()) or any(_has_own(module, (*_ENGINES, *beside)) for module in modules)
 
 
-def _has_own(module: Any) -> bool:
+def _has_own(module: Any, beside: tuple[str, ...]) -> bool:
     own = module.__dict__
-    return "forward" in own or any(own[kind] and not all(map(_is_of_engine, own[kind].values())) for kind in HOOKS)
+    hooks = [hook for kind in HOOKS for hook in own[kind].values()]
+    return "forward" in own or any(not f"{_origin(hook)}.".startswith(beside) for hook in hooks)
 
 
 def brings_weights(module: Any) -> bool:
@@ -41,7 +46,7 @@ def _is_of_engine(hook: Any) -> bool:
 _LEVELS = 5  # the decoder; its embedding and its list of layers; the layers; their parts; the linears
 # Hooks from these packages bring weights, or outputs that were asked for: they do not depend on a batch's layout.
 _BLIND = (
-    "transformers.utils.output_capturing.",
+    CAPTURING,
     "transformers.modeling_utils.",
     "transformers.distributed.",
     "torch.distributed.",

@@ -221,12 +221,12 @@ class _HeaderOnItsWay:
                 self._copy = torch.empty_like(header, device="cpu", pin_memory=True)
                 self._event = torch.cuda.Event()
             self._copy.copy_(header, non_blocking=True)
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(header.device))  # which need not be the current device
         self._is_new = True
 
     def receive(self) -> Tensor | None:
-        """Return the header that was sent last, once."""
-        if not self._is_new:
+        """Return the header that was sent last, once; None while a CUDA graph is captured, which forbids waiting."""
+        if not self._is_new or (self._event is not None and torch.cuda.is_current_stream_capturing()):
             return None
         if self._event is not None:
             self._event.synchronize()

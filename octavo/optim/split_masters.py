@@ -19,7 +19,7 @@ optimiser that reads it finds the means it knows, in BF16.
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from importlib.util import find_spec
 from typing import Any
 
@@ -136,7 +136,7 @@ def in_fp32(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> I
                 shown[parameter] = masters[-1].joined
         yield shown
         if any(master.was_passed_over() for master in masters):
-            raise ValueError(
+            raise _PassedOver(
                 f"{type(optimizer).__name__} has stepped a BF16 weight with an FP32 master that it does not read from "
                 f"its param_groups: {_OTHER_WAY}"
             )
@@ -146,13 +146,18 @@ def in_fp32(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> I
             master.end(changed=changed)
 
 
+class _PassedOver(ValueError):
+    """Weights were written beside their masters."""
+
+
 class _Master:
     """The FP32 master of a parameter, which has its states for the length of a step."""
 
     @torch.no_grad()
     def __init__(self, optimizer: torch.optim.Optimizer, parameter: Any) -> None:
         self.optimizer, self.parameter, self.version = optimizer, parameter, parameter._version
-        state = optimizer.state.pop(parameter, {})
+        self.given = _stamp(parameter.grad)
+        state = dict(optimizer.state.get(parameter, {}))
         self.low = state.pop(LOW, None)
         if self.low is None:
             self.low = spec.new_low(parameter.detach())
@@ -164,6 +169,7 @@ class _Master:
         self.grad = self.joined.grad
         if state:  # optimisers create states only where there are none at all
             optimizer.state[self.joined] = joined(state) if any(map(_is_half, state.values())) else state
+        optimizer.state.pop(parameter, None)  # last: there may be no memory for the above
 
     def was_passed_over(self) -> bool:
         """Return True if the parameter itself was written, by an optimiser that keeps a list of its own."""
@@ -173,10 +179,15 @@ class _Master:
     def end(self, *, changed: bool) -> None:
         state = self.optimizer.state.pop(self.joined, {})
         self.optimizer.state[self.parameter] = {**state, LOW: self.low}
-        if self.joined.grad is not self.grad:
+        if self.joined.grad is not self.grad and _stamp(self.parameter.grad) == self.given:  # and none has come since
             self.parameter.grad = None if self.joined.grad is None else self.joined.grad.bfloat16()
         if changed:
             _way_for(self.parameter, self.low).split(self.joined.detach(), self.parameter.detach(), self.low)
+
+
+def _stamp(grad: Tensor | None) -> tuple[int, int]:
+    """Return what changes with a gradient that is replaced or written."""
+    return id(grad), 0 if grad is None else grad._version
 
 
 def _way_for(high: Tensor, low: Any) -> Any:
@@ -199,6 +210,8 @@ class _Masters:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._pre = optimizer.register_step_pre_hook(self._step)
         self._post = optimizer.register_step_post_hook(lambda *_: self._end())
+        for register in (optimizer.register_state_dict_pre_hook, optimizer.register_load_state_dict_pre_hook):
+            register(lambda *_: self._restore())
         optimizer.register_state_dict_post_hook(_split_states)
         self._hidden: list[tuple[Any, Tensor]] = []
         self._fused_adamw = FusedSplitAdamW()
@@ -212,11 +225,9 @@ class _Masters:
     def _step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if getattr(optimizer, _OTHERS, False):
             return None
-        self._hidden.clear()  # left by a step that failed
-        self._whole.close()
+        self._restore()
         new = _with_closure_called(args, kwargs)
-        mine = [p for group in optimizer.param_groups for p in group["params"] if _steps(optimizer, p)]
-        mine = [p for p in mine if p.grad is not None]
+        mine = [p for p in _stepped(optimizer) if p.grad is not None]
         if _is_by_element(optimizer):
             self._step_some_at_a_time(optimizer, mine)
         else:
@@ -226,15 +237,16 @@ class _Masters:
 
     def _step_some_at_a_time(self, optimizer: Any, mine: list[Any]) -> None:
         for some in _portions(self._fused_adamw.step(optimizer, mine, LOW)):
-            with in_fp32(optimizer, some) as shown:
-                groups = [
-                    {**group, "params": [shown[p] for p in group["params"] if p in shown]}
-                    for group in optimizer.param_groups
-                ]
-                step_groups(optimizer, [group for group in groups if group["params"]], plain_step(optimizer))
+            _step_in_fp32(optimizer, some)  # a call of its own, which keeps no master while the next are made
         for p in mine:  # hidden from the step that follows, and restored after it
             self._hidden.append((p, p.grad))
             p.grad = None
+
+    def _restore(self) -> None:
+        """End what a step that broke off has left. Weights that were loaded since stay as they are."""
+        self._hidden.clear()
+        with suppress(_PassedOver):
+            self._whole.close()
 
     def _end(self) -> None:
         self._whole.close()
@@ -242,6 +254,14 @@ class _Masters:
             if p.grad is None:
                 p.grad = grad
         self._hidden.clear()
+
+
+def _step_in_fp32(optimizer: torch.optim.Optimizer, some: list[Tensor]) -> None:
+    with in_fp32(optimizer, some) as shown:
+        groups = [
+            {**group, "params": [shown[p] for p in group["params"] if p in shown]} for group in optimizer.param_groups
+        ]
+        step_groups(optimizer, [group for group in groups if group["params"]], plain_step(optimizer))
 
 
 @contextmanager
@@ -261,7 +281,7 @@ def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> 
     """Set up masters for an optimiser; torch calls this before every step, and before the optimiser's own hooks."""
     masters = getattr(optimizer, _ATTACHED, None)
     if masters is None:
-        if not any(_steps(optimizer, p) for group in optimizer.param_groups for p in group["params"]):
+        if not _stepped(optimizer):
             return
         _refuse_lbfgs(optimizer)
         masters = _attach(optimizer)
@@ -283,8 +303,18 @@ def _refuse_lbfgs(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _steps(optimizer: Any, p: Tensor) -> bool:
-    return p.requires_grad and has_master(optimizer, p)
+def _stepped(optimizer: Any) -> list[Any]:
+    """Return the parameters with masters that an optimiser steps itself.
+
+    One that holds another (Lookahead, SAM) leaves those of the other to it, which would keep states of masters that
+    are gone after the step; ZeroRedundancyOptimizer receives those that other ranks have stepped, too.
+    """
+    if type(optimizer).__module__.startswith("torch.distributed."):
+        return []
+    held = [o for o in vars(optimizer).values() if isinstance(o, torch.optim.Optimizer) and o is not optimizer]
+    theirs = {p for other in held for group in other.param_groups for p in group["params"]}
+    mine = [p for group in optimizer.param_groups for p in group["params"] if p not in theirs]
+    return [p for p in mine if p.requires_grad and has_master(optimizer, p)]
 
 
 def _with_closure_called(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -31,16 +31,22 @@ class SavedLora:
         from peft import PeftConfig, get_peft_model_state_dict
         from peft.utils.save_and_load import load_peft_weights
 
-        self.folder = str(folder)
-        if not (Path(folder) / "adapter_config.json").is_file():
+        self.folder, self.model, self.adapter = str(folder), model, model.active_adapter
+        # PEFT writes an adapter of any other name than `default` into a folder below, of that name.
+        place = next(
+            (x for x in (Path(folder) / self.adapter, Path(folder)) if (x / "adapter_config.json").is_file()), None
+        )
+        if place is None:
             raise ValueError(f"load_lora({self.folder!r}): no adapter_config.json there; give a folder of save_lora")
-        config: Any = PeftConfig.from_pretrained(self.folder)
-        own: Any = model.peft_config[model.active_adapter]
+        config: Any = PeftConfig.from_pretrained(str(place))
+        own: Any = model.peft_config[self.adapter]
         for name in _SCALED_BY:
             if getattr(config, name, None) != getattr(own, name, None):
                 raise self._other(f"{name}={getattr(config, name, None)!r}", repr(getattr(own, name, None)))
-        self._values: dict[str, Tensor] = load_peft_weights(self.folder, device="cpu")
-        self._places: dict[str, Tensor] = get_peft_model_state_dict(model, adapter_name=model.active_adapter)
+        self._values: dict[str, Tensor] = load_peft_weights(str(place), device="cpu")
+        # Parameters themselves: a model that is moved gives them other data.
+        state = model.state_dict(keep_vars=True)
+        self._places: dict[str, Tensor] = get_peft_model_state_dict(model, state, adapter_name=self.adapter)
         for name in {**self._values, **self._places}:
             shapes = [tuple(x[name].shape) if name in x else None for x in (self._values, self._places)]
             if shapes[0] != shapes[1]:
@@ -55,7 +61,12 @@ class SavedLora:
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Have the model compute with these adapters."""
-        before = {name: place.clone() for name, place in self._places.items()}
+        if self.model.active_adapter != self.adapter:
+            raise ValueError(
+                f"lora_request: load_lora({self.folder!r}) was for the adapter {self.adapter!r}, and the model "
+                f"computes with {self.model.active_adapter!r} now; load it again"
+            )
+        before = {name: place.detach().clone() for name, place in self._places.items()}
         self._write(self._values)
         try:
             yield

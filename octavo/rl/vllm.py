@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from octavo.decoders.hooks import is_hooked
+from octavo.decoders.hooks import CAPTURING, is_hooked
 from octavo.numerics.checks import check_choice, check_positive_int
 from octavo.rl.checks import check_finite, check_prompts, check_sampling, check_stops
 from octavo.rl.completions import Completion, Sampling
@@ -313,7 +313,7 @@ def _check_layers(model: Any) -> None:
     activation = type(ACT2FN[getattr(model.config, "hidden_act", None) or model.config.hidden_activation])
     for name, module in model.model.layers.named_modules(prefix="model.layers"):
         is_linear = isinstance(module, nn.Linear) or hasattr(module, "base_layer")
-        hooked = not is_linear and ".lora_" not in name and is_hooked(module)
+        hooked = not is_linear and ".lora_" not in name and is_hooked(module, beside=(CAPTURING,))
         if hooked or type(getattr(module, "act_fn", None)) not in (activation, type(None)):
             what = "hooks, or a forward of its own" if hooked else "another activation than its configuration says"
             raise ValueError(f"{name} has {what}: vLLM would compute without; take engine='native'")

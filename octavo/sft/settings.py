@@ -115,7 +115,8 @@ class SFTSettings:
         for name in ("rank", "batch", "micro_batches", "log_interval", "ranks"):
             check_positive_int(name, getattr(self, name))
         check_shares(self.batch, self.micro_batches, self.ranks)
-        self._check("strategy", self.strategy == "ddp" or self.ranks > 1, "one rank has no shards; leave it out")
+        shards = "one rank has no shards; start several (--nproc), as for a run that began so, or leave it out"
+        self._check("strategy", self.strategy == "ddp" or self.ranks > 1, shards)
         for name in ("seq", "steps", "save_interval"):
             if getattr(self, name) is not None:
                 check_positive_int(name, getattr(self, name))

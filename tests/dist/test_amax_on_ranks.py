@@ -4,6 +4,7 @@ import copy
 import gc
 import time
 import weakref
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -180,6 +181,18 @@ def test_a_product_that_one_rank_alone_has_is_named_a_step_later_on_a_gpu():
     one, other = on_ranks(2, branches_on_a_gpu, limit=90)
     assert one.startswith("rank 0, step 3: this rank has multiplied something new (")
     assert other.startswith("rank 1, step 4: another rank has multiplied something new in the last step")
+
+
+def test_nobody_waits_for_a_header_while_a_cuda_graph_is_captured(monkeypatch):
+    """CUDA refuses to wait for an event meanwhile. The step behind the graph reads what the step before it has sent."""
+    header, sent = amax._HeaderOnItsWay(), torch.ones(amax.HEADER)
+    header.send(sent)
+    header._event = Mock()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert header.receive() is None and not header._event.synchronize.called
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert torch.equal(header.receive(), sent) and header._event.synchronize.called
+    assert header.receive() is None
 
 
 def test_a_product_that_one_rank_alone_has_is_named_at_once():

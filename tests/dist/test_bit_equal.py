@@ -6,6 +6,7 @@ import pytest
 import torch
 from dist_cases import KINDS, RATE, RECIPES, adamw, converted, largest_difference, numbers, plain, simulated, train
 from ranks import on_ranks
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from octavo.optim import build_optimizer, keep_masters, offload_states
 
@@ -59,14 +60,20 @@ def with_masters(kind, recipe):
 OPTIMIZERS = [adamw, partial(build_optimizer, "adamw8bit", lr=RATE), Own, states_on_the_host]
 
 
+def states_on_ranks(parameters):
+    """ZeRO-1: each rank steps some of the weights, and sends them to the others."""
+    return ZeroRedundancyOptimizer(parameters, Own)
+
+
 def with_each_optimizer(rank):
-    return [train(rank, "ddp", "Llama", "block", build=with_masters, optimizer=each) for each in OPTIMIZERS]
+    every = [*OPTIMIZERS, states_on_ranks]
+    return [train(rank, "ddp", "Llama", "block", build=with_masters, optimizer=each) for each in every]
 
 
 def test_bf16_weights_with_fp32_masters():
     """DDP averages gradients by hooks that torch drops from a Parameter whose data change their dtype."""
     by_rank = on_ranks(2, with_each_optimizer)
-    for place, optimizer in enumerate(OPTIMIZERS):
+    for place, optimizer in enumerate([*OPTIMIZERS, Own]):  # the last beside states on ranks
         expected = simulated("Llama", "block", build=with_masters, optimizer=optimizer)
         for actual in by_rank:
             assert largest_difference(actual[place], expected) == 0, optimizer

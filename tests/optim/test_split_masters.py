@@ -1,12 +1,16 @@
 """BF16 weights with FP32 masters: they train as FP32 weights do, by any optimiser, and a run resumes exactly."""
 
+import copy
 import io
+import weakref
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import nn
 
 from octavo import FP8Trainer
+from octavo.numerics import split as spec
 from octavo.optim import (
     OPTIMIZERS,
     build_optimizer,
@@ -256,6 +260,97 @@ def test_after_a_step_that_broke_off(maker, monkeypatch):
     assert all(p.dtype == torch.bfloat16 for p in parameters)
     for actual, old in zip(masters(optimizer, parameters), before, strict=True):
         assert 0 < (actual - old).abs().max() < 2e-4
+
+
+def interrupted(monkeypatch):
+    """Return weights whose second step breaks off behind the first of them, and what there was before it."""
+    parameters, optimizer = trained("a user's own", steps=1)
+    before = copy.deepcopy(optimizer.state_dict()), masters(optimizer, parameters)
+    give(parameters, 1)
+    with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):
+        broken.setattr(torch.Tensor, "sub_", Mock(side_effect=[None, KeyboardInterrupt]))
+        optimizer.step()
+    return parameters, optimizer, *before
+
+
+def test_a_checkpoint_after_a_step_that_broke_off_has_the_masters(monkeypatch):
+    parameters, optimizer, before, _ = interrupted(monkeypatch)
+    saved = optimizer.state_dict()
+    assert [list(state) for state in saved["state"].values()] == [list(state) for state in before["state"].values()]
+    mine = [p for group in optimizer.param_groups for p in group["params"]]
+    assert all(one is p for one, p in zip(mine, parameters, strict=True))
+
+
+def test_back_to_a_checkpoint_after_a_step_that_broke_off(monkeypatch):
+    """Neither the weights nor the states that were loaded are replaced by those of the step."""
+    parameters, optimizer, saved, _ = interrupted(monkeypatch)
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.zero_()
+    optimizer.load_state_dict(saved)
+    for parameter, state in zip(parameters, saved["state"].values(), strict=True):
+        assert not parameter.any()
+        assert torch.equal(optimizer.state[parameter][LOW].view(torch.int16), state[LOW].view(torch.int16))
+
+
+def test_gradients_that_come_after_a_step_that_broke_off_are_stepped(monkeypatch):
+    parameters, optimizer, _, before = interrupted(monkeypatch)
+    optimizer.zero_grad()
+    run(optimizer, parameters, [2])
+    assert not torch.equal(masters(optimizer, parameters)[0], before[0])
+    assert all(p.grad is None for p in parameters)
+
+
+def test_states_stay_where_there_is_no_memory_for_a_master(monkeypatch):
+    parameters, optimizer = trained("a user's own")
+    before = [dict(optimizer.state[p]) for p in parameters]
+    give(parameters, 4)
+    with monkeypatch.context() as full, pytest.raises(torch.OutOfMemoryError):
+        full.setattr("octavo.optim.split_masters.spec.join", Mock(side_effect=torch.OutOfMemoryError))
+        optimizer.step()
+    for parameter, state in zip(parameters, before, strict=True):
+        assert optimizer.state[parameter].keys() == state.keys()
+        assert all(optimizer.state[parameter][name] is value for name, value in state.items())
+
+
+def test_masters_of_some_are_gone_when_others_are_made(monkeypatch):
+    """They and their gradients take 8 bytes an element, which `_AT_A_TIME` limits."""
+    made, alive = [], []
+    join = spec.join
+
+    def counting(*halves):
+        alive.append(sum(one() is not None for one in made))
+        master = join(*halves)
+        made.append(weakref.ref(master.untyped_storage()))
+        return master
+
+    monkeypatch.setattr("octavo.optim.split_masters._AT_A_TIME", 1)
+    monkeypatch.setattr("octavo.optim.split_masters.spec.join", counting)
+    trained("AdamW", steps=1)
+    assert alive == [0, 0, 0]
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Has another optimiser step the weights, in groups that both have."""
+
+    def __init__(self, fast):
+        super().__init__(fast.param_groups, {})
+        self.fast, self.param_groups = fast, fast.param_groups
+
+    def step(self, closure=None):
+        return self.fast.step(closure)
+
+
+@pytest.mark.parametrize("maker", ["AdamW", "a user's own"])
+def test_an_optimizer_that_holds_another_leaves_masters_to_it(maker):
+    alone, optimizer = trained(maker)
+    parameters = weights()
+    keep_masters(parameters)
+    fast = MAKERS[maker](groups_of(parameters))
+    run(Lookahead(fast), parameters, range(4))
+    assert list(fast.state) == parameters
+    for actual, wanted in zip(masters(fast, parameters), masters(optimizer, alone), strict=True):
+        assert torch.equal(actual, wanted)
 
 
 def test_with_a_loss_scale_and_a_schedule():

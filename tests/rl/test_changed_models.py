@@ -8,6 +8,7 @@ from rollout_cases import PROMPTS, adapted, frozen, hf_generate, plain
 
 import octavo
 from octavo.rl import NativeEngine, Sampling
+from octavo.rl.vllm import _check_layers
 
 GREEDY = Sampling(8, 0.0, stop_ids=())
 peft = pytest.importorskip("peft")
@@ -92,3 +93,14 @@ def test_adapters_with_a_bias():
     model = peft.get_peft_model(model, config).eval()
     assert len(tokens(NativeEngine(model))) == len(PROMPTS)
     assert {p.dtype for n, p in model.named_parameters() if "lora_" in n} == {torch.float32}
+
+
+def test_layers_that_were_asked_for_hidden_states_once_are_those_of_vllm():
+    """The hooks by which transformers captures them stay for good, and change nothing."""
+    model = plain()
+    model(torch.tensor([PROMPTS[0]]), output_hidden_states=True)
+    assert any(layer._forward_hooks for layer in model.model.layers)
+    _check_layers(model)
+    model.model.layers[1].register_forward_hook(lambda _module, _inputs, output: output)
+    with pytest.raises(ValueError, match=r"model\.layers\.1 has hooks, .* take engine='native'"):
+        _check_layers(model)

@@ -201,6 +201,38 @@ def test_adapters_of_fast_generate(folder, tmp_path):
 
 
 @pytest.mark.usefixtures("no_vllm")
+def test_saved_adapters_of_a_model_with_two_that_moves(folder, tmp_path):
+    model, _ = load(folder, dtype=torch.float32, fp8_products=False)
+    model = FastLanguageModel.get_peft_model(model, r=4, lora_alpha=8, use_gradient_checkpointing=False)
+    model.add_adapter("other", copy.copy(model.peft_config["default"]))
+
+    def tokens(**request):
+        (output,) = model.fast_generate(PROMPTS[2], Params(n=1, max_tokens=12, temperature=0.0), **request)
+        return output.outputs[0].token_ids
+
+    def change():
+        for parameter in (p for p in model.parameters() if p.requires_grad):
+            torch.nn.init.normal_(parameter, std=0.3)
+
+    saved, adapted = {}, {}
+    for name in ("default", "other"):
+        model.set_adapter(name)
+        change()
+        adapted[name] = tokens()
+    model.save_lora(tmp_path / "lora")
+    for name in ("default", "other"):
+        model.set_adapter(name)
+        change()
+        saved[name] = model.load_lora(tmp_path / "lora")
+        assert tokens(lora_request=saved[name]) == adapted[name] != tokens()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()  # as `model.to` another device does
+    assert tokens(lora_request=saved["other"]) == adapted["other"] != adapted["default"]
+    with pytest.raises(ValueError, match=r"was for the adapter 'default', and the model computes with 'other' now"):
+        tokens(lora_request=saved["default"])
+
+
+@pytest.mark.usefixtures("no_vllm")
 def test_fast_generate(folder, caplog):
     caplog.set_level(logging.ERROR)
     model, tokenizer = load(folder, dtype=torch.float32, fp8_products=False)

@@ -34,6 +34,9 @@ def test_a_resumed_run_has_the_settings_of_the_first(tmp_path, monkeypatch):
     assert settings_from_options({}, first) == first
     changed = settings_from_options({"lr": 1.0, "merge": "fp8", "log_interval": 5}, first)
     assert first.changes_to_curve(changed) == ["lr"]
+    shards = settings_from_options({"ranks": 2, "strategy": "fsdp2"}, first)
+    with pytest.raises(ValueError, match=r"one rank has no shards; start several \(--nproc\), as for a run that began"):
+        settings_from_options({"ranks": 1}, shards)
 
 
 @pytest.mark.parametrize(
