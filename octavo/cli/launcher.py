@@ -135,7 +135,8 @@ class _Rank:
             return said.removeprefix("octavo: ").strip() + ("" if self.number == 0 else f" (rank {self.number})")
         else:
             how = f"ended with exit code {self.code}: {lines[-1].strip() if lines else 'it said nothing'}"
-        return f"rank {self.number} of {count} {how}; the others were stopped. Continue with --resume --nproc {count}"
+        way = f"--resume --out RUN --nproc {count}"
+        return f"rank {self.number} of {count} {how}; the others were stopped. Continue with {way}"
 
     def _read(self, stream: IO[str]) -> None:
         for line in stream:

@@ -234,6 +234,7 @@ def _check_state(precision: str) -> None:
 
 def _join(accelerator: Accelerator, mode: FP8MixedPrecision) -> None:
     """Make a new Accelerator one that prepares in FP8."""
+    _check_ranks(accelerator.num_processes)
     if mode.backend != "octavo":
         if accelerator.mixed_precision != "fp8":
             raise RuntimeError(
@@ -246,6 +247,16 @@ def _join(accelerator: Accelerator, mode: FP8MixedPrecision) -> None:
     accelerator.fp8_mode = mode
     accelerator.fp8_reports = []
     accelerator._fp8_models = WeakSet()
+
+
+def _check_ranks(found: int) -> None:
+    """Raise where a launcher has started ranks that Accelerate does not join: each would train a copy of its own."""
+    started = int(os.environ.get("WORLD_SIZE", "1")) if "LOCAL_RANK" in os.environ else 1
+    if started > 1 and found == 1:
+        raise ValueError(
+            f"WORLD_SIZE={started}, but this Accelerator is alone, as on a machine without GPUs: each process would "
+            "train a copy of its own. Set ACCELERATE_USE_CPU=1 for ranks on CPUs, or start one process"
+        )
 
 
 @cache

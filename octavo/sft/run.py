@@ -24,7 +24,15 @@ from octavo.sft.trainer import newest_checkpoint
 from octavo.support import check_fp8_support, leave_emulation_unannounced
 from octavo.training.errors import RunError, UserError
 from octavo.training.run_folder import CONFIG, find_run, new_run, read_config, resumed_run
-from octavo.training.several_ranks import agree_on_stops, check_alike, console_of, first_then_others, folder_of, met
+from octavo.training.several_ranks import (
+    agree_on_stops,
+    check_alike,
+    console_of,
+    first_then_others,
+    folder_of,
+    met,
+    nproc,
+)
 from octavo.training.signals import Interrupted, StopSignals
 
 
@@ -148,4 +156,4 @@ def _check_same_run(folder: Path, settings: SFTSettings, data: Data) -> None:
 def _say_how_to_resume(folder: Path, interrupted: Interrupted, display: Display) -> None:
     checkpoint = newest_checkpoint(folder)
     saved = f"saved in {checkpoint[0]}" if checkpoint else "nothing was saved yet"
-    display.say(f"Stopped ({interrupted}); {saved}. Continue with: octavo sft --resume --out {folder}", "bold")
+    display.say(f"Stopped ({interrupted}); {saved}. Continue with: octavo sft --resume --out {folder}{nproc()}", "bold")

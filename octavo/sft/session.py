@@ -46,6 +46,7 @@ from octavo.training.run_folder import (
     Metrics,
     read_summary,
 )
+from octavo.training.several_ranks import saved_by_others
 from octavo.training.signals import StopSignals
 
 LONGEST_PROMPT = 512  # tokens of a sample's prompt
@@ -100,6 +101,8 @@ class Session:
             share = f"{settings.own_micro_batches} × {settings.own_batch} rows of a step"
             display.say(f"Ranks: {settings.ranks} by {settings.strategy}, each with {share}", "dim")
         if self.checkpoint is not None:
+            if (saved_by := self.checkpoint[1].get("ranks", settings.ranks)) != settings.ranks:
+                display.say(saved_by_others(saved_by))
             display.say(f"Resuming after step {done:,}", "bold")
             self.figures.tokens = int(self.checkpoint[1]["tokens"])
         if self.checkpoint is not None and done >= self.steps:

@@ -24,6 +24,7 @@ from trl import SFTConfig, SFTTrainer
 from octavo.dist.together import from_all, rank
 from octavo.hf.callback import scaling_managers
 from octavo.hf.speed import Speed
+from octavo.nn.sharded import ranks
 from octavo.sft.display import Display
 from octavo.sft.settings import OPTIMIZERS, SFTSettings
 from octavo.training.errors import RunError
@@ -133,7 +134,7 @@ class Figures(TrainerCallback):
         from_all(None)  # every rank has written its files
         if rank() == 0:
             folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
-            write_json(folder / COMPLETE, {"step": state.global_step, "tokens": self.tokens})
+            write_json(folder / COMPLETE, {"step": state.global_step, "tokens": self.tokens, "ranks": ranks()})
         self._speed.other_work_ended()
 
     def _write_rows(self, log: bool) -> None:

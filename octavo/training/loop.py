@@ -63,7 +63,15 @@ from octavo.training.run_folder import (
     write_config,
 )
 from octavo.training.settings import TrainSettings
-from octavo.training.several_ranks import agree_on_stops, check_alike, console_of, folder_of, met
+from octavo.training.several_ranks import (
+    agree_on_stops,
+    check_alike,
+    console_of,
+    folder_of,
+    met,
+    nproc,
+    saved_by_others,
+)
 from octavo.training.signals import Interrupted, StopSignals
 from octavo.training.step_rows import WARM_UP, StepRows, Taken, median_speed
 
@@ -261,10 +269,7 @@ def _load_newest(leg: Leg, learner: Learner, display: Display) -> int:
         learner.load_state_dict(parameters, state)
         saved_by = 1
     if saved_by != ranks():
-        display.say(
-            f"Resuming on {_ranks(ranks())} what {_ranks(saved_by)} saved: the same steps, within rounding; "
-            f"bit for bit only on {_ranks(saved_by)}"
-        )
+        display.say(saved_by_others(saved_by))
     step, planned = int(state["step"]), int(state["settings"]["steps"])
     display.say(f"Resuming after step {step:,}", "bold")
     settings = leg.settings
@@ -303,14 +308,12 @@ def _newest(leg: Leg, device: torch.device) -> tuple[Path, dict[str, Tensor] | N
     return path, parameters, state
 
 
-def _ranks(number: int) -> str:
-    return "1 rank" if number == 1 else f"{number} ranks"
-
-
 def _say_how_to_resume(folder: Path, interrupted: Interrupted, display: Display) -> None:
     checkpoints = list_checkpoints(folder / "bf16") or list_checkpoints(folder)
     saved = f"saved in {checkpoints[-1]}" if checkpoints else "nothing was saved yet"
-    display.say(f"Stopped ({interrupted}); {saved}. Continue with: octavo train --resume --out {folder}", "bold")
+    display.say(
+        f"Stopped ({interrupted}); {saved}. Continue with: octavo train --resume --out {folder}{nproc()}", "bold"
+    )
 
 
 def _check_resumable(legs: list[Leg], data: ByteData, folder: Path) -> None:

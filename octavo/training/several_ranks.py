@@ -116,6 +116,17 @@ def wrapped(model: nn.Module, settings: TrainSettings) -> nn.Module:
     return model
 
 
+def saved_by_others(saved_by: int) -> str:
+    """Say what it means that a checkpoint is of another number of ranks."""
+    here, there = ("1 rank" if number == 1 else f"{number} ranks" for number in (ranks(), saved_by))
+    return f"Resuming on {here} what {there} saved: the same steps, within rounding; bit for bit only on {there}"
+
+
+def nproc() -> str:
+    """Return the option that starts as many ranks as there are; empty for one process."""
+    return f" --nproc {ranks()}" if ranks() > 1 else ""
+
+
 def own_random_numbers(seed: int) -> None:
     """Let each rank draw its own dropout and rounding, after equal weights; rank 0 as a single process would."""
     if rank():

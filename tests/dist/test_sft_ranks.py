@@ -60,6 +60,8 @@ def test_two_ranks_fine_tune_as_one(tmp_path, request_for):
     outputs = tune(2, tmp_path / "two", "--resume")
     assert "Resuming after step 2" in outputs[0]
     assert [figures(row) for row in rows(tmp_path / "two")] == [figures(row) for row in two]
+    outputs = tune(1, tmp_path / "two", "--resume")
+    assert "Resuming on 1 rank what 2 ranks saved: the same steps, within rounding" in " ".join(outputs[0].split())
 
 
 def tune_shards(rank, folder, resume, options):

@@ -104,7 +104,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path, text):
         time.sleep(0.002)
     ranks.send_signal(signal.SIGINT, 1)
     codes, outputs, _ = ranks.communicate()
-    assert codes == [130, 130] and f"Continue with: octavo train --resume --out {folder}" in outputs[0]
+    assert codes == [130, 130] and f"--resume --out {folder} --nproc 2" in outputs[0]
     assert newest(folder) == len(rows(folder)) >= 2
     train(2, folder, "--resume")
     assert curve(folder) == curve(tmp_path / "whole")

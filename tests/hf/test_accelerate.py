@@ -73,6 +73,16 @@ def test_emulation_is_said(capsys):
     assert "emulated on cpu: no FP8 tensor cores; same numerics, slower" in capsys.readouterr().out
 
 
+def test_ranks_that_accelerate_does_not_join_are_an_error(monkeypatch):
+    """`accelerate launch` without `--cpu`, on a machine without GPUs, trains a copy of the model in each process."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    octavo.hf.accelerate._check_ranks(1)  # a variable of a cluster's own, and no launcher of ranks
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(ValueError, match=r"WORLD_SIZE=2, but this Accelerator is alone.* ACCELERATE_USE_CPU=1"):
+        octavo.hf.accelerate._check_ranks(1)
+    octavo.hf.accelerate._check_ranks(2)
+
+
 def test_a_recipe_by_its_name():
     octavo.setup_fp8_mixed_precision_training(config="block")
     model = Accelerator(cpu=True).prepare(mlp())
