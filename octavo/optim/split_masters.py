@@ -127,10 +127,10 @@ def in_fp32(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> I
     torch drops the node of its gradient, and with it the hooks by which DDP averages gradients.
     """
     masters: list[_Master] = []
+    shown = {parameter: parameter for parameter in parameters}
     changed = False
     try:
-        shown = dict(zip(parameters := list(parameters), parameters, strict=True))
-        for parameter in parameters:
+        for parameter in list(shown):
             if has_master(optimizer, parameter):
                 masters.append(_Master(optimizer, parameter))
                 shown[parameter] = masters[-1].joined

@@ -123,8 +123,9 @@ def saved_by_others(saved_by: int) -> str:
 
 
 def nproc() -> str:
-    """Return the option that starts as many ranks as there are; empty for one process."""
-    return f" --nproc {ranks()}" if ranks() > 1 else ""
+    """Return the option that starts as many ranks as there are; empty for one process, and for several machines."""
+    on_this_machine = int(os.environ.get("LOCAL_WORLD_SIZE", ranks()))
+    return f" --nproc {ranks()}" if 1 < ranks() == on_this_machine else ""
 
 
 def own_random_numbers(seed: int) -> None:
