@@ -93,11 +93,8 @@ class GRPO:
 
         rewards = scores.rewards.view(len(chosen), settings.completions)
         advantages = group_advantages(rewards, settings.scale_rewards).flatten().tolist()
-        kept = [
-            i
-            for i, each in enumerate(completions)
-            if not math.isnan(scores.rewards[i]) and (each.stopped or not settings.mask_truncated)
-        ]
+        scored = [i for i in range(len(completions)) if not math.isnan(scores.rewards[i])]
+        kept = [i for i in scored if completions[i].stopped or not settings.mask_truncated]
         samples = [
             Sample(chosen[completions[i].prompt].ids, completions[i].tokens, completions[i].logprobs, advantages[i])
             for i in kept
@@ -106,7 +103,7 @@ class GRPO:
         set_rate(self.optimizer, settings.learning_rate(number))
         learner.model.train()
         updated = time.perf_counter()
-        figures = self._update(number, samples)
+        figures = self._update(number, samples, len(scored))
         train_s = time.perf_counter() - updated
 
         self.tokens += sum(len(each.tokens) for each in completions)
@@ -157,8 +154,12 @@ class GRPO:
         ids = [each.tokens for each in completions]
         return self.task.rewards.score([row["prompt"] for row in rows], answers, ids, self.task.columns(rows))
 
-    def _update(self, number: int, samples: Sequence[Sample]) -> dict[str, Any]:
-        """Learn from samples: `iterations` passes of `mini_batches` optimiser steps each."""
+    def _update(self, number: int, samples: Sequence[Sample], scored: int) -> dict[str, Any]:
+        """Learn from samples: `iterations` passes of `mini_batches` optimiser steps each.
+
+        `scored`: completions with a reward. Truncated ones that `mask_truncated` leaves out count where a loss is a
+        mean over sequences, as in TRL: each optimiser step counts its share of them.
+        """
         settings = self.settings
         size = max(-(-len(samples) // settings.mini_batches), 1)
         parts = [samples[start : start + size] for start in range(0, len(samples), size)]
@@ -170,8 +171,9 @@ class GRPO:
                 olds = [[self.learner.logprobs(batch, settings.temperature) for batch in part] for part in packed]
         updates = []
         for _ in range(settings.iterations):
-            for batches, old in zip(packed, olds, strict=True):
-                updates.append(self._optimizer_step(number, batches, old))
+            for part, batches, old in zip(parts, packed, olds, strict=True):
+                sequences = scored * len(part) / len(samples)
+                updates.append(self._optimizer_step(number, batches, old, sequences))
         gap = gap_statistics(
             torch.cat([each for part in olds for each in part if each is not None] or [torch.empty(0)]),
             torch.cat([batch.rollout for part in packed for batch in part] or [torch.empty(0)]),
@@ -183,11 +185,13 @@ class GRPO:
             means["kl"] = None  # not computed: JSON's null, and a dash in the progress
         return {**means, **gap, "train_tokens": settings.iterations * sum(b.tokens for part in packed for b in part)}
 
-    def _optimizer_step(self, number: int, batches: Sequence[MicroBatch], olds: list[Tensor | None]) -> dict[str, Any]:
+    def _optimizer_step(
+        self, number: int, batches: Sequence[MicroBatch], olds: list[Tensor | None], sequences: float
+    ) -> dict[str, Any]:
         """Take one optimiser step; fill in the old log-probabilities that are None: those of this very forward."""
         settings, learner = self.settings, self.learner
         tokens = sum(len(batch.targets) for batch in batches)
-        totals = Totals(sum(len(b.lengths) for b in batches), tokens, len(batches), settings.max_new_tokens)
+        totals = Totals(sequences, tokens, len(batches), settings.max_new_tokens)
         sums = torch.zeros(4, dtype=torch.float64, device=learner.device)
         for i, batch in enumerate(batches):
             logprobs = learner.logprobs(batch, settings.temperature)

@@ -96,9 +96,13 @@ class Tokens(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """Sizes of an optimiser step. `longest`: tokens that a completion may have."""
+    """Sizes of an optimiser step.
 
-    sequences: int
+    `sequences`: the divisor of a mean over sequences; with `mask_truncated` it exceeds the number of packed ones.
+    `longest`: the maximum number of tokens of a completion.
+    """
+
+    sequences: float
     tokens: int
     micro_batches: int
     longest: int

@@ -23,7 +23,8 @@ class GRPOSettings(GRPOLoss):
             then drawn from another distribution than that of the log-probabilities.
         iterations, mini_batches: passes over a rollout, and optimiser steps of a pass.
         micro_batch_tokens: tokens that go through the model at once, prompts included.
-        mask_truncated: leave completions that did not end by themselves out of the loss.
+        mask_truncated: leave completions that no stop token ended out of the loss. The loss types `grpo` and `dr_grpo`
+            still divide by their number, as in TRL.
         lr, warmup, schedule: peak rate, steps that rise to it, then `constant`, `linear` or `cosine`, down to 0.
         clip, optimizer, weight_decay: largest gradient norm, 0 for any; `adamw`, `adamw8bit` or `adamw4bit`.
         seed: of the order of prompts and of what is sampled.

@@ -8,6 +8,7 @@ from rl_cases import PlainEngine, adapted, vowel_task, vowels
 
 from octavo.rl import grpo as module
 from octavo.rl.grpo import GRPO
+from octavo.rl.loss import group_advantages
 from octavo.rl.rewards import Rewards
 from octavo.rl.settings import GRPOSettings
 from octavo.rl.tasks import Task
@@ -96,9 +97,26 @@ def test_completions_without_a_reward_are_left_out_and_counted(start):
     assert sum(math.isnan(reward) for reward in rollout.rewards) == 4 and math.isfinite(row["reward"])
 
 
-def test_truncated_completions_can_be_left_out(start):
-    row, rollout = start(mask_truncated=True).step(1)
-    assert row["left_out"] == sum(not each.stopped for each in rollout.completions) > 0
+@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "bnpo", "dapo"])
+def test_truncated_completions_are_left_out_and_counted_as_in_trl(start, loss_type):
+    # Ratios and corrections are 1, so the loss of a token is −A. TRL sets the mask of a truncated completion to 0:
+    # a mean over sequences still counts it, a mean over tokens does not.
+    changes = {"mask_truncated": True, "correction": "none", "loss_type": loss_type, "micro_batch_tokens": 10_000}
+    run = start(vowel_task([lambda completions, **_: [float(i) for i in range(len(completions))]]), **changes)
+    run.stop_ids = tuple(range(0, 256, 8))
+    row, rollout = run.step(1)
+    kept = torch.tensor([each.stopped for each in rollout.completions])
+    lengths = torch.tensor([float(len(each.tokens)) for each in rollout.completions])
+    advantages = group_advantages(torch.tensor(rollout.rewards, dtype=torch.float64).view(2, 4), "group").flatten()
+    assert row["left_out"] == (~kept).sum() > 0 and kept.sum() > 1
+    tokens = (advantages * lengths)[kept].sum()
+    means = {
+        "grpo": advantages[kept].sum() / 8,
+        "dr_grpo": tokens / (8 * 5),
+        "bnpo": tokens / lengths[kept].sum(),
+        "dapo": tokens / lengths[kept].sum(),
+    }
+    assert row["loss"] == pytest.approx(-float(means[loss_type]), abs=1e-6)
 
 
 def test_prompts_of_a_step_depend_on_seed_and_step(start):
