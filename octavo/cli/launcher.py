@@ -30,17 +30,24 @@ PROGRAM = [sys.executable, "-m", "octavo"]
 _STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 
+def planned_ranks(nproc: int | None) -> int:
+    """Return the number of ranks that will run this command: `--nproc`, or those that a launcher has started."""
+    started = launched_ranks()
+    if nproc is None:
+        return started
+    if nproc < 1:
+        raise UserError(f"--nproc {nproc}: at least 1")
+    if started > 1:
+        raise UserError(f"--nproc {nproc}: a launcher has started {started} ranks already; leave it out")
+    return nproc
+
+
 def launch(count: int) -> bool:
     """Run this command in `count` processes and leave with their exit code; False if this process should run it.
 
-    `--nproc 1` is one process: this one. Under torchrun it is refused, since the ranks are there already.
+    Call it once the options have been checked, so that a mistake in them is reported before any rank starts.
     """
-    started = launched_ranks()
-    if count < 1:
-        raise UserError(f"--nproc {count}: at least 1")
-    if started > 1:
-        raise UserError(f"--nproc {count}: a launcher has started {started} ranks already; leave it out")
-    if count == 1:
+    if count == launched_ranks():
         return False
     if code := run_ranks(count, without_option(sys.argv[1:], "--nproc")):
         sys.exit(code)
@@ -80,7 +87,8 @@ def run_ranks(count: int, arguments: list[str]) -> int:
         return stopped[0]
     if failed is None:
         return 0
-    raise RunError(failed.words(count))
+    error = UserError if failed.code == UserError.exit_code else RunError
+    raise error(failed.words(count))
 
 
 class _Rank:

@@ -7,9 +7,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from octavo.cli.launcher import launch
+from octavo.cli.launcher import launch, planned_ranks
 from octavo.cli.options import option
-from octavo.training.environment import launched_ranks
 from octavo.training.errors import UserError
 
 NEEDED = ("transformers", "peft", "trl", "datasets")
@@ -122,8 +121,7 @@ def sft(
     Python's standard library, three minutes on a CPU.
     """
     options = {name: value for name, value in locals().items() if value is not None}
-    if nproc is not None and launch(nproc):
-        return
+    ranks = planned_ranks(nproc)
     for name in ("out", "resume", "overwrite", "plan", "nproc"):
         options.pop(name, None)
     if resume and overwrite:
@@ -133,14 +131,18 @@ def sft(
     if missing := [name for name in NEEDED if find_spec(name) is None]:
         raise UserError(f"octavo sft needs {' and '.join(missing)}: pip install 'octavo[hf]'")
 
-    from octavo.sft.run import fine_tune, read_settings
-    from octavo.sft.settings import settings_from_options
+    from octavo.sft.settings import read_settings, settings_from_options
     from octavo.training.run_folder import find_run
 
-    options["ranks"] = launched_ranks()
+    options["ranks"] = ranks
     base = read_settings(find_run(out)) if resume else None
     try:
         settings = settings_from_options(options, base)
     except ValueError as error:
         raise UserError(str(error)) from error
+    if launch(ranks):
+        return
+
+    from octavo.sft.run import fine_tune
+
     fine_tune(settings, out=out, resume=resume, overwrite=overwrite, plan=plan, console=Console())

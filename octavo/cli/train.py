@@ -6,9 +6,8 @@ from typing import Annotated, Any
 from rich.console import Console
 from rich.text import Text
 
-from octavo.cli.launcher import launch
+from octavo.cli.launcher import launch, planned_ranks
 from octavo.cli.options import GRANULARITIES, RECIPES, in_words, operand_option, option
-from octavo.training.environment import launched_ranks
 from octavo.training.errors import RunError, UserError
 
 # Options that are fields of FP8TrainingConfig; the others are options of `settings_from_options`.
@@ -152,25 +151,27 @@ def train(
     Without options: BDH on the source of Python's standard library, a few minutes on any machine.
     """
     options = {name: value for name, value in locals().items() if value is not None}
-    if nproc is not None and launch(nproc):
-        return
+    ranks = planned_ranks(nproc)
 
-    from octavo.training.loop import train as run_training
     from octavo.training.run_folder import find_run, read_settings
     from octavo.training.settings import settings_from_options
-    from octavo.training.several_ranks import console_of, is_first
 
     for name in ("out", "resume", "overwrite", "nproc"):
         options.pop(name, None)
     fp8 = {name: options.pop(name) for name in FP8_FIELDS if name in options}
     if resume and overwrite:
         raise UserError("--resume continues the run in --out and --overwrite replaces it: give one of them")
-    options["ranks"] = launched_ranks()
+    options["ranks"] = ranks
     base = read_settings(find_run(out)) if resume else None
     try:
         settings = settings_from_options({**options, "fp8": fp8}, base)
     except ValueError as error:
         raise UserError(str(error)) from error
+    if launch(ranks):
+        return
+
+    from octavo.training.loop import train as run_training
+    from octavo.training.several_ranks import console_of, is_first
 
     console = console_of(Console())
     result = run_training(settings, out=out, resume=resume, overwrite=overwrite, console=console)

@@ -4,7 +4,7 @@ Everything that can be wrong with a request is found before the run's folder is 
 run that was interrupted anywhere is continued by the same function with `resume=True`.
 """
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -18,12 +18,12 @@ from octavo.sft.memory import choose_checkpointing, show_plan
 from octavo.sft.model import choose_layout, find_model, load_model, longest, read_tokenizer
 from octavo.sft.quiet import quiet
 from octavo.sft.session import Session
-from octavo.sft.settings import SFTSettings
+from octavo.sft.settings import SFTSettings, read_settings
 from octavo.sft.sources import Source, read_source
 from octavo.sft.trainer import newest_checkpoint
 from octavo.support import check_fp8_support, leave_emulation_unannounced
-from octavo.training.errors import RunError, UserError
-from octavo.training.run_folder import CONFIG, find_run, new_run, read_config, resumed_run
+from octavo.training.errors import UserError
+from octavo.training.run_folder import find_run, new_run, read_config, resumed_run
 from octavo.training.several_ranks import (
     agree_on_stops,
     check_alike,
@@ -86,21 +86,6 @@ def check_strategy(settings: SFTSettings) -> None:
     """Refuse shards where Accelerate makes none: on CPUs it trains whole copies instead, without a word."""
     if settings.strategy == "fsdp2" and settings.device == "cpu":
         raise UserError("--strategy fsdp2: Accelerate shards on GPUs alone; leave it out, for whole copies by ddp")
-
-
-def read_settings(folder: Path) -> SFTSettings:
-    """Read the settings that a run was started with."""
-    config = read_config(folder)
-    command = config.get("command", "train")
-    if command != "sft":
-        raise UserError(
-            f"{folder} is a run of octavo {command}: continue it with octavo {command} --resume --out {folder}"
-        )
-    known = {f.name for f in fields(SFTSettings)}
-    try:
-        return SFTSettings.from_dict({name: value for name, value in config.items() if name in known})
-    except (ValueError, TypeError) as error:
-        raise RunError(f"{folder / CONFIG} has changed: {error}; restore it, or start anew in another --out") from error
 
 
 def _opening(settings: SFTSettings, display: Display) -> None:

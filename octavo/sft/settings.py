@@ -15,6 +15,8 @@ import torch
 
 from octavo.nn.frozen import FROZEN_GRANULARITIES
 from octavo.numerics.checks import check_choice, check_positive_int
+from octavo.training.errors import RunError, UserError
+from octavo.training.run_folder import CONFIG, read_config
 from octavo.training.settings import STRATEGIES
 from octavo.training.shares import check_shares, own_micro_batches
 
@@ -199,6 +201,21 @@ def settings_from_options(options: Mapping[str, Any], base: SFTSettings | None =
     if base is not None:
         return SFTSettings.from_dict({**base.to_dict(), **given})
     return SFTSettings(**{**_defaults(given), **given})
+
+
+def read_settings(folder: Path) -> SFTSettings:
+    """Read the settings that a run was started with."""
+    config = read_config(folder)
+    command = config.get("command", "train")
+    if command != "sft":
+        raise UserError(
+            f"{folder} is a run of octavo {command}: continue it with octavo {command} --resume --out {folder}"
+        )
+    known = {f.name for f in fields(SFTSettings)}
+    try:
+        return SFTSettings.from_dict({name: value for name, value in config.items() if name in known})
+    except (ValueError, TypeError) as error:
+        raise RunError(f"{folder / CONFIG} has changed: {error}; restore it, or start anew in another --out") from error
 
 
 def _defaults(given: Mapping[str, Any]) -> dict[str, Any]:

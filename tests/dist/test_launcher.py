@@ -8,9 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from octavo.cli import launcher
-from octavo.cli.launcher import launch, run_ranks, without_option
+from octavo.cli import app, launcher
+from octavo.cli.launcher import launch, planned_ranks, run_ranks, without_option
 from octavo.training.errors import RunError, UserError
 
 ROOT = Path(launcher.__file__).parents[2]
@@ -98,15 +99,42 @@ def test_a_signal_to_one_rank_stops_all(script, monkeypatch, tmp_path):
 def test_an_environment_that_no_launcher_has_set(monkeypatch, value):
     monkeypatch.setenv("WORLD_SIZE", value)
     with pytest.raises(UserError, match=f"^WORLD_SIZE='{value}' in the environment: .* a whole number, at least 1"):
-        launch(2)
+        planned_ranks(2)
 
 
 def test_options_of_the_launcher(monkeypatch):
     assert without_option(["train", "--nproc", "2", "--steps", "3"], "--nproc") == ["train", "--steps", "3"]
     assert without_option(["train", "--nproc=2", "--out", "--nproc-x"], "--nproc") == ["train", "--out", "--nproc-x"]
-    assert launch(1) is False
+    assert (planned_ranks(None), planned_ranks(1), planned_ranks(3)) == (1, 1, 3) and launch(1) is False
     with pytest.raises(UserError, match="--nproc 0: at least 1"):
-        launch(0)
+        planned_ranks(0)
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(UserError, match="--nproc 2: a launcher has started 4 ranks already"):
-        launch(2)
+        planned_ranks(2)
+    assert planned_ranks(None) == 4 and launch(4) is False
+
+
+def test_a_request_that_ranks_refuse_has_the_exit_code_of_one(script):
+    script("print('octavo: MODEL nowhere: no such folder', file=sys.stderr); sys.exit(2)")
+    with pytest.raises(UserError, match="^MODEL nowhere: no such folder") as caught:
+        run_ranks(2, [])
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["train", "--steps", "0"], "steps=0"),
+        (["sft", "--rank", "0"], "rank=0"),
+        (["sft", "--resume", "--overwrite"], "--resume continues the run in --out and --overwrite replaces it"),
+        (["train", "--batch", "3", "--micro-batches", "1"], "cannot be shared equally by 2 ranks"),
+    ],
+)
+def test_mistakes_in_options_are_found_before_a_rank_starts(monkeypatch, command, words):
+    def start(*_):
+        raise AssertionError("a rank was started")
+
+    monkeypatch.setattr(launcher, "run_ranks", start)
+    result = CliRunner().invoke(app, [*command, "--nproc", "2"])
+    assert isinstance(result.exception, UserError) and result.exception.exit_code == 2, result.output
+    assert words in str(result.exception)
