@@ -143,14 +143,16 @@ def test_head_in_fp8_on_request():
     assert not fused.report.not_in_fp8 and "lm_head.g" in fused.scaling.statistics()
 
 
-def test_compiled():
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_compiled(dynamic):
     model = BDH(SMALL)
-    fuse(model)
-    loss, gradient = loss_and_gradient(model, batch())
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    loss_compiled, gradient_compiled = loss_and_gradient(compiled, batch())
-    assert loss_compiled == pytest.approx(loss, rel=1e-5)
-    torch.testing.assert_close(gradient_compiled, gradient, rtol=1e-4, atol=1e-7)
+    fuse(model, "current")
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for length in (64, 48, 80):
+        loss, gradient = loss_and_gradient(model, batch(length=length))
+        loss_compiled, gradient_compiled = loss_and_gradient(compiled, batch(length=length))
+        assert loss_compiled == pytest.approx(loss, rel=1e-5)
+        torch.testing.assert_close(gradient_compiled, gradient, rtol=1e-4, atol=1e-7)
 
 
 def test_under_torch_autocast():

@@ -65,7 +65,6 @@ OPERANDS = (
     "decoder.g",
 )
 WEIGHTS = ("encoder.w", "encoder_v.w", "decoder.w")
-NORM_EPSILON = 1e-5
 
 
 class Weights(NamedTuple):
@@ -160,7 +159,8 @@ class _FP8BDHLayer(torch.autograd.Function):
         a = layer.multiply(S_BHTS, x_B1DT, dtype, (B, H), True)
         del S, S_BHTS
         with torch.autocast(x.device.type, enabled=False):
-            normed, mean, rstd = torch.native_layer_norm(a, [D], None, None, NORM_EPSILON)
+            # A literal: with `dynamic=True`, Dynamo fails on a global float in an autograd function (torch 2.13).
+            normed, mean, rstd = torch.native_layer_norm(a, [D], None, None, 1e-5)
         normed = normed.transpose(0, 1).reshape(H, B * T, D)
         n_HMD, n_HDM = ops.quantize(normed, state["encoder_v.x"], recipe, record=True, layout="both")
         # t_pre = ln(a) · encoder_v
