@@ -116,7 +116,7 @@ def test_options_of_the_launcher(monkeypatch):
 
 def test_a_request_that_ranks_refuse_has_the_exit_code_of_one(script):
     script("print('octavo: MODEL nowhere: no such folder', file=sys.stderr); sys.exit(2)")
-    with pytest.raises(UserError, match="^MODEL nowhere: no such folder") as caught:
+    with pytest.raises(UserError, match=r"^MODEL nowhere: no such folder") as caught:
         run_ranks(2, [])
     assert caught.value.exit_code == 2
 
