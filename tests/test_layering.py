@@ -42,6 +42,7 @@ ONLY_IN = {
     "peft": {"hf", "sft", "grpo", "rl/learner.py", "rl/loras.py"},
     "trl": {"sft", "rl/trainer.py", "tools/bench/trainer_run.py"},
     "vllm": {"rl/vllm.py", "rl/vllm_layers.py"},
+    "reasoning_gym": {"rl/gym_process.py"},
     "datasets": {"sft", "tools/bench/trainer_run.py"},
 }
 MODELS_USED_IN = {"models", "training", "tools"}

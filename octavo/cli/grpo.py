@@ -24,7 +24,8 @@ def grpo(
         str | None,
         typer.Argument(
             metavar="[TASK]",
-            help="A .jsonl of prompts, a .py with PROMPTS and reward functions, or a task of reasoning-gym.",
+            help="A .jsonl of prompts, a .py with PROMPTS and reward functions, or a task of reasoning-gym with its "
+            "options: chain_sum,max_terms=2.",
             show_default=False,
         ),
     ] = None,

@@ -1,6 +1,6 @@
 """Terminal output of a GRPO run: a bar with reward, KL, length, gap and speed, and a line now and then."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,6 +42,13 @@ class Display:
     def advance(self, figures: str) -> None:
         if self._progress is not None:
             self._progress.update(self._task, advance=1, figures=figures)
+
+    def watch_prompts(self, prompts: Iterable[dict[str, Any]], number: int) -> Iterator[dict[str, Any]]:
+        """Yield prompts as they are made, and show a bar."""
+        with self.bar("making prompts", number):
+            for prompt in prompts:
+                self.advance("")
+                yield prompt
 
     def step(self, row: dict[str, Any], log: bool) -> None:
         """Advance the bar, and print a line if `log`."""

@@ -15,17 +15,19 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from octavo.rl.gym import Gym
 from octavo.rl.rewards import ARGUMENTS, Rewards
 from octavo.training.errors import UserError
 
 GYM = "reasoning-gym:"
-GYM_SIZE = 2048
+Watch = Callable[[Iterable[dict[str, Any]], int], Iterable[dict[str, Any]]]
 _ASK = "\nGive the final answer between <answer> and </answer>."
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
@@ -55,15 +57,18 @@ class Task:
         return {name: [row.get(name) for row in rows] for name in names}
 
 
-def read_task(source: str, rewards: Path | None = None, seed: int = 0) -> Task:
-    """Return the task that a user names, with the reward functions of the file `rewards` if it is given."""
+def read_task(source: str, rewards: Path | None = None, seed: int = 0, watch: Watch = lambda items, _: items) -> Task:
+    """Return the task that a user names, with the reward functions of the file `rewards` if it is given.
+
+    `watch(items, number)` yields the items and may show progress: some tasks take minutes to generate.
+    """
     path = Path(source)
     functions = None if rewards is None else read_rewards(rewards)
     if path.suffix == ".py":
         return _python_task(path, functions)
     if path.suffix in (".jsonl", ".json") or path.exists():
         return _jsonl_task(path, functions)
-    return _gym_task(source.removeprefix(GYM), functions, seed, named=source.startswith(GYM))
+    return _gym_task(source, functions, seed, watch)
 
 
 def read_rewards(path: Path) -> Rewards:
@@ -172,32 +177,30 @@ def _check_row(row: Any, where: str) -> None:
         raise UserError(f"{where}: no prompt in it; a row has a prompt, a text or messages with role and content")
 
 
-def _gym_task(name: str, rewards: Rewards | None, seed: int, named: bool) -> Task:
-    try:
-        import reasoning_gym
-    except ImportError as error:
-        what = f"TASK {name}" if named else f"TASK {name}: no such file, and as a task of reasoning-gym it"
-        raise UserError(f"{what} needs the package reasoning-gym ({error}): pip install reasoning-gym") from error
-    name, *pairs = name.split(",")
-    options = dict(pair.partition("=")[::2] for pair in pairs)
-    try:
-        numbers = {option: json.loads(value) for option, value in options.items()}
-        dataset: Any = reasoning_gym.create_dataset(name, size=GYM_SIZE, seed=seed, **numbers)
-    except (ValueError, TypeError, AssertionError) as error:
-        raise UserError(f"TASK {name}: no file, and no task of reasoning-gym: {error or numbers}") from error
+def _gym_task(source: str, rewards: Rewards | None, seed: int, watch: Watch) -> Task:
+    name = source.removeprefix(GYM)
+    if find_spec("reasoning_gym") is None:
+        what = "" if source.startswith(GYM) else ": no such file, and as a task of reasoning-gym it"
+        raise UserError(f"TASK {name}{what} needs the package reasoning-gym: pip install 'octavo[gym]'")
+    gym = Gym(name, seed)
 
-    def score(completions: Sequence[Any], entry: Sequence[Any]) -> list[float]:
+    def score(completions: Sequence[Any], index: Sequence[int]) -> list[float]:
         return [
-            float(dataset.score_answer(answer=_answer_of(text_of(completion)), entry=each))
-            for completion, each in zip(completions, entry, strict=True)
+            gym.score(_answer_of(text_of(completion)), each)
+            for completion, each in zip(completions, index, strict=True)
         ]
 
-    score.__name__ = name
+    score.__name__ = gym.name
     rows = [
-        {"prompt": [{"role": "user", "content": entry["question"] + _ASK}], "answer": entry["answer"], "entry": entry}
-        for entry in (dataset[i] for i in range(GYM_SIZE))
+        {
+            "prompt": [{"role": "user", "content": entry["question"] + _ASK}],
+            "answer": entry["answer"],
+            "entry": entry,
+            "index": index,
+        }
+        for index, entry in enumerate(watch(gym.entries(), gym.size))
     ]
-    return Task(name, rows, rewards or Rewards([score]), f"{len(rows):,} prompts of reasoning-gym's {name}")
+    return Task(gym.name, rows, rewards or Rewards([score]), f"{len(rows):,} prompts of reasoning-gym's {gym.name}")
 
 
 def _answer_of(text: str) -> str:

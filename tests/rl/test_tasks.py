@@ -2,7 +2,6 @@
 
 import math
 import sys
-from types import ModuleType
 
 import pytest
 import torch
@@ -203,42 +202,3 @@ def test_a_python_file_with_a_dataclass(tmp_path):
         "PROMPTS = [str(Row(1).x)]\ndef f(completions): return [0.0 for _ in completions]\n"
     )
     assert [row["prompt"] for row in read_task(str(path)).rows] == ["1"]
-
-
-def test_reasoning_gym_is_named_where_it_is_missing(monkeypatch):
-    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    for name in ("chain_sum", "reasoning-gym:chain_sum"):
-        with pytest.raises(UserError, match=r"TASK chain_sum.* needs the package reasoning-gym .*: pip install"):
-            read_task(name)
-
-
-def test_reasoning_gym(monkeypatch):
-    """With a package of the same interface in its place: it is an option, and not installed here."""
-
-    class Sums:
-        def __init__(self, size):
-            self.size = size
-
-        def __getitem__(self, i):
-            return {"question": f"{i} + 1?", "answer": str(i + 1), "metadata": {}}
-
-        def score_answer(self, answer, entry):
-            return 1.0 if answer == entry["answer"] else 0.01
-
-    def create_dataset(name, size, **_):
-        if name != "chain_sum":
-            raise ValueError(f"Dataset {name!r} not registered")
-        return Sums(size)
-
-    gym = ModuleType("reasoning_gym")
-    gym.create_dataset = create_dataset
-    monkeypatch.setitem(sys.modules, "reasoning_gym", gym)
-    task = read_task("reasoning-gym:chain_sum")
-    rows = list(task.rows[:2])
-    completions = [[{"role": "assistant", "content": text}] for text in ("so <answer> 1 </answer>", "7")]
-    scores = task.rewards.score([row["prompt"] for row in rows], completions, [[1], [1]], task.columns(rows))
-    assert scores.rewards.tolist() == pytest.approx([1.0, 0.01]) and scores.means.keys() == {"chain_sum"}
-    assert rows[0]["prompt"][0]["content"].startswith("0 + 1?\nGive the final answer")
-    assert read_task("chain_sum,max_terms=3").name == "chain_sum"
-    with pytest.raises(UserError, match="no file, and no task of reasoning-gym: Dataset 'sums' not registered"):
-        read_task("sums")

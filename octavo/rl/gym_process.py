@@ -1,0 +1,99 @@
+"""Child process of `gym.py`: serves a task of reasoning-gym over the connection whose number is its argument.
+
+A script that imports nothing of Octavo, and so runs without torch. A request is the name of a method of `Server` and
+its arguments; the answer is a pair of what it returned and, if it raised, a line that says why. The process ends with
+the connection.
+"""
+
+import copy
+import dataclasses
+import difflib
+import random
+import resource
+import signal
+import sys
+from multiprocessing.connection import Connection
+from typing import Any
+
+MEMORY = 8 << 30  # a verifier that needs more raises MemoryError
+
+
+class Server:
+    """Methods that the parent may call, on one dataset."""
+
+    def open(self, name: str, options: dict[str, Any]) -> None:
+        """Create the dataset of a task."""
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+
+        if name not in DATASETS:
+            near = difflib.get_close_matches(name, DATASETS, n=5, cutoff=0.5) or sorted(DATASETS)
+            raise ValueError(f"neither a file nor a task of reasoning-gym, which has {', '.join(near)}")
+        known = [field.name for field in dataclasses.fields(DATASETS[name][1])]
+        if unknown := [option for option in options if option not in known]:
+            raise ValueError(f"{name} has no option {unknown[0]!r}; it has {', '.join(known)}")
+        self.dataset: Any = reasoning_gym.create_dataset(name, **options)
+        self.made: dict[int, dict[str, Any]] = {}
+
+    def entry(self, index: int) -> Any:
+        """Return an entry as plain values, which any process can read and compare."""
+        return plain(self._make(index))
+
+    def score(self, text: str, index: int, limit: float) -> float:
+        """Return the score of an answer, 0 if it makes the verifier raise, as text does where a number is expected.
+
+        After `limit` seconds a signal ends the process: nothing else stops a computation inside of C.
+        """
+        entry = copy.deepcopy(self._make(index))  # verifiers may change it
+        signal.setitimer(signal.ITIMER_REAL, limit)
+        try:
+            return float(self.dataset.score_answer(answer=text, entry=entry))
+        except Exception:
+            return 0.0
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def _make(self, index: int) -> dict[str, Any]:
+        import numpy
+
+        if index not in self.made:
+            random.seed(self.dataset.seed + index)  # `list_functions` and `codeio` draw from the global generators
+            numpy.random.seed(random.getrandbits(32))
+            self.made[index] = self.dataset[index]
+        return self.made[index]
+
+
+def plain(value: Any) -> Any:
+    """Return a value as JSON would have it: some entries hold fractions, numbers of NumPy, or keys that are numbers."""
+    if isinstance(value, dict):
+        return {str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(each) for each in value]
+    for kind in (bool, int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    return None if value is None else str(value)
+
+
+def main(parent: Connection) -> None:
+    """Answer requests until the parent closes the connection, or is gone."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # the run decides what an interrupt means, and ends this process
+        signal.signal(number, signal.SIG_IGN)
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY if hard == resource.RLIM_INFINITY else min(MEMORY, hard), hard))
+    server = Server()
+    try:
+        while True:
+            method, *arguments = parent.recv()
+            answer = why = None
+            try:
+                answer = getattr(server, method)(*arguments)
+            except Exception as error:
+                why = " ".join(str(error).split()) or type(error).__name__
+            parent.send((answer, why))
+    except (EOFError, OSError):
+        return
+
+
+if __name__ == "__main__":
+    main(Connection(int(sys.argv[1])))

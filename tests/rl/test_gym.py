@@ -1,0 +1,240 @@
+"""Tasks of reasoning-gym: the same prompts in every process, and verifiers that hang or crash."""
+
+import contextlib
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import reasoning_gym
+from commands import Command
+from decoder_cases import build
+from reasoning_gym.factory import DATASETS
+from rich.console import Console
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from octavo.grpo.display import Display
+from octavo.rl import gym
+from octavo.rl.gym import Gym
+from octavo.rl.tasks import read_task
+from octavo.training.checkpoint import list_checkpoints
+from octavo.training.errors import UserError
+from octavo.training.files import read_object
+
+HANGS, CRASHES = "9**9**9**9", "__import__('os').abort()"
+# Their prompts depend on the hash seed; those of list_functions on the global generator, too.
+DRAWN_FROM_SETS = ("ransom_note", "isomorphic_strings", "list_functions")
+
+
+@pytest.fixture
+def countdown():
+    return Gym("countdown,size=2", seed=0)
+
+
+def child_of(task):
+    return task._process._child
+
+
+def test_prompts_are_the_same_under_every_hash_seed():
+    codes = {
+        "package": "import reasoning_gym as r\nfor name in {}: print(list(r.create_dataset(name, size=5, seed=0)))",
+        "task": "from octavo.rl.gym import Gym\nfor name in {}: print(list(Gym(name + ',size=5', 0).entries()))",
+    }
+    runs = {
+        (kind, seed): subprocess.Popen(
+            [sys.executable, "-c", code.format(DRAWN_FROM_SETS)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+        )
+        for kind, code in codes.items()
+        for seed in "12"
+    }
+    printed = {key: run.communicate()[0].splitlines() for key, run in runs.items()}
+    assert all(run.returncode == 0 for run in runs.values())
+    assert all(a != b for a, b in zip(printed["package", "1"], printed["package", "2"], strict=True))
+    assert printed["task", "1"] == printed["task", "2"] and len(printed["task", "1"]) == len(DRAWN_FROM_SETS)
+
+
+@pytest.mark.parametrize("name", ["chain_sum", "countdown", "word_sorting"])
+def test_prompts_and_scores_are_the_packages_own(name):
+    dataset, task = reasoning_gym.create_dataset(name, size=3, seed=7), Gym(f"{name},size=3", seed=7)
+    for index, (entry, ours) in enumerate(zip(dataset, task.entries(), strict=True)):
+        assert (ours["question"], ours["answer"]) == (entry["question"], entry["answer"])
+        for text in (entry["answer"], f"it is {entry['answer']}", "12", "", "1 +", "no", "\0"):
+            assert task.score(text, index) == dataset.score_answer(answer=text, entry=entry), text
+
+
+def test_a_task_with_options():
+    task = read_task("reasoning-gym:chain_sum,max_terms=2,size=20")
+    assert task.name == "chain_sum" and task.description == "20 prompts of reasoning-gym's chain_sum"
+    rows = list(task.rows[:2])
+    assert all(row["entry"]["metadata"]["num_terms"] == 2 for row in task.rows)
+    assert rows[0]["prompt"][0]["content"].endswith("=\nGive the final answer between <answer> and </answer>.")
+    texts = (f"so <answer> {rows[0]['answer']} </answer>", "none")
+    completions = [[{"role": "assistant", "content": text}] for text in texts]
+    scores = task.rewards.score([row["prompt"] for row in rows], completions, [[1], [1]], task.columns(rows))
+    assert scores.rewards.tolist() == [1.0, 0.0] and scores.means.keys() == {"chain_sum"}
+    assert json.dumps(list(task.rows), sort_keys=True)
+
+
+def test_a_verifier_that_hangs(countdown, monkeypatch):
+    monkeypatch.setattr(gym, "LIMIT", 0.3)
+    answers = [entry["answer"] for entry in countdown.entries()]
+    child, started = child_of(countdown), time.monotonic()
+    assert countdown.score(HANGS, 0) == 0
+    assert time.monotonic() - started < 10 and child.returncode == -signal.SIGALRM
+    assert [countdown.score(answer, index) for index, answer in enumerate(answers)] == [1, 1]
+
+
+def test_a_process_that_crashes(countdown):
+    answers = [entry["answer"] for entry in countdown.entries()]
+    child = child_of(countdown)
+    assert countdown.score(CRASHES, 0) == 0 and child.returncode == -signal.SIGABRT
+    assert countdown.score(answers[0], 0) == 1
+    child_of(countdown).kill()  # between two requests
+    child_of(countdown).wait()
+    assert countdown.score(answers[1], 1) == 1
+
+
+def test_an_interrupt_ends_the_process(countdown):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    answer, child = next(countdown.entries())["answer"], child_of(countdown)
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            countdown.score(HANGS, 0)
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+    assert child.returncode == -signal.SIGKILL
+    assert countdown.score(answer, 0) == 1
+
+
+def test_no_process_is_left(countdown):
+    """Neither when a task is done with, nor when Octavo is killed while a verifier hangs."""
+    child = child_of(countdown)
+    other = Gym("chain_sum,size=1", 0)
+    others = child_of(other)
+    del other
+    assert others.returncode == -signal.SIGKILL and child.poll() is None
+    code = (
+        "from octavo.rl import gym\ngym.LIMIT = 3.0\ntask = gym.Gym('countdown,size=1', 0)\n"
+        f"print(task._process._child.pid, flush=True)\ntask.score({HANGS!r}, 0)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        number = int(process.stdout.readline())
+        time.sleep(0.5)
+        process.kill()
+    deadline = time.monotonic() + 60
+    while is_running(number):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def is_running(number):
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("chain_sm", "TASK chain_sm: neither a file nor a task of reasoning-gym, which has chain_sum, "),
+        (
+            "reasoning-gym:0",
+            "TASK 0: neither a file nor a task of reasoning-gym, which has ab, acre, .*, zebra_puzzles",
+        ),
+        ("chain_sum,max_terms", "neither a file nor a task of reasoning-gym, which has chain_sum"),
+        ("chain_sum,terms=2", "chain_sum has no option 'terms'; it has min_terms, max_terms, .*, size"),
+        ("chain_sum,max_terms=1", "TASK chain_sum,max_terms=1: max_terms must be >= min_terms"),
+        ("chain_sum,max_terms=two", "TASK chain_sum,max_terms=two: .*'str'"),
+        ("chain_sum,size=0", "size=0: the number of prompts, at least 1"),
+        ("chain_sum,size=1e3", "size=1000.0: the number of prompts, at least 1"),
+        ("composite", "TASK composite: Must specify at least one dataset"),
+    ],
+)
+def test_requests_that_cannot_be_met(source, words):
+    with pytest.raises(UserError, match=words) as caught:
+        read_task(source)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_package_is_named_where_it_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    for source in ("chain_sum", "reasoning-gym:chain_sum"):
+        with pytest.raises(UserError, match=r"TASK chain_sum.* needs the package reasoning-gym: pip install 'octavo\["):
+            read_task(source)
+
+
+def test_progress_is_shown_on_a_terminal_alone():
+    for is_terminal in (True, False):
+        words = io.StringIO()
+        display = Display(Console(file=words, force_terminal=is_terminal, width=80))
+        assert len(read_task("chain_sum,size=3", watch=display.watch_prompts).rows) == 3
+        assert ("making prompts" in words.getvalue()) == is_terminal == bool(words.getvalue())
+
+
+def test_all_tasks_make_prompts_and_take_their_own_answers():
+    """In two processes, in opposite orders: an entry depends on its number alone, so a process may be replaced."""
+    first, second = gym._Process(), gym._Process()
+    for name in sorted(DATASETS.keys() - {"composite"}):
+        for process in (first, second):
+            process.ask("open", name, {"seed": 0, "size": 2})
+        entries = [first.ask("entry", index) for index in (0, 1)]
+        assert [second.ask("entry", index) for index in (1, 0)] == entries[::-1], name
+        json.dumps(entries)
+        for index, entry in enumerate(entries):
+            assert isinstance(entry["question"], str), name
+            if entry["answer"] is not None:  # there may be several, and none is given
+                assert first.ask("score", str(entry["answer"]).strip(), index, 60.0) == 1, name
+        wrong = second.ask("score", "?", 0, 60.0)
+        assert 0 <= wrong < 1 or name == "game_of_life_halting", name  # which takes any text for a right answer
+
+
+@pytest.fixture
+def speller(tmp_path):
+    """A tiny Llama on letters, True and False: some of what it writes earns a reward in ransom_note."""
+    letters = ["<pad>", "<eos>", *"abcdefghijklmnopqrstuvwxyz"]
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    tokenizer.add_tokens(["True", "False"])
+    tokenizer.decoder = decoders.Fuse()
+    folder = tmp_path / "speller"
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
+    build(vocab_size=32, max_position_embeddings=512, eos_token_id=1).bfloat16().save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_run_killed_and_resumed_under_another_hash_seed(speller, tmp_path):
+    options = ["--steps", "6", "--save-interval", "2", "--prompts", "2", "--completions", "8", "--max-new-tokens", "6"]
+    options += ["--rank", "4", "--lr", "1e-2", "--device", "cpu"]
+    arguments = ["grpo", speller, "reasoning-gym:ransom_note,size=16", *options]
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    run = Command(*arguments, "--out", str(whole), environment={"PYTHONHASHSEED": "1"})
+    process = Command(*arguments, "--out", str(cut), environment={"PYTHONHASHSEED": "2"})
+    while not list_checkpoints(cut) and process.poll() is None:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    output, error = run.communicate()
+    assert run.returncode == 0 and "16 prompts of reasoning-gym's ransom_note; rewards: ransom_note" in output, error
+    assert 2 <= len(rewards_of(cut)) < 6
+    resumed = Command("grpo", "--resume", "--out", str(cut), environment={"PYTHONHASHSEED": "3"})
+    output, error = resumed.communicate()
+    assert resumed.returncode == 0 and "Resuming after step" in output, error
+    assert rewards_of(cut) == rewards_of(whole) and len({reward for _, reward, _ in rewards_of(whole)}) > 2
+    assert len({read_object(folder / "config.json", "")["task_sha256"] for folder in (whole, cut)}) == 1
+
+
+def rewards_of(folder):
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(row["step"], row["reward"], row["loss"]) for row in rows]
