@@ -50,7 +50,7 @@ def train_grpo(
     display, stop = Display(console or Console()), StopSignals()
     with stop.caught(), quiet_transformers():
         _opening(settings, display)
-        task = _read_task(settings)
+        task = _read_task(settings, display)
         display.say(f"Task: {task.description or task.name}; rewards: {', '.join(task.rewards.names)}", "dim")
         if resume:
             _check_same_run(find_run(out), settings, _digest(task))
@@ -107,10 +107,11 @@ def _opening(settings: RunSettings, display: Display) -> None:
         leave_emulation_unannounced(settings.device)
 
 
-def _read_task(settings: RunSettings) -> Task:
+def _read_task(settings: RunSettings, display: Display) -> Task:
     if settings.task is None:
         return demo.sorting_task(settings.seed)
-    return read_task(settings.task, None if settings.rewards is None else Path(settings.rewards), settings.seed)
+    rewards = None if settings.rewards is None else Path(settings.rewards)
+    return read_task(settings.task, rewards, settings.seed, watch=display.watch_prompts)
 
 
 def _facts(task: Task) -> dict[str, Any]:
