@@ -7,7 +7,8 @@ for early and the parts of `x · Aᵀ`, then each linear and a layer, with the b
 linear launches is timed, in CUDA graphs that go through copies of a weight, together larger than L2. `share` is that of
 a copy, which reads and writes (`octavo bench --kernels` measures the same); of FP8 bytes alone.
 
-`--tokens` chooses some, `--quick` takes the tiles of `octavo/kernels/tuning.py` as they are.
+`--tokens` chooses some, `--quick` takes the tiles of `octavo/kernels/few_token_tiles.py` as they are. One token has
+kernels of its own, whose tiles `one_token.py` compares.
 """
 
 import argparse
@@ -27,8 +28,9 @@ import torch
 from torch import Tensor
 
 from octavo.kernels import few_tokens as kernels
+from octavo.kernels.few_token_tiles import FewTokenTiles, ProductTile
 from octavo.kernels.tiles import multiprocessors
-from octavo.kernels.tuning import HOPPER, FewTokenTiles, ProductTile
+from octavo.kernels.tuning import HOPPER
 from octavo.numerics import Quantized
 from octavo.numerics.few_tokens import Low
 from octavo.numerics.norm import Norm

@@ -36,6 +36,8 @@ from typing import NamedTuple
 
 import torch
 
+from octavo.kernels.few_token_tiles import FewTokenTiles, OneTokenTiles
+
 
 class Tile(NamedTuple):
     """Rows and columns of a tile, and how a kernel walks over tiles.
@@ -233,62 +235,6 @@ class GemmTiles(NamedTuple):
     cublas_blocks: bool = True  # cuBLASLt takes scales per block of 1×128 and 128×128
 
 
-class ProductTile(NamedTuple):
-    """Outputs of a tile, and how a kernel walks along its weights; `programs` that fit on a multiprocessor.
-
-    `registers`: at most, for each thread. `prefetch`: steps of 128 columns that L2 is asked for before x is there.
-    `adapter_parts`: parts of K for `x · Aᵀ`, for which others wait at their end. `tokens`: of a tile; None: all.
-    """
-
-    n: int
-    warps: int
-    stages: int
-    programs: int
-    registers: int | None = None
-    prefetch: int = 4
-    adapter_parts: int = 16
-    tokens: int | None = None
-
-
-class FewTokenTiles(NamedTuple):
-    """Tiles by their tokens, 16, 32, 64 or 128, of which there is one tile.
-
-    They are at most 128 outputs, which have one scale for each block. Gate and up: 64 of each, always. `down` is of
-    what follows them, which has factors for every step, and takes more registers.
-
-    Measured for an 8B with adapters of rank 32 (`benchmarks/few_tokens.py`, H200, 2026-11-17, torch 2.11.0). A layer
-    takes 89 µs at 1 token, 90 at 16 and 112 at 64; with all tiles as those of `products[16]`'s first guess, and 128
-    outputs for 64 tokens, it took 97, 98 and 130. At 128 tokens (2026-11-18) 173, and 262 with all tokens of gate and
-    up in one tile. Tiles of 32 tokens follow their neighbours, unmeasured.
-    """
-
-    products: Mapping[int, ProductTile] = {
-        16: ProductTile(64, warps=4, stages=5, programs=4, prefetch=0),  # qkv 15.3 → 14.4 µs, o 12.4
-        32: ProductTile(64, warps=4, stages=4, programs=3, prefetch=0),
-        64: ProductTile(64, warps=4, stages=3, programs=3, prefetch=0),  # qkv 23.0 → 19.9, o 19.0 → 15.3
-        128: ProductTile(64, warps=4, stages=3, programs=2, prefetch=0),
-    }
-    gated: Mapping[int, ProductTile] = {
-        16: ProductTile(64, warps=4, stages=5, programs=2, prefetch=2, adapter_parts=4),  # 36.7
-        32: ProductTile(64, warps=4, stages=4, programs=2, prefetch=2, adapter_parts=4),
-        64: ProductTile(64, warps=4, stages=4, programs=2, prefetch=0, adapter_parts=4),  # 44.1 → 43.5
-        128: ProductTile(64, warps=4, stages=3, programs=2, prefetch=0, adapter_parts=4, tokens=64),  # 167 → 77
-    }
-    down: Mapping[int, ProductTile] = {
-        16: ProductTile(64, warps=4, stages=6, programs=3, prefetch=0, adapter_parts=8),  # 29.9 → 25.8, at 1 token
-        32: ProductTile(64, warps=4, stages=4, programs=3, prefetch=0, adapter_parts=8),
-        64: ProductTile(64, warps=4, stages=3, programs=2, prefetch=8, adapter_parts=8),  # 41.9 → 34.0
-        128: ProductTile(64, warps=4, stages=3, programs=2, prefetch=8, adapter_parts=8),
-    }
-    most_parts: int = 16
-    lay_out: LinearTile = LinearTile(512, 4)  # elements for each warp, of which there are so many or more
-    # Cost of a program's start and end, and of a part's sums for each 64 tokens, in steps of 128 columns.
-    start: float = 3.0
-    part: float = 0.25
-    # Whether the first launch of a product begins before the kernel in front of it, whosever it is, has ended.
-    begins_early: bool = False
-
-
 @dataclass(frozen=True)
 class Rates:
     """Rates of a GPU, per second.
@@ -312,6 +258,7 @@ class Tuning(NamedTuple):
     adapters: AdapterTiles = AdapterTiles()
     gemm: GemmTiles = GemmTiles()
     few_tokens: FewTokenTiles = FewTokenTiles()
+    one_token: OneTokenTiles = OneTokenTiles()
     # A program walks over one token's logits; then tiles of tokens by logits. Not measured separately.
     cross_entropy: LinearTile = LinearTile(2048, 4)
     cross_entropy_gradient: Tile = Tile(128, 64, warps=4)

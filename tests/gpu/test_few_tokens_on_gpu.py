@@ -67,8 +67,9 @@ def test_linear(m, n, k, granularity):
 @pytest.mark.parametrize("format", ["E4M3", "E5M2"])
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
 @pytest.mark.parametrize("of_adapters", [BF16, torch.float32])
-def test_formats_and_dtypes(format, dtype, of_adapters):
-    x, weight = randn(20, 512, dtype=dtype), weight_of(384, 512, "block", format)
+@pytest.mark.parametrize("m", [1, 20])
+def test_formats_and_dtypes(m, format, dtype, of_adapters):
+    x, weight = randn(m, 512, dtype=dtype), weight_of(384, 512, "block", format)
     adapters = [low(0, 384, 512, dtype=dtype if of_adapters == BF16 else of_adapters)]
     norm = Norm((torch.rand(512, device="cuda") + 0.5).to(dtype), 1e-5)
     assert_near(kernel.linear(x, weight, adapters, norm=norm), spec.linear(x, weight, adapters, norm=norm))
@@ -87,16 +88,20 @@ def test_every_byte(m):
         actual, finite = kernel.linear(x, weight), every.float().isfinite()
         assert torch.equal(actual[:2, finite].float(), every.float()[finite].repeat(2, 1))
         assert actual[:, ~finite].isnan().all() and actual[:, finite].isfinite().all()
+        assert torch.equal(kernel.linear(x[:1].contiguous(), weight).isnan(), actual[:1].isnan())
 
 
 def test_nan_stays_in_its_row():
     x, weight = randn(64, 4096, dtype=BF16), weight_of(4096, 4096)
     weight.data.view(torch.uint8)[77, 1001] = 0x7F
     x[5, 9] = float("nan")
-    y = kernel.linear(x, weight, [low(0, 4096, 4096)])
+    adapters = [low(0, 4096, 4096)]
+    y = kernel.linear(x, weight, adapters)
     expected = torch.zeros_like(y, dtype=torch.bool)
     expected[5], expected[:, 77] = True, True
     assert torch.equal(y.isnan(), expected)
+    for row in (5, 6):
+        assert torch.equal(kernel.linear(x[row : row + 1], weight, adapters).isnan(), expected[row : row + 1])
 
 
 @pytest.mark.parametrize("granularity", ["block", "channel"])
@@ -109,6 +114,9 @@ def test_rows_of_any_magnitude(granularity):
     y, exact = kernel.linear(x, weight).double(), x.double() @ weight.dequantize(torch.float32).double().t()
     assert ((y - exact).norm(dim=1) <= 2.0**-8 * exact.norm(dim=1)).all()
     assert not y[5].any()
+    for row in range(len(x)):
+        alone = kernel.linear(x[row : row + 1], weight).double()
+        assert (alone - exact[row]).norm() <= 2.0**-8 * exact[row].norm()
 
 
 @pytest.mark.parametrize("m", [1, 64, 128])
@@ -144,8 +152,9 @@ def test_gated_mlp(m, f, k, activation):
 
 
 @pytest.mark.parametrize("granularity", ["block", "channel"])
+@pytest.mark.parametrize("tokens", [1, 8])
 @torch.no_grad()
-def test_layers_in_a_graph(granularity):
+def test_layers_in_a_graph(tokens, granularity):
     """As decoding calls them: a norm and a group, a norm and an MLP, in a CUDA graph; against the same call eagerly."""
     k, f = 1024, 2048
     shapes = ((k, f), (k, f), (f, k))
@@ -155,7 +164,7 @@ def test_layers_in_a_graph(granularity):
     put_together([gate, up])
     positions = (Adapter(0, f, 2.0), Adapter(f, 2 * f, 0.5))
     downs, ups = tuple(randn(16, k) / k**0.5 for _ in range(2)), tuple(randn(f, 16) for _ in range(2))
-    adapters, h = Adapters(positions, downs, ups), randn(8, 1, k, dtype=BF16)
+    adapters, h = Adapters(positions, downs, ups), randn(tokens, 1, k, dtype=BF16)
     norm = Norm((torch.rand(k, device="cuda") + 0.5).to(BF16), 1e-5)
 
     def run(x):
@@ -173,7 +182,7 @@ def test_layers_in_a_graph(granularity):
             actual = run(h)
         graph.replay()
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
-    many = h.repeat(32, 1, 1)
+    many = h.repeat(256 // tokens, 1, 1)
     with weights_only():
         assert len(many) > spec.MOST_TOKENS
         for few, by_dequantised in zip(actual, run(many), strict=True):

@@ -69,6 +69,10 @@ def compile_instead(kernel, *args, grid, warmup, **constants):  # noqa: ARG001
         "unwritten": sorted(unwritten(compiled.asm["ptx"])),
         "may_wait": constants.get("OVERLAPS", False),
         "waits": waits(compiled.asm["ptx"]),
+        "reads_weights": kernel.fn.__name__ in ("project_kernel", "whole_rows_kernel"),
+        "stores_first": len(
+            re.findall(r"\b(?:st|red|atom)\.global", compiled.asm["ptx"].split("griddepcontrol.wait")[0])
+        ),
         "needs_nothing": kernel.fn.__name__ == "columns_kernel" and constants["MODE"] != CHANNEL.value,
     }
     if len(sys.argv) > 3:

@@ -1,6 +1,7 @@
 """Launches of the kernels that decoding needs, for `launches.py`: attention over a cache, products of few tokens,
 drawing a token, bookkeeping of slots."""
 
+import itertools
 from collections.abc import Callable, Iterator
 
 import torch
@@ -87,7 +88,7 @@ def few_token_launches(dtype: torch.dtype) -> Iterator[Launch]:
         pairs = [(torch.zeros(32, k, dtype=of), torch.zeros(size, 32, dtype=of)) for _ in range(count)]
         return [Low(i * size, (i + 1) * size, 1.0, *pair) for i, pair in enumerate(pairs)]
 
-    for m in (16, 32, 64, 128) if dtype == torch.bfloat16 else (16,):
+    for m in (1, 16, 32, 64, 128) if dtype == torch.bfloat16 else (1, 16):
         x = torch.zeros(m, 1024, dtype=dtype)
         for granularity in ("block", "channel", "tensor"):
             yield (
@@ -111,18 +112,25 @@ def few_token_launches(dtype: torch.dtype) -> Iterator[Launch]:
             norm=plain,
         ),
     )
-    yield "few tokens at edges", lambda: few_tokens.linear(odd, weight(130, 144, "block"), adapters(1, 130, 144))
-    for activation in ACTIVATIONS:
+    one, added = odd[:1], {"bias": torch.zeros(130), "residual": torch.zeros(1, 130, dtype=dtype)}
+    for granularity in ("block", "channel"):
         yield (
-            f"few tokens gated {activation}",
-            lambda a=activation: few_tokens.gated_mlp(
-                x,
+            f"few tokens, one at edges {granularity}",
+            lambda g=granularity: few_tokens.linear(one, weight(130, 144, g), adapters(1, 130, 144), **added),
+        )
+    yield "few tokens, one without adapters", lambda: few_tokens.linear(one, weight(130, 144, "block"))
+    yield "few tokens at edges", lambda: few_tokens.linear(odd, weight(130, 144, "block"), adapters(1, 130, 144))
+    for activation, m in itertools.product(ACTIVATIONS, (1, 5)):
+        yield (
+            f"few tokens gated {activation} {m}",
+            lambda a=activation, m=m: few_tokens.gated_mlp(
+                x[:m],
                 weight(1024, 256, "block"),
                 weight(256, 512, "block"),
                 a,
                 adapters(2, 1024, 256),
                 adapters(1, 256, 512),
-                residual=residual,
+                residual=residual[:m],
                 norm=plain,
             ),
         )

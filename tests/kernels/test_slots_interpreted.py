@@ -5,6 +5,7 @@ import torch
 from slots_cases import copies, ints, new_slots
 from torch.library import opcheck
 
+import octavo.ops.slots  # noqa: F401, registers the operators
 from octavo.kernels import slots as kernels
 from octavo.numerics import slots as spec
 

@@ -8,80 +8,36 @@ bias, residual, or the activation of a gated MLP.
     linear       lay out x; products
     gated MLP    lay out x; products of gate and up, to h, laid out; products of down
 
+One token has kernels of its own (`one_token.py`).
+
 Launches overlap: one begins while the last programs of the one before are at work, and asks for its first weights
 before it waits. `kernels.py` has the kernels.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.few_tokens.kernels import (
-    BLOCKS,
-    CHANNEL,
-    PARTS_OF_TILE,
-    TENSOR,
-    lay_out_kernel,
-    products_kernel,
-)
+from octavo.kernels.few_token_tiles import FewTokenTiles, ProductTile
+from octavo.kernels.few_tokens import one_token
+from octavo.kernels.few_tokens.kernels import PARTS_OF_TILE, lay_out_kernel, products_kernel
+from octavo.kernels.few_tokens.sides import DOWN, FORMATS, GATED, MOST_ADAPTERS, PRODUCT, Side
 from octavo.kernels.gated.activations import ACTIVATIONS
 from octavo.kernels.launch import LaunchCache, Launches
 from octavo.kernels.launch import kind as kind_of
 from octavo.kernels.tiles import multiprocessors
-from octavo.kernels.tuning import FewTokenTiles, ProductTile, may_overlap, tuning_for
+from octavo.kernels.tuning import may_overlap, tuning_for
 from octavo.numerics.few_tokens import MOST_TOKENS, Low
 from octavo.numerics.norm import Norm
 from octavo.numerics.quantize import BLOCK, Quantized
 
-MOST_ADAPTERS = 3
 LARGEST_RANK = 128
 WIDEST = 32_768  # columns of x, a row of which is in one program
 DTYPES = (torch.bfloat16, torch.float16)
 ALIGNMENT = 16  # bytes that a thread reads at a time
-_FORMATS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
-# Kinds of products, each with tiles of its own: any, of gate and up to h, and of h.
-PRODUCT, GATED, DOWN = "products", "gated", "down"
 _LAUNCHES = LaunchCache()
-
-
-class _Side(NamedTuple):
-    """One product: the numbers of its tensors among those of the launches, and what is known of them."""
-
-    weight: Quantized
-    w: int
-    scale: int
-    adapters: Sequence[Low]
-    matrices: int  # the first of all A, then all B
-
-    @property
-    def ranks(self) -> list[int]:
-        return [low.down.shape[0] for low in self.adapters]
-
-    def downs(self) -> list[int]:
-        return self._three(self.matrices)
-
-    def ups(self) -> list[int]:
-        return self._three(self.matrices + len(self.adapters))
-
-    def _three(self, first: int) -> list[int]:
-        """Three numbers: those of the adapters there are, and again the first."""
-        count = len(self.adapters)
-        return [first + (i if i < count else 0) if count else self.w for i in range(MOST_ADAPTERS)]
-
-    @property
-    def rank_constants(self) -> dict[str, int]:
-        ranks = self.ranks + [0] * (MOST_ADAPTERS - len(self.adapters))
-        return {f"RANK{i}": rank for i, rank in enumerate(ranks)}
-
-    @property
-    def spans(self) -> tuple[float, ...]:
-        every = [(low.first, low.last - low.first, low.scaling) for low in self.adapters]
-        firsts, sizes, scalings = zip(*every, *[(0, 0, 1.0)] * (MOST_ADAPTERS - len(every)), strict=True)
-        return (*firsts, *sizes, *map(float, scalings))
 
 
 def can_multiply(x: Tensor, weight: Quantized, adapters: Sequence[Low], norm: Norm | None = None) -> bool:
@@ -92,7 +48,7 @@ def can_multiply(x: Tensor, weight: Quantized, adapters: Sequence[Low], norm: No
     return (
         x.dtype in DTYPES
         and 0 < x.shape[0] <= MOST_TOKENS
-        and data.dtype in _FORMATS
+        and data.dtype in FORMATS
         and k % ALIGNMENT == 0
         and k <= WIDEST
         and data.is_contiguous()
@@ -156,13 +112,17 @@ def linear_launches(
     launches = _LAUNCHES.get(key)
     if launches is None:
         launches = _new_launches(x, len(given))
-        side = _Side(weight, 1, 2, adapters, 3)
+        side = Side(weight, 1, 2, adapters, 3)
         rest = iter(range(3 + len(matrices), len(given)))
         bias_at, residual_at, norm_at = (None if each is None else next(rest) for each in (bias, residual, norm))
-        laid_out, counters = _add_lay_out(launches, x, norm, norm_at, _counters_of(x, side, PRODUCT))
-        y, _ = _add_products(
-            launches, x, laid_out, (counters, 0), side, PRODUCT, bias_at=bias_at, residual_at=residual_at
-        )
+        if x.shape[0] == 1:
+            projected = one_token.add_projection(launches, x, 0, side, norm, norm_at)
+            y = one_token.add_rows(launches, x, projected, side, PRODUCT, bias_at=bias_at, residual_at=residual_at)
+        else:
+            laid_out, counters = _add_lay_out(launches, x, norm, norm_at, _counters_of(x, side, PRODUCT))
+            y, _ = _add_products(
+                launches, x, laid_out, (counters, 0), side, PRODUCT, bias_at=bias_at, residual_at=residual_at
+            )
         launches.results = (y,)
         _LAUNCHES.add(key, launches)
     return launches, given
@@ -203,15 +163,21 @@ def mlp_launches(
     launches = _LAUNCHES.get(key)
     if launches is None:
         launches = _new_launches(x, len(given))
-        first = _Side(gate_up, 1, 2, adapters, 5)
-        second = _Side(down, 3, 4, adapters_down, 5 + len(matrices))
+        first = Side(gate_up, 1, 2, adapters, 5)
+        second = Side(down, 3, 4, adapters_down, 5 + len(matrices))
         rest = iter(range(5 + len(matrices) + len(of_down), len(given)))
         residual_at, norm_at = (None if each is None else next(rest) for each in (residual, norm))
-        before = _counters_of(x, first, GATED)
-        every = before + _counters_of(x, second, DOWN)
-        laid_out, counters = _add_lay_out(launches, x, norm, norm_at, every)
-        h = _add_products(launches, x, laid_out, (counters, 0), first, GATED, activation=activation)
-        y, _ = _add_products(launches, x, h, (counters, before), second, DOWN, residual_at=residual_at)
+        if x.shape[0] == 1:
+            projected = one_token.add_projection(launches, x, 0, first, norm, norm_at)
+            one = one_token.add_rows(launches, x, projected, first, GATED, activation=activation)
+            projected = one_token.add_projection(launches, x, one, second)
+            y = one_token.add_rows(launches, x, projected, second, DOWN, residual_at=residual_at)
+        else:
+            before = _counters_of(x, first, GATED)
+            every = before + _counters_of(x, second, DOWN)
+            laid_out, counters = _add_lay_out(launches, x, norm, norm_at, every)
+            h = _add_products(launches, x, laid_out, (counters, 0), first, GATED, activation=activation)
+            y, _ = _add_products(launches, x, h, (counters, before), second, DOWN, residual_at=residual_at)
         launches.results = (y,)
         _LAUNCHES.add(key, launches)
     return launches, given
@@ -232,7 +198,7 @@ def parts_of(tiles: int, steps: int, tokens: int, slots: int, tuning: FewTokenTi
 
 
 def _new_launches(x: Tensor, given: int) -> Launches:
-    early = tuning_for(x.device).few_tokens.begins_early
+    early = tuning_for(x.device).few_tokens.begins_early and x.shape[0] > 1  # `rows.py` says why not with one
     return Launches(given=given, overlaps=may_overlap(x.device), follows=early)
 
 
@@ -241,7 +207,7 @@ def _tile_of(x: Tensor, kind: str) -> ProductTile:
     return getattr(tuning_for(x.device).few_tokens, kind)[tile_of_tokens(x.shape[0])]
 
 
-def _tiles_of(x: Tensor, side: _Side, kind: str) -> int:
+def _tiles_of(x: Tensor, side: Side, kind: str) -> int:
     """How many tiles of outputs there are. Of gate and up, two for 128 features, which may be fewer."""
     n = side.weight.data.shape[0]
     return -(-n // 2 // BLOCK) * 2 if kind == GATED else -(-n // _tile_of(x, kind).n)
@@ -252,7 +218,7 @@ def _tiles_of_tokens(x: Tensor, kind: str) -> int:
     return max(1, rows // (_tile_of(x, kind).tokens or rows))
 
 
-def _counters_of(x: Tensor, side: _Side, kind: str) -> int:
+def _counters_of(x: Tensor, side: Side, kind: str) -> int:
     return PARTS_OF_TILE + _tiles_of(x, side, kind) * _tiles_of_tokens(x, kind)
 
 
@@ -276,14 +242,14 @@ def _add_lay_out(
 
 
 def _add_products(
-    launches: Launches, x: Tensor, laid_out: tuple[int, int], counters: tuple[int, int], side: _Side, kind: str, *,
+    launches: Launches, x: Tensor, laid_out: tuple[int, int], counters: tuple[int, int], side: Side, kind: str, *,
     activation: str | None = None, bias_at: int | None = None, residual_at: int | None = None,
 ) -> tuple[int, int]:  # fmt: skip
     """Add the launch of a product, and return the numbers of y; or, with an activation, of h and its factors.
 
     `counters`: their number, and the first of them that is this launch's.
     """
-    gated, (n, k), scale = kind == GATED, side.weight.data.shape, side.weight.scale
+    gated, (n, k) = kind == GATED, side.weight.data.shape
     m, rows, steps, tuning = x.shape[0], tile_of_tokens(x.shape[0]), -(-k // BLOCK), tuning_for(x.device).few_tokens
     tile, tiles, tiles_of_tokens = _tile_of(x, kind), _tiles_of(x, side, kind), _tiles_of_tokens(x, kind)
     units, tokens = tiles * tiles_of_tokens, rows // tiles_of_tokens
@@ -300,10 +266,9 @@ def _add_products(
     else:
         y = launches.make((m, n), x.dtype)
         factors = sums
-    mode = TENSOR if scale.dim() == 0 else CHANNEL if scale.shape == (n, 1) else BLOCKS
     whole = (n // 2) % BLOCK == 0 if gated else n % tile.n == 0
     constants = {
-        "FORMAT": _FORMATS[side.weight.data.dtype], "MODE": mode.value, "STEPPED": kind == DOWN,
+        "FORMAT": FORMATS[side.weight.data.dtype], "MODE": side.mode.value, "STEPPED": kind == DOWN,
         "ACTIVATION": None if activation is None else ACTIVATIONS[activation],
         "BIAS": bias_at is not None, "RESIDUAL": residual_at is not None, "SPLIT": parts > 1,
         "EVEN": whole and k % BLOCK == 0, "ROWS": rows, "TILE_M": tokens, "TILE_N": tile.n,
@@ -313,8 +278,7 @@ def _add_products(
         constants["maxnreg"] = tile.registers
     beside = (y if bias_at is None else bias_at, y if residual_at is None else residual_at)
     tensors = (*laid_out, side.w, side.scale, *side.downs(), *side.ups(), t_sums, t, sums, counters[0], *beside, y)
-    stride = scale.shape[1] if mode is BLOCKS else 0
-    numbers = (m, n, k, steps, stride, counters[1], parts, t_parts, tile.prefetch, *side.spans)
+    numbers = (m, n, k, steps, side.stride, counters[1], parts, t_parts, tile.prefetch, *side.spans)
     grid = (len(side.adapters) * t_parts + units * parts,)
     launches.launch(products_kernel, grid, (*tensors, factors), numbers, constants | side.rank_constants)
     return y, factors

@@ -27,6 +27,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from octavo.kernels import tiles
 from octavo.kernels.adapters.tiles import choose, padded, product
 from octavo.kernels.few_tokens.tiles import (
+    BLOCKS,
+    CHANNEL,
+    TENSOR,
     adapted,
     arrive,
     from_words,
@@ -41,10 +44,6 @@ from octavo.numerics.quantize import BLOCK
 
 _BLOCK = tl.constexpr(BLOCK)
 _HALF = tl.constexpr(BLOCK // 2)
-# How the weight is scaled.
-TENSOR = tl.constexpr(0)
-CHANNEL = tl.constexpr(1)
-BLOCKS = tl.constexpr(2)
 # Counters: adapters whose t is there, parts that have arrived of each t, and those of each tile of outputs.
 ADAPTERS_DONE = 0
 PARTS_OF_T = 1

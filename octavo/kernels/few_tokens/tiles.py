@@ -15,6 +15,10 @@ import triton.language as tl
 from octavo.kernels import tiles
 from octavo.kernels.adapters.tiles import padded, product
 
+# How a weight is scaled.
+TENSOR = tl.constexpr(0)
+CHANNEL = tl.constexpr(1)
+BLOCKS = tl.constexpr(2)
 _TOP = tl.constexpr(127 + 127 + 14)  # of this, less an exponent (biased, as is the result), 14 is left
 
 
@@ -32,7 +36,7 @@ def _assembly(format):
 
 
 @triton.jit
-def _decoded(byte, FORMAT: tl.constexpr):
+def decoded(byte, FORMAT: tl.constexpr):
     """Bytes as FP32. The interpreter's own conversion knows neither NaN nor infinity."""
     bits = byte.to(tl.int32) & 0x7F
     is_e4m3: tl.constexpr = FORMAT == tl.float8e4nv  # noqa: SIM300
@@ -49,7 +53,7 @@ def _decoded(byte, FORMAT: tl.constexpr):
 def from_words(words, FORMAT: tl.constexpr):
     """The lower and the upper byte of each word, as FP16."""
     if tiles.INTERPRETED:
-        return _decoded(words, FORMAT).to(tl.float16), _decoded(words >> 8, FORMAT).to(tl.float16)
+        return decoded(words, FORMAT).to(tl.float16), decoded(words >> 8, FORMAT).to(tl.float16)
     code: tl.constexpr = _assembly(FORMAT)
     return tl.inline_asm_elementwise(code, "=r,=r,r", [words], (tl.float16, tl.float16), is_pure=True, pack=2)
 
