@@ -39,6 +39,7 @@ from octavo.nn.linear import FP8Linear
 from octavo.nn.model_report import report_of
 from octavo.nn.report import FP8, REPORT, ConversionReport, dtype_name
 from octavo.nn.styles import style_of
+from octavo.nn.walk import modules_of
 from octavo.numerics import FP8ScalingManager, FP8TrainingConfig
 
 # Children of fused modules that those do not call, but compute themselves.
@@ -271,7 +272,7 @@ def fused_for_decoding(model: nn.Module) -> Iterator[None]:
     }
     taken = []
     try:
-        for module in model.modules():
+        for module in modules_of(model):
             for kind, forward in forwards.items():
                 own = match.is_of_family(module, kind) and "forward" not in module.__dict__
                 if own and not is_fused(module) and (kind != "DecoderLayer" or match.is_layer(module)):

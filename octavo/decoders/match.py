@@ -5,6 +5,7 @@ else. Nothing here changes a module.
 """
 
 from collections.abc import Container
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -65,7 +66,12 @@ def norm_of(module: Any) -> Norm | None:
 
 def is_of_family(module: nn.Module, kind: str) -> bool:
     """Whether this is the module of that kind (`Attention`, `ForCausalLM`, …) of a family that is known here."""
-    return _is_named(module, {f + kind for f in FAMILIES})
+    return _is_named(module, _names(kind))
+
+
+@cache
+def _names(kind: str) -> frozenset[str]:
+    return frozenset(family + kind for family in FAMILIES)
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:

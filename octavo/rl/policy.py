@@ -31,11 +31,12 @@ from octavo.nn.frozen import FP8FrozenLinear
 from octavo.nn.held import HeldWeights, holding
 from octavo.nn.linear import LinearInFP8, weights_only
 from octavo.nn.sharded import is_sharded
+from octavo.nn.walk import modules_of
 from octavo.rl.cache import CacheFormat
 
 PRODUCTS = ("weights", "fp8")
 _FIXED_ROPE = ("default", "linear", "llama3", "yarn", "proportional")  # others depend on the longest sequence so far
-_ADAPTERS = (".lora_A.", ".lora_B.")
+_ADAPTERS = ("lora_A", "lora_B")
 _LOCKS: dict[int, Any] = {}  # by the configuration, which models may share: a rollout changes it, too
 
 
@@ -59,9 +60,10 @@ class Policy:
 
     def place(self) -> tuple[torch.device, torch.dtype]:
         """Return where the model is now, and in which dtype it computes. Its linears are checked, too."""
-        _check_whole(self.model)
-        _check_scales(self.model)
-        return _device_of(self.model), self.model.get_input_embeddings().weight.dtype
+        modules = modules_of(self.model)
+        _check_whole(self.model, modules)
+        _check_scales(self.model, modules)
+        return _device_of(modules), self.model.get_input_embeddings().weight.dtype
 
     def tokens(self) -> int:
         """Return how many tokens the model knows now: as many as its embedding and its head have."""
@@ -136,14 +138,16 @@ class Policy:
     @contextmanager
     def _with_copies(self) -> Iterator[None]:
         """Give modules copies of their adapters in the dtype of the activations, where those are in another."""
-        modules = dict(self.model.named_modules())
+        modules = modules_of(self.model)
         found = [
-            (module._parameters, kind, parameter)
+            (matrix._parameters, kind, parameter)
             for part in _ADAPTERS  # first all A, then all B: those of one product lie side by side
-            for name, module in modules.items()
-            if part in f".{name}."
+            for module in modules
+            for matrices in [module._modules.get(part)]
+            if matrices is not None
+            for matrix in modules_of(matrices)
             for kind in ("weight", "bias")
-            for parameter in [module._parameters.get(kind)]
+            for parameter in [matrix._parameters.get(kind)]
             if parameter is not None and parameter.dtype != self.dtype
         ]
         copies = self._copies_of([parameter for *_, parameter in found])
@@ -166,10 +170,11 @@ class Policy:
         return self._copies
 
 
-def _check_whole(model: nn.Module) -> None:
+def _check_whole(model: nn.Module, modules: Sequence[nn.Module]) -> None:
     """Refuse shards of FSDP2, and weights that ZeRO-3 has freed."""
-    for name, parameter in model.named_parameters():
+    for parameter in _parameters_of(modules):
         if is_sharded(parameter) or (hasattr(parameter, "ds_id") and parameter.numel() == 0):
+            name = next(name for name, each in model.named_parameters() if each is parameter)
             raise ValueError(
                 f"{name} is a shard, and an engine needs whole weights: train under DDP, where each rank has the FP8 "
                 "base, or load the model with fast_inference=False, so that transformers generates"
@@ -223,13 +228,18 @@ def _check_rotation(config: Any) -> None:
             )
 
 
-def _check_scales(model: nn.Module) -> None:
-    for name, module in model.named_modules():
+def _parameters_of(modules: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
+    return (each for module in modules for each in module._parameters.values() if each is not None)
+
+
+def _check_scales(model: nn.Module, modules: Sequence[nn.Module]) -> None:
+    for module in modules:
         if not isinstance(module, LinearInFP8):
             continue
         granularities = {getattr(module, "granularity", None), module.recipe.x.granularity, module.recipe.w.granularity}
         if "tensor" in granularities:
             frozen = isinstance(module, FP8FrozenLinear)
+            name = next(name for name, each in model.named_modules() if each is module)
             # `full_finetuning=True, load_in_fp8=True` is the recipe `delayed`.
             fix = "" if frozen else "; with full_finetuning=True, load_in_fp8=True means 'tensor'"
             raise ValueError(
@@ -239,8 +249,8 @@ def _check_scales(model: nn.Module) -> None:
             )
 
 
-def _device_of(model: nn.Module) -> torch.device:
-    devices = {parameter.device for parameter in model.parameters()}
+def _device_of(modules: Sequence[nn.Module]) -> torch.device:
+    devices = {parameter.device for parameter in _parameters_of(modules)}
     if len(devices) != 1 or next(iter(devices)).type == "meta":
         raise ValueError(
             f"the weights are on {', '.join(sorted(map(str, devices)))}: the native engine takes a model on one device "
@@ -263,14 +273,14 @@ def _is_plain(head: Any) -> bool:
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
     """Have all modules evaluate; afterwards each is as it was, whatever its neighbours are."""
-    training = [module for module in model.modules() if module.training]
+    training = [module for module in modules_of(model) if module.training]
     try:
         for module in training:
-            module.training = False
+            module.__dict__["training"] = False  # as by assignment, which first asks whether it is a Parameter
         yield
     finally:
         for module in training:
-            module.training = True
+            module.__dict__["training"] = True
 
 
 def _lock_of(config: Any) -> Any:
