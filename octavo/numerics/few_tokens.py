@@ -14,11 +14,14 @@ half a unit in the last place of the dtype (2⁻⁸ for BF16), and without adapt
 
 of the exact value; here the first u, of the rounded weight, is absent. Adapters add 2u · Σᵢ |sᵢ| · |x| · |Aᵢ|ᵀ · |Bᵢ|ᵀ.
 
-One token alone is multiplied in FP32. For more, the kernels multiply in FP16, which holds every FP8 value: BF16 would
-take four times as many instructions to convert a weight. x, if it is in BF16, is multiplied by a power of two for each
-row, and h for each row and 64 of its columns (those with even numbers among 128, or with odd ones), so that the largest
-magnitude a is in [2¹⁴, 2¹⁵). FP16 has 3 bits more than BF16, and is spaced by 2⁻²⁴ at the least; so x is exact where
-|x| ≥ 2⁻³¹ · a, and off by at most 2⁻³⁹ · a where it is smaller. That adds to the bound
+One token alone is multiplied in FP32, and scaled at the end. Where 448 · Σ_k |x| passes 2¹²⁸ (57,344 beside E5M2), for
+which it takes an |x| of 10³¹, its sums may be infinite or NaN, though y is neither.
+
+For more than one token, the kernels multiply in FP16, which holds every FP8 value: BF16 would take four times as many
+instructions to convert a weight. x, if it is in BF16, is multiplied by a power of two for each row, and h for each row
+and 64 of its columns (those with even numbers among 128, or with odd ones), so that the largest magnitude a is in [2¹⁴,
+2¹⁵). FP16 has 3 bits more than BF16, and is spaced by 2⁻²⁴ at the least; so x is exact where |x| ≥ 2⁻³¹ · a, and off by
+at most 2⁻³⁹ · a where it is smaller. That adds to the bound
 
     2⁻³⁹ · Σ_k a_k · |w_q · scale|_k        a_k: the a of the row, or of the row and its 64 columns
 

@@ -95,6 +95,15 @@ def test_infinite_projections_reach_their_outputs_only():
     assert not actual[:, :50].isfinite().all() and actual[:, 50:].isfinite().all()
 
 
+@pytest.mark.parametrize(("granularity", "format"), [("block", "E4M3"), ("channel", "E4M3"), ("channel", "E5M2")])
+@pytest.mark.parametrize("magnitude", [1e28, 1e10, 1e-30, 2e-35])
+def test_any_magnitude_but_the_largest(magnitude, granularity, format):
+    x, weight = magnitude * torch.randn(1, 528), weight_of(70, 528, granularity, format)
+    x *= 2.0 ** torch.randint(-20, 1, (528,))
+    y, exact = kernel.linear(x.to(BF16), weight), x.to(BF16).double() @ weight.dequantize(torch.float32).double().t()
+    assert (y.double() - exact).norm() <= 2.0**-8 * exact.norm()
+
+
 def test_zeros():
     weight = Quantized(torch.zeros(100, 256).to(torch.float8_e4m3fn), torch.ones(1, 2))
     assert not kernel.linear(torch.randn(1, 256).to(BF16), weight).any()
