@@ -8,6 +8,7 @@ from kernel_cases import assert_nan_alike
 from test_few_tokens_interpreted import BF16, assert_near, low, weight_of
 
 from octavo.kernels import few_tokens as kernel
+from octavo.kernels.tuning import HOPPER
 from octavo.numerics import Quantized
 from octavo.numerics import few_tokens as spec
 from octavo.numerics.norm import Norm
@@ -37,7 +38,7 @@ def test_formats_and_dtypes(format, dtype):
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
 @pytest.mark.parametrize("spans", [[(0, 200)], [(0, 64), (64, 136), (136, 200)], [(16, 80)], [(0, 200), (30, 90)]])
 def test_adapters_bias_and_residual(spans, dtype):
-    k = 2064  # more than a program projects
+    k = HOPPER.one_token.projected + 16
     x, weight = torch.randn(1, k).to(BF16), weight_of(200, k)
     ranks = zip(spans, (8, 20, 3), strict=False)
     adapters = [low(*span, k, rank, dtype, 0.5 + i) for i, (span, rank) in enumerate(ranks)]
