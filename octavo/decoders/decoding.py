@@ -9,7 +9,7 @@ cache attends to. The model is called without a cache of transformers', with pos
 Where a fused attention has q, k and v side by side, the cache may take them so, and rotate and store in one kernel.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
@@ -63,7 +63,7 @@ _BLIND_TO_SOFTCAP = ("sdpa", attention.NAME)  # functions that take no bound of 
 
 class _Decoding(NamedTuple):
     cache: Attends
-    bends: bool  # the model's own attention bends scores by `softcap`
+    bends: frozenset[int]  # configurations, by `id`, whose own attention bends scores by `softcap`
 
 
 _CURRENT: ContextVar[_Decoding | None] = ContextVar("octavo_decoding", default=None)
@@ -78,16 +78,22 @@ def current() -> Attends | None:
 
 
 @contextmanager
-def decoding(config: Any, attends: Attends) -> Iterator[None]:
-    """Have the model with this configuration attend by a cache. Everything is as before afterwards, errors included."""
+def decoding(configs: Sequence[Any], attends: Attends) -> Iterator[None]:
+    """Have a model attend by a cache. Everything is as before afterwards, errors included.
+
+    `configs`: those of the model and of its attentions, each once. A layer that was copied has one of its own.
+    """
     _register()
-    before = config._attn_implementation
-    token = _CURRENT.set(_Decoding(attends, before not in _BLIND_TO_SOFTCAP))
-    config._attn_implementation = NAME
+    before = [config._attn_implementation for config in configs]
+    bends = {id(config) for config, name in zip(configs, before, strict=True) if name not in _BLIND_TO_SOFTCAP}
+    token = _CURRENT.set(_Decoding(attends, frozenset(bends)))
     try:
+        for config in configs:
+            config._attn_implementation = NAME
         yield
     finally:
-        config._attn_implementation = before
+        for config, name in zip(configs, before, strict=True):
+            config._attn_implementation = name
         _CURRENT.reset(token)
 
 
@@ -119,6 +125,6 @@ def _attention(
     batch, length = query.shape[0], query.shape[2]
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     layer: Any = module.layer_idx
-    bound = softcap if found.bends else None
+    bound = softcap if id(module.config) in found.bends else None
     out = found.cache.attend(layer, q, k, v, scaling=scaling, window=sliding_window, softcap=bound)
     return out.unflatten(0, (batch, length)), None

@@ -24,7 +24,7 @@ from octavo.decoders.classes import is_fused
 from octavo.decoders.dense import dense_group
 from octavo.decoders.gathering import around
 from octavo.decoders.hooks import is_hooked
-from octavo.decoders.match import GATE_UP, HEAD_NORMS, ORIGINAL, QKV, base_of, norm_of
+from octavo.decoders.match import GATE_UP, HEAD_NORMS, ORIGINAL, QKV, base_of, is_plain_norm, norm_of
 from octavo.decoders.products import (
     Names,
     adds_residual,
@@ -241,8 +241,8 @@ def _layer(layer: Any, h: Tensor, kwargs: dict[str, Any]) -> Tensor:
 def _attend(layer: Any, h: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
     """Compute attention(norm(h)). Returns h, and what is yet to be added to it; None if it has been."""
     norm, attention = layer.input_layernorm, layer.self_attn
-    members = [getattr(attention, name) for name in QKV]
-    names = one_product(members, h) if _can_join(norm, attention, members[0], h) else None
+    members = [getattr(attention, name) for name in QKV] if is_fused(attention) else []
+    names = one_product(members, h) if members and _can_join(norm, attention, members[0], h) else None
     if names is None:
         h, x = _normed(norm, h)
         return h, attention(hidden_states=x, **kwargs)[0]
@@ -264,7 +264,7 @@ def _attend_joined(
 def _feed_forward(layer: Any, h: Tensor, y: Tensor | None) -> Tensor:
     """Compute h + mlp(norm(h)), where y is added to h first, if there is one."""
     norm, mlp = layer.post_attention_layernorm, layer.mlp
-    if not _can_join(norm, mlp, mlp.gate_proj, h):
+    if not is_fused(mlp) or not _can_join(norm, mlp, mlp.gate_proj, h):
         h, x = _normed(norm, h, y)
         return h + mlp(x)
     h = h if y is None else h + y
@@ -303,8 +303,11 @@ def _plain_norm(norm: Any) -> Norm:
 
 
 def _can_join(norm: Any, follower: Any, linear: Any, h: Tensor) -> bool:
-    """Whether a norm can be computed with the product of `linear`, the first linear of its follower."""
-    if is_hooked(norm, follower) or not is_fused(follower) or norm.weight.dtype != h.dtype:
+    """Whether a norm can be computed with the product of `linear`, the first linear of its follower, which is fused.
+
+    Somebody may have put another module in the place of the norm since.
+    """
+    if is_hooked(norm, follower) or not is_plain_norm(norm) or norm.weight.dtype != h.dtype:
         return False
     base = base_of(linear)
     if not isinstance(base, LinearInFP8) or base.spec(h).out_dtype != h.dtype:

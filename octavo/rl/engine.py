@@ -101,7 +101,7 @@ class NativeEngine:
 
     def _generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> list[Completion]:
         check_positive_int("n", n)
-        given = [[_as_int(token) for token in prompt] for prompt in prompts]
+        given = _as_ints(prompts)
         check_sampling(sampling, self.exact_logprobs)
         self._follow()
         check_prompts(given, self.policy, self.max_length)
@@ -220,11 +220,12 @@ class NativeEngine:
                 self._generator, self._recorder = torch.Generator(self.policy.device), None
 
     def _follow(self) -> None:
-        """Start anew where the model has been moved or cast, or knows other tokens, since the last rollout."""
+        """Start anew where the model was moved or cast, or has other layers or tokens, since the last rollout."""
         policy = self.policy
-        place, tokens = policy.place(), policy.tokens()
-        if (*place, tokens) != (policy.device, policy.dtype, policy.vocabulary):
+        place, tokens, layers = policy.place(), policy.tokens(), policy.layers()
+        if (*place, tokens, layers) != (policy.device, policy.dtype, policy.vocabulary, policy.attentions):
             self.standby()
+            policy.attentions = layers
             policy.device, policy.dtype = place
             policy.vocabulary = tokens
             self._generator = torch.Generator(policy.device)
@@ -290,6 +291,13 @@ def _batches(fresh: Sequence[tuple[int, list[int]]]) -> list[list[tuple[int, lis
             tokens = len(prompt)
         batches[-1].append((place, prompt))
     return batches
+
+
+def _as_ints(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    try:
+        return [[_as_int(token) for token in prompt] for prompt in prompts]
+    except TypeError as error:
+        raise ValueError(f"prompts: a list of lists of tokens, such as [[1, 15, 27]]; {error}") from error
 
 
 def _as_int(token: Any) -> Any:

@@ -47,7 +47,7 @@ class Policy:
         self.model: Any = _without_peft(model)
         self.config = self.model.config
         self.lock = _lock_of(self.config)  # of all engines on this model
-        self.attentions = _attentions(self.model)
+        self.attentions = self.layers()
         _check_rotation(self.config)
         self.device, self.dtype = self.place()
         self.vocabulary = self.tokens()
@@ -64,6 +64,10 @@ class Policy:
         _check_whole(self.model, modules)
         _check_scales(self.model, modules)
         return _device_of(modules), self.model.get_input_embeddings().weight.dtype
+
+    def layers(self) -> list[Any]:
+        """Return the attentions as they are now, one for each layer."""
+        return _attentions(self.model)
 
     def tokens(self) -> int:
         """Return how many tokens the model knows now: as many as its embedding and its head have."""
@@ -83,7 +87,9 @@ class Policy:
     def hidden(self, attends: Attends, ids: Tensor, positions: Tensor) -> Tensor:
         """Return the last hidden states `[B, S, H]` of tokens at these positions, which attend by a cache."""
         mask = plainly_causal(ids)
-        with decoding(self.config, attends):
+        holders = (self.model, self.model.model, *self.attentions)
+        configs = {id(holder.config): holder.config for holder in holders}
+        with decoding(list(configs.values()), attends):
             outputs = self.model.model(
                 input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False, return_dict=True
             )
@@ -205,7 +211,7 @@ def _without_peft(model: Any) -> Any:
 
 
 def _attentions(model: Any) -> list[Any]:
-    found = [module for module in model.modules() if match.is_of_family(module, "Attention")]
+    found = [module for module in modules_of(model) if match.is_of_family(module, "Attention")]
     indices = [getattr(module, "layer_idx", None) for module in found]
     if indices != list(range(model.config.num_hidden_layers)):
         raise ValueError(

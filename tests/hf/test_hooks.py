@@ -232,3 +232,37 @@ def test_a_forward_that_was_replaced_before_is_not_said_to_be_fused():
     (entry,) = (entry for entry in report if entry.name == "model.layers.0.self_attn.k_proj")
     assert entry.precision == "float32" and "another forward" in entry.reason
     assert alike(run(model, **batch()), run(reference, **batch()))
+
+
+class Doubled(nn.Module):
+    """A norm with the attributes of Llama's, and another formula."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.weight, self.variance_epsilon = nn.Parameter(norm.weight.detach().clone()), norm.variance_epsilon
+
+    def forward(self, h):
+        return 2 * h * self.weight
+
+
+class Mixer(nn.Linear):
+    """What stands in the place of an attention."""
+
+    def forward(self, hidden_states, **_):
+        return super().forward(hidden_states), None
+
+
+@pytest.mark.parametrize("place", ["input_layernorm", "post_attention_layernorm", "self_attn", "mlp", "mlp.act_fn"])
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_a_module_that_is_replaced_after_the_conversion(place, recipe):
+    models = [build(), build()]
+    convert_to_fp8(models[0], FP8TrainingConfig.from_recipe(recipe))
+    width = models[0].config.hidden_size
+    for model in models:
+        torch.manual_seed(0)
+        new = {"self_attn": Mixer(width, width), "mlp": nn.Linear(width, width), "mlp.act_fn": nn.Tanh()}
+        first, second = model.model.layers
+        parent, _, name = place.rpartition(".")
+        setattr(first.get_submodule(parent), name, new.get(place) or nn.Identity())
+        setattr(second.get_submodule(parent), name, new.get(place) or Doubled(getattr(second, place)))
+    assert alike(run(models[0], **batch()), run(models[1], **batch()))

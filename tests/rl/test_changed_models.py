@@ -1,5 +1,6 @@
 """Models that change between rollouts, and two models at a time: what a rollout has changed is as it was."""
 
+import copy
 import threading
 
 import pytest
@@ -104,3 +105,32 @@ def test_layers_that_were_asked_for_hidden_states_once_are_those_of_vllm():
     model.model.layers[1].register_forward_hook(lambda _module, _inputs, output: output)
     with pytest.raises(ValueError, match=r"model\.layers\.1 has hooks, .* take engine='native'"):
         _check_layers(model)
+
+
+def test_layers_that_were_copied():
+    """A copied layer has a configuration of its own, from which its attention learns how to attend."""
+    for model in (frozen(products=False), plain("Gemma2")):
+        copied = copy.deepcopy(model.model.layers[1])
+        copied.self_attn.layer_idx = len(model.model.layers)
+        engine = NativeEngine(model.eval())
+        before = tokens(engine)
+        model.model.layers.append(copied)
+        model.config.num_hidden_layers = len(model.model.layers)
+        if hasattr(model.config, "layer_types"):
+            model.config.layer_types = [*model.config.layer_types, model.config.layer_types[1]]
+        implementations = [attention.self_attn.config._attn_implementation for attention in model.model.layers]
+        found = tokens(engine)
+        assert found == tokens(NativeEngine(model)) == hf_generate(model, PROMPTS, 8) != before
+        assert [each.self_attn.config._attn_implementation for each in model.model.layers] == implementations
+
+
+def test_layers_that_were_replaced():
+    model = frozen(products=False).eval()
+    engine = NativeEngine(model)
+    before = tokens(engine)
+    model.model.layers[0] = copy.deepcopy(model.model.layers[1])
+    model.model.layers[0].self_attn.layer_idx = 0
+    assert tokens(engine) == hf_generate(model, PROMPTS, 8) != before
+    model.model.layers[0] = model.model.layers[1]
+    with pytest.raises(ValueError, match="attentions of layers"):
+        tokens(engine)
