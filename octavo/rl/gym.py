@@ -21,6 +21,7 @@ from octavo.training.errors import UserError
 
 SIZE = 2048
 LIMIT = 10.0
+GRACE = 30.0  # until a process that its own timer has not ended is killed; it may have had to make the prompt anew
 
 
 class Gym:
@@ -30,12 +31,14 @@ class Gym:
     """
 
     def __init__(self, source: str, seed: int) -> None:
-        self.name, *pairs = re.split(r",(?=\w+=)", source)
-        options = {option: _value(text) for option, _, text in (pair.partition("=") for pair in pairs)}
-        self.size = options.setdefault("size", SIZE)
+        self.name, given = _parsed(source)
+        options = {"seed": seed, "size": SIZE, **given}
+        self.size = options["size"]
         if type(self.size) is not int or self.size < 1:
             raise UserError(f"TASK {source}: size={self.size!r}: the number of prompts, at least 1")
-        self._source, self._task = source, (self.name, {"seed": seed, **options})
+        if type(options["seed"]) is not int:  # with None, each process would draw its own
+            raise UserError(f"TASK {source}: seed={options['seed']!r}: a whole number")
+        self._source, self._task = source, (self.name, options)
         self._process: _Process | None = self._start()
 
     def entries(self) -> Iterator[dict[str, Any]]:
@@ -49,14 +52,14 @@ class Gym:
     def score(self, text: str, index: int) -> float:
         """Return the score of an answer to entry `index`: 0 if the verifier raises, crashes, or exceeds `LIMIT`."""
         try:
-            return float(self._ask("score", text, index, LIMIT))
+            return float(self._ask("score", text, index, LIMIT, wait=LIMIT + GRACE))
         except _Failed:
             return 0.0
 
-    def _ask(self, *request: Any) -> Any:
+    def _ask(self, *request: Any, wait: float | None = None) -> Any:
         if self._process is None or self._process.ended:
             self._process = self._start()
-        return self._process.ask(*request)
+        return self._process.ask(*request, wait=wait)
 
     def _start(self) -> "_Process":
         process = _Process()
@@ -91,15 +94,20 @@ class _Process:
     def ended(self) -> bool:
         return self._child.poll() is not None
 
-    def ask(self, *request: Any) -> Any:
-        """Return the answer to a request. Raises `_Failed`; the process may have ended then."""
+    def ask(self, *request: Any, wait: float | None = None) -> Any:
+        """Return the answer to a request, for which to `wait` so many seconds.
+
+        Raises `_Failed`; the process may have ended then.
+        """
         try:
             self._connection.send(request)
+            if not self._connection.poll(wait):
+                raise _Failed(f"reasoning-gym's process gave no answer in {wait} s")
             answer, error = self._connection.recv()
         except (EOFError, OSError) as closed:
             self._end()
             raise _Failed(f"reasoning-gym's process ended with code {self._child.returncode}") from closed
-        except BaseException:  # interrupted: it still owes an answer, and would give it to the next request
+        except BaseException:  # it still owes an answer, and would give it to the next request
             self._end()
             raise
         if error is not None:
@@ -110,6 +118,20 @@ class _Process:
 def _kill(child: subprocess.Popen[bytes]) -> None:
     child.kill()
     child.wait()
+
+
+def _parsed(source: str) -> tuple[str, dict[str, Any]]:
+    """Return the name of a task, and its options. A comma before anything but `OPTION=` is part of a value."""
+    first, *pairs = re.split(r",(?=\w+=)", source)
+    name, comma, rest = first.partition(",")
+    if comma:
+        raise UserError(f"TASK {source}: {rest!r} is no option; write NAME,OPTION=VALUE,... without spaces")
+    options: dict[str, Any] = {}
+    for option, _, text in (pair.partition("=") for pair in pairs):
+        if option in options:
+            raise UserError(f"TASK {source}: {option} is given twice; leave one out")
+        options[option] = _value(text)
+    return name, options
 
 
 def _value(text: str) -> Any:

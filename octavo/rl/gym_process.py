@@ -8,10 +8,12 @@ the connection.
 import copy
 import dataclasses
 import difflib
+import json
 import random
 import resource
 import signal
 import sys
+import typing
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -26,12 +28,17 @@ class Server:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
 
+        if name == "composite":
+            raise ValueError("a mixture of other tasks, with options that are tasks themselves; name one task")
         if name not in DATASETS:
-            near = difflib.get_close_matches(name, DATASETS, n=5, cutoff=0.5) or sorted(DATASETS)
-            raise ValueError(f"neither a file nor a task of reasoning-gym, which has {', '.join(near)}")
-        known = [field.name for field in dataclasses.fields(DATASETS[name][1])]
-        if unknown := [option for option in options if option not in known]:
-            raise ValueError(f"{name} has no option {unknown[0]!r}; it has {', '.join(known)}")
+            near = difflib.get_close_matches(name, DATASETS, n=5, cutoff=0.5)
+            has = f"; nearest: {', '.join(near)}" if near else f", which has {', '.join(sorted(DATASETS))}"
+            raise ValueError(f"neither a file nor a task of reasoning-gym{has}")
+        known = {field.name: field for field in dataclasses.fields(DATASETS[name][1])}
+        for option, value in options.items():
+            if option not in known:
+                raise ValueError(f"{name} has no option {option!r}; it has {', '.join(known)}")
+            check_kind(known[option], value)
         self.dataset: Any = reasoning_gym.create_dataset(name, **options)
         self.made: dict[int, dict[str, Any]] = {}
 
@@ -61,6 +68,26 @@ class Server:
             numpy.random.seed(random.getrandbits(32))
             self.made[index] = self.dataset[index]
         return self.made[index]
+
+
+def check_kind(field: dataclasses.Field[Any], value: Any) -> None:
+    """Refuse a value that is not of the kind of the option's default: the package would compare the two."""
+    made = field.default_factory
+    default: Any = field.default if made is dataclasses.MISSING else made()
+    if value is None and type(None) in typing.get_args(field.type):
+        return
+    if isinstance(default, bool):
+        allowed, what = isinstance(value, bool), "true or false"
+    elif isinstance(default, float) or (isinstance(default, int) and field.type is float):
+        allowed, what = isinstance(value, int | float) and not isinstance(value, bool), "a number"
+    elif isinstance(default, int):
+        allowed, what = type(value) is int, "a whole number"
+    elif isinstance(default, list | tuple):
+        allowed, what = isinstance(value, list), "a list in JSON"
+    else:
+        return
+    if not allowed:
+        raise ValueError(f"{field.name}={value!r}: {what}, such as {json.dumps(plain(default))}")
 
 
 def plain(value: Any) -> Any:

@@ -94,6 +94,24 @@ def test_a_verifier_that_hangs(countdown, monkeypatch):
     assert [countdown.score(answer, index) for index, answer in enumerate(answers)] == [1, 1]
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "__import__('os').kill(__import__('os').getpid(),__import__('signal').SIGSTOP)",
+        f"[__import__('signal').setitimer(0,0),{HANGS}]",
+    ],
+    ids=["stopped", "timer"],
+)
+def test_a_verifier_that_no_timer_ends(answer, countdown, monkeypatch):
+    right, child = next(countdown.entries())["answer"], child_of(countdown)
+    with monkeypatch.context() as patching:
+        patching.setattr(gym, "LIMIT", 0.2)
+        patching.setattr(gym, "GRACE", 0.2)
+        assert countdown.score(answer, 0) == 0
+    assert child.returncode == -signal.SIGKILL
+    assert countdown.score(right, 0) == 1
+
+
 def test_a_process_that_crashes(countdown):
     answers = [entry["answer"] for entry in countdown.entries()]
     child = child_of(countdown)
@@ -145,21 +163,45 @@ def is_running(number):
     return False
 
 
+def test_options_of_the_kind_that_defaults_have():
+    """Whole numbers where a float's default is one, lists for tuples, and a seed that another process has, too."""
+    for source in ("manipulate_matrix,w_crop=0.5", "manipulate_matrix,w_crop=2", "countdown,seed=9"):
+        assert len(read_task(f"{source},size=1").rows) == 1
+    task = Gym('countdown,size=5,operators=["+","-"]', 0)
+    assert all(not {"*", "/"} & set(entry["answer"]) for entry in task.entries())
+
+
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("chain_sm", "TASK chain_sm: neither a file nor a task of reasoning-gym, which has chain_sum, "),
+        ("chain_sm", "TASK chain_sm: neither a file nor a task of reasoning-gym; nearest: chain_sum, "),
+        ("reasoning-gym:nonsense", "TASK nonsense: neither a file nor a task of reasoning-gym; nearest: n_queens$"),
+        ("reasoning-gym:", "TASK 'reasoning-gym:': no name in it; give a .jsonl, a .py, or a task such as"),
+        ("", "TASK '': no name in it"),
         (
             "reasoning-gym:0",
             "TASK 0: neither a file nor a task of reasoning-gym, which has ab, acre, .*, zebra_puzzles",
         ),
-        ("chain_sum,max_terms", "neither a file nor a task of reasoning-gym, which has chain_sum"),
+        ("chain_sum,max_terms", "'max_terms' is no option; write NAME,OPTION=VALUE,... without spaces"),
+        ("chain_sum, max_terms=2", "' max_terms=2' is no option; write NAME,OPTION=VALUE,... without spaces"),
+        ("chain_sum,size=2,max_terms=3,size=4", "size is given twice; leave one out"),
         ("chain_sum,terms=2", "chain_sum has no option 'terms'; it has min_terms, max_terms, .*, size"),
         ("chain_sum,max_terms=1", "TASK chain_sum,max_terms=1: max_terms must be >= min_terms"),
-        ("chain_sum,max_terms=two", "TASK chain_sum,max_terms=two: .*'str'"),
+        ("chain_sum,max_terms=two", "TASK chain_sum,max_terms=two: max_terms='two': a whole number, such as 6"),
+        ("chain_sum,max_terms=", "max_terms='': a whole number, such as 6"),
+        ("chain_sum,max_terms=null", "max_terms=None: a whole number, such as 6"),
+        ("chain_sum,max_terms=true", "max_terms=True: a whole number"),
+        ("chain_sum,allow_negation=1", "allow_negation=1: true or false, such as false"),
+        ("number_format,max_delta=a", "max_delta='a': a number, such as 10.0"),
+        ("countdown,operators=+", r"operators='\+': a list in JSON, such as \["),
+        ("countdown,seed=null", "seed=None: a whole number"),
+        ("countdown,seed=x", "seed='x': a whole number"),
+        ("countdown,seed=1.5", "seed=1.5: a whole number"),
+        ("countdown,seed=true", "seed=True: a whole number"),
         ("chain_sum,size=0", "size=0: the number of prompts, at least 1"),
         ("chain_sum,size=1e3", "size=1000.0: the number of prompts, at least 1"),
-        ("composite", "TASK composite: Must specify at least one dataset"),
+        ("composite", "TASK composite: a mixture of other tasks, .*; name one task"),
+        ("x" * 300, f"TASK {'x' * 300}: neither a file nor a task"),
     ],
 )
 def test_requests_that_cannot_be_met(source, words):
