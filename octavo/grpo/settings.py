@@ -5,6 +5,7 @@ started with. A resumed run may change only what is in `HARMLESS`, so that its r
 interrupted.
 """
 
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -163,5 +164,5 @@ def _defaults(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _absolute(name: str) -> str:
     """Return the absolute path of a file or folder; any other name as it is."""
-    path = Path(name).expanduser()
-    return str(path.absolute()) if path.exists() else name
+    path = os.path.expanduser(name)  # noqa: PTH111  # unlike pathlib's, these raise for no name, however long
+    return str(Path(path).absolute()) if os.path.exists(path) else name  # noqa: PTH110

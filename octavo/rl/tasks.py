@@ -13,6 +13,7 @@ the list `REWARDS`, or else all public functions that are defined there; `WEIGHT
 import importlib.util
 import inspect
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -62,11 +63,16 @@ def read_task(source: str, rewards: Path | None = None, seed: int = 0, watch: Wa
 
     `watch(items, number)` yields the items and may show progress: some tasks take minutes to generate.
     """
+    if not source.removeprefix(GYM).strip():
+        raise UserError(f"TASK {source!r}: no name in it; give a .jsonl, a .py, or a task such as {GYM}chain_sum")
     path = Path(source)
     functions = None if rewards is None else read_rewards(rewards)
+    if source.startswith(GYM):
+        return _gym_task(source, functions, seed, watch)
     if path.suffix == ".py":
         return _python_task(path, functions)
-    if path.suffix in (".jsonl", ".json") or path.exists():
+    # Path.exists raises for a name that is too long for a file.
+    if path.suffix in (".jsonl", ".json") or os.path.exists(path):  # noqa: PTH110
         return _jsonl_task(path, functions)
     return _gym_task(source, functions, seed, watch)
 
@@ -90,7 +96,7 @@ def text_of(completion: Any) -> str:
 
 
 def _load(path: Path) -> ModuleType:
-    if not path.is_file():
+    if not os.path.isfile(path):  # noqa: PTH113  # as in read_task
         raise UserError(f"{path}: no such file")
     spec = importlib.util.spec_from_file_location(f"octavo_rewards_{path.stem}", path)
     assert spec is not None and spec.loader is not None

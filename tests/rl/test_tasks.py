@@ -2,10 +2,12 @@
 
 import math
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+from octavo.grpo.settings import settings_from_options
 from octavo.rl.rewards import Rewards
 from octavo.rl.tasks import matches_answer, read_rewards, read_task
 from octavo.training.errors import RunError, UserError
@@ -202,3 +204,15 @@ def test_a_python_file_with_a_dataclass(tmp_path):
         "PROMPTS = [str(Row(1).x)]\ndef f(completions): return [0.0 for _ in completions]\n"
     )
     assert [row["prompt"] for row in read_task(str(path)).rows] == ["1"]
+
+
+def test_names_that_are_too_long_for_a_file():
+    long = "x" * 300
+    for source in (f"{long}.py", f"{long}.jsonl"):
+        with pytest.raises(UserError, match=r"no such file|File name too long"):
+            read_task(source)
+    with pytest.raises(UserError, match="no such file"):
+        read_rewards(Path(long))
+    given = dict.fromkeys(("model", "task", "rewards"), long)
+    assert {name: getattr(settings_from_options(given), name) for name in given} == given
+    assert settings_from_options({"model": "m", "task": ""}).task == ""  # and not the current folder
