@@ -3,6 +3,8 @@
 from typing import Any
 
 import torch
+from transformers import AutoConfig
+from transformers.utils import find_adapter_config_file
 
 from octavo.grpo.settings import RunSettings
 from octavo.hf import reading
@@ -14,11 +16,21 @@ from octavo.rl.products import set_products
 from octavo.training.errors import UserError
 
 
+def check_model(name: str) -> None:
+    """Refuse a model whose configuration or tokenizer does not load, long before its weights do."""
+    try:
+        reading.check_name(name, {})
+        if find_adapter_config_file(name) is None:  # adapters are loaded onto the model that they name
+            AutoConfig.from_pretrained(name)
+        reading.read_tokenizer(name, {})
+    except (OSError, ValueError) as error:
+        raise _not_trained(name, error) from error
+
+
 def load(name: str, settings: RunSettings) -> tuple[Any, Any]:
     """Load the model, in FP8 unless the settings say otherwise, and its tokenizer."""
     fp8 = settings.recipe if settings.precision == "fp8" else False
     try:
-        reading.check_name(name, {})
         model, tokenizer = FastLanguageModel.from_pretrained(
             name,
             load_in_fp8=fp8,
@@ -37,10 +49,14 @@ def load(name: str, settings: RunSettings) -> tuple[Any, Any]:
         elif settings.checkpointing:
             model.gradient_checkpointing_enable()
     except (OSError, ValueError) as error:
-        raise UserError(f"MODEL {name} cannot be trained: {str(error).splitlines()[0]}") from error
+        raise _not_trained(name, error) from error
     if fp8 and not settings.full:
         set_products(model, settings.products)
     return model, tokenizer
+
+
+def _not_trained(name: str, error: Exception) -> UserError:
+    return UserError(f"MODEL {name} cannot be trained: {str(error).splitlines()[0]}")
 
 
 def stop_ids(model: Any, tokenizer: Any, settings: RunSettings) -> tuple[int, ...]:

@@ -1,8 +1,9 @@
 """A run of GRPO, from a request to its results.
 
-Everything that can be wrong with a request is found before the run's folder is made: model, tokenizer, task, engine. A
-run that was interrupted anywhere is continued by the same function with `resume=True`. A run without arguments makes
-the model that it starts from, and so its folder first.
+Everything that can be wrong with a request is found before the run's folder is made: model, tokenizer, task, engine.
+What needs no prompts is checked before they are made, which takes minutes for some tasks. A run that was interrupted
+anywhere is continued by the same function with `resume=True`. A run without arguments makes the model that it starts
+from, and so its folder first.
 """
 
 import hashlib
@@ -15,7 +16,7 @@ from rich.console import Console
 
 from octavo.grpo import demo
 from octavo.grpo.display import Display
-from octavo.grpo.model import load, make_engine, stop_ids
+from octavo.grpo.model import check_model, load, make_engine, stop_ids
 from octavo.grpo.session import Session, write_config
 from octavo.grpo.settings import RunSettings
 from octavo.hf.quiet import quiet_transformers
@@ -26,7 +27,7 @@ from octavo.rl.tasks import Task, read_task
 from octavo.support import check_fp8_support, leave_emulation_unannounced
 from octavo.training.checkpoint import list_checkpoints
 from octavo.training.errors import RunError, UserError
-from octavo.training.run_folder import BASE, CONFIG, find_run, new_run, read_config, resumed_run
+from octavo.training.run_folder import BASE, CONFIG, check_free, find_run, new_run, read_config, resumed_run
 from octavo.training.signals import Interrupted, StopSignals
 
 
@@ -50,10 +51,11 @@ def train_grpo(
     display, stop = Display(console or Console()), StopSignals()
     with stop.caught(), quiet_transformers():
         _opening(settings, display)
+        _check_without_prompts(settings, out, resume, overwrite)
         task = _read_task(settings, display)
         display.say(f"Task: {task.description or task.name}; rewards: {', '.join(task.rewards.names)}", "dim")
         if resume:
-            _check_same_run(find_run(out), settings, _digest(task))
+            _check_same_prompts(find_run(out), task)
         opening = resumed_run(out) if resume else new_run(settings.name, out, overwrite)
         if settings.model is None:
             with opening as folder, demo.one_thread():
@@ -105,6 +107,15 @@ def _opening(settings: RunSettings, display: Display) -> None:
     if settings.precision == "fp8" and not support:
         display.say(f"FP8 products are emulated: {support.reason}", "dim")
         leave_emulation_unannounced(settings.device)
+
+
+def _check_without_prompts(settings: RunSettings, out: Path | None, resume: bool, overwrite: bool) -> None:
+    if resume:
+        _check_same_settings(find_run(out), settings)
+    elif out is not None:
+        check_free(out, overwrite)
+    if settings.model is not None:
+        check_model(settings.model)
 
 
 def _read_task(settings: RunSettings, display: Display) -> Task:
@@ -168,7 +179,7 @@ def _plan(settings: RunSettings, folder: Path) -> str:
     )
 
 
-def _check_same_run(folder: Path, settings: RunSettings, digest: str) -> None:
+def _check_same_settings(folder: Path, settings: RunSettings) -> None:
     before = read_settings(folder)
     if changed := before.changes_to_curve(settings):
         name = changed[0]
@@ -177,7 +188,10 @@ def _check_same_run(folder: Path, settings: RunSettings, digest: str) -> None:
             f"{getattr(before, name)!r}, and the change would alter the rewards; leave the option out to continue as "
             "it was, or start a new run without --resume"
         )
-    if read_config(folder).get("task_sha256") != digest:
+
+
+def _check_same_prompts(folder: Path, task: Task) -> None:
+    if read_config(folder).get("task_sha256") != _digest(task):
         raise UserError(
             f"cannot resume {folder}: the prompts are not those that the run was started with; restore them, or start "
             "a new run without --resume"

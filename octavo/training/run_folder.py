@@ -56,13 +56,13 @@ FILES = (CONFIG, METRICS, METRICS_BF16, MODEL, PRODUCTS, SAMPLE, SAMPLES, SUMMAR
 def new_run(name: str, out: Path | None, overwrite: bool) -> Iterator[Path]:
     """Lock a folder for a new run: `out`, or the next free `runs/<name>-001`, `-002`, …"""
     folder = _next_free(name) if out is None else out
-    _check_free(folder, overwrite)  # before anything is created in a folder that may be someone else's
+    check_free(folder, overwrite)  # before anything is created in a folder that may be someone else's
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot make the folder {folder}: {error.strerror}; choose another --out") from error
     with _locked(folder):
-        _check_free(folder, overwrite)  # another process may have started there meanwhile
+        check_free(folder, overwrite)  # another process may have started there meanwhile
         _clear(folder)
         yield folder
 
@@ -198,7 +198,7 @@ def _next_free(name: str) -> Path:
     return folder
 
 
-def _check_free(folder: Path, overwrite: bool) -> None:
+def check_free(folder: Path, overwrite: bool) -> None:
     """Raise if a run would replace files in the folder; with `overwrite`, files of a run may be replaced."""
     with disk_errors(folder, hint="choose another --out"):
         paths = _written(folder)

@@ -17,7 +17,7 @@ from decoder_cases import build
 from rich.console import Console
 from rl_cases import REWARDS
 from trainer_cases import BYTES, byte_tokenizer
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from octavo.grpo import demo
 from octavo.grpo.run import read_settings, train_grpo
@@ -241,6 +241,34 @@ def test_resuming_with_other_numbers_is_refused(byte_model, prompts, rewards, tm
         train_grpo(settings_of(byte_model, prompts, rewards, steps=2, beta=0.5), out=folder, resume=True)
 
 
+def test_what_is_wrong_is_found_before_prompts_are_made(byte_model, prompts, rewards, tmp_path, monkeypatch):
+    """Some tasks take minutes to make them."""
+    folder = train_grpo(settings_of(byte_model, prompts, rewards, steps=1), out=tmp_path / "run")
+    unknown = tmp_path / "unknown"
+    unknown.mkdir()
+    (unknown / "config.json").write_text('{"model_type": "nonesuch"}')
+    untold = tmp_path / "untold"
+    AutoConfig.from_pretrained(byte_model).save_pretrained(untold)
+    monkeypatch.setattr("octavo.grpo.run.read_task", lambda *_, **__: pytest.fail("prompts were made"))
+    for changes, how, words in (
+        ({"model": str(tmp_path / "none")}, {}, "MODEL .*there is no such folder"),
+        ({"model": str(unknown)}, {}, "MODEL .* cannot be trained: .*nonesuch"),
+        ({"model": str(untold)}, {}, "MODEL .* no tokenizer that loads"),
+        ({"model": "x" * 300}, {}, "MODEL x.* cannot be trained: .*File name too long"),
+        ({}, {"out": folder}, "already holds a run"),
+        ({"steps": 1, "beta": 0.5}, {"out": folder, "resume": True}, "beta=0.5: it was started with 0.01"),
+    ):
+        with pytest.raises(UserError, match=words) as caught:
+            train_grpo(settings_of(**{"model": byte_model, "prompts": prompts, "rewards": rewards, **changes}), **how)
+        assert "\n" not in str(caught.value)
+
+
+def test_adapters_are_a_model_to_start_from(byte_model, prompts, rewards, tmp_path):
+    folder = train_grpo(settings_of(byte_model, prompts, rewards, steps=1), out=tmp_path / "run") / "adapter"
+    byte_tokenizer().save_pretrained(folder)
+    train_grpo(settings_of(str(folder), prompts, rewards, steps=1), out=tmp_path / "next")
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -258,13 +286,14 @@ def test_settings_are_checked(options, words):
     assert RunSettings.from_dict(settings_from_options({}).to_dict()) == settings_from_options({})
 
 
-def test_the_command_says_what_is_missing(tmp_path):
+def test_the_command_says_what_is_missing(byte_model, tmp_path):
     for arguments, words in (
         (["model"], "give MODEL and TASK, or neither"),
         (["--rewards", "f.py"], "--rewards without TASK"),
         (["--resume", "--overwrite"], "give one of them"),
         (["m", "p.jsonl", "--completions", "1"], "completions=1: at least 2"),
-        (["m", str(tmp_path / "none.jsonl")], "No such file"),
+        ([byte_model, str(tmp_path / "none.jsonl")], "No such file"),
+        ([byte_model, ""], "TASK '': no name in it"),
     ):
         process = Command("grpo", *arguments)
         _, error = process.communicate()
