@@ -52,4 +52,5 @@ def refuse(options: Mapping[str, Any], why: str) -> None:
     """Raise for the first option that was given."""
     for name, value in options.items():
         if value is not None:
-            raise UserError(f"--{name}{'' if isinstance(value, bool) else f' {value}'}: {why}")
+            typed = f"--no-{name}" if value is False else f"--{name}" if value is True else f"--{name} {value}"
+            raise UserError(f"{typed}: {why}")

@@ -5,6 +5,7 @@ from typing import Any
 
 from octavo.numerics.checks import check_positive_int
 from octavo.tools.shapes import Case
+from octavo.training.errors import UserError
 
 BF16, FP32 = 2, 4
 
@@ -39,6 +40,12 @@ class Size:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def check_positions(model: str, size: Size, positions: Any) -> None:
+    """Refuse sequences that are longer than the model has positions, if its configuration says how many."""
+    if isinstance(positions, int) and size.length > positions:
+        raise UserError(f"--prompt {size.prompt} --new-tokens {size.new_tokens}: {model} has {positions} positions")
 
 
 def kv_bytes(case: Case, *, fp8: bool) -> int:

@@ -254,6 +254,23 @@ def test_a_bad_request_is_one_line_and_exit_code_2(
     assert not list(tmp_path.glob("20*.json"))
 
 
+def test_no_contender_that_works_is_an_error(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+
+    def failing(worker: WorkerHere) -> None:
+        worker._asked.pop(0)
+        raise runner.WorkerError("out of memory")
+
+    monkeypatch.setattr(WorkerHere, "answer", failing)
+    path = tmp_path / "x.json"
+    for kind in ([], ["--workload", "padded"]):
+        path.unlink(missing_ok=True)
+        shape = ["--preset", "tiny", "--no-compile", "--against", "bf16-eager", "--device", "cpu", *kind]
+        code, output, error = bench(*shape, "--out", str(path))
+        assert code == 1 and "out of memory" in output and f"no contender was timed; {path} says why" in error
+        assert all(row["status"] != "timed" for row in read(tmp_path)["rows"])
+
+
 def test_it_writes_where_it_is_told(bench: Bench, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     short = ("--preset", "tiny", "--no-compile", "--against", "bf16-eager", "--recipe", "delayed", *SHORT)

@@ -27,7 +27,7 @@ from octavo.tools.bench.rollout.ways import AGAINST, Way, make_ways
 from octavo.tools.bench.rollout.worker import RolloutWorker, serve
 from octavo.tools.bench.table import rollout_markdown
 from octavo.tools.rollouts import Size, kv_bytes
-from octavo.tools.shapes import Case
+from octavo.tools.shapes import SHAPES, Case
 from octavo.training.errors import UserError
 
 H200 = DATASHEETS["NVIDIA H200"]
@@ -299,7 +299,17 @@ def test_the_command_for_grpo(bench: Bench, tmp_path: Path):
         (["--mode", "rollout", "--rank", "0"], "--rank 0"),
         (["--mode", "rollout", "--slots", "four"], "--slots four"),
         (["--mode", "rollout", "--slots", "6", "--group", "4"], "group=4"),
-        (["--mode", "rollout", "--standby"], "--standby"),
+        (["--mode", "rollout", "--standby"], "--standby: is of --mode grpo"),
+        (["--mode", "rollout", "--no-standby"], "--no-standby: is of --mode grpo"),
+        (["--mode", "rollout", "--preset", "bdh-tiny"], "--preset bdh-tiny: --mode rollout is of Hugging Face"),
+        (["--mode", "rollout", "--prompt", "2100"], "--prompt 2100 --new-tokens 16: tiny has 2048 positions"),
+        (["--mode", "rollout", "--prompt", "-1"], "--prompt=-1: a whole number"),
+        (["--mode", "rollout", "--new-tokens", "0"], "--new-tokens=0: a whole number"),
+        (["--mode", "rollout", "--group", "-2"], "--group=-2: a whole number"),
+        (["--mode", "rollout", "--peer-tokens", "0"], "--peer-tokens=0: a whole number"),
+        (["--mode", "grpo", "--mini-batches", "0"], "--mini-batches=0: a whole number"),
+        (["--mode", "grpo", "--micro-batch-tokens", "-1"], "--micro-batch-tokens=-1: a whole number"),
+        (["--mode", "grpo", "--rounds", "0"], "--rounds=0: a whole number"),
         (["--mode", "grpo", "--peer-tokens", "3"], "--peer-tokens 3"),
         (["--mode", "grpo", "--slots", "4,8"], "--slots 4,8"),
         (["--mode", "rollout", "--recipe", "none", "--against", "none"], "nothing to run"),
@@ -328,6 +338,26 @@ def test_a_way_that_fails_leaves_the_others(bench: Bench, tmp_path: Path, monkey
     result = json.loads((tmp_path / "x.json").read_text())
     assert code == 0 and [row["status"] for row in result["rows"]] == ["failed", "timed"]
     assert "somebody" not in json.dumps(result) and "out of memory" in output
+
+
+def test_the_positions_of_a_configuration(invoke: Bench, tmp_path: Path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**SHAPES["tiny"], "max_position_embeddings": 32}))
+    arguments = ["--config", str(path), "--device", "cpu", "--mode", "grpo", "--prompt", "30", "--new-tokens", "4"]
+    code, _, error = invoke("bench", *arguments)
+    assert code == 2 and "--prompt 30 --new-tokens 4: config has 32 positions" in error
+
+
+@pytest.mark.parametrize("mode", ROLLOUT_MODES)
+def test_no_way_that_works_is_an_error(mode: str, bench: Bench, tmp_path: Path, monkeypatch):
+    def failing(_):
+        raise runner.WorkerError("out of memory")
+
+    monkeypatch.setattr(ProcessHere, "answer", failing)
+    path = tmp_path / "x.json"
+    code, output, error = bench("--mode", mode, "--against", "bf16", "--recipe", "channel", "--out", str(path))
+    assert code == 1 and "out of memory" in output and f"no contender was timed; {path} says why" in error
+    assert [row["reason"] for row in json.loads(path.read_text())["rows"]] == ["out of memory"] * 2
 
 
 def test_a_worker_answers_in_json():

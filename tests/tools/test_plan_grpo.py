@@ -124,10 +124,11 @@ def test_the_command(invoke: Invoke, tmp_path: Path, model: str, more: list[str]
     ("arguments", "message"),
     [
         (["8b", "--mode", "grpo", "--batch", "2"], "--batch 2"),
-        (["8b", "--mode", "grpo", "--no-compile"], "--compile"),
+        (["8b", "--mode", "grpo", "--no-compile"], "--no-compile: --mode grpo has none"),
         (["8b", "--mode", "lora", "--slots", "8"], "--slots 8"),
         (["8b", "--mode", "grpo", "--slots", "6", "--group", "4"], "group=4"),
-        (["8b", "--mode", "grpo", "--group", "0"], "group"),
+        (["8b", "--mode", "grpo", "--group", "0"], "group=0: a whole number"),
+        (["8b", "--mode", "grpo", "--group", "-2"], "group=-2: a whole number"),
         (["8b", "--mode", "grpo", "--micro-batch-tokens", "0"], "micro_batch_tokens"),
         (["tiny", "--mode", "grpo", "--new-tokens", "4000"], "2048 positions"),
         (["bdh-tiny", "--mode", "grpo"], "bdh-tiny"),

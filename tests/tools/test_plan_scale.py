@@ -313,7 +313,7 @@ def test_a_model_of_ones_own(invoke: Invoke, tmp_path: Path) -> None:
         ("--gpus 8 --checkpointing some", "checkpointing='some': choose one of none, layers"),
         ("--gpus 8 --mode grpo", "--mode grpo: is planned for one GPU alone"),
         ("--gpus 8 --offload master", "--offload master: is planned for one GPU alone"),
-        ("--gpus 8 --no-compile", "--compile: is planned for one GPU alone"),
+        ("--gpus 8 --no-compile", "--no-compile: is planned for one GPU alone"),
         ("--gpus 8 --all", "--all: is planned for one GPU alone"),
         ("--bandwidth 370", "--bandwidth 370: is of several GPUs; add --gpus"),
         ("--gpus 8 --json /nowhere/plan.json", "a file in a folder that exists"),

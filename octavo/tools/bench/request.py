@@ -13,15 +13,17 @@ from octavo.tools.bench.contenders import Contender
 from octavo.tools.bench.gemm import bench_gemms
 from octavo.tools.bench.kernels import bench_kernels
 from octavo.tools.bench.plot import write_plot
-from octavo.tools.bench.result import check_out, describe, write_result
+from octavo.tools.bench.result import TIMED, check_out, describe, write_result
 from octavo.tools.bench.rollout.runner import RolloutBench, run_rollout_bench
 from octavo.tools.bench.runner import run_bench, run_workload_bench
 from octavo.tools.bench.show import show
 from octavo.tools.bench.workload import Workload
 from octavo.tools.shapes import Case
+from octavo.training.errors import RunError
 from octavo.training.files import disk_errors
 
 RESULTS = Path("benchmarks/results")
+PARTS = ("gemm", "kernels")  # kinds without contenders
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,8 @@ def run_request(
     show(console, result)
     path = write_result(result, out)
     console.print(Text(f"Result: {path}", style="bold"), soft_wrap=True)
+    if result["kind"] not in PARTS and not any(row["status"] == TIMED for row in result["rows"]):
+        raise RunError(f"no contender was timed; {path} says why")
     if result["kind"] == "step":
         with disk_errors(path):
             console.print(Text(write_plot(result, path.with_suffix(".png"))), soft_wrap=True)

@@ -17,7 +17,7 @@ from octavo.tools.plan.grpo import GRPOMemory, against_bf16, grpo_options, longe
 from octavo.tools.plan.request import Request
 from octavo.tools.plan.show import PIPE_WIDTH
 from octavo.tools.plan.timeline import GIB
-from octavo.tools.rollouts import Size
+from octavo.tools.rollouts import Size, check_positions
 from octavo.tools.shapes import SHAPES, Case
 from octavo.training.errors import UserError
 from octavo.training.files import write_json
@@ -42,15 +42,11 @@ class GRPORequest:
         check_positive_int("micro_batch_tokens", self.micro_batch_tokens)
         if family_of(SHAPES.get(self.model, {}).get("model_type")).predicts != "token":
             raise UserError(f"MODEL {self.model}: GRPO is of Hugging Face decoders")
-        positions = self.case.config.get("max_position_embeddings")
-        if isinstance(positions, int) and self.size.length > positions:
-            raise UserError(
-                f"--prompt {self.prompt} --new-tokens {self.new_tokens}: {self.model} has {positions} positions"
-            )
+        check_positions(self.model, self.size, self.case.config.get("max_position_embeddings"))
 
     @cached_property
     def size(self) -> Size:
-        return Size(self.slots, self.prompt, self.new_tokens, min(self.group, self.slots) if self.group > 0 else 0)
+        return Size(self.slots, self.prompt, self.new_tokens, min(self.group, self.slots))
 
     @cached_property
     def case(self) -> Case:
