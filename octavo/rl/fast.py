@@ -16,6 +16,7 @@ from typing import Any
 
 from octavo.hf import fast
 from octavo.nn.report import REPORT, ConversionReport
+from octavo.numerics.checks import check_positive_int
 from octavo.rl import vllm
 from octavo.rl.attach import attach, attached
 from octavo.rl.completions import Completion, Engine, Sampling
@@ -188,12 +189,13 @@ class _FastGenerate:
             value = getattr(params, name, None)
             if value and value != neutral:
                 raise ValueError(f"sampling_params.{name}={value!r}: the engine samples by temperature, top_k, top_p")
+        check_positive_int("sampling_params.n", get["n"])
         stop_ids = [*(getattr(params, "stop_token_ids", None) or ()), *ends]
-        return int(get["n"]), Sampling(
+        return get["n"], Sampling(
             max_new_tokens=get["max_tokens"],
             temperature=get["temperature"],
-            top_k=get["top_k"] if get["top_k"] > 0 else None,
-            top_p=get["top_p"] if get["top_p"] < 1 else None,
+            top_k=None if get["top_k"] in (0, -1) else get["top_k"],  # in vLLM, both mean all tokens
+            top_p=None if get["top_p"] == 1 else get["top_p"],
             stop_ids=tuple(stop_ids),
             seed=get["seed"],
         )

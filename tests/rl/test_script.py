@@ -260,6 +260,10 @@ def test_fast_generate(folder, caplog):
         ({"min_p": 0.1}, "sampling_params.min_p=0.1"),
         ({"stop": ["no such token"]}, "sampling_params.stop='no such token': .* engines stop at a single one"),
         ({"logits_processors": [print]}, "sampling_params.logits_processors="),
+        ({"n": 2.5}, "sampling_params.n=2.5: a whole number of at least 1"),
+        ({"n": 0}, "sampling_params.n=0: a whole number of at least 1"),
+        ({"top_p": 2}, "top_p=2 must be above 0 and at most 1"),
+        ({"top_k": -5}, "top_k=-5 must be a positive integer, or None"),
     ):
         with pytest.raises(ValueError, match=message):
             adapted.fast_generate(PROMPTS, Params(**fields))
