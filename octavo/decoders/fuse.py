@@ -31,8 +31,6 @@ from octavo.decoders.hooks import is_hooked
 from octavo.decoders.match import GATE_UP, HEAD_NORMS, MLP, NORMS, QKV, base_of
 from octavo.decoders.products import why_no_frozen_mlp
 from octavo.dist.parallel import is_parallel
-from octavo.kernels.tuning import tuning_for
-from octavo.nn import cost_model
 from octavo.nn.frozen import FP8FrozenLinear
 from octavo.nn.groups import put_together, why_no_group
 from octavo.nn.linear import FP8Linear
@@ -236,6 +234,9 @@ def fuse_frozen(model: nn.Module, report: ConversionReport) -> None:
     dequantized = sum(not linear.fp8_products for linear in frozen.linears)
     if dequantized:
         report.fused.append(f"products in high precision, by FP8 weights ({dequantized})")
+    in_backward = sum(linear.fp8_products and not linear.fp8_forward for linear in frozen.linears)
+    if in_backward:
+        report.fused.append(f"FP8 products in backward alone ({in_backward})")
 
 
 def fuse_loaded(model: nn.Module) -> ConversionReport:
@@ -282,39 +283,6 @@ def fused_for_decoding(model: nn.Module) -> Iterator[None]:
     finally:
         for module in taken:
             give_class_back(module)
-
-
-def choose_products(model: nn.Module) -> str:
-    """Have a frozen base multiply in BF16 where FP8 does not pay. Returns the reason, empty for FP8."""
-    modules = dict(model.named_modules())
-    together = match.outputs_of_groups(modules)
-    linears = {name: module for name, module in modules.items() if isinstance(module, FP8FrozenLinear)}
-    shapes = [
-        (linear.in_features, linear.out_features / together.get(name, linear.out_features), linear.out_features)
-        for name, linear in linears.items()
-    ]
-    device = next(linear.weight.device for linear in linears.values())
-    reason = cost_model.why_not_frozen(shapes, tuning_for(device))
-    for linear in linears.values():
-        linear.fp8_products, linear.chosen_by_cost_model = not reason, True
-    return reason
-
-
-def insist_on_fp8(model: nn.Module) -> None:
-    """Have products run in FP8 that `choose_products` has in BF16: somebody asked for it, whether it pays or not."""
-    linears = [module for module in model.modules() if isinstance(module, FP8FrozenLinear)]
-    changed = [linear for linear in linears if linear.chosen_by_cost_model and not linear.fp8_products]
-    for linear in changed:
-        linear.fp8_products = True
-    for module in model.modules() if changed else ():
-        report: ConversionReport | None = module.__dict__.get(REPORT)
-        if report is not None:
-            report.fused.append(f"since then, products in FP8, as asked for ({len(changed)})")
-            now = {name.removesuffix(".base_layer"): layer for name, layer in module.named_modules()}  # under PEFT
-            for entry in report.entries:
-                layer = now.get(entry.name)
-                if isinstance(layer, FP8FrozenLinear) and layer in changed:
-                    entry.precision, entry.reason, entry.formats = FP8, "", str(layer.recipe)
 
 
 def restore(module: nn.Module) -> bool:

@@ -15,6 +15,7 @@ from octavo.decoders.hooks import HOOKS
 
 _HARMLESS = "transformers.utils.output_capturing"  # stay for good where hidden states were asked for once
 # PEFT's layers and dropout: which adapters, how strong. (Linears in FP8 have another `scaling`, always the same.)
+_PRODUCTS = ("fp8_products", "fp8_forward")  # True, unless a linear in FP8 says otherwise
 _FLAGS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling", "p", "gradient_checkpointing")
 
 
@@ -40,6 +41,9 @@ def state_of(decoder: nn.Module) -> list[Any]:
             value = own.get(name)
             if value:  # PEFT sets some of them only when they are first on
                 state.append((name, repr(value)))
+        for name in _PRODUCTS:
+            if not own.get(name, True):
+                state.append(name)
         if "forward" in own:
             state.append(("forward", id(own["forward"])))
         for name in HOOKS:

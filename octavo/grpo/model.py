@@ -12,7 +12,7 @@ from octavo.hf.fast import FastLanguageModel
 from octavo.nn.sharded import own_gpu
 from octavo.rl.completions import Engine
 from octavo.rl.engine import NativeEngine
-from octavo.rl.products import set_products
+from octavo.rl.products import PRODUCTS
 from octavo.training.errors import UserError
 
 
@@ -35,6 +35,7 @@ def load(name: str, settings: RunSettings) -> tuple[Any, Any]:
             name,
             load_in_fp8=fp8,
             full_finetuning=settings.full,
+            fp8_products=PRODUCTS[settings.products] if fp8 and not settings.full else None,
             device_map={"": own_gpu() if settings.device == "cuda" else "cpu"},
             dtype=torch.bfloat16,
         )
@@ -50,8 +51,6 @@ def load(name: str, settings: RunSettings) -> tuple[Any, Any]:
             model.gradient_checkpointing_enable()
     except (OSError, ValueError) as error:
         raise _not_trained(name, error) from error
-    if fp8 and not settings.full:
-        set_products(model, settings.products)
     return model, tokenizer
 
 

@@ -82,7 +82,7 @@ class RunSettings(GRPOSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         choices: dict[str, Any] = {"device": DEVICES, "precision": PRECISIONS, "recipe": RECIPES, "engine": ENGINES}
-        for name, allowed in {**choices, "products": PRODUCTS, "kv_dtype": KV_DTYPES}.items():
+        for name, allowed in {**choices, "products": tuple(PRODUCTS), "kv_dtype": KV_DTYPES}.items():
             check_choice(name, getattr(self, name), allowed)
         for name in ("rank", "slots", "log_interval"):
             check_positive_int(name, getattr(self, name))

@@ -46,8 +46,8 @@ from accelerate.utils import AORecipeKwargs, DistributedType, FP8RecipeKwargs, M
 from torch import Tensor, nn
 
 from octavo.convert import COMPILE, ConversionReport, convert_to_fp8, is_converted
+from octavo.decoders.choice import insist_on_fp8
 from octavo.decoders.classes import HEAD
-from octavo.decoders.fuse import insist_on_fp8
 from octavo.hf import accelerate_backends as backends
 from octavo.hf.accelerate_state import save_with_state
 from octavo.nn.linear import LinearInFP8

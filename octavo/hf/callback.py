@@ -295,12 +295,13 @@ def _summary(model: nn.Module) -> str:
     named = model.named_modules()
     linears = [m for name, m in named if isinstance(m, nn.Linear) and ".lora_" not in name]
     by_us = [linear for linear in linears if isinstance(linear, LinearInFP8)]
-    recipes = sorted({str(linear.recipe) for linear in by_us if linear.fp8_products})
-    fp8_count = sum(linear.fp8_products for linear in by_us)
+    in_fp8 = [linear for linear in by_us if linear.fp8_products]
+    backward_alone = sum(not linear.fp8_forward for linear in in_fp8)
     trained = sum(whole_numel(p) for p in model.parameters() if p.requires_grad)
-    how = f" ({'; '.join(recipes)})" if recipes else ""
-    how += f"; of {len(by_us) - fp8_count} the weights alone" if len(by_us) > fp8_count else ""
-    return f"{fp8_count} of {len(linears)} linears in FP8{how}; {trained:,} weights are trained"
+    how = f" ({'; '.join(sorted({str(linear.recipe) for linear in in_fp8}))})" if in_fp8 else ""
+    how += f"; of {backward_alone} in backward alone" if backward_alone else ""
+    how += f"; of {len(by_us) - len(in_fp8)} the weights alone" if len(by_us) > len(in_fp8) else ""
+    return f"{len(in_fp8)} of {len(linears)} linears in FP8{how}; {trained:,} weights are trained"
 
 
 def _emulation(model: nn.Module) -> str:

@@ -12,14 +12,16 @@ in FP8:
 | call                                         | weights                           | products          |
 | -------------------------------------------- | --------------------------------- | ----------------- |
 | `load_in_fp8=True`                           | frozen in FP8, the only copy      | FP8; for adapters |
-| `load_in_fp8=True, fp8_products=False`       | frozen in FP8, the only copy      | `dtype`; as above |
+| `load_in_fp8=True, fp8_products="dgrad"`     | frozen in FP8, the only copy      | FP8 in backward   |
+| `load_in_fp8=True, fp8_products=False`       | frozen in FP8, the only copy      | `dtype`           |
 | `load_in_fp8=True, full_finetuning=True`     | in `dtype`, FP32 ones trained     | FP8               |
 | `full_finetuning=True`                       | in `dtype`, FP32 ones trained     | `dtype`           |
 | neither                                      | in `dtype`, frozen; for adapters  | `dtype`           |
 
 `fast_inference=True` is for reinforcement learning: `model.generate` then samples with a rollout engine, on the very
-weights that are trained. Engines are above this room, so `octavo.FastLanguageModel` is this class with one method more
-(`rl/fast.py`).
+weights that are trained, and `load_in_fp8=True` means `fp8_products="dgrad"`: log-probabilities of the trainer are then
+as close to those of the rollout as in BF16. Engines are above this room, so `octavo.FastLanguageModel` is this class
+with one method more (`rl/fast.py`).
 """
 
 import inspect
@@ -34,6 +36,7 @@ import torch
 from torch import nn
 
 from octavo.convert import convert_to_fp8
+from octavo.decoders.choice import check_products, multiply_in_fp8_in_backward
 from octavo.decoders.fuse import fuse_loaded
 from octavo.hf import export, reading, trl, untrained
 from octavo.hf.accelerate import watch_environment
@@ -95,7 +98,7 @@ class FastLanguageModel:
         engine: str | None = None,
         fp8_config: FP8TrainingConfig | str | None = None,
         skip: Sequence[str] = (),
-        fp8_products: bool | None = None,
+        fp8_products: bool | str | None = None,
         device_map: Any = None,
         tokenizer: bool = True,
         master_weights: bool = True,
@@ -109,8 +112,9 @@ class FastLanguageModel:
         read, so memory stays near one byte a parameter. `model.octavo_report` says what is in FP8, and what is not and
         why. `fp8_config` says how inputs and gradients are quantised, `skip` which linears are left alone.
         `fp8_products=False`: weights in FP8 are dequantised for each product, which is then in `dtype`: closer to it,
-        slower for all but small models, and with more activations. Not given: on a GPU, what is faster; elsewhere, and
-        with an `fp8_config` that has them quantised in another way than by default, FP8.
+        slower for all but small models, and with more activations. `"dgrad"`: so in forward, and FP8 in backward. Not
+        given: on a GPU, what is faster; elsewhere, and with an `fp8_config` that has them quantised in another way than
+        by default, FP8; with `fast_inference`, and without an `fp8_config`, in backward alone.
         `master_weights`: with `full_finetuning`, whatever optimiser steps the BF16 weights steps FP32 ones, of which it
         keeps the lower halves (2 bytes a weight) and FP32 means; False lets each step round to BF16.
         `dtype`: BF16 unless given. Anything else goes to transformers' `from_pretrained`.
@@ -167,6 +171,8 @@ class FastLanguageModel:
         export.add_saving()
         _set_length(model, words, max_seq_length, model_name)
         if rollouts is not None:
+            if frozen_fp8 and fp8_config is None and model.config.quantization_config.fp8_products is None:
+                multiply_in_fp8_in_backward(model)
             model.octavo_rollouts = rollouts
             cls._add_engine(model, words, rollouts)
         return model, words
@@ -295,15 +301,16 @@ def _set_length(model: Any, tokenizer: Any, asked: int | None, name: str) -> Non
 
 
 def _check_products(fp8_products: Any, load_in_fp8: bool | str, full_finetuning: bool, fp8_config: Any) -> None:
-    if fp8_products is not None and not isinstance(fp8_products, bool):
-        raise ValueError(f"fp8_products={fp8_products!r}: True or False")
+    check_products(fp8_products)
     if fp8_products is True and not load_in_fp8:
         raise ValueError("fp8_products=True with load_in_fp8=False: nothing would run in FP8; set load_in_fp8")
-    if fp8_products is not False:
+    if fp8_products is True or fp8_products is None:
         return
     if not load_in_fp8 or full_finetuning:
-        raise ValueError("fp8_products=False is for a base frozen in FP8: with load_in_fp8, without full_finetuning")
-    if fp8_config is not None:
+        raise ValueError(
+            f"fp8_products={fp8_products!r} is for a base frozen in FP8: with load_in_fp8, without full_finetuning"
+        )
+    if fp8_products is False and fp8_config is not None:
         raise ValueError(
             "fp8_config with fp8_products=False: it says how products are quantised; leave one of them out"
         )

@@ -29,7 +29,8 @@ from transformers.quantizers.quantizers_utils import get_module_from_name
 from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from octavo.decoders.fuse import attach, choose_products, fuse_all
+from octavo.decoders.choice import check_products, choose_products, set_products
+from octavo.decoders.fuse import attach, fuse_all
 from octavo.hf.fp8_files import METHOD, fp8_dtype_in, names_in, read_layout
 from octavo.hf.untrained import explain_untrained
 from octavo.nn.frozen import FROZEN_GRANULARITIES, SCALE_NAME, FP8FrozenLinear, activation_config, quantize_weight
@@ -53,9 +54,9 @@ class OctavoConfig(QuantizationConfigMixin):
         fp8: how inputs and gradients are quantised, an `FP8TrainingConfig` or its fields; default: as the weight.
         skip: linears left as they are: names, parts of dotted names, or patterns. The head always is.
         fp8_products: with False the weights alone are in FP8, dequantised for each product: closer to high precision,
-            slower for all but small models, and with more activations. Default: as a checkpoint of Octavo says, else
-            True, but on a GPU, and unless `fp8` has products quantised in another way than by default, only where that
-            pays.
+            slower for all but small models, and with more activations; with "dgrad", in forward alone. Default: as a
+            checkpoint of Octavo says, else True, but on a GPU, and unless `fp8` has products quantised in another way
+            than by default, only where that pays.
     """
 
     def __init__(
@@ -63,11 +64,10 @@ class OctavoConfig(QuantizationConfigMixin):
         granularity: str = "channel",
         fp8: FP8TrainingConfig | Mapping[str, Any] | str | None = None,
         skip: Sequence[str] = (),
-        fp8_products: bool | None = None,
+        fp8_products: bool | str | None = None,
         **kwargs: Any,
     ) -> None:
-        if fp8_products is not None and not isinstance(fp8_products, bool):
-            raise ValueError(f"fp8_products={fp8_products!r}: True or False")
+        check_products(fp8_products)
         if fp8_products is False and fp8 is not None:
             raise ValueError("fp8 with fp8_products=False: it says how products are quantised; leave one of them out")
         check_choice("granularity", granularity, FROZEN_GRANULARITIES)
@@ -169,7 +169,7 @@ class OctavoQuantizer(HfQuantizer):
             )
         for module in frozen:
             module.finish_loading()
-            module.fp8_products = config.fp8_products is not False
+        set_products(frozen, True if config.fp8_products is None else config.fp8_products)
         usual = config.fp8.replace(fp8_head=False) == activation_config(config.granularity)
         as_it_pays = config.fp8_products is None and usual
         on_gpu = has_fp8_tensor_cores(frozen[0].weight.device)

@@ -10,18 +10,16 @@ activations to FP8 are further from them: by three to four times as much, measur
 
 from torch import nn
 
+from octavo.decoders import choice
 from octavo.nn.frozen import FP8FrozenLinear
 from octavo.numerics.checks import check_choice
 
-PRODUCTS = ("fp8", "weights-only", "fp8-dgrad")
+PRODUCTS: dict[str, bool | str] = {"fp8": True, "weights-only": False, "fp8-dgrad": choice.DGRAD}
 
 
 def set_products(model: nn.Module, products: str) -> int:
     """Set how the linears of a model that are frozen in FP8 multiply; return how many there are."""
-    check_choice("products", products, PRODUCTS)
+    check_choice("products", products, tuple(PRODUCTS))
     frozen = [module for module in model.modules() if isinstance(module, FP8FrozenLinear)]
-    for linear in frozen:
-        linear.fp8_products = products != "weights-only"
-        linear.fp8_forward = products == "fp8"
-        linear.chosen_by_cost_model = False
+    choice.set_products(frozen, PRODUCTS[products])
     return len(frozen)

@@ -41,6 +41,12 @@ def test_sft_full(checkpoint, tmp_path):
     assert (tmp_path / "bf16" / "model.safetensors").exists()
 
 
+def test_grpo_lora(checkpoint, tmp_path):
+    said = run("grpo_lora.py", checkpoint, "--steps", 2, "--rank", 4, "--completions", 2, "--out", tmp_path)
+    assert "rewards/correct/mean" in said and "14 of 15 linears in FP8" in said and "of 14 in backward alone" in said
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
+
+
 def test_export_then_load_what_was_exported(checkpoint, tmp_path):
     said = run("export.py", checkpoint, tmp_path / "fp8")
     assert "agree to a cosine of 0.9" in said

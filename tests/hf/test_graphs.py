@@ -14,6 +14,8 @@ from torch import nn
 
 import octavo
 from octavo.decoders import graphs
+from octavo.decoders.choice import set_products
+from octavo.nn.frozen import FP8FrozenLinear
 from octavo.tools.bench.random_model import build_causal_lm
 from octavo.tools.shapes import LLAMAS
 
@@ -178,6 +180,15 @@ def test_what_was_recorded_has_changed(change):
     assert is_replayed(model) and Replay.last is not old
     trained = [p for p in graph.decoder.parameters() if p.requires_grad]
     assert list(map(id, Replay.last.parameters)) == list(map(id, trained))
+
+
+def test_products_of_frozen_weights_are_part_of_the_state():
+    linear = FP8FrozenLinear.from_linear(nn.Linear(32, 32), "channel")
+    before, states = graphs.state_of(linear), []
+    for products in (True, False, "dgrad"):
+        set_products([linear], products)
+        states.append(graphs.state_of(linear))
+    assert states[0] == before and before != states[1] != states[2] != before
 
 
 @pytest.mark.usefixtures("recording")

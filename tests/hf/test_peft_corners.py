@@ -153,6 +153,7 @@ def test_adapters_do_not_count_as_linears(folder):
     before, after = _summary(load(folder)), _summary(adapt(load(folder)))
     assert before.split(" linears")[0] == after.split(" linears")[0]
     assert "0 of 15 linears in FP8; of 14 the weights alone" in _summary(adapt(load(folder, fp8_products=False)))
+    assert "; of 14 in backward alone; " in _summary(load(folder, fp8_products="dgrad"))
 
 
 def test_disabled_adapters_in_training_are_named(folder):

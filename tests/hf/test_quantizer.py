@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from octavo import FP8TrainingConfig
 from octavo.decoders import fuse
-from octavo.decoders.fuse import insist_on_fp8
+from octavo.decoders.choice import insist_on_fp8
 from octavo.hf import quantizer
 from octavo.hf.fp8_files import read_layout
 from octavo.hf.quantizer import OctavoConfig
@@ -254,10 +254,27 @@ def test_products_in_high_precision(checkpoint, granularity, tmp_path):
     for asked in (None, True):  # not said, it is as the checkpoint says
         again = load(tmp_path, OctavoConfig(granularity, fp8_products=asked))
         assert all(module.fp8_products is (asked is True) for module in frozen(again).values())
-    with pytest.raises(ValueError, match="fp8_products='no': True or False"):
+    with pytest.raises(ValueError, match="fp8_products='no': True, False, or 'dgrad' for FP8 in backward alone"):
         OctavoConfig("block", fp8_products="no")
     with pytest.raises(ValueError, match="fp8 with fp8_products=False"):
         OctavoConfig("block", FP8TrainingConfig(), fp8_products=False)
+
+
+@pytest.mark.parametrize("granularity", FROZEN_GRANULARITIES)
+def test_fp8_products_in_backward_alone(checkpoint, granularity, tmp_path):
+    model = load(checkpoint, OctavoConfig(granularity, fp8_products="dgrad"))
+    assert all(module.fp8_products and not module.fp8_forward for module in frozen(model).values())
+    assert "FP8 products in backward alone (14)" in model.octavo_fused
+    assert {entry.reason for entry in model.octavo_report.in_fp8} == {
+        "backward alone: its weight is dequantised for the product of forward"
+    }
+    exact = load(checkpoint, OctavoConfig(granularity, fp8_products=False))
+    assert cosine(model(tokens()).logits, exact(tokens()).logits) > 0.9999
+    model.save_pretrained(tmp_path)
+    again = load(tmp_path)  # by what config.json says
+    assert all(module.fp8_products and not module.fp8_forward for module in frozen(again).values())
+    insist_on_fp8(again)
+    assert not any(module.fp8_forward for module in frozen(again).values())
 
 
 def test_offloading_by_accelerate_is_refused(checkpoint):

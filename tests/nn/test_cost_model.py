@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from octavo import FP8TrainingConfig, convert
-from octavo.decoders import fuse
+from octavo.decoders import choice
 from octavo.kernels import tuning
 from octavo.kernels.tuning import HOPPER, Rates
 from octavo.nn import cost_model
@@ -55,9 +55,9 @@ def test_a_conversion_asks_for_the_rates_of_its_device(monkeypatch):
 
 def test_a_frozen_base_asks_for_the_width_of_its_device(monkeypatch):
     model = nn.Sequential(FP8FrozenLinear.from_linear(nn.Linear(256, 256), "channel"))
-    assert "but from 750 on" in fuse.choose_products(model) and not model[0].fp8_products
-    monkeypatch.setattr(fuse, "tuning_for", lambda _: SLOW)
-    assert fuse.choose_products(model) == "" and model[0].fp8_products
+    assert "but from 750 on" in choice.choose_products(model) and not model[0].fp8_products
+    monkeypatch.setattr(choice, "tuning_for", lambda _: SLOW)
+    assert choice.choose_products(model) == "" and model[0].fp8_products
 
 
 def test_a_plan_asks_for_the_width_of_its_gpu(monkeypatch):

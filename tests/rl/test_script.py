@@ -13,8 +13,9 @@ import transformers
 from decoder_cases import build
 from trainer_cases import BYTES, byte_tokenizer
 
-from octavo import FastLanguageModel
+from octavo import FastLanguageModel, FP8TrainingConfig
 from octavo.hf.fast import Rollouts
+from octavo.nn.frozen import FP8FrozenLinear
 from octavo.rl import NativeEngine, attached, detach, fallbacks, vllm
 from octavo.rl.fast import StandingBy, start_engine
 
@@ -129,6 +130,36 @@ def test_which_engine_it_is(folder, monkeypatch, caplog):
     assert (engine.name, why) == ("vllm", "vLLM is installed") and engine.memory_share == 0.3
     assert engine.max_length == 96
     assert start_engine(model, Rollouts(engine="native"))[0].name == "native"
+
+
+@pytest.mark.usefixtures("no_vllm")
+def test_a_trainer_computes_forward_as_its_rollouts(folder, tmp_path, monkeypatch):
+    """Log-probabilities with FP8 products in forward are further from the rollout's, which stock TRL does not show."""
+
+    def products(model):
+        frozen = [module for module in model.modules() if isinstance(module, FP8FrozenLinear)]
+        (found,) = {(module.fp8_products, module.fp8_forward) for module in frozen}
+        return found
+
+    model, tokenizer = load(folder)
+    assert products(model) == (True, False)
+    assert "FP8 products in backward alone, as rollouts compute (14)" in model.octavo_report.fused
+    assert all("backward alone" in entry.reason for entry in model.octavo_report.in_fp8)
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "saved")
+    assert products(load(tmp_path / "saved")[0]) == (True, False)
+    assert products(load(tmp_path / "saved", fast_inference=False)[0]) == (True, True)
+    assert products(load(folder, fast_inference=False)[0]) == (True, True)
+    named = {"fp8_products": True}, {"fp8_config": FP8TrainingConfig.from_recipe("channel")}
+    for options in named:
+        assert products(load(folder, **options)[0]) == (True, True)
+    for part in load(folder, fp8_products=True):
+        part.save_pretrained(tmp_path / "named")
+    assert products(load(tmp_path / "named")[0]) == (True, True)
+    assert products(load(folder, fp8_products=False)[0]) == (False, True)
+    monkeypatch.setattr("octavo.hf.quantizer.has_fp8_tensor_cores", lambda _device: True)
+    small, _ = load(folder)  # as a GPU has it, where FP8 does not pay for so small a model
+    assert products(small) == (False, True) and "as rollouts" not in str(small.octavo_report.fused)
 
 
 @pytest.mark.usefixtures("no_vllm")
