@@ -3,7 +3,7 @@
     attach(model, engine)     model.generate(...) samples with the engine, where the call asks for what it can do
     detach(model)             model.generate is transformers' again
 
-The rule: a call goes to the engine if it is greedy or samples, by temperature, top-k and top-p alone, from rows of
+The rule: a call goes to the engine if it is greedy or samples, by temperature, top-k, top-p and min-p, from rows of
 tokens that are padded on the left, and asks for tokens alone. Anything else (beams, penalties, processors, scores,
 images, …) goes to transformers' `generate` as before, and a warning says so once for each reason. Rows with equal
 prompts are one group, and go through the model once.
@@ -25,8 +25,8 @@ logger = logging.getLogger("octavo")
 _GENERATE = "generate"
 # Fields of transformers' GenerationConfig that the engine follows, or that do not change what is sampled.
 _FOLLOWED = {
-    "max_length", "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "eos_token_id", "pad_token_id",
-    "num_return_sequences",
+    "max_length", "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "min_p", "eos_token_id",
+    "pad_token_id", "num_return_sequences",
 }  # fmt: skip
 _IRRELEVANT = {
     "bos_token_id", "decoder_start_token_id", "use_cache", "disable_compile", "compile_config", "cache_implementation",
@@ -207,6 +207,7 @@ def _sampling(settings: dict[str, Any], length: int) -> Sampling:
         temperature=temperature,
         top_k=top_k if sampled and top_k and top_k > 0 else None,
         top_p=top_p if sampled and top_p is not None and top_p < 1 else None,
+        min_p=(settings.get("min_p") or None) if sampled else None,
         stop_ids=settings["eos_token_id"],
     )
 

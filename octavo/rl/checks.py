@@ -10,7 +10,7 @@ def check_sampling(sampling: Sampling, exact_logprobs: bool) -> None:
     """Raise if tokens would be drawn from other probabilities than those reported, and those are to be exact."""
     if exact_logprobs and sampling.is_truncated:
         raise ValueError(
-            f"top_k={sampling.top_k}, top_p={sampling.top_p} with exact_logprobs=True: tokens would be drawn from "
+            f"{sampling.truncation} with exact_logprobs=True: tokens would be drawn from "
             "other probabilities than those reported, which correction by importance relies on; leave them out"
         )
 

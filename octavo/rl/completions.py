@@ -17,15 +17,17 @@ LEAST_TEMPERATURE = 1e-6  # above 0; logits of 1e4 still have 28 orders of magni
 class Sampling:
     """How tokens are chosen.
 
-    `temperature`: 0 takes the likeliest token (greedy). `stop_ids`: tokens that end a completion; None means the ends
-    of sequence that the model names (`generation_config`, then `config`), and () none. `seed`: None draws one from
-    torch's default CPU generator, so that `torch.manual_seed` decides.
+    `temperature`: 0 takes the likeliest token (greedy). `top_k`: so many of the likeliest tokens; `top_p`: as many
+    as have this much probability together; `min_p`: those with this share of the likeliest one's. `stop_ids`: tokens
+    that end a completion; None means the ends of sequence that the model names (`generation_config`, then `config`),
+    and () none. `seed`: None draws one from torch's default CPU generator, so that `torch.manual_seed` decides.
     """
 
     max_new_tokens: int = 256
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float | None = None
+    min_p: float | None = None
     stop_ids: tuple[int, ...] | None = None
     seed: int | None = None
 
@@ -43,6 +45,8 @@ class Sampling:
             raise ValueError(f"top_k={self.top_k!r} must be a positive integer, or None for all tokens")
         if self.top_p is not None and not (isinstance(self.top_p, int | float) and 0 < self.top_p <= 1):
             raise ValueError(f"top_p={self.top_p!r} must be above 0 and at most 1, or None for all tokens")
+        if self.min_p is not None and not (isinstance(self.min_p, int | float) and 0 <= self.min_p <= 1):
+            raise ValueError(f"min_p={self.min_p!r} must be from 0 to 1, or None for all tokens")
         if self.stop_ids is not None and not all(_is_int(token) and token >= 0 for token in self.stop_ids):
             raise ValueError(f"stop_ids={self.stop_ids!r} must be token ids: integers of at least 0")
         if self.seed is not None and not (_is_int(self.seed) and 0 <= self.seed < 2**63):
@@ -53,9 +57,21 @@ class Sampling:
         return self.temperature == 0
 
     @property
+    def truncation(self) -> str:
+        """The options that leave tokens out, such as `top_k=20, min_p=0.1`; empty if none does."""
+        if self.is_greedy:
+            return ""
+        given = {
+            "top_k": self.top_k,
+            "top_p": self.top_p if self.top_p is not None and self.top_p < 1 else None,
+            "min_p": self.min_p or None,
+        }
+        return ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
+
+    @property
     def is_truncated(self) -> bool:
-        """Whether tokens are left out (top-k, top-p): log-probabilities are then not those that were sampled from."""
-        return not self.is_greedy and (self.top_k is not None or (self.top_p is not None and self.top_p < 1))
+        """Whether tokens are left out: log-probabilities are then not those that were sampled from."""
+        return bool(self.truncation)
 
 
 @dataclass(frozen=True)

@@ -27,11 +27,12 @@ from octavo.rl.policy import ends_of
 logger = logging.getLogger("octavo")
 # Fields of SamplingParams that change what is sampled, with the values that do not.
 _NEUTRAL = {
-    "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "bad_words": [],
+    "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "bad_words": [],
     "logit_bias": None, "allowed_token_ids": None, "min_tokens": 0, "structured_outputs": None,
     "logits_processors": None, "truncate_prompt_tokens": None, "prompt_logprobs": None,
 }  # fmt: skip
-_FIELDS = {"n": 1, "max_tokens": 16, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "seed": None}
+_WAYS = "temperature, top_k, top_p and min_p"
+_FIELDS = {"n": 1, "max_tokens": 16, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": None}
 
 
 class FastLanguageModel(fast.FastLanguageModel):
@@ -188,7 +189,7 @@ class _FastGenerate:
         for name, neutral in _NEUTRAL.items():
             value = getattr(params, name, None)
             if value and value != neutral:
-                raise ValueError(f"sampling_params.{name}={value!r}: the engine samples by temperature, top_k, top_p")
+                raise ValueError(f"sampling_params.{name}={value!r}: the engine samples by {_WAYS}")
         check_positive_int("sampling_params.n", get["n"])
         stop_ids = [*(getattr(params, "stop_token_ids", None) or ()), *ends]
         return get["n"], Sampling(
@@ -196,6 +197,7 @@ class _FastGenerate:
             temperature=get["temperature"],
             top_k=None if get["top_k"] in (0, -1) else get["top_k"],  # in vLLM, both mean all tokens
             top_p=None if get["top_p"] == 1 else get["top_p"],
+            min_p=get["min_p"] or None,
             stop_ids=tuple(stop_ids),
             seed=get["seed"],
         )

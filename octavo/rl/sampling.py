@@ -3,12 +3,14 @@
     p = softmax(z / T)               z in FP32, T the temperature
     token = argmaxᵢ (log pᵢ − log Eᵢ)       Eᵢ independent, exponential: token is i with probability pᵢ
 
-(−log E is Gumbel's distribution.) Greedy takes argmax z, and T = 1 for the log-probability. With top-k or top-p, tokens
-are left out of the choice, and the log-probability stays that of the whole vocabulary.
+(−log E is Gumbel's distribution.) Greedy takes argmax z, and T = 1 for the log-probability. With top-k, top-p or min-p,
+tokens are left out of the choice, and the log-probability stays that of the whole vocabulary.
 
 On a GPU, two launches do it (`ops/sampling.py`), with noise of their own from a seed that the generator draws. With
-top-k or top-p, and elsewhere, it is operations of torch, with the generator's noise.
+truncation, and elsewhere, it is operations of torch, with the generator's noise.
 """
+
+import math
 
 import torch
 from torch import Tensor
@@ -40,7 +42,7 @@ def choose(
 
 
 def _truncated(logprobs: Tensor, sampling: Sampling) -> Tensor:
-    """Log-probabilities with −inf for tokens that are left out: first top-k, then top-p of the rest."""
+    """Log-probabilities with −inf for tokens that are left out: by top-k, then top-p of the rest, then min-p."""
     if sampling.top_k is not None:
         least = logprobs.topk(min(sampling.top_k, logprobs.shape[-1]), dim=-1).values[:, -1:]
         logprobs = logprobs.masked_fill(logprobs < least, -torch.inf)
@@ -51,4 +53,7 @@ def _truncated(logprobs: Tensor, sampling: Sampling) -> Tensor:
         before = shares.cumsum(dim=-1) - shares
         dropped = torch.zeros_like(before, dtype=torch.bool).scatter(1, index, before >= sampling.top_p)
         logprobs = logprobs.masked_fill(dropped, -torch.inf)
+    if sampling.min_p:
+        least = logprobs.amax(dim=-1, keepdim=True) + math.log(sampling.min_p)
+        logprobs = logprobs.masked_fill(logprobs < least, -torch.inf)
     return logprobs

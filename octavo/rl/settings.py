@@ -66,7 +66,7 @@ class GRPOSettings(GRPOLoss):
             self._check(name, isinstance(value, int) and value >= 0, "a whole number, 0 or more")
         if self.sampling(1).is_truncated and self.correction != "none":
             raise ValueError(
-                f"top_k={self.top_k}, top_p={self.top_p} with correction={self.correction!r}: log-probabilities are "
+                f"{self.sampling(1).truncation} with correction={self.correction!r}: log-probabilities are "
                 "not those that tokens are drawn from, and correct nothing; leave top-k and top-p out, or set "
                 "correction='none'"
             )
@@ -78,7 +78,7 @@ class GRPOSettings(GRPOLoss):
     def sampling(self, step: int, stop_ids: tuple[int, ...] | None = None) -> Sampling:
         """Return how the completions of a step are drawn."""
         seed = seed_of(self.seed, "completions", step)
-        return Sampling(self.max_new_tokens, self.temperature, self.top_k, self.top_p, stop_ids, seed)
+        return Sampling(self.max_new_tokens, self.temperature, self.top_k, self.top_p, stop_ids=stop_ids, seed=seed)
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of a step, counted from 1."""

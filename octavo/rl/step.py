@@ -12,7 +12,7 @@ from octavo.rl.policy import Policy
 from octavo.rl.sampling import choose
 from octavo.rl.slots import Slots
 
-_Way = tuple[bool, int | None, float | None]
+_Way = tuple[bool, int | None, float | None, float | None]
 
 
 class Recorder:
@@ -71,5 +71,5 @@ class Step:
 
 def _way(sampling: Sampling) -> _Way:
     if sampling.is_greedy:
-        return True, None, None
-    return False, sampling.top_k, sampling.top_p
+        return True, None, None, None
+    return False, sampling.top_k, sampling.top_p, sampling.min_p

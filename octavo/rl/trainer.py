@@ -41,7 +41,7 @@ class OctavoGRPOTrainer(GRPOTrainer):
         sampling = self._sampling()
         if self.vllm_importance_sampling_correction and sampling.is_truncated:
             raise ValueError(
-                f"top_k={sampling.top_k}, top_p={sampling.top_p} with vllm_importance_sampling_correction=True: tokens "
+                f"{sampling.truncation} with vllm_importance_sampling_correction=True: tokens "
                 "are drawn from another distribution than that of the log-probabilities; set one of them only"
             )
         self.use_vllm = True  # from here on, this says that there are log-probabilities of the rollout
@@ -49,12 +49,12 @@ class OctavoGRPOTrainer(GRPOTrainer):
     def _refuse_other_sampling(self) -> None:
         """Raise for settings of TRL's that change what is sampled, and that the engines do not have."""
         args: Any = self.args
-        for name, neutral in (("min_p", 0.0), ("repetition_penalty", 1.0), ("generation_kwargs", {})):
+        for name, neutral in (("repetition_penalty", 1.0), ("generation_kwargs", {})):
             value = getattr(args, name)
             if value is not None and value != neutral:
                 raise ValueError(
-                    f"{name}={value!r}: the engine samples by temperature, top_k and top_p; leave it out, or use TRL's "
-                    "GRPOTrainer, whose completions then come from transformers' generate"
+                    f"{name}={value!r}: the engine samples by temperature, top_k, top_p and min_p; leave it out, or "
+                    "use TRL's GRPOTrainer, whose completions then come from transformers' generate"
                 )
 
     def _sampling(self) -> Sampling:
@@ -64,6 +64,7 @@ class OctavoGRPOTrainer(GRPOTrainer):
             temperature=self.temperature,
             top_k=args.top_k if args.top_k and args.top_k > 0 else None,
             top_p=args.top_p if args.top_p < 1 else None,
+            min_p=args.min_p or None,
             stop_ids=tuple(self.eos_token_ids),
         )
 

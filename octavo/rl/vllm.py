@@ -277,6 +277,7 @@ def _parameters(n: int, sampling: Sampling, stop_ids: Sequence[int]) -> Any:
         temperature=0.0 if sampling.is_greedy else 1.0,  # logits are scaled already
         top_k=0 if sampling.top_k is None else sampling.top_k,
         top_p=1.0 if sampling.top_p is None else sampling.top_p,
+        min_p=sampling.min_p or 0.0,
         max_tokens=sampling.max_new_tokens,
         stop_token_ids=list(stop_ids),
         ignore_eos=True,  # of the configuration: `stop_ids` has them, or says otherwise

@@ -84,6 +84,9 @@ def test_samples_by_the_settings_of_the_call(model, monkeypatch):
     config = transformers.GenerationConfig(temperature=0.7, do_sample=True, top_k=7, eos_token_id=4)
     model.generate(input_ids=torch.tensor([[5, 6]]), generation_config=config)
     assert asked.pop() == (1, Sampling(max_new_tokens=20, temperature=0.7, top_k=7, stop_ids=(4,)))
+    for share, min_p in ((0.1, 0.1), (0.0, None), (None, None)):
+        model.generate(input_ids=torch.tensor([[5, 6]]), generation_config=config, min_p=share)
+        assert asked.pop()[1].min_p == min_p
 
 
 @pytest.mark.parametrize(
@@ -94,7 +97,7 @@ def test_samples_by_the_settings_of_the_call(model, monkeypatch):
         ({"min_new_tokens": 2}, "min_new_tokens=2"),
         ({"return_dict_in_generate": True}, "return_dict_in_generate=True"),
         ({"logits_processor": transformers.LogitsProcessorList([lambda _, scores: scores])}, "logits_processor is"),
-        ({"min_p": 0.1, "do_sample": True}, "min_p=0.1"),
+        ({"typical_p": 0.5, "do_sample": True}, "typical_p=0.5"),
         ({"forced_eos_token_id": 0}, "forced_eos_token_id=0"),
         ({"forced_bos_token_id": 0}, "forced_bos_token_id=0"),
     ],

@@ -90,10 +90,10 @@ def test_sampling(options, match):
         Sampling(**options)
 
 
-@pytest.mark.parametrize("options", [{"top_k": 5}, {"top_p": 0.9}])
+@pytest.mark.parametrize("options", [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}])
 def test_exact_logprobs_refuse_truncation(options):
     engine = NativeEngine(plain(), exact_logprobs=True)
-    with pytest.raises(ValueError, match=r"top_k=.*top_p=.*exact_logprobs=True: .* leave them out"):
+    with pytest.raises(ValueError, match=r"^(top_k=5|top_p=0.9|min_p=0.1) with exact_logprobs=True: .* leave them out"):
         engine.generate(PROMPTS, 1, Sampling(max_new_tokens=2, **options))
     engine.generate(PROMPTS, 1, Sampling(max_new_tokens=2, top_p=1.0))
     engine.generate(PROMPTS, 1, Sampling(max_new_tokens=2, temperature=0, top_k=5))  # greedy leaves nothing out

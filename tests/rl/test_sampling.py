@@ -43,6 +43,10 @@ def test_greedy():
         ({"top_p": 0.51}, [0, 1]),
         ({"top_p": 0.81}, [0, 1, 2]),
         ({"top_p": 1.0}, [0, 1, 2, 3]),
+        ({"min_p": 0.5}, [0, 1]),
+        ({"min_p": 1.0}, [0]),
+        ({"min_p": 0.0}, [0, 1, 2, 3]),
+        ({"top_k": 3, "min_p": 0.05}, [0, 1, 2]),
         ({"top_k": 3, "top_p": 0.6}, [0, 1]),  # of what top-k leaves: 0.5 / 0.95 < 0.6
     ],
 )
@@ -54,6 +58,14 @@ def test_truncation_keeps_the_likeliest(options, kept):
     assert found.nonzero()[:, 0].tolist() == kept
     assert torch.allclose(found, expected, atol=0.02)
     assert torch.allclose(logprob, shares.log()[token], atol=1e-6)  # of all tokens
+
+
+def test_what_truncates():
+    assert Sampling(top_k=5, top_p=1.0, min_p=0.1).truncation == "top_k=5, min_p=0.1"
+    assert not Sampling(top_p=1.0, min_p=0.0).is_truncated and not Sampling(temperature=0, top_k=5).is_truncated
+    for wrong in (-0.1, 1.5, "0.1"):
+        with pytest.raises(ValueError, match=r"min_p=.* must be from 0 to 1"):
+            Sampling(min_p=wrong)
 
 
 def test_the_seed_decides():

@@ -281,6 +281,7 @@ def test_fast_generate(folder, caplog):
     shown = Params(n=1, temperature=0.0, stop=stop, include_stop_str_in_output=True, skip_special_tokens=False)
     assert adapted.fast_generate(PROMPTS[0], shown)[0].outputs[0].text == tokenizer.decode(ended.token_ids)
     tokens = greedy.outputs[0].token_ids
+    assert adapted.fast_generate(PROMPTS[0], Params(n=1, min_p=1.0))[0].outputs[0].token_ids == tokens
     model.generation_config.eos_token_id = tokens[1]  # ends a completion besides what is named, as in vLLM
     whole = tokens.index(tokens[1]) + 1, len(tokens)
     for ignored, length in zip((False, True), whole, strict=True):
@@ -288,7 +289,8 @@ def test_fast_generate(folder, caplog):
         params.ignore_eos = ignored
         assert len(adapted.fast_generate(PROMPTS[0], params)[0].outputs[0].token_ids) == length
     for fields, message in (
-        ({"min_p": 0.1}, "sampling_params.min_p=0.1"),
+        ({"presence_penalty": 0.1}, "presence_penalty=0.1: the engine samples by .* and min_p"),
+        ({"min_p": 2}, "min_p=2 must be from 0 to 1"),
         ({"stop": ["no such token"]}, "sampling_params.stop='no such token': .* engines stop at a single one"),
         ({"logits_processors": [print]}, "sampling_params.logits_processors="),
         ({"n": 2.5}, "sampling_params.n=2.5: a whole number of at least 1"),

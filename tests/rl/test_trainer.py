@@ -52,8 +52,11 @@ def test_what_is_refused(tmp_path):
         OctavoGRPOTrainer(None, vowels, trl.GRPOConfig(output_dir=str(tmp_path), use_cpu=True, use_vllm=True))
     with pytest.raises(ValueError, match=r"top_p=0.9 with vllm_importance_sampling_correction=True"):
         trainer(tmp_path, top_p=0.9)
-    for name, value in (("min_p", 0.1), ("repetition_penalty", 1.2), ("generation_kwargs", {"do_sample": False})):
-        with pytest.raises(ValueError, match=f"{name}={value!r}: the engine samples by temperature, top_k and top_p"):
+    with pytest.raises(ValueError, match=r"min_p=0.1 with vllm_importance_sampling_correction=True"):
+        trainer(tmp_path, min_p=0.1)
+    assert trainer(tmp_path, min_p=0.1, vllm_importance_sampling_correction=False)._sampling().min_p == 0.1
+    for name, value in (("repetition_penalty", 1.2), ("generation_kwargs", {"do_sample": False})):
+        with pytest.raises(ValueError, match=f"{name}={value!r}: the engine samples by temperature, .* and min_p"):
             trainer(tmp_path, **{name: value})
 
 
