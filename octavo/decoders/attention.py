@@ -106,6 +106,15 @@ def refuse_distributed(config: Any) -> None:
         )
 
 
+def configs_of(model: Any) -> list[Any]:
+    """The configurations that say how a causal language model attends, some of them several times.
+
+    A layer that was copied has one of its own.
+    """
+    attentions: Any = (getattr(layer, "self_attn", None) for layer in getattr(model.model, "layers", ()))
+    return [model.config, *(each.config for each in attentions if hasattr(each, "config"))]
+
+
 def is_paged(kwargs: dict[str, Any]) -> bool:
     """Whether a model is called by continuous batching: keys are written to places in pages."""
     return kwargs.get("write_index") is not None

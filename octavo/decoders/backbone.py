@@ -82,7 +82,7 @@ def _layout(model: Any, kwargs: dict[str, Any], labels: Tensor | None) -> ragged
     """The sequences of a batch, and whether its layers may see them without padding."""
     mask, positions, offsets = (kwargs.get(name) for name in ("attention_mask", "position_ids", "cu_seq_lens_q"))
     if mask is None and positions is None and offsets is None:
-        return ragged.Layout(is_plain=not ragged.why_not_plain(model.config))
+        return ragged.Layout(is_plain=not ragged.why_not_plain(model))
     if torch.compiler.is_compiling():  # where sequences begin is data, which a graph cannot depend on
         return ragged.Layout(why_padded="the whole model is compiled", is_plain=False)
     reason = ragged.why_padded(model, kwargs)

@@ -24,7 +24,7 @@ from octavo.decoders.classes import is_fused
 from octavo.decoders.dense import dense_group
 from octavo.decoders.gathering import around
 from octavo.decoders.hooks import is_hooked
-from octavo.decoders.match import GATE_UP, HEAD_NORMS, ORIGINAL, QKV, base_of, is_plain_norm, norm_of
+from octavo.decoders.match import GATE_UP, HEAD_NORMS, ORIGINAL, QKV, base_of, is_of_family, is_plain_norm, norm_of
 from octavo.decoders.products import (
     Names,
     adds_residual,
@@ -317,6 +317,8 @@ def _can_join(norm: Any, follower: Any, linear: Any, h: Tensor) -> bool:
 
 def joins_norms(layer: Any) -> bool:
     """Whether the norms of a layer are joined to products, as far as its weights go."""
+    if not is_of_family(layer.self_attn, "Attention"):
+        return False  # somebody has put another module in its place
     linear = base_of(layer.self_attn.q_proj)
     return joins_norm(linear.config, linear.recipe) if is_trained(linear) else True
 

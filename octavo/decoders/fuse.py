@@ -347,9 +347,13 @@ def _note_head(report: ConversionReport, name: str, config: FP8TrainingConfig) -
 
 
 def _use_fused_attention(model: Any) -> bool:
-    """Have the model's attention run through `attention.py`, where it runs through sdpa now."""
-    if getattr(model.config, "_attn_implementation", None) != "sdpa":
+    """Have the model's attention run through `attention.py`, where all of it runs through sdpa now."""
+    configs = attention.configs_of(model)
+    if {getattr(config, "_attn_implementation", None) for config in configs} - {"sdpa", attention.NAME}:
+        return False
+    if model.config._attn_implementation != "sdpa":
         return False
     attention.register()
-    model.config._attn_implementation = attention.NAME
+    for config in configs:
+        config._attn_implementation = attention.NAME
     return True

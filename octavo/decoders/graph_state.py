@@ -27,7 +27,7 @@ def state_of(decoder: nn.Module) -> list[Any]:
         module = todo.pop()
         own = module.__dict__
         state.append(type(module))
-        if own["training"]:
+        if module.training:
             state.append(True)
         for parameter in own["_parameters"].values():
             if parameter is not None:

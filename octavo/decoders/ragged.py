@@ -212,13 +212,15 @@ def _without_mask(positions: Tensor, real: Tensor) -> tuple[bool, Tensor]:
     return bool(restarts.any() & ~has_holes.any()), positions.gather(1, last.where(last >= 0, first))
 
 
-def why_not_plain(config: Any) -> str:
+def why_not_plain(model: Any) -> str:
     """Why attention of a model is not causal within sequences and windows alone, or not ours; empty if it is both."""
+    config = model.config
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds or getattr(config, "use_bidirectional_attention", False) or not getattr(config, "is_causal", True):
         return "its attention is not causal alone"
-    if config._attn_implementation != attention.NAME:
-        return f"its attention is {config._attn_implementation}, not {attention.NAME}"
+    for each in attention.configs_of(model):
+        if each._attn_implementation != attention.NAME:
+            return f"its attention is {each._attn_implementation}, not {attention.NAME}"
     return ""
 
 
@@ -233,4 +235,4 @@ def why_padded(model: Any, kwargs: dict[str, Any]) -> str:
     if kwargs.get("use_cache"):
         return "a cache is asked for (use_cache=True)"
     watched = is_watched(model.model)
-    return f"{watched} has hooks, which see hidden states" if watched else why_not_plain(config)
+    return f"{watched} has hooks, which see hidden states" if watched else why_not_plain(model)

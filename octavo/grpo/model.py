@@ -3,28 +3,32 @@
 from typing import Any
 
 import torch
-from transformers import AutoConfig
 from transformers.utils import find_adapter_config_file
 
 from octavo.grpo.settings import RunSettings
 from octavo.hf import reading
 from octavo.hf.fast import FastLanguageModel
 from octavo.nn.sharded import own_gpu
+from octavo.rl import vllm
 from octavo.rl.completions import Engine
 from octavo.rl.engine import NativeEngine
 from octavo.rl.products import PRODUCTS
 from octavo.training.errors import UserError
 
 
-def check_model(name: str) -> None:
-    """Refuse a model whose configuration or tokenizer does not load, long before its weights do."""
+def check_model(settings: RunSettings) -> None:
+    """Refuse a model whose configuration or tokenizer does not load, and a stop that is no token, before prompts."""
+    name = settings.model
+    assert name is not None
     try:
         reading.check_name(name, {})
         if find_adapter_config_file(name) is None:  # adapters are loaded onto the model that they name
-            AutoConfig.from_pretrained(name)
-        reading.read_tokenizer(name, {})
+            reading.read_config(name)
+        tokenizer = reading.read_tokenizer(name, {})
     except (OSError, ValueError) as error:
         raise _not_trained(name, error) from error
+    if settings.stop is not None:
+        _stop_id(tokenizer, settings.stop)
 
 
 def load(name: str, settings: RunSettings) -> tuple[Any, Any]:
@@ -61,10 +65,7 @@ def _not_trained(name: str, error: Exception) -> UserError:
 def stop_ids(model: Any, tokenizer: Any, settings: RunSettings) -> tuple[int, ...]:
     """Return the tokens that end a completion: the one that is asked for, or those of model and tokenizer."""
     if settings.stop is not None:
-        ids: list[int] = tokenizer(settings.stop, add_special_tokens=False)["input_ids"]
-        if len(ids) != 1:
-            raise UserError(f"--stop {settings.stop!r} is {len(ids)} tokens: completions end by a single one")
-        return (ids[0],)
+        return (_stop_id(tokenizer, settings.stop),)
     found: list[int] = []
     for holder in (getattr(model, "generation_config", None), model.config, tokenizer):
         eos = getattr(holder, "eos_token_id", None)
@@ -77,6 +78,20 @@ def stop_ids(model: Any, tokenizer: Any, settings: RunSettings) -> tuple[int, ..
     return tuple(dict.fromkeys(found))
 
 
+def _stop_id(tokenizer: Any, stop: str) -> int:
+    """Return the token that a text is."""
+    ids: list[int] = tokenizer(stop, add_special_tokens=False)["input_ids"]
+    if len(ids) != 1:
+        raise UserError(f"--stop {stop!r} is {len(ids)} tokens: completions end by a single one")
+    return ids[0]
+
+
+def check_engine(settings: RunSettings) -> None:
+    """Refuse vLLM where it is not installed."""
+    if settings.engine == "vllm" and not vllm.is_installed():
+        raise UserError("engine='vllm': vLLM is not installed; install it, or use --engine native")
+
+
 def make_engine(model: Any, settings: RunSettings, longest_prompt: int) -> Engine:
     """Return the engine, with room for the longest prompt and its completion."""
     room = longest_prompt + settings.max_new_tokens
@@ -86,9 +101,7 @@ def make_engine(model: Any, settings: RunSettings, longest_prompt: int) -> Engin
             return NativeEngine(
                 model, slots=settings.slots, max_length=room, kv_dtype=settings.kv_dtype, exact_logprobs=exact
             )
-        from octavo.rl.vllm import VLLMEngine
-
-        engine: Engine = VLLMEngine(
+        engine: Engine = vllm.VLLMEngine(
             model, slots=settings.slots, max_length=room, can_stand_by=settings.standby, exact_logprobs=exact
         )
     except ImportError as error:

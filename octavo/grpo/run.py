@@ -16,7 +16,7 @@ from rich.console import Console
 
 from octavo.grpo import demo
 from octavo.grpo.display import Display
-from octavo.grpo.model import check_model, load, make_engine, stop_ids
+from octavo.grpo.model import check_engine, check_model, load, make_engine, stop_ids
 from octavo.grpo.session import Session, write_config
 from octavo.grpo.settings import RunSettings
 from octavo.hf.quiet import quiet_transformers
@@ -27,7 +27,8 @@ from octavo.rl.tasks import Task, read_task
 from octavo.support import check_fp8_support, leave_emulation_unannounced
 from octavo.training.checkpoint import list_checkpoints
 from octavo.training.errors import RunError, UserError
-from octavo.training.run_folder import BASE, CONFIG, check_free, find_run, new_run, read_config, resumed_run
+from octavo.training.files import replace_file
+from octavo.training.run_folder import BASE, CONFIG, PROMPTS, check_free, find_run, new_run, read_config, resumed_run
 from octavo.training.signals import Interrupted, StopSignals
 
 
@@ -52,7 +53,7 @@ def train_grpo(
     with stop.caught(), quiet_transformers():
         _opening(settings, display)
         _check_without_prompts(settings, out, resume, overwrite)
-        task = _read_task(settings, display)
+        task = _read_task(settings, display, _kept_prompts(find_run(out)) if resume else None)
         display.say(f"Task: {task.description or task.name}; rewards: {', '.join(task.rewards.names)}", "dim")
         if resume:
             _check_same_prompts(find_run(out), task)
@@ -71,6 +72,7 @@ def train_grpo(
 
 def _train(folder: Path, settings: RunSettings, grpo: GRPO, display: Display, stop: StopSignals) -> None:
     facts = {**_facts(grpo.task), "prompts_too_long": grpo.prompts.too_long}
+    _keep_prompts(folder, grpo.task)
     session = Session(folder, settings, grpo, facts, display, stop)
     display.say(_plan(settings, folder), "dim")
     try:
@@ -115,14 +117,30 @@ def _check_without_prompts(settings: RunSettings, out: Path | None, resume: bool
     elif out is not None:
         check_free(out, overwrite)
     if settings.model is not None:
-        check_model(settings.model)
+        check_model(settings)
+    check_engine(settings)
 
 
-def _read_task(settings: RunSettings, display: Display) -> Task:
+def _read_task(settings: RunSettings, display: Display, kept: list[dict[str, Any]] | None) -> Task:
     if settings.task is None:
         return demo.sorting_task(settings.seed)
     rewards = None if settings.rewards is None else Path(settings.rewards)
-    return read_task(settings.task, rewards, settings.seed, watch=display.watch_prompts)
+    return read_task(settings.task, rewards, settings.seed, display.watch_prompts, kept)
+
+
+def _keep_prompts(folder: Path, task: Task) -> None:
+    """Keep prompts that took time to make for a run that is resumed."""
+    if task.made:
+        replace_file(folder / PROMPTS, "".join(json.dumps(row) + "\n" for row in task.rows))
+
+
+def _kept_prompts(folder: Path) -> list[dict[str, Any]] | None:
+    """Return the prompts that a run has kept; None if they are to be made again."""
+    try:
+        text = (folder / PROMPTS).read_text()
+        return [json.loads(line) for line in text.splitlines()]
+    except (OSError, ValueError):
+        return None
 
 
 def _facts(task: Task) -> dict[str, Any]:

@@ -69,6 +69,17 @@ def check_name(name: str, options: dict[str, Any]) -> None:
         raise ValueError(f"model_name={name!r}: no folder here, and no model on the Hub that can be had: {why}")
 
 
+def read_config(name: str) -> Any:
+    """The configuration of a model. Raises OSError or ValueError, also for one that transformers finds invalid."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(name)
+    except (StrictDataclassError, TypeError, AttributeError) as error:  # the last two: config.json is no object
+        raise ValueError(f"its config.json is not valid: {' '.join(str(error).split())}") from error
+
+
 def read_tokenizer(name: str, options: dict[str, Any]) -> Any:
     from transformers import AutoTokenizer
 

@@ -14,8 +14,8 @@ half a unit in the last place of the dtype (2⁻⁸ for BF16), and without adapt
 
 of the exact value; here the first u, of the rounded weight, is absent. Adapters add 2u · Σᵢ |sᵢ| · |x| · |Aᵢ|ᵀ · |Bᵢ|ᵀ.
 
-One token alone is multiplied in FP32, and scaled at the end. Where 448 · Σ_k |x| passes 2¹²⁸ (57,344 beside E5M2), for
-which it takes an |x| of 10³¹, its sums may be infinite or NaN, though y is neither.
+One token alone is multiplied in FP32, and scaled at the end. Where Σ_k |x| times the largest value of the format passes
+2¹²⁸, its sums may be infinite or NaN, though y is neither: that takes an |x| above 10³¹ with E4M3, 10²⁹ with E5M2.
 
 For more than one token, the kernels multiply in FP16, which holds every FP8 value: BF16 would take four times as many
 instructions to convert a weight. x, if it is in BF16, is multiplied by a power of two for each row, and h for each row

@@ -7,6 +7,7 @@ seconds, and what goes wrong with it costs nothing but that process.
 """
 
 import json
+import logging
 import os
 import re
 import subprocess
@@ -17,7 +18,9 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
-from octavo.training.errors import UserError
+from octavo.training.errors import RunError, UserError
+
+logger = logging.getLogger("octavo")
 
 SIZE = 2048
 LIMIT = 10.0
@@ -40,6 +43,7 @@ class Gym:
             raise UserError(f"TASK {source}: seed={options['seed']!r}: a whole number")
         self._source, self._task = source, (self.name, options)
         self._process: _Process | None = self._start()
+        self.ended = 0  # answers that have ended the process
 
     def entries(self) -> Iterator[dict[str, Any]]:
         """Yield `size` entries in order, each with a `question` and an `answer`: plain values, as JSON has them."""
@@ -50,11 +54,19 @@ class Gym:
                 raise UserError(f"TASK {self._source}: prompt {index} cannot be made: {failed}") from failed
 
     def score(self, text: str, index: int) -> float:
-        """Return the score of an answer to entry `index`: 0 if the verifier raises, crashes, or exceeds `LIMIT`."""
+        """Return the score of an answer to entry `index`: 0 if the verifier raises, crashes, or exceeds `LIMIT`.
+
+        Raises `RunError` for what the answer is not to blame for: the package or the entry is at fault.
+        """
         try:
             return float(self._ask("score", text, index, LIMIT, wait=LIMIT + GRACE))
-        except _Failed:
+        except _Ended as ended:
+            if not self.ended:
+                logger.warning("octavo: the verifier of %s: %s; such answers have a reward of 0", self.name, ended)
+            self.ended += 1
             return 0.0
+        except _Failed as failed:
+            raise RunError(f"TASK {self._source}: answer to prompt {index} cannot be scored: {failed}") from failed
 
     def _ask(self, *request: Any, wait: float | None = None) -> Any:
         if self._process is None or self._process.ended:
@@ -72,6 +84,10 @@ class Gym:
 
 class _Failed(Exception):
     """A request without an answer: the text says why."""
+
+
+class _Ended(_Failed):
+    """A request that has ended the process, or took so long that it was ended."""
 
 
 class _Process:
@@ -102,11 +118,11 @@ class _Process:
         try:
             self._connection.send(request)
             if not self._connection.poll(wait):
-                raise _Failed(f"reasoning-gym's process gave no answer in {wait} s")
+                raise _Ended(f"reasoning-gym's process gave no answer in {wait} s")
             answer, error = self._connection.recv()
         except (EOFError, OSError) as closed:
             self._end()
-            raise _Failed(f"reasoning-gym's process ended with code {self._child.returncode}") from closed
+            raise _Ended(f"reasoning-gym's process ended with code {self._child.returncode}") from closed
         except BaseException:  # it still owes an answer, and would give it to the next request
             self._end()
             raise

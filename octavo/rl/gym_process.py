@@ -49,12 +49,15 @@ class Server:
     def score(self, text: str, index: int, limit: float) -> float:
         """Return the score of an answer, 0 if it makes the verifier raise, as text does where a number is expected.
 
-        After `limit` seconds a signal ends the process: nothing else stops a computation inside of C.
+        What no answer can be blamed for is raised: an entry that cannot be made, or a package that is missing. After
+        `limit` seconds a signal ends the process: nothing else stops a computation inside of C.
         """
         entry = copy.deepcopy(self._make(index))  # verifiers may change it
         signal.setitimer(signal.ITIMER_REAL, limit)
         try:
             return float(self.dataset.score_answer(answer=text, entry=entry))
+        except ImportError:
+            raise
         except Exception:
             return 0.0
         finally:
@@ -92,6 +95,10 @@ def check_kind(field: dataclasses.Field[Any], value: Any) -> None:
 
 def plain(value: Any) -> Any:
     """Return a value as JSON would have it: some entries hold fractions, numbers of NumPy, or keys that are numbers."""
+    import numpy
+
+    if isinstance(value, numpy.generic | numpy.ndarray):
+        value = value.tolist()
     if isinstance(value, dict):
         return {str(key): plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple | set | frozenset):

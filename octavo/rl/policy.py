@@ -279,7 +279,8 @@ def _is_plain(head: Any) -> bool:
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
     """Have all modules evaluate; afterwards each is as it was, whatever its neighbours are."""
-    training = [module for module in modules_of(model) if module.training]
+    # What `torch.compile` puts around a module has no mode of its own, but that of the module.
+    training = [module for module in modules_of(model) if module.__dict__.get("training")]
     try:
         for module in training:
             module.__dict__["training"] = False  # as by assignment, which first asks whether it is a Parameter

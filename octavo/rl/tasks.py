@@ -35,12 +35,17 @@ _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 @dataclass(frozen=True)
 class Task:
-    """Prompts and rewards. `rows`: each with a `prompt`, and columns for the reward functions."""
+    """Prompts and rewards.
+
+    `rows`: each with a `prompt`, and columns for the reward functions. `made`: no file has them, and making them may
+    take minutes.
+    """
 
     name: str
     rows: Sequence[dict[str, Any]]
     rewards: Rewards
     description: str = field(default="", compare=False)
+    made: bool = False
 
     def __post_init__(self) -> None:
         if not self.rows:
@@ -58,23 +63,30 @@ class Task:
         return {name: [row.get(name) for row in rows] for name in names}
 
 
-def read_task(source: str, rewards: Path | None = None, seed: int = 0, watch: Watch = lambda items, _: items) -> Task:
+def read_task(
+    source: str,
+    rewards: Path | None = None,
+    seed: int = 0,
+    watch: Watch = lambda items, _: items,
+    rows: Sequence[dict[str, Any]] | None = None,
+) -> Task:
     """Return the task that a user names, with the reward functions of the file `rewards` if it is given.
 
-    `watch(items, number)` yields the items and may show progress: some tasks take minutes to generate.
+    `watch(items, number)` yields the items and may show progress: some tasks take minutes to generate. `rows`: of this
+    very task, from an earlier time; those that are not in a file are not made again.
     """
     if not source.removeprefix(GYM).strip():
         raise UserError(f"TASK {source!r}: no name in it; give a .jsonl, a .py, or a task such as {GYM}chain_sum")
     path = Path(source)
     functions = None if rewards is None else read_rewards(rewards)
     if source.startswith(GYM):
-        return _gym_task(source, functions, seed, watch)
+        return _gym_task(source, functions, seed, watch, rows)
     if path.suffix == ".py":
         return _python_task(path, functions)
     # Path.exists raises for a name that is too long for a file.
     if path.suffix in (".jsonl", ".json") or os.path.exists(path):  # noqa: PTH110
         return _jsonl_task(path, functions)
-    return _gym_task(source, functions, seed, watch)
+    return _gym_task(source, functions, seed, watch, rows)
 
 
 def read_rewards(path: Path) -> Rewards:
@@ -183,7 +195,9 @@ def _check_row(row: Any, where: str) -> None:
         raise UserError(f"{where}: no prompt in it; a row has a prompt, a text or messages with role and content")
 
 
-def _gym_task(source: str, rewards: Rewards | None, seed: int, watch: Watch) -> Task:
+def _gym_task(
+    source: str, rewards: Rewards | None, seed: int, watch: Watch, rows: Sequence[dict[str, Any]] | None
+) -> Task:
     name = source.removeprefix(GYM)
     if find_spec("reasoning_gym") is None:
         what = "" if source.startswith(GYM) else ": no such file, and as a task of reasoning-gym it"
@@ -197,7 +211,7 @@ def _gym_task(source: str, rewards: Rewards | None, seed: int, watch: Watch) -> 
         ]
 
     score.__name__ = gym.name
-    rows = [
+    rows = rows or [
         {
             "prompt": [{"role": "user", "content": entry["question"] + _ASK}],
             "answer": entry["answer"],
@@ -206,7 +220,8 @@ def _gym_task(source: str, rewards: Rewards | None, seed: int, watch: Watch) -> 
         }
         for index, entry in enumerate(watch(gym.entries(), gym.size))
     ]
-    return Task(gym.name, rows, rewards or Rewards([score]), f"{len(rows):,} prompts of reasoning-gym's {gym.name}")
+    description = f"{len(rows):,} prompts of reasoning-gym's {gym.name}"
+    return Task(gym.name, rows, rewards or Rewards([score]), description, made=True)
 
 
 def _answer_of(text: str) -> str:

@@ -49,10 +49,8 @@ def read_tokenizer(name: str, settings: SFTSettings) -> Any:
 
 def longest(name: str, settings: SFTSettings) -> tuple[int, int | None]:
     """Return the tokens of an example (as asked, or 2,048) and the positions of the model, which are not exceeded."""
-    from transformers import AutoConfig
-
     try:
-        config = AutoConfig.from_pretrained(name)
+        config = reading.read_config(name)
     except (OSError, ValueError) as error:
         raise UserError(f"MODEL {name}: its config.json does not load: {str(error).splitlines()[0]}") from error
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)

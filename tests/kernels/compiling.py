@@ -54,12 +54,34 @@ def unwritten(ptx):
 def waits(ptx):
     """Where a kernel waits for the launch before it: how many loads and stores come first, for each time it does."""
     parts = ptx.split("griddepcontrol.wait")
-    return [len(re.findall(r"\b(?:ld|st|red|atom)\.global", "".join(parts[: i + 1]))) for i in range(len(parts) - 1)]
+    accesses = r"\b(?:ld|st|red|atom)\.global|\bcp\.async\.c[ag]\.shared\.global"
+    return [len(re.findall(accesses, "".join(parts[: i + 1]))) for i in range(len(parts) - 1)]
+
+
+def read_before_waiting(ptx, names):
+    """The parameters, of a kernel whose parameters have these names, from which it reads before it waits."""
+    origins, found = {}, set()
+    for statement in ptx.split("griddepcontrol.wait")[0].split(";"):
+        text = re.sub("//.*", "", statement).strip()
+        parameter = re.search(r"ld\.param\.\S+\s+(%\w+), \[\w+_param_(\d+)\]", text)
+        if parameter is not None:
+            origins[parameter[1]] = {int(parameter[2])}
+            continue
+        if re.search(r"\bld\.global|\bcp\.async\.c[ag]\.shared\.global", text):
+            address = re.findall(r"\[([^\]]*)\]", text)[-1]
+            found |= {number for register in REGISTER.findall(address) for number in origins.get(register, ())}
+            continue
+        registers = REGISTER.findall(re.sub(r"^@!?%\w+", "", text))
+        if len(registers) > 1:  # a result, and what it is computed from
+            origins[registers[0]] = {number for each in registers for number in origins.get(each, ())}
+    return sorted(names[number] for number in found if names[number].endswith("_ptr"))
 
 
 def compile_instead(kernel, *args, grid, warmup, **constants):  # noqa: ARG001
     """In place of `JITFunction.run`."""
     compiled = compile_for_hopper(kernel, args, constants)
+    names = [name for name in kernel.arg_names if name not in constants]
+    names = [name for name, value in zip(names, args, strict=True) if value is not None]
     conversions = [line for line in compiled.asm["ttgir"].splitlines() if "ttg.convert_layout" in line]
     actual = {
         "kernel": kernel.fn.__name__,
@@ -70,6 +92,7 @@ def compile_instead(kernel, *args, grid, warmup, **constants):  # noqa: ARG001
         "may_wait": constants.get("OVERLAPS", False),
         "waits": waits(compiled.asm["ptx"]),
         "reads_weights": kernel.fn.__name__ in ("project_kernel", "whole_rows_kernel"),
+        "read_before_waiting": read_before_waiting(compiled.asm["ptx"], names),
         "stores_first": len(
             re.findall(r"\b(?:st|red|atom)\.global", compiled.asm["ptx"].split("griddepcontrol.wait")[0])
         ),

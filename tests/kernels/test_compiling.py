@@ -55,5 +55,8 @@ def test_tiles_are_transposed_in_16_bits(dtype):
     assert all(len(k["waits"]) == bool(k["may_wait"]) for k in kernels if k["kernel"] != "products_kernel")
     assert all(k["waits"] for k in early)
     assert all((max(k["waits"]) > 0) is k["needs_nothing"] for k in early if not k["reads_weights"])
-    # Those for one token read weights first, which the launch in front of them does not write.
+    # Those for one token read weights first, which the launch in front of them does not write, and nothing else.
+    weights = {"a0_ptr", "a1_ptr", "a2_ptr", "scale_ptr", "bias_ptr", "b0_ptr", "b1_ptr", "b2_ptr"}
     assert not [k for k in early if k["reads_weights"] and k["stores_first"]]
+    read = {name for k in early if k["reads_weights"] for name in k["read_before_waiting"]}
+    assert read <= weights and (read == weights or dtype != "bfloat16")

@@ -8,6 +8,7 @@ import torch
 from rollout_cases import PROMPTS, adapted, frozen, hf_generate, plain
 
 import octavo
+from octavo.decoders.fuse import fuse_loaded
 from octavo.rl import NativeEngine, Sampling
 from octavo.rl.vllm import _check_layers
 
@@ -122,6 +123,47 @@ def test_layers_that_were_copied():
         found = tokens(engine)
         assert found == tokens(NativeEngine(model)) == hf_generate(model, PROMPTS, 8) != before
         assert [each.self_attn.config._attn_implementation for each in model.model.layers] == implementations
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_layers_that_were_copied_before_they_were_fused(when):
+    """Into the model before it is fused, or after: both train as a model that was never fused."""
+    batch = {"input_ids": torch.tensor([PROMPTS[0] * 3, [0] * 3 + (PROMPTS[0] * 3)[3:]])}
+    batch["attention_mask"] = (batch["input_ids"] != 0).long()
+    losses = {}
+    for fused in (False, True):
+        model = plain().requires_grad_(True).train()
+        copied = copy.deepcopy(model.model.layers[1])
+        copied.self_attn.layer_idx = len(model.model.layers)
+        if when == "before":
+            model.model.layers.append(copied)
+        if fused:
+            fuse_loaded(model)
+        if when == "after":
+            model.model.layers.append(copied)
+        model.config.num_hidden_layers = len(model.model.layers)
+        for given in (batch, {"input_ids": batch["input_ids"]}):
+            loss = model(**given, labels=given["input_ids"], use_cache=False).loss
+            loss.backward()
+            losses.setdefault(len(given), []).append(loss.item())
+        gradient = copied.self_attn.q_proj.weight.grad
+        losses.setdefault("gradient", []).append(gradient.norm().item())
+        octavo.restore(model)
+        assert {layer.self_attn.config._attn_implementation for layer in model.model.layers} == {"sdpa"}
+    assert all(one == pytest.approx(other, rel=1e-5) for one, other in losses.values())
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_layers_that_were_compiled_one_by_one(training):
+    """`torch.compile(layer)` puts a module around the layer, whose mode is that of the layer."""
+    model = plain().train(training)
+    expected = tokens(NativeEngine(model))
+    model.model.layers[0] = torch.compile(model.model.layers[0], backend="eager")
+    before = dict(model.model.layers[0].__dict__)
+    engine = NativeEngine(model)
+    assert tokens(engine) == expected and engine.policy.state() == engine.policy.state()
+    assert model.model.layers[0].__dict__.keys() == before.keys()
+    assert all(module.training == training for module in model.modules())
 
 
 def test_layers_that_were_replaced():

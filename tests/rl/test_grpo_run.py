@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,9 +20,10 @@ from rl_cases import REWARDS
 from trainer_cases import BYTES, byte_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from octavo.grpo import demo
+from octavo.grpo import demo, run
 from octavo.grpo.run import read_settings, train_grpo
 from octavo.grpo.settings import RunSettings, settings_from_options
+from octavo.rl import vllm
 from octavo.rl.engine import NativeEngine
 from octavo.training.checkpoint import list_checkpoints
 from octavo.training.errors import RunError, UserError
@@ -201,6 +203,27 @@ def test_no_end_of_text(prompts, rewards, tmp_path):
     with pytest.raises(UserError, match=r"no end of text \(eos_token_id\): every completion .* --stop TOKEN"):
         train_grpo(settings_of(str(folder), prompts, rewards), out=tmp_path / "run")
     train_grpo(settings_of(str(folder), prompts, rewards, stop="a", steps=1), out=tmp_path / "run")
+
+
+@pytest.mark.parametrize("content", ['{"model_type": "llama", "hidden_size": 65, "num_attention_heads": 4}', "[]", "{"])
+def test_a_configuration_that_is_not_valid(content, byte_model, prompts, rewards, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(byte_model, folder)
+    (folder / "config.json").write_text(content)
+    with pytest.raises(UserError, match=rf"^MODEL {folder} cannot be trained: .*config.json.*") as caught:
+        train_grpo(settings_of(str(folder), prompts, rewards), out=tmp_path / "run")
+    assert "\n" not in str(caught.value) and not (tmp_path / "run").exists()
+
+
+def test_found_before_prompts_are_made(byte_model, tmp_path, monkeypatch):
+    monkeypatch.setattr(vllm, "is_installed", lambda: False)
+    monkeypatch.setattr(run, "read_task", None)
+    for changed, words in (({"stop": "ab"}, "--stop 'ab' is 2 tokens"), ({"engine": "vllm"}, "vLLM is not installed")):
+        with pytest.raises(UserError, match=words):
+            train_grpo(
+                settings_from_options({"model": byte_model, "task": "chain_sum", **changed}), out=tmp_path / "run"
+            )
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_tokenizer_of_another_model(prompts, rewards, tmp_path):

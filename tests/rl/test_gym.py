@@ -8,8 +8,10 @@ import signal
 import subprocess
 import sys
 import time
+from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import pytest
 import reasoning_gym
 from commands import Command
@@ -19,12 +21,13 @@ from rich.console import Console
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from octavo.grpo import run
 from octavo.grpo.display import Display
-from octavo.rl import gym
+from octavo.rl import gym, gym_process
 from octavo.rl.gym import Gym
 from octavo.rl.tasks import read_task
 from octavo.training.checkpoint import list_checkpoints
-from octavo.training.errors import UserError
+from octavo.training.errors import RunError, UserError
 from octavo.training.files import read_object
 
 HANGS, CRASHES = "9**9**9**9", "__import__('os').abort()"
@@ -112,14 +115,43 @@ def test_a_verifier_that_no_timer_ends(answer, countdown, monkeypatch):
     assert countdown.score(right, 0) == 1
 
 
-def test_a_process_that_crashes(countdown):
+def test_a_process_that_crashes(countdown, caplog):
     answers = [entry["answer"] for entry in countdown.entries()]
     child = child_of(countdown)
-    assert countdown.score(CRASHES, 0) == 0 and child.returncode == -signal.SIGABRT
+    for _ in range(2):
+        assert countdown.score(CRASHES, 0) == 0 and child.returncode == -signal.SIGABRT
+    (said,) = (record.message for record in caplog.records)
+    assert said.startswith("octavo: the verifier of countdown: reasoning-gym's process ended with code -6; ")
     assert countdown.score(answers[0], 0) == 1
     child_of(countdown).kill()  # between two requests
     child_of(countdown).wait()
     assert countdown.score(answers[1], 1) == 1
+
+
+def test_what_no_answer_is_to_blame_for(countdown):
+    """An entry that a process cannot make again, and a package that is missing, are no reward of 0."""
+    with pytest.raises(RunError, match=r"TASK countdown,size=2: answer to prompt x cannot be scored: "):
+        countdown.score("1", "x")
+    assert countdown.score(next(countdown.entries())["answer"], 0) == 1
+
+    class Dataset(list):
+        seed = 0
+
+        def score_answer(self, answer, entry):  # noqa: ARG002
+            raise {"import": ImportError, "memory": MemoryError, "value": ValueError}[answer]
+
+    server = gym_process.Server()
+    server.dataset, server.made = Dataset([{}]), {}
+    assert server.score("memory", 0, 9.0) == server.score("value", 0, 9.0) == 0
+    with pytest.raises(ImportError):
+        server.score("import", 0, 9.0)
+
+
+def test_plain_values():
+    found = gym_process.plain(
+        {"a": np.int64(5), 2: np.bool_(True), "c": np.float32(2.5), "d": np.array([[1]]), "e": Fraction(1, 2)}
+    )
+    assert found == {"a": 5, "2": True, "c": 2.5, "d": [[1]], "e": "1/2"} and found["2"] is True
 
 
 def test_an_interrupt_ends_the_process(countdown):
@@ -210,6 +242,21 @@ def test_requests_that_cannot_be_met(source, words):
     assert "\n" not in str(caught.value)
 
 
+def test_prompts_are_made_once(tmp_path, monkeypatch):
+    """Those of a run that is resumed come from its folder; damaged there, they are made again."""
+    task = read_task("ransom_note,size=3")
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in task.rows))
+    assert task.made and not read_task(str(tmp_path / "p.jsonl")).made
+    run._keep_prompts(tmp_path, task)
+    assert run._kept_prompts(tmp_path) == list(task.rows)
+    with monkeypatch.context() as patching:
+        patching.setattr(Gym, "entries", None)
+        again = read_task("ransom_note,size=3", rows=run._kept_prompts(tmp_path))
+    assert run._digest(again) == run._digest(task) and again.description == task.description
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": ')
+    assert run._kept_prompts(tmp_path) is None is run._kept_prompts(tmp_path / "nowhere")
+
+
 def test_the_package_is_named_where_it_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     for source in ("chain_sum", "reasoning-gym:chain_sum"):
@@ -272,6 +319,7 @@ def test_a_run_killed_and_resumed_under_another_hash_seed(speller, tmp_path):
     resumed = Command("grpo", "--resume", "--out", str(cut), environment={"PYTHONHASHSEED": "3"})
     output, error = resumed.communicate()
     assert resumed.returncode == 0 and "Resuming after step" in output, error
+    assert len((cut / "prompts.jsonl").read_text().splitlines()) == 16
     assert rewards_of(cut) == rewards_of(whole) and len({reward for _, reward, _ in rewards_of(whole)}) > 2
     assert len({read_object(folder / "config.json", "")["task_sha256"] for folder in (whole, cut)}) == 1
 
