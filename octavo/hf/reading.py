@@ -77,7 +77,7 @@ def read_config(name: str) -> Any:
     try:
         return AutoConfig.from_pretrained(name)
     except (StrictDataclassError, TypeError, AttributeError) as error:  # the last two: config.json is no object
-        raise ValueError(f"its config.json is not valid: {' '.join(str(error).split())}") from error
+        raise ValueError(f"config.json is not valid: {' '.join(str(error).split())}") from error
 
 
 def read_tokenizer(name: str, options: dict[str, Any]) -> Any:

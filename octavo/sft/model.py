@@ -28,7 +28,15 @@ def find_model(settings: SFTSettings) -> tuple[str, Path]:
     config = cached_file(settings.model, "config.json", _raise_exceptions_for_missing_entries=False)
     if config is None:
         raise UserError(f"MODEL {settings.model}: adapters without their model; give the model itself")
+    _config_of(settings.model)
     return settings.model, Path(config)
+
+
+def _config_of(name: str) -> Any:
+    try:
+        return reading.read_config(name)
+    except (OSError, ValueError) as error:
+        raise UserError(f"MODEL {name} cannot be trained: {str(error).splitlines()[0]}") from error
 
 
 def read_tokenizer(name: str, settings: SFTSettings) -> Any:
@@ -49,11 +57,7 @@ def read_tokenizer(name: str, settings: SFTSettings) -> Any:
 
 def longest(name: str, settings: SFTSettings) -> tuple[int, int | None]:
     """Return the tokens of an example (as asked, or 2,048) and the positions of the model, which are not exceeded."""
-    try:
-        config = reading.read_config(name)
-    except (OSError, ValueError) as error:
-        raise UserError(f"MODEL {name}: its config.json does not load: {str(error).splitlines()[0]}") from error
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    positions = getattr(_config_of(name).get_text_config(), "max_position_embeddings", None)
     if settings.seq is None:
         return min(MAX_SEQ, positions or MAX_SEQ), positions
     if positions is not None and settings.seq > positions:

@@ -286,6 +286,10 @@ def test_other_mistakes_are_one_line(invoke, model, pairs, tmp_path, monkeypatch
         if path.name != "chat_template.jinja":
             (without / path.name).symlink_to(path)
     assert "the model's tokenizer has no chat template" in error_of(invoke, str(without), str(chats))
+    (without / "config.json").unlink()
+    for content in ('{"model_type": "llama", "hidden_size": 65, "num_attention_heads": 4}', "[]", "{"):
+        (without / "config.json").write_text(content)
+        assert re.search(r"MODEL \S+ cannot be trained: .*config.json", error_of(invoke, str(without), pairs)), content
     monkeypatch.setattr("octavo.cli.sft.find_spec", lambda name: None if name == "trl" else object())
     assert error_of(invoke, model, pairs) == "octavo: octavo sft needs trl: pip install 'octavo[hf]'"
 
