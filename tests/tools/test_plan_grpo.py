@@ -101,8 +101,9 @@ def test_longest_completions():
 
 def test_options():
     names = [option.name for option in grpo_options(CASE)]
-    assert names[:4] == ["BF16", "BF16, two copies", "FP8 channel", "FP8 channel, FP8 cache"]
-    assert len(names) == len(set(names)) == 12 and names[-1] == "FP8 block, FP8 cache, checkpointing"
+    fp8 = ["FP8 channel", "FP8 channel, FP8 cache", "FP8 channel, FP8 products"]
+    assert names[:5] == ["BF16", "BF16, two copies", *fp8]
+    assert len(names) == len(set(names)) == 14 and names[-1] == "FP8 block, FP8 cache, checkpointing"
     tiny = GRPORequest("tiny", slots=4, prompt=16, new_tokens=16, group=2).case
     assert all(not option.training.fp8_products for option in grpo_options(tiny) if option.training.code == "fp8")
 

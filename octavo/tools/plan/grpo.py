@@ -47,6 +47,7 @@ class GRPOOption:
     @property
     def name(self) -> str:
         words = "BF16" if self.training.code == "own" else f"FP8 {self.training.recipe}"
+        words += ", FP8 products" if self.training.code == "fp8" and self.training.fp8_products else ""
         words += ", two copies" if self.copies == 2 else ""
         words += ", FP8 cache" if self.fp8_kv else ""
         return words + (", checkpointing" if self.training.checkpointing == "layers" else "")
@@ -91,11 +92,14 @@ class GRPOMemory:
 
 
 def grpo_options(case: Case, gpu: Gpu | None = None) -> list[GRPOOption]:
-    """Return the ways that a plan compares, BF16 on one copy first; then the same with checkpointing."""
+    """Return the ways that a plan compares, BF16 on one copy first; then the same with checkpointing.
+
+    Forward multiplies activations as they are, unless `--products fp8` asks for more: so training saves them.
+    """
     bf16 = Option("own", compiled=False)
-    fp8_products = not why_bf16_products(case, gpu)
-    recipes = ("channel",) if fp8_products and not blocks_fit(case) else ("channel", "block")
-    fp8 = [Option("fp8", recipe, compiled=False, adapter_bytes=FP32, fp8_products=fp8_products) for recipe in recipes]
+    pays = not why_bf16_products(case, gpu)
+    recipes = ("channel",) if pays and not blocks_fit(case) else ("channel", "block")
+    fp8 = [Option("fp8", recipe, compiled=False, adapter_bytes=FP32, fp8_products=False) for recipe in recipes]
     options = []
     for kind in ("none", "layers"):
         own = replace(bf16, checkpointing=kind)
@@ -103,6 +107,7 @@ def grpo_options(case: Case, gpu: Gpu | None = None) -> list[GRPOOption]:
         for each in fp8:
             frozen = replace(each, checkpointing=kind)
             options += [GRPOOption(frozen), GRPOOption(frozen, fp8_kv=True)]
+            options += [GRPOOption(replace(frozen, fp8_products=True))] if pays and each is fp8[0] else []
     return options
 
 
