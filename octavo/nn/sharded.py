@@ -146,3 +146,13 @@ def _unit(kind: type, cls: type) -> type:
     over = kind.__mro__[: kind.__mro__.index(FSDPModule)]
     body = {name: value for each in reversed(over) for name, value in vars(each).items() if name == "__deepcopy__"}
     return type(f"FSDP{cls.__name__}", (FSDPModule, cls), body | {"__module__": kind.__module__})
+
+
+def forget_uncalled(model: torch.nn.Module) -> None:
+    """Have units of FSDP2 whose modules were not all called gather their weights again in the next forward.
+
+    torch does so after a backward, and since 2.13 after every forward.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            getattr(module._get_fsdp_state(), "_modules_to_run_forward", set()).clear()

@@ -24,7 +24,7 @@ from trl import SFTConfig, SFTTrainer
 from octavo.dist.together import from_all, rank
 from octavo.hf.callback import scaling_managers
 from octavo.hf.speed import Speed
-from octavo.nn.sharded import ranks
+from octavo.nn.sharded import forget_uncalled, ranks
 from octavo.sft.display import Display
 from octavo.sft.settings import OPTIMIZERS, SFTSettings
 from octavo.training.errors import RunError
@@ -124,6 +124,11 @@ class Figures(TrainerCallback):
         if log or control.should_save:
             self._write_rows(log)
         self._speed.step_ended()
+
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        forget_uncalled(kwargs["model"])  # TRL's evaluation multiplies by the head's weight, and does not call the head
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.display.held_out(state.global_step, kwargs["metrics"]["eval_loss"])
