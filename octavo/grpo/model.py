@@ -3,11 +3,11 @@
 from typing import Any
 
 import torch
-from transformers.utils import find_adapter_config_file
 
 from octavo.grpo.settings import RunSettings
 from octavo.hf import reading
 from octavo.hf.fast import FastLanguageModel
+from octavo.hf.lora import set_checkpointing
 from octavo.nn.sharded import own_gpu
 from octavo.rl import vllm
 from octavo.rl.completions import Engine
@@ -22,13 +22,18 @@ def check_model(settings: RunSettings) -> None:
     assert name is not None
     try:
         reading.check_name(name, {})
-        if find_adapter_config_file(name) is None:  # adapters are loaded onto the model that they name
-            reading.read_config(name)
-        tokenizer = reading.read_tokenizer(name, {})
+        base = reading.base_of_adapters(name, {})
+        reading.read_config(base or name)
+        tokenizer = reading.read_tokenizer(reading.place_of_tokenizer(name, base), {})
     except (OSError, ValueError) as error:
         raise _not_trained(name, error) from error
     if settings.stop is not None:
         _stop_id(tokenizer, settings.stop)
+    if base is not None and settings.beta:
+        raise UserError(
+            f"beta={settings.beta} with MODEL {name}: the reference would be the model without its adapters, which is "
+            "not what the run starts from; give --beta 0, or merge the adapters first"
+        )
 
 
 def load(name: str, settings: RunSettings) -> tuple[Any, Any]:
@@ -43,7 +48,9 @@ def load(name: str, settings: RunSettings) -> tuple[Any, Any]:
             device_map={"": own_gpu() if settings.device == "cuda" else "cpu"},
             dtype=torch.bfloat16,
         )
-        if not settings.full:
+        if hasattr(model, "peft_config"):
+            _check_adapters(model, name, settings)
+        elif not settings.full:
             model = FastLanguageModel.get_peft_model(
                 model,
                 r=settings.rank,
@@ -56,6 +63,18 @@ def load(name: str, settings: RunSettings) -> tuple[Any, Any]:
     except (OSError, ValueError) as error:
         raise _not_trained(name, error) from error
     return model, tokenizer
+
+
+def _check_adapters(model: Any, name: str, settings: RunSettings) -> None:
+    """Refuse settings that are not those of the adapters which a run goes on to train, and turn checkpointing on."""
+    config = model.active_peft_config
+    for option, value in (("rank", config.r), ("alpha", config.lora_alpha)):
+        if getattr(settings, option) != value:
+            raise UserError(
+                f"{option}={getattr(settings, option)} with MODEL {name}: its adapters have {value}; give "
+                f"--{option} {value} to go on with them"
+            )
+    set_checkpointing(model.get_base_model(), settings.checkpointing)
 
 
 def _not_trained(name: str, error: Exception) -> UserError:

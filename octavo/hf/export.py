@@ -336,7 +336,11 @@ def add_saving() -> None:
     from transformers import PreTrainedModel
 
     def save_pretrained_merged(
-        self: nn.Module, save_directory: str | Path, tokenizer: Any = None, save_method: str = "merged_16bit"
+        self: nn.Module,
+        save_directory: str | Path,
+        tokenizer: Any = None,
+        save_method: str = "merged_16bit",
+        maximum_memory_usage: float | None = None,  # noqa: ARG001
     ) -> Path:
         """Write the model with its adapters merged in: see `FastLanguageModel.save_pretrained_merged`."""
         return save_merged(self, save_directory, save_method, tokenizer=tokenizer)

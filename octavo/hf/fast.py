@@ -54,6 +54,11 @@ MAX_SEQ_LENGTH = 2048  # unless the model has fewer positions
 _FROZEN = {True: "channel", "tensor": "tensor", "channel": "channel", "block": "block"}
 _TRAINED = {True: "delayed", "tensor": "delayed", "channel": "channel", "block": "block"}
 ENGINES = ("vllm", "native")
+# Arguments for adapters in scripts for other libraries, with the values that ask for nothing.
+_FOREIGN = {
+    "finetune_vision_layers": False, "finetune_language_layers": True, "finetune_attention_modules": True,
+    "finetune_mlp_modules": True, "qat_scheme": None, "task_type": "CAUSAL_LM",
+}  # fmt: skip
 _STANDBY = ("OCTAVO_STANDBY", "UNSLOTH_VLLM_STANDBY")  # the second is what scripts bring along
 
 
@@ -118,6 +123,7 @@ class FastLanguageModel:
         `master_weights`: with `full_finetuning`, whatever optimiser steps the BF16 weights steps FP32 ones, of which it
         keeps the lower halves (2 bytes a weight) and FP32 means; False lets each step round to BF16.
         `dtype`: BF16 unless given. Anything else goes to transformers' `from_pretrained`.
+        `model_name`: adapters come with the model that they are for, and go on to be trained.
         `fast_inference`: `model.generate`, and `model.fast_generate`, sample with a rollout engine on these weights:
         `engine="vllm"` or `"native"`; not given, vLLM if it is installed. `max_lora_rank`: the highest `r` for
         `get_peft_model`. `gpu_memory_utilization`: share of the memory that the engine may fill with its cache. With
@@ -139,7 +145,15 @@ class FastLanguageModel:
         if device_map is None and torch.cuda.is_available():
             device_map = {"": own_gpu()}
         reading.check_name(model_name, kwargs)
-        words = reading.read_tokenizer(model_name, kwargs) if tokenizer else None
+        base = reading.base_of_adapters(model_name, kwargs)
+        if base is not None and full_finetuning:
+            raise ValueError(
+                f"model_name={model_name!r} with full_finetuning=True: these are adapters; merge them first "
+                "(save_pretrained_merged), or leave full_finetuning out"
+            )
+        words = reading.read_tokenizer(reading.place_of_tokenizer(model_name, base), kwargs) if tokenizer else None
+        if rollouts is not None:
+            cls._check_engine(base or model_name, rollouts)
         dtype = dtype or torch.bfloat16
         frozen_fp8 = bool(load_in_fp8) and not full_finetuning
         quantization = None
@@ -148,7 +162,7 @@ class FastLanguageModel:
 
             quantization = OctavoConfig(_FROZEN[load_in_fp8], fp8_config, skip, fp8_products)
         model = reading.read_model(
-            model_name,
+            base or model_name,
             dtype=dtype,
             device_map=device_map,
             quantization=quantization,
@@ -175,7 +189,15 @@ class FastLanguageModel:
                 multiply_in_fp8_in_backward(model)
             model.octavo_rollouts = rollouts
             cls._add_engine(model, words, rollouts)
+        if base is not None:
+            from octavo.hf.lora import load_adapters
+
+            model = load_adapters(model, model_name, rollouts.max_lora_rank if rollouts is not None else None)
         return model, words
+
+    @classmethod
+    def _check_engine(cls, model_name: str, rollouts: Rollouts) -> None:
+        """Refuse a model that no engine would take, before its weights are read."""
 
     @classmethod
     def _add_engine(cls, model: Any, tokenizer: Any, rollouts: Rollouts) -> None:  # noqa: ARG003
@@ -199,9 +221,12 @@ class FastLanguageModel:
         """The model with LoRA adapters, which alone are trained.
 
         `use_gradient_checkpointing`: "unsloth" keeps the checkpoints in pinned host memory. Anything else goes to
-        `peft.LoraConfig`.
+        `peft.LoraConfig`. A model that has adapters of this very kind keeps them, with their values.
         """
         check_positive_int("r", r)
+        kwargs = _without_foreign(kwargs)
+        if type(random_state) is not int:
+            raise ValueError(f"random_state={random_state!r}: a whole number, of which the adapters' first values come")
         rollouts: Rollouts | None = getattr(model, "octavo_rollouts", None)
         if rollouts is not None and r > rollouts.max_lora_rank:
             raise ValueError(
@@ -214,7 +239,8 @@ class FastLanguageModel:
             raise ValueError(f"lora_dropout={lora_dropout!r}: a probability below 1")
         if not isinstance(lora_alpha, (int, float)) or not 0 < lora_alpha < math.inf:
             raise ValueError(f"lora_alpha={lora_alpha!r}: a positive number")
-        _check_targets(model, target_modules)
+        if not hasattr(model, "peft_config"):
+            _check_targets(model, target_modules)
         options = {
             "r": r,
             "target_modules": target_modules if isinstance(target_modules, str) else list(target_modules),
@@ -225,8 +251,10 @@ class FastLanguageModel:
             "modules_to_save": None if modules_to_save is None else list(modules_to_save),
             **kwargs,
         }
-        from octavo.hf.lora import add_adapters  # which needs PEFT; models load without it
+        from octavo.hf.lora import add_adapters, keep_adapters  # which need PEFT; models load without it
 
+        if hasattr(model, "peft_config"):
+            return keep_adapters(model, use_gradient_checkpointing, options)
         return add_adapters(
             model,
             checkpointing=use_gradient_checkpointing,
@@ -237,17 +265,23 @@ class FastLanguageModel:
 
     @staticmethod
     def save_pretrained_merged(
-        model: nn.Module, save_directory: str | Path, tokenizer: Any = None, save_method: str = "merged_16bit"
+        model: nn.Module,
+        save_directory: str | Path,
+        tokenizer: Any = None,
+        save_method: str = "merged_16bit",
+        maximum_memory_usage: float | None = None,  # noqa: ARG004
     ) -> Path:
         """Write the model with its adapters merged in: `merged_16bit` (BF16) or `merged_fp8`. It stays as it is.
 
+        `maximum_memory_usage` is an argument of other libraries' scripts, and without effect.
         `save_method="lora"` writes the adapters alone, as PEFT does. Of a sharded model (FSDP2), every rank calls this,
         and rank 0 writes.
         """
         return export.save_merged(model, save_directory, save_method, tokenizer=tokenizer)
 
     @staticmethod
-    def for_training(model: nn.Module) -> nn.Module:
+    def for_training(model: nn.Module, use_gradient_checkpointing: bool | str = True) -> nn.Module:  # noqa: ARG004
+        """The model in training mode. Checkpointing stays as `get_peft_model` was asked for."""
         return model.train()
 
     @staticmethod
@@ -314,6 +348,15 @@ def _check_products(fp8_products: Any, load_in_fp8: bool | str, full_finetuning:
         raise ValueError(
             "fp8_config with fp8_products=False: it says how products are quantised; leave one of them out"
         )
+
+
+def _without_foreign(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of `get_peft_model` without those of other libraries that ask for nothing; others raise."""
+    for name, value in kwargs.items():
+        if name in _FOREIGN and value != _FOREIGN[name]:
+            fix = "name the linears by target_modules" if name.startswith("finetune_") else "leave it out"
+            raise ValueError(f"{name}={value!r}: not an argument of Octavo's get_peft_model; {fix}")
+    return {name: value for name, value in kwargs.items() if name not in (*_FOREIGN, "temporary_location")}
 
 
 def _check_granularity(model: nn.Module, asked: str) -> None:

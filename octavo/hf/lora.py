@@ -15,6 +15,7 @@ from peft.tuners.lora import LoraModel
 from peft.tuners.lora import layer as peft_layer
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_adapters_to_merge
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from octavo.decoders.gathering import around
@@ -153,9 +154,7 @@ def add_adapters(
     """`peft.get_peft_model`, with gradient checkpointing if asked for."""
     autocast = options.pop("autocast_adapter_dtype", True)
     base: Any = model
-    if checkpointing:
-        # Without an accelerator, checkpoints are in host memory anyway, and there is none to pin.
-        base.gradient_checkpointing_enable(offload=checkpointing == "unsloth" and torch.cuda.is_available())
+    set_checkpointing(base, checkpointing)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         config = peft.LoraConfig(task_type="CAUSAL_LM", **options)
@@ -163,3 +162,67 @@ def add_adapters(
     if max_seq_length is not None:
         base.max_seq_length = base.octavo_asked_length = max_seq_length
     return adapted
+
+
+def keep_adapters(model: Any, checkpointing: bool | str, options: dict[str, Any]) -> Any:
+    """Return a model that has adapters as it is, if they are of the kind that is asked for.
+
+    PEFT would make new ones, and the values of the old ones would be lost.
+    """
+    if not isinstance(model, peft.PeftModel):
+        raise ValueError(
+            f"{type(model).__name__} has adapters already, which transformers has loaded: load the folder of the "
+            "adapters by FastLanguageModel.from_pretrained, which goes on to train them"
+        )
+    config: Any = model.active_peft_config
+    asked = {name: value for name, value in options.items() if name not in ("autocast_adapter_dtype", "task_type")}
+    for name, value in asked.items():
+        own = getattr(config, name, None)
+        one, other = (sorted(x) if isinstance(x, list | tuple | set) else x for x in (own, value))
+        if name == "target_modules" and isinstance(one, list) and isinstance(other, list):
+            # PEFT may have spelt them out, or shortened them.
+            one, other = (sorted({each.rpartition(".")[2] for each in names}) for names in (one, other))
+        if one != other:
+            raise ValueError(
+                f"{name}={value!r}: this model has adapters already, with {name}={own!r}; leave get_peft_model out to "
+                "train them as they are, or save_pretrained_merged first and load what it wrote"
+            )
+    set_checkpointing(model.get_base_model(), checkpointing)
+    for name, parameter in model.named_parameters():
+        if f".{model.active_adapter}." in name:
+            parameter.requires_grad_(True)
+    logger.warning(f"octavo: the model has such adapters already ({model.active_adapter}), and keeps them")
+    return model
+
+
+def load_adapters(model: nn.Module, folder: str, most: int | None) -> Any:
+    """Return the model with the adapters of a folder, which are trained. `most`: the highest rank that is allowed."""
+    adapted: Any = peft.PeftModel.from_pretrained(model, folder, is_trainable=True)
+    rank = getattr(adapted.active_peft_config, "r", 0)
+    if most is not None and rank > most:
+        raise ValueError(f"{folder}: adapters with r={rank}, and max_lora_rank={most}; load with max_lora_rank={rank}")
+    return adapted
+
+
+def set_checkpointing(base: Any, checkpointing: bool | str) -> None:
+    """Turn gradient checkpointing on, if asked for, and have trainers that do so, too, do it in the same way."""
+    base.octavo_checkpointing = checkpointing
+    if checkpointing:
+        _remember_offload()
+        base.gradient_checkpointing_enable()
+
+
+@cache
+def _remember_offload() -> None:
+    """Have every call that turns checkpointing on heed "unsloth": trainers call it with settings of their own."""
+    original: Any = PreTrainedModel.gradient_checkpointing_enable
+
+    @wraps(original)
+    def enable(self: Any, *args: Any, **kwargs: Any) -> None:
+        # Without an accelerator, checkpoints are in host memory anyway, and there is none to pin.
+        if self.__dict__.get("octavo_checkpointing") == "unsloth" and torch.cuda.is_available() and len(args) < 3:
+            kwargs["offload"] = True
+        original(self, *args, **kwargs)
+
+    kind: Any = PreTrainedModel
+    kind.gradient_checkpointing_enable = enable

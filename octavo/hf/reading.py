@@ -1,6 +1,7 @@
 """Reading models and tokenizers by transformers, with errors that name the mistake."""
 
 import difflib
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -67,6 +68,31 @@ def check_name(name: str, options: dict[str, Any]) -> None:
         there, why = False, str(error)
     if not there:
         raise ValueError(f"model_name={name!r}: no folder here, and no model on the Hub that can be had: {why}")
+
+
+def base_of_adapters(name: str, options: dict[str, Any]) -> str | None:
+    """The name of the model that adapters are for; None if `name` is a model itself."""
+    from transformers.utils import find_adapter_config_file
+
+    hub_options = {key: options[key] for key in ("revision", "token", "cache_dir") if key in options}
+    found = find_adapter_config_file(name, **hub_options)
+    if found is None:
+        return None
+    base: str | None = json.loads(Path(found).read_text()).get("base_model_name_or_path")
+    if not base:
+        raise ValueError(f"model_name={name!r}: adapters whose adapter_config.json names no base_model_name_or_path")
+    try:
+        check_name(base, {key: value for key, value in options.items() if key != "revision"})
+    except ValueError as error:
+        raise ValueError(f"model_name={name!r}: adapters, and their model is not there: {error}") from error
+    return base
+
+
+def place_of_tokenizer(name: str, base: str | None) -> str:
+    """The name to load a tokenizer by: that of the model `base` for a folder of adapters without a tokenizer."""
+    folder = Path(name).expanduser()
+    has_own = not folder.is_dir() or any(folder.glob("tokenizer*")) or (folder / "vocab.json").exists()
+    return name if base is None or has_own else base
 
 
 def read_config(name: str) -> Any:

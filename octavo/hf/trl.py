@@ -4,7 +4,10 @@
     SFTTrainer(model, tokenizer=tokenizer, args=SFTConfig(...), ...)      # trains on 2,048 tokens, not on 1,024
 
 TRL cuts sequences at `max_length` of its configuration, 1,024 if nobody says otherwise, while the trainer is built. So
-`__init__` of the trainers is wrapped, once, when the first model is loaded.
+`__init__` of the trainers is wrapped, once, when the first model is loaded. What is said by `get_peft_model` about
+gradient checkpointing holds against TRL's default, too, and a model without anything to train is refused by trainers
+that have no labels, where nothing else would say so. Fields that TRL's configurations no longer have are named with
+what replaces them.
 """
 
 import importlib
@@ -17,7 +20,17 @@ from typing import Any
 
 from transformers.utils import logging
 
-TRAINERS = ("SFT", "DPO", "Reward", "KTO")  # those whose configurations have a `max_length`
+from octavo.decoders.causal_lm import nothing_is_trained
+
+WITH_LENGTH = ("SFT", "DPO", "Reward", "KTO")  # trainers whose configurations have a `max_length`
+WITHOUT_LABELS = ("GRPO", "RLOO")
+# Fields that scripts give to configurations, and what to do instead.
+GONE = {
+    "max_prompt_length": "TRL truncates no prompts: leave it out, and leave long prompts out of the dataset",
+    "vllm_sampling_params": "leave it out: temperature, top_p, top_k and min_p are fields of GRPOConfig",
+    "warmup_ratio": "warmup_steps takes it: a number below 1 is a share of all steps",
+    "max_seq_length": "it is called max_length",
+}
 
 logger = logging.get_logger(__name__)
 
@@ -25,12 +38,25 @@ logger = logging.get_logger(__name__)
 @cache
 def install() -> None:
     """Wrap the trainers that are there; without TRL, none is."""
-    for kind in TRAINERS if importlib.util.find_spec("trl") is not None else ():
+    for kind in (*WITH_LENGTH, *WITHOUT_LABELS) if importlib.util.find_spec("trl") is not None else ():
         modules = [f"trl.trainer.{kind.lower()}_{part}" for part in ("trainer", "config")]
         if all(importlib.util.find_spec(name) is not None for name in modules):
             trainer: Any = getattr(importlib.import_module(modules[0]), f"{kind}Trainer")
-            config = getattr(importlib.import_module(modules[1]), f"{kind}Config")
+            config: Any = getattr(importlib.import_module(modules[1]), f"{kind}Config")
             trainer.__init__ = _wrapped(trainer.__init__, config)
+            config.__init__ = _naming_what_is_gone(config.__init__, config)
+
+
+def _naming_what_is_gone(original: Callable[..., None], config: Any) -> Callable[..., None]:
+    known = {field.name for field in fields(config)}
+
+    @wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        for name in kwargs.keys() & GONE.keys() - known:
+            raise TypeError(f"{name}={kwargs[name]!r}: no field of {config.__name__}; {GONE[name]}")
+        original(self, *args, **kwargs)
+
+    return init
 
 
 def _wrapped(original: Callable[..., None], config: Any) -> Callable[..., None]:
@@ -51,20 +77,45 @@ def _wrapped(original: Callable[..., None], config: Any) -> Callable[..., None]:
                     f"args={config.__name__}({field}={kwargs[name]!r}, ...)"
                 )
         given = signature.bind(self, *args, **kwargs)
-        asked = getattr(given.arguments.get("model"), "octavo_asked_length", None)
-        if asked is not None:
+        model = given.arguments.get("model")
+        asked = getattr(model, "octavo_asked_length", None)
+        if asked is not None and "max_length" in defaults:
             _set_length(given.arguments, config, asked, defaults["max_length"])
+        if getattr(model, "octavo_checkpointing", None) is False and defaults["gradient_checkpointing"] is True:
+            _leave_checkpointing_off(given.arguments, config)
         original(*given.args, **given.kwargs)
+        without_labels = config.__name__.removesuffix("Config") in WITHOUT_LABELS
+        if without_labels and _is_ours(self.model) and not any(p.requires_grad for p in self.model.parameters()):
+            raise ValueError(nothing_is_trained(type(self.model).__name__))
 
     return init
 
 
+def _is_ours(model: Any) -> bool:
+    """Whether FastLanguageModel has loaded a model."""
+    return hasattr(model, "octavo_asked_length")
+
+
+def _own_config(arguments: dict[str, Any], config: Any) -> Any:
+    """The configuration of a call, which is made, and named as TRL does, where there is none."""
+    if arguments.get("args") is None:
+        name = str(getattr(arguments["model"].config, "_name_or_path", "")).split("/")[-1] or "model"
+        arguments["args"] = config(f"{name}-{config.__name__.removesuffix('Config')}")
+    return arguments["args"]
+
+
+def _leave_checkpointing_off(arguments: dict[str, Any], config: Any) -> None:
+    args = _own_config(arguments, config)
+    if args.gradient_checkpointing:
+        args.gradient_checkpointing = False
+        logger.warning(
+            "octavo: gradient_checkpointing=False, by get_peft_model's use_gradient_checkpointing, not TRL's default"
+        )
+
+
 def _set_length(arguments: dict[str, Any], config: Any, asked: int, default: Any) -> None:
     """Set `max_length`, unless the configuration has another than TRL's own default."""
-    args = arguments.get("args")
-    if args is None:  # as TRL names it
-        name = str(getattr(arguments["model"].config, "_name_or_path", "")).split("/")[-1] or "model"
-        args = arguments["args"] = config(f"{name}-{config.__name__.removesuffix('Config')}")
+    args = _own_config(arguments, config)
     if not isinstance(args, config):
         raise ValueError(
             f"args is a {type(args).__name__}, which has no max_length for max_seq_length={asked}: pass "

@@ -39,6 +39,7 @@ _NEUTRAL = {
     "num_beams": 1, "num_beam_groups": 1, "repetition_penalty": 1.0, "encoder_repetition_penalty": 1.0,
     "typical_p": 1.0, "renormalize_logits": False, "diversity_penalty": 0.0, "min_length": 0, "guidance_scale": 1.0,
 }  # fmt: skip
+_OF_ROWS = ("inputs", "input_ids", "attention_mask")
 _LONGEST = 20  # new tokens, where nobody says how many: transformers' own default
 _TOP_K = 50  # likewise
 _POSITIONAL = (
@@ -91,14 +92,32 @@ class _Generate:
         settings = _settings(self.model, named)
         tokens = self.model.get_input_embeddings().weight.shape[0]
         settings["eos_token_id"] = tuple(t for t in _as_tuple(settings.get("eos_token_id")) if 0 <= t < tokens)
-        reason = _why_not(self.model, named, settings) or _too_long(self.engine, named, settings)
-        reason = reason or _refused(settings, named)
+        reason = _why_not(self.model, named, settings) or _refused(settings, named)
         if reason:
-            self.fallbacks[reason] += 1
-            if self.fallbacks[reason] == 1:
-                logger.warning("octavo: model.generate runs without the engine: %s", reason)
+            self._note(reason)
             return self._original()(*args, **kwargs)
-        return _completed(self.engine, _ids(named), named.get("attention_mask"), settings)
+        ids, mask = _ids(named), _mask(named, settings)
+        long = _too_long(self.engine, ids, mask, settings)
+        if not long.any():
+            return _completed(self.engine, ids, mask, settings)
+        self._note(f"prompts and new tokens are longer than the engine's {self.engine.max_length}")
+        return self._original()(*args, **kwargs) if long.all() else self._split(named, settings, long)
+
+    def _note(self, reason: str) -> None:
+        self.fallbacks[reason] += 1
+        if self.fallbacks[reason] == 1:
+            logger.warning("octavo: model.generate runs without the engine: %s", reason)
+
+    def _split(self, named: dict[str, Any], settings: dict[str, Any], long: Tensor) -> Tensor:
+        """Complete rows that are too long for the engine by transformers, and the others by the engine."""
+        ids, mask = _ids(named), _mask(named, settings)
+        rows = {name: named[name][long] for name in _OF_ROWS if isinstance(named.get(name), Tensor)}
+        theirs = self._original()(**named | rows)
+        ours = _completed(self.engine, ids[~long], None if mask is None else mask[~long], settings)
+        long = long.repeat_interleave(settings.get("num_return_sequences") or 1)
+        both = ids.new_full((len(long), max(theirs.shape[1], ours.shape[1])), _fill(settings))
+        both[long, : theirs.shape[1]], both[~long, : ours.shape[1]] = theirs, ours
+        return both
 
     def _original(self) -> Any:
         cls: Any = type(self.model)
@@ -144,32 +163,34 @@ def _why_not(model: Any, named: dict[str, Any], settings: dict[str, Any]) -> str
     ids = _ids(named)
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point():
         return "input_ids is no matrix of tokens"
-    mask = named.get("attention_mask")
-    if mask is None:
-        pad = settings.get("pad_token_id")
-        return "padding without an attention_mask" if pad is not None and bool((ids == pad).any()) else ""
-    if not isinstance(mask, Tensor) or mask.shape != ids.shape:
+    mask = _mask(named, settings)
+    if mask is not None and (not isinstance(mask, Tensor) or mask.shape != ids.shape):
         return "attention_mask has another shape than input_ids"
-    if not bool(mask.bool().int().diff(dim=1).ge(0).all()):
+    if mask is not None and not bool(mask.bool().int().diff(dim=1).ge(0).all()):
         return "rows are not padded on the left alone"
     if any(hasattr(module, "lora_A") and module._forward_pre_hooks for module in model.modules()):
         return "rows have adapters of their own (adapter_names)"
     return ""
 
 
-def _too_long(engine: Engine, named: dict[str, Any], settings: dict[str, Any]) -> str:
-    """Why completions may be longer than the engine's, which would end early; empty if they are not.
+def _mask(named: dict[str, Any], settings: dict[str, Any]) -> Any:
+    """The mask of a call; as transformers does, one that is not given is inferred from padding."""
+    given, pad = named.get("attention_mask"), settings.get("pad_token_id")
+    if given is not None or pad is None or pad in settings["eos_token_id"]:
+        return given
+    return _ids(named).ne(pad)
+
+
+def _too_long(engine: Engine, ids: Tensor, mask: Tensor | None, settings: dict[str, Any]) -> Tensor:
+    """Rows whose completions may be longer than the engine's, which would end early.
 
     Where a prompt alone is too long, the engine says so.
     """
-    ids, mask = _ids(named), named.get("attention_mask")
     new, limit = _new_tokens(settings, ids.shape[1]), engine.max_length
-    if new < 1:
-        return f"max_new_tokens={new}"  # transformers says what is wrong
-    longest = ids.shape[1] if mask is None else int(mask.bool().sum(1).max())
-    if limit is None or longest >= limit or longest + new <= limit:
-        return ""
-    return f"prompts of {longest} tokens and {new} new ones are longer than the engine's {limit}"
+    lengths = torch.full(ids.shape[:1], ids.shape[1]) if mask is None else mask.bool().sum(1).cpu()
+    if limit is None:
+        return torch.zeros_like(lengths, dtype=torch.bool)
+    return (lengths < limit) & (lengths + new > limit)
 
 
 def _refused(settings: dict[str, Any], named: dict[str, Any]) -> str:
@@ -188,12 +209,16 @@ def _completed(engine: Engine, ids: Tensor, mask: Tensor | None, settings: dict[
     n = settings.get("num_return_sequences") or 1
     completions = engine.generate(prompts, n, _sampling(settings, ids.shape[1]))
     longest = max(len(completion.tokens) for completion in completions)
-    stops = settings["eos_token_id"]
-    pad = settings.get("pad_token_id")
-    fill = pad if pad is not None else stops[0] if stops else 0
+    fill = _fill(settings)
     rows = [[*completion.tokens, *[fill] * (longest - len(completion.tokens))] for completion in completions]
     new = torch.tensor(rows, dtype=ids.dtype, device=ids.device)
     return torch.cat([ids.repeat_interleave(n, dim=0), new], dim=1)
+
+
+def _fill(settings: dict[str, Any]) -> int:
+    """Return the token that fills rows behind the end of their completion."""
+    stops, pad = settings["eos_token_id"], settings.get("pad_token_id")
+    return int(pad if pad is not None else stops[0] if stops else 0)
 
 
 def _sampling(settings: dict[str, Any], length: int) -> Sampling:

@@ -11,25 +11,32 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
-from octavo.hf import fast
+from octavo.decoders import match
+from octavo.hf import fast, reading
 from octavo.nn.report import REPORT, ConversionReport
 from octavo.numerics.checks import check_positive_int
 from octavo.rl import vllm
 from octavo.rl.attach import attach, attached
 from octavo.rl.completions import Completion, Engine, Sampling
 from octavo.rl.engine import NativeEngine
-from octavo.rl.loras import LIVE, adapters_for, add_lora_methods
+from octavo.rl.loras import LIVE, adapters_for, give_adapters_methods
 from octavo.rl.policy import ends_of
+from octavo.rl.trl_vllm import take_trainers_own_vllm
 
 logger = logging.getLogger("octavo")
-# Fields of SamplingParams that change what is sampled, with the values that do not.
+# Fields of SamplingParams that are followed elsewhere, or that change no token.
+_FOLLOWED = {
+    "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens",
+    "all_stop_token_ids", "detokenize", "flat_logprobs", "logprobs", "num_logprobs", "output_kind",
+    "output_text_buffer_length", "sampling_type", "skip_clone", "skip_reading_prefix_cache",
+    "spaces_between_special_tokens", "stream_interval",
+}  # fmt: skip
+# Others change what is sampled, unless they have these values, or None, False, 0 or nothing in them.
 _NEUTRAL = {
-    "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "bad_words": [],
-    "logit_bias": None, "allowed_token_ids": None, "min_tokens": 0, "structured_outputs": None,
-    "logits_processors": None, "truncate_prompt_tokens": None, "prompt_logprobs": None,
+    "repetition_penalty": 1.0, "best_of": 1,
 }  # fmt: skip
 _WAYS = "temperature, top_k, top_p and min_p"
 _FIELDS = {"n": 1, "max_tokens": 16, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": None}
@@ -38,16 +45,24 @@ _FIELDS = {"n": 1, "max_tokens": 16, "temperature": 1.0, "top_k": 0, "top_p": 1.
 class FastLanguageModel(fast.FastLanguageModel):
     """Loading, adapting and sampling from causal language models. Nothing to instantiate."""
 
-    @staticmethod
-    @wraps(fast.FastLanguageModel.get_peft_model)
-    def get_peft_model(model: Any, *args: Any, **kwargs: Any) -> Any:
-        adapted = fast.FastLanguageModel.get_peft_model(model, *args, **kwargs)
-        if attached(model) is not None:
-            add_lora_methods(adapted)
-        return adapted
+    @classmethod
+    def _check_engine(cls, model_name: str, rollouts: fast.Rollouts) -> None:
+        if _chosen(rollouts) != "native":
+            return
+        try:
+            kinds = reading.read_config(model_name).architectures or []
+        except (OSError, ValueError):  # whatever it is, loading the model says it
+            return
+        if kinds and not set(kinds) & {f"{family}ForCausalLM" for family in match.FAMILIES}:
+            raise ValueError(
+                f"fast_inference=True: the native engine does not know {kinds[0]} ({', '.join(match.FAMILIES)}); leave "
+                "it out, and transformers generates, or install vLLM"
+            )
 
     @classmethod
     def _add_engine(cls, model: Any, tokenizer: Any, rollouts: fast.Rollouts) -> None:
+        give_adapters_methods()
+        take_trainers_own_vllm()
         engine, why = start_engine(model, rollouts)
         said = f"rollouts by the {engine.name} engine: {why}"
         logger.warning("octavo: %s", said)
@@ -60,7 +75,7 @@ class FastLanguageModel(fast.FastLanguageModel):
 
 def start_engine(model: Any, rollouts: fast.Rollouts) -> tuple[Engine, str]:
     """Return the engine that is asked for, for this model, and why it is this one."""
-    chosen = rollouts.engine or ("vllm" if vllm.is_installed() else "native")
+    chosen = _chosen(rollouts)
     why = (
         f"engine={chosen!r}" if rollouts.engine is not None
         else "vLLM is installed" if chosen == "vllm"
@@ -72,6 +87,10 @@ def start_engine(model: Any, rollouts: fast.Rollouts) -> tuple[Engine, str]:
         )
         return engine, why
     return NativeEngine(model, memory_share=rollouts.memory_share), why
+
+
+def _chosen(rollouts: fast.Rollouts) -> str:
+    return rollouts.engine or ("vllm" if vllm.is_installed() else "native")
 
 
 class StandingBy:
@@ -150,7 +169,7 @@ class _FastGenerate:
         texts = [prompts] if isinstance(prompts, str) else prompts
         if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
             raise TypeError(f"prompts={prompts!r}: fast_generate takes a text, or a list of texts")
-        ids = [self.tokenizer(text)["input_ids"] for text in texts]
+        ids = [self._ids(text) for text in texts]
         stops = self._stops(getattr(sampling_params, "stop", None))
         ends = [] if getattr(sampling_params, "ignore_eos", False) else ends_of(model)
         n, sampling = self._sampling(sampling_params, [*stops, *ends], engine.max_length)
@@ -161,6 +180,13 @@ class _FastGenerate:
         special = getattr(sampling_params, "skip_special_tokens", True)
         outputs = [self._output(i % n, one, stops, special) for i, one in enumerate(done)]
         return [FastOutput(text, ids[i], outputs[i * n : (i + 1) * n]) for i, text in enumerate(texts)]
+
+    def _ids(self, text: str) -> list[int]:
+        """The tokens of a text. A chat template has written the start of the sequence already, where there is one."""
+        start = self.tokenizer.bos_token
+        begun = bool(start) and text.startswith(start)
+        ids: list[int] = self.tokenizer(text, add_special_tokens=not begun)["input_ids"]
+        return ids
 
     def _output(self, index: int, one: Completion, stops: Sequence[int], skip_special_tokens: bool) -> FastCompletion:
         """`stops`: tokens of texts at which a completion ends, which are no part of its text."""
@@ -186,10 +212,11 @@ class _FastGenerate:
             if longest is None:
                 raise ValueError("sampling_params.max_tokens=None: the model names no number of positions; set it")
             get["max_tokens"] = longest
-        for name, neutral in _NEUTRAL.items():
-            value = getattr(params, name, None)
-            if value and value != neutral:
-                raise ValueError(f"sampling_params.{name}={value!r}: the engine samples by {_WAYS}")
+        for name in dir(params):
+            value = None if name.startswith("_") else getattr(params, name)
+            if name in _FIELDS or name in _FOLLOWED or callable(value) or not value or value == _NEUTRAL.get(name):
+                continue
+            raise ValueError(f"sampling_params.{name}={value!r}: the engine samples by {_WAYS}")
         check_positive_int("sampling_params.n", get["n"])
         stop_ids = [*(getattr(params, "stop_token_ids", None) or ()), *ends]
         return get["n"], Sampling(

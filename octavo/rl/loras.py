@@ -10,14 +10,16 @@ An engine computes with the adapters of the model. So those of a folder take the
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial, wraps
 from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftModel
 from torch import Tensor, nn
 
 from octavo.hf.export import save_merged
+from octavo.rl.attach import attached
 
 LIVE: Any = object()  # the adapters of the model, as they are now
 _SCALED_BY = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
@@ -26,8 +28,11 @@ _SCALED_BY = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
 class SavedLora:
     """Adapters of a folder, which may take the place of those of a model."""
 
-    def __init__(self, model: Any, folder: str | Path) -> None:
-        """Read the adapters; raise a `ValueError` if they are not of the shape of the model's."""
+    def __init__(self, model: Any, folder: str | Path, load_tensors: bool = True) -> None:  # noqa: ARG002
+        """Read the adapters; raise a `ValueError` if they are not of the shape of the model's.
+
+        `load_tensors`: of other libraries' scripts, and without effect.
+        """
         from peft import PeftConfig, get_peft_model_state_dict
         from peft.utils.save_and_load import load_peft_weights
 
@@ -114,10 +119,20 @@ def _without_adapters(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(requires_grad)
 
 
-def add_lora_methods(model: Any) -> None:
-    """Give a PEFT model `save_lora` and `load_lora`."""
-    model.save_lora = partial(save_lora, model)
-    model.load_lora = partial(SavedLora, model)
+@cache
+def give_adapters_methods() -> None:
+    """Give models with an engine `save_lora` and `load_lora` when they get adapters, whoever adds them."""
+    original: Any = PeftModel.__init__
+
+    @wraps(original)
+    def init(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, model, *args, **kwargs)
+        if attached(self) is not None:
+            self.save_lora = partial(save_lora, self)
+            self.load_lora = partial(SavedLora, self)
+
+    kind: Any = PeftModel
+    kind.__init__ = init
 
 
 def save_lora(model: Any, path: str | Path) -> None:

@@ -119,7 +119,17 @@ def test_padding_that_is_not_on_the_left(model):
     ids = torch.tensor([[5, 6, PAD], [5, 6, 7]])
     model.generate(ids, attention_mask=(ids != PAD).int(), max_new_tokens=2)
     model.generate(ids, pad_token_id=PAD, max_new_tokens=2)
-    assert set(fallbacks(model)) == {"rows are not padded on the left alone", "padding without an attention_mask"}
+    assert fallbacks(model) == {"rows are not padded on the left alone": 2}
+
+
+def test_padding_without_a_mask_is_what_transformers_takes_it_for(model):
+    ids = torch.tensor([[PAD, 6, 7], [5, 6, 7], [5, PAD, PAD]])
+    for rows, options in ((ids[:2], {}), (ids, {"eos_token_id": [PAD, 9]}), (ids[1:2], {})):
+        call = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": PAD, **options}
+        expected = model.generate(rows, **call)
+        attach(model, NativeEngine(model))
+        assert torch.equal(model.generate(rows, **call), expected) and not fallbacks(model)
+        detach(model)
 
 
 def test_a_prompt_that_is_too_long_is_an_error(model):
@@ -134,11 +144,27 @@ def test_completions_that_the_engine_would_cut_are_transformers_own(model):
     expected = model.generate(**left_padded(), **options)
     attach(model, NativeEngine(model, max_length=20))
     assert torch.equal(model.generate(**left_padded(), **options), expected)
-    assert list(fallbacks(model)) == ["prompts of 11 tokens and 10 new ones are longer than the engine's 20"]
+    assert list(fallbacks(model)) == ["prompts and new tokens are longer than the engine's 20"]
     assert torch.equal(model.generate(**left_padded(), **options | {"max_new_tokens": 9}), expected[:, :-1])
     with pytest.raises(ValueError, match="max_new_tokens"):  # in transformers' words
         model.generate(**left_padded(), max_new_tokens=0)
     assert fallbacks(model).total() == 2
+
+
+def test_rows_that_are_not_too_long_are_the_engines(model):
+    attach(model, NativeEngine(model, max_length=20))
+    asked, generate = [], NativeEngine.generate
+    attached(model).generate = lambda prompts, n, sampling: (
+        asked.append(prompts) or generate(attached(model), prompts, n, sampling)
+    )
+    ids = torch.full((3, 12), PAD)
+    for row, length in enumerate((12, 5, 9)):
+        ids[row, -length:] = torch.arange(length) + 20 + row
+    call = {"max_new_tokens": 10, "do_sample": False, "num_return_sequences": 1, "attention_mask": (ids != PAD).int()}
+    found = model.generate(ids, **call)
+    assert [len(prompt) for prompt in asked.pop()] == [5, 9] and fallbacks(model).total() == 1
+    detach(model)
+    assert torch.equal(found, model.generate(ids, **call))
 
 
 def test_sampling_that_the_engine_refuses_is_transformers_own(model):

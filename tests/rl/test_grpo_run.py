@@ -17,6 +17,7 @@ from commands import Command
 from decoder_cases import build
 from rich.console import Console
 from rl_cases import REWARDS
+from safetensors.torch import load_file
 from trainer_cases import BYTES, byte_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -288,8 +289,18 @@ def test_what_is_wrong_is_found_before_prompts_are_made(byte_model, prompts, rew
 
 def test_adapters_are_a_model_to_start_from(byte_model, prompts, rewards, tmp_path):
     folder = train_grpo(settings_of(byte_model, prompts, rewards, steps=1), out=tmp_path / "run") / "adapter"
-    byte_tokenizer().save_pretrained(folder)
-    train_grpo(settings_of(str(folder), prompts, rewards, steps=1), out=tmp_path / "next")
+    assert any(x.any() for name, x in load_file(folder / "adapter_model.safetensors").items() if "lora_B" in name)
+    for changes, words in (
+        ({}, "beta=0.01 with MODEL .*: the reference would be the model without its adapters"),
+        ({"beta": 0.0, "rank": 8}, "rank=8 with MODEL .*: its adapters have 4; give --rank 4"),
+    ):
+        with pytest.raises(UserError, match=words):
+            train_grpo(settings_of(str(folder), prompts, rewards, **changes), out=tmp_path / "none")
+    shutil.rmtree(tmp_path / "none", ignore_errors=True)
+    settings = settings_of(str(folder), prompts, rewards, steps=1, lr=1e-12, beta=0.0)
+    after = train_grpo(settings, out=tmp_path / "next") / "adapter"
+    before, after = (load_file(x / "adapter_model.safetensors") for x in (folder, after))
+    assert before.keys() == after.keys() and all(torch.allclose(before[name], after[name]) for name in before)
 
 
 @pytest.mark.parametrize(
