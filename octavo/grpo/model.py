@@ -7,7 +7,7 @@ import torch
 from octavo.grpo.settings import RunSettings
 from octavo.hf import reading
 from octavo.hf.fast import FastLanguageModel
-from octavo.hf.lora import set_checkpointing
+from octavo.hf.lora import has_adapters, set_checkpointing
 from octavo.nn.sharded import own_gpu
 from octavo.rl import vllm
 from octavo.rl.completions import Engine
@@ -48,7 +48,7 @@ def load(name: str, settings: RunSettings) -> tuple[Any, Any]:
             device_map={"": own_gpu() if settings.device == "cuda" else "cpu"},
             dtype=torch.bfloat16,
         )
-        if hasattr(model, "peft_config"):
+        if has_adapters(model):
             _check_adapters(model, name, settings)
         elif not settings.full:
             model = FastLanguageModel.get_peft_model(

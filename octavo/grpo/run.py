@@ -82,6 +82,9 @@ def _train(folder: Path, settings: RunSettings, grpo: GRPO, display: Display, st
         _say_how_to_resume(folder, interrupted, display)
         raise
     except RunError as error:
+        checkpoints = list_checkpoints(folder)
+        if checkpoints and str(checkpoints[-1]) in str(error):  # that one is what went wrong
+            raise
         raise RunError(f"{error} [{_checkpoint(folder)}]") from error
 
 

@@ -140,7 +140,16 @@ def settings_from_options(options: Mapping[str, Any], base: RunSettings | None =
         given["engine"] = base.engine if base else _engine()
     if base is not None:
         return RunSettings.from_dict({**base.to_dict(), **given})
-    return RunSettings(**{**_defaults(given), **given})
+    settings = RunSettings(**{**_defaults(given), **given})
+    for holds, names, why in (
+        (settings.full, ("products", "rank", "alpha"), "full=True: all weights are trained"),
+        (settings.precision == "bf16", ("products", "recipe"), "precision='bf16': no weight is in FP8"),
+        (settings.correction == "none", ("correction_level", "correction_max"), "correction='none'"),
+    ):
+        for name in names if holds else ():
+            if name in given:
+                raise ValueError(f"{name}={given[name]!r} would have no effect with {why}; leave it out")
+    return settings
 
 
 def _engine() -> str:

@@ -18,6 +18,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,7 @@ def save_merged(
 
 
 def _save_adapters(model: Any, sharded: bool, path: Path, tokenizer: Any) -> Path:
-    if not hasattr(model, "peft_config"):
+    if not hasattr(model, "get_base_model"):  # within a PEFT model, the base has a `peft_config`, too
         raise ValueError(
             f"save_method='lora' of a {plain_class(model).__name__}: it has no adapters of PEFT's; give "
             "FastLanguageModel.save_pretrained_merged the model that get_peft_model returned"
@@ -347,6 +348,11 @@ def add_saving() -> None:
 
     cls: Any = PreTrainedModel
     cls.save_pretrained_merged = save_pretrained_merged
+    if find_spec("peft") is not None:  # whose models would call the base's, which has the adapters in its layers alone
+        from peft import PeftModel
+
+        adapted: Any = PeftModel
+        adapted.save_pretrained_merged = save_pretrained_merged
     for name, fix in _NOT_WRITTEN.items():
         setattr(cls, name, _refused(name, fix))
 

@@ -239,7 +239,10 @@ class FastLanguageModel:
             raise ValueError(f"lora_dropout={lora_dropout!r}: a probability below 1")
         if not isinstance(lora_alpha, (int, float)) or not 0 < lora_alpha < math.inf:
             raise ValueError(f"lora_alpha={lora_alpha!r}: a positive number")
-        if not hasattr(model, "peft_config"):
+        from octavo.hf.lora import add_adapters, has_adapters, keep_adapters  # which need PEFT; models load without it
+
+        is_adapted = has_adapters(model)
+        if not is_adapted:
             _check_targets(model, target_modules)
         options = {
             "r": r,
@@ -251,9 +254,7 @@ class FastLanguageModel:
             "modules_to_save": None if modules_to_save is None else list(modules_to_save),
             **kwargs,
         }
-        from octavo.hf.lora import add_adapters, keep_adapters  # which need PEFT; models load without it
-
-        if hasattr(model, "peft_config"):
+        if is_adapted:
             return keep_adapters(model, use_gradient_checkpointing, options)
         return add_adapters(
             model,

@@ -164,6 +164,10 @@ def add_adapters(
     return adapted
 
 
+def has_adapters(model: nn.Module) -> bool:
+    return any(isinstance(module, BaseTunerLayer) for module in model.modules())
+
+
 def keep_adapters(model: Any, checkpointing: bool | str, options: dict[str, Any]) -> Any:
     """Return a model that has adapters as it is, if they are of the kind that is asked for.
 
@@ -171,8 +175,8 @@ def keep_adapters(model: Any, checkpointing: bool | str, options: dict[str, Any]
     """
     if not isinstance(model, peft.PeftModel):
         raise ValueError(
-            f"{type(model).__name__} has adapters already, which transformers has loaded: load the folder of the "
-            "adapters by FastLanguageModel.from_pretrained, which goes on to train them"
+            f"{type(model).__name__} has adapters in it already: give get_peft_model the model around it, which has "
+            "them as its own, or load a folder of adapters by FastLanguageModel.from_pretrained"
         )
     config: Any = model.active_peft_config
     asked = {name: value for name, value in options.items() if name not in ("autocast_adapter_dtype", "task_type")}

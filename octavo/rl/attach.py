@@ -163,6 +163,8 @@ def _why_not(model: Any, named: dict[str, Any], settings: dict[str, Any]) -> str
     ids = _ids(named)
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point():
         return "input_ids is no matrix of tokens"
+    if not ids.numel():
+        return "input_ids is empty"
     mask = _mask(named, settings)
     if mask is not None and (not isinstance(mask, Tensor) or mask.shape != ids.shape):
         return "attention_mask has another shape than input_ids"

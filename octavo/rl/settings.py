@@ -63,7 +63,7 @@ class GRPOSettings(GRPOLoss):
             self._check(name, 0 <= getattr(self, name) < math.inf, "a number, 0 or more")
         for name in ("warmup", "seed"):
             value = getattr(self, name)
-            self._check(name, isinstance(value, int) and value >= 0, "a whole number, 0 or more")
+            self._check(name, isinstance(value, int) and 0 <= value < 2**63, "a whole number, 0 or more, below 2**63")
         if self.sampling(1).is_truncated and self.correction != "none":
             raise ValueError(
                 f"{self.sampling(1).truncation} with correction={self.correction!r}: log-probabilities are "

@@ -109,7 +109,7 @@ def text_of(completion: Any) -> str:
 
 def _load(path: Path) -> ModuleType:
     if not os.path.isfile(path):  # noqa: PTH113  # as in read_task
-        raise UserError(f"{path}: no such file")
+        raise UserError(f"{path}: {'a folder, not a file' if os.path.isdir(path) else 'no such file'}")  # noqa: PTH112
     spec = importlib.util.spec_from_file_location(f"octavo_rewards_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -178,8 +178,13 @@ def _jsonl_task(path: Path, rewards: Rewards | None) -> Task:
             _check_row(row, f"TASK {path}:{number}")
             rows.append(row)
     if rewards is None:
-        if not rows or not all("answer" in row for row in rows):
-            raise UserError(f"TASK {path}: rows without an answer to compare with; give --rewards FILE.py")
+        for number, row in enumerate(rows, start=1):
+            if not isinstance(row.get("answer"), str | int | float):
+                what = f"an answer that is {row['answer']!r}" if "answer" in row else "no answer"
+                raise UserError(
+                    f"TASK {path}: entry {number} has {what}, and completions are compared with a text or a number; "
+                    "give --rewards FILE.py for anything else"
+                )
         rewards = Rewards([matches_answer])
     return Task(path.stem, rows, rewards, f"{len(rows):,} prompts of {path.name}")
 

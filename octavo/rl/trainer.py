@@ -9,6 +9,7 @@ and no gap in the logs. Here the engine is asked directly. TRL's own correction 
 """
 
 import inspect
+import logging
 from typing import Any
 
 from trl import GRPOTrainer
@@ -16,6 +17,8 @@ from trl import GRPOTrainer
 from octavo.rl.attach import attached
 from octavo.rl.completions import Engine, Sampling
 from octavo.rl.engine import NativeEngine
+
+logger = logging.getLogger("octavo")
 
 
 class OctavoGRPOTrainer(GRPOTrainer):
@@ -44,6 +47,7 @@ class OctavoGRPOTrainer(GRPOTrainer):
                 f"{sampling.truncation} with vllm_importance_sampling_correction=True: tokens "
                 "are drawn from another distribution than that of the log-probabilities; set one of them only"
             )
+        self._said_cut = False
         self.use_vllm = True  # from here on, this says that there are log-probabilities of the rollout
 
     def _refuse_other_sampling(self) -> None:
@@ -79,5 +83,14 @@ class OctavoGRPOTrainer(GRPOTrainer):
         """Complete the prompts, each of which is there as often as it is to be completed."""
         if images is not None or multimodal_fields or has_tool_images:
             raise ValueError("images: the engines complete text; use GRPOTrainer")
-        completions = self.engine.generate(prompt_ids, 1, self._sampling())
+        sampling = self._sampling()
+        longest, limit = max(map(len, prompt_ids)), self.engine.max_length
+        if limit is not None and longest + sampling.max_new_tokens > limit and not self._said_cut:
+            self._said_cut = True
+            logger.warning(
+                "octavo: a prompt of %s tokens leaves less than max_completion_length=%s of the engine's %s: such "
+                "completions end there, and count as cut off",
+                longest, sampling.max_new_tokens, limit,
+            )  # fmt: skip
+        completions = self.engine.generate(prompt_ids, 1, sampling)
         return [each.tokens for each in completions], [each.logprobs for each in completions]

@@ -151,6 +151,13 @@ def test_completions_that_the_engine_would_cut_are_transformers_own(model):
     assert fallbacks(model).total() == 2
 
 
+def test_no_rows_are_transformers_own(model):
+    attach(model, NativeEngine(model))
+    with pytest.raises(RuntimeError):  # in transformers' words
+        model.generate(torch.zeros(0, 4, dtype=torch.int64), max_new_tokens=2)
+    assert list(fallbacks(model)) == ["input_ids is empty"]
+
+
 def test_rows_that_are_not_too_long_are_the_engines(model):
     attach(model, NativeEngine(model, max_length=20))
     asked, generate = [], NativeEngine.generate
@@ -158,7 +165,7 @@ def test_rows_that_are_not_too_long_are_the_engines(model):
         asked.append(prompts) or generate(attached(model), prompts, n, sampling)
     )
     ids = torch.full((3, 12), PAD)
-    for row, length in enumerate((12, 5, 9)):
+    for row, length in enumerate((5, 12, 9)):
         ids[row, -length:] = torch.arange(length) + 20 + row
     call = {"max_new_tokens": 10, "do_sample": False, "num_return_sequences": 1, "attention_mask": (ids != PAD).int()}
     found = model.generate(ids, **call)

@@ -45,7 +45,10 @@ def rewards_of(folder):
 
 
 def settings_of(model, prompts, rewards, **changes):
-    return settings_from_options({"model": model, "task": prompts, "rewards": rewards, **OPTIONS, **changes})
+    options = {"model": model, "task": prompts, "rewards": rewards, **OPTIONS, **changes}
+    if options.get("full"):
+        del options["rank"]  # it would have no effect, and is refused
+    return settings_from_options(options)
 
 
 def test_the_command_killed_and_resumed_to_the_bit(byte_model, prompts, rewards, tmp_path):
@@ -310,6 +313,16 @@ def test_adapters_are_a_model_to_start_from(byte_model, prompts, rewards, tmp_pa
         ({"recipe": "tensor"}, "recipe='tensor': choose one of channel, block"),
         ({"full": True, "beta": 0.1}, "beta=0.1 with full=True: the reference is the model without adapters"),
         ({"products": "bf16"}, "products='bf16': choose one of fp8, weights-only, fp8-dgrad"),
+        (
+            {"full": True, "rank": 4},
+            "rank=4 would have no effect with full=True: .*; leave it out",
+        ),
+        ({"precision": "bf16", "products": "fp8"}, "products='fp8' would have no effect with precision='bf16'"),
+        (
+            {"correction": "none", "correction_max": 3.0},
+            "correction_max=3.0 would have no effect with correc",
+        ),
+        ({"seed": 2**63}, r"seed=9223372036854775808: a whole number, 0 or more, below 2\*\*63"),
         ({"engine": "vllm", "kv_dtype": "fp8"}, "kv_dtype='fp8' with engine='vllm'"),
     ],
 )

@@ -17,6 +17,9 @@ from octavo.rl import NativeEngine, attached, vllm
 
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
+
+from octavo.rl.trainer import OctavoGRPOTrainer  # noqa: E402
+
 PROMPTS = ["1 + 1 =", "2 + 3 ="]
 EXACT = {"dtype": torch.float32, "fp8_products": False}
 GREEDY = SimpleNamespace(temperature=0.0, max_tokens=8)
@@ -109,6 +112,34 @@ def test_adapters_by_peft_itself_have_methods(folder, tmp_path):
     assert completion(model, lora_request=model.load_lora(tmp_path / "lora", load_tensors=True)) == expected
     other = peft.get_peft_model(build(), peft.LoraConfig(r=4, target_modules="all-linear"))
     assert not hasattr(other, "save_lora")
+
+
+def test_adapters_are_saved_by_the_method_of_the_model(folder, tmp_path):
+    model = with_values(adapted(load(folder, **EXACT)[0]))
+    expected = completion(model)
+    model.save_pretrained_merged(tmp_path / "lora", byte_tokenizer(), save_method="lora")
+    model.save_pretrained_merged(tmp_path / "merged", byte_tokenizer(), save_method="merged_16bit")
+    assert {path.name for path in (tmp_path / "lora").iterdir()} >= {"adapter_config.json", "adapter_model.safetensors"}
+    assert completion(load(tmp_path / "lora", **EXACT)[0]) == expected
+    assert (tmp_path / "merged" / "model.safetensors").exists()
+    with pytest.raises(ValueError, match="it has no adapters of PEFT's"):
+        model.get_base_model().save_pretrained_merged(tmp_path / "none", save_method="lora")
+    with pytest.raises(ValueError, match="has adapters in it already: give get_peft_model the model around it"):
+        adapted(model.get_base_model())
+    assert isinstance(adapted(model.merge_and_unload()), peft.PeftModel)  # adapters that are gone are no obstacle
+
+
+def test_completions_that_the_engine_cuts_are_said_once(folder, tmp_path, caplog):
+    model = adapted(load(folder)[0])
+    data = datasets.Dataset.from_dict({"prompt": ["a" * 126, "b"]})
+    args = grpo(tmp_path)
+    args.max_steps = 2
+    with caplog.at_level(logging.WARNING, logger="octavo"):
+        run = OctavoGRPOTrainer(model, lambda completions, **_: [0.0] * len(completions), args, data)
+        run.train()
+    said = [record.getMessage() for record in caplog.records if "max_completion_length" in record.getMessage()]
+    assert said == ["octavo: a prompt of 126 tokens leaves less than max_completion_length=4 of the engine's 128: such "
+                    "completions end there, and count as cut off"]  # fmt: skip
 
 
 def test_a_chat_template_has_begun_the_sequence(folder):

@@ -148,10 +148,19 @@ def test_a_jsonl_with_answers(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("p.jsonl", '{"prompt": "a"}\n', "rows without an answer to compare with; give --rewards FILE.py"),
+        (
+            "p.jsonl",
+            '{"prompt": "a"}\n',
+            "entry 1 has no answer, and completions are compared with a text or a number; give",
+        ),
         ("p.jsonl", '{"prompt": "a", "answer": 1}\n{"text": "b"}\n', "p.jsonl:2: no prompt in it"),
         ("p.jsonl", "{", "p.jsonl:1: "),
-        ("p.jsonl", "", "rows without an answer"),
+        ("p.jsonl", "", "p: no prompts in it"),
+        (
+            "p.jsonl",
+            '{"prompt": "a", "answer": ["1"]}\n',
+            r"entry 1 has an answer that is \['1'\], and completions are",
+        ),
         ("p.jsonl", '{"prompt": [{"content": "a"}], "answer": 1}\n', "messages with role and content"),
         ("p.jsonl", '{"prompt": "a", "answer": 1, "completions": "b"}\n', "a column is named 'completions'.*rename"),
         ("p.py", "PROMPTS = ['a']\n", "no reward function in it"),
