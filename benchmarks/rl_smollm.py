@@ -10,8 +10,8 @@
 |     | share of tokens that numerics alone would move past a clipping bound. FP8 products also with a rollout in FP8 |
 | reward | `octavo grpo`, each way with each seed, all of them side by side on one device until the time is over |
 
-Ways are named and forced: `bf16`; `weights-only`, activations as they are times FP8 weights; `fp8`, FP8 products in
-forward and backward. The engine is the native one, whose rollouts take weights-only products. Runs of one seed begin
+Ways are named and forced: `bf16`; `weights-only`, activations as they are times FP8 weights; `fp8-dgrad`, the same in
+forward, and FP8 products in backward; `fp8`, FP8 products in forward and backward. The engine is the native one, whose rollouts take weights-only products. Runs of one seed begin
 with equal adapters and see equal prompts. The last fifth of the steps that all runs have reached is compared.
 
 The model is SmolLM2-135M-Instruct (`python benchmarks/smollm.py --prepare FOLDER`), the task `chain_sum.jsonl`, which
@@ -39,6 +39,7 @@ from octavo.training.files import write_json
 WAYS = {
     "bf16": {"precision": "bf16"},
     "weights-only": {"precision": "fp8", "products": "weights-only"},
+    "fp8-dgrad": {"precision": "fp8", "products": "fp8-dgrad"},
     "fp8": {"precision": "fp8", "products": "fp8"},
 }
 HERE = Path(__file__).parent
@@ -85,7 +86,8 @@ def read_options(arguments: list[str] | None) -> argparse.Namespace:
 
 def settings_of(options: argparse.Namespace, way: str) -> dict[str, Any]:
     """Return the options of `octavo grpo` that all runs of a way have."""
-    names = ("steps", "prompts", "completions", "max_new_tokens", "rank", "alpha", "lr", "recipe", "device")
+    names = ["steps", "prompts", "completions", "max_new_tokens", "rank", "alpha", "lr", "device"]
+    names += [] if way == "bf16" else ["recipe"]
     own = {name: getattr(options, name) for name in names}
     return {**own, "slots": options.prompts * options.completions, "engine": "native", **WAYS[way]}
 
@@ -144,10 +146,11 @@ def linears_of(model: Any) -> dict[str, int]:
     """Count the linears that are frozen in FP8 by their products: the way is what was asked for."""
     from octavo.nn.frozen import FP8FrozenLinear
 
-    counts = {"fp8 products": 0, "weights only": 0}
+    counts = {"fp8 products": 0, "weights only": 0, "fp8 in backward": 0}
     for module in model.modules():
         if isinstance(module, FP8FrozenLinear):
-            counts["fp8 products" if module.fp8_products and module.fp8_forward else "weights only"] += 1
+            kind = "weights only" if not module.fp8_products else "fp8 products"
+            counts[kind if module.fp8_forward else "fp8 in backward"] += 1
     return counts
 
 
@@ -241,7 +244,7 @@ def judge_gap(rows: list[dict[str, Any]]) -> dict[str, Any]:
     for (way, rollout), row in by.items():
         name = f"{way}, rollout {rollout}" if rollout == "fp8" else way
         row["ratio"] = row["gap_mean"] / base["gap_mean"] if base and base["gap_mean"] else None
-        if way == "weights-only" and row["ratio"] is not None:
+        if way in ("weights-only", "fp8-dgrad") and row["ratio"] is not None:
             verdicts[f"gap of {name} at most {GAP_BOUND} of BF16's"] = row["ratio"] <= GAP_BOUND
         if way != "fp8":
             verdicts[f"clipped by numerics alone, {name}, at most {CLIP_BOUND:.0%}"] = row["gap_clip"] <= CLIP_BOUND

@@ -11,11 +11,11 @@ An engine computes with the adapters of the model. So those of a folder take the
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, partial, wraps
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel
 from torch import Tensor, nn
 
 from octavo.hf.export import save_merged
@@ -122,6 +122,10 @@ def _without_adapters(model: nn.Module) -> Iterator[None]:
 @cache
 def give_adapters_methods() -> None:
     """Give models with an engine `save_lora` and `load_lora` when they get adapters, whoever adds them."""
+    if find_spec("peft") is None:
+        return
+    from peft import PeftModel
+
     original: Any = PeftModel.__init__
 
     @wraps(original)

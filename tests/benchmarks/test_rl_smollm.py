@@ -49,12 +49,14 @@ def test_the_task_is_what_octavo_reads():
         assert str(eval(sums)) == row["answer"]
 
 
-@pytest.mark.parametrize(("way", "rollout"), [("bf16", "weights"), ("weights-only", "weights"), ("fp8", "fp8")])
+@pytest.mark.parametrize(
+    ("way", "rollout"), [("bf16", "weights"), ("weights-only", "weights"), ("fp8-dgrad", "weights"), ("fp8", "fp8")]
+)
 def test_gaps(given, way, rollout):
     import rl_smollm
 
     row = rl_smollm.measure_gap(rl_smollm.read_options(given), way, rollout)
-    frozen = {"bf16": (0, 0), "weights-only": (0, 14), "fp8": (14, 0)}[way]
+    frozen = {"bf16": (0, 0, 0), "weights-only": (0, 14, 0), "fp8-dgrad": (0, 0, 14), "fp8": (14, 0, 0)}[way]
     assert tuple(row["linears"].values()) == frozen
     assert row["tokens"] >= 6 and 0 <= row["gap_mean"] < 0.05 and row["gap_clip"] == 0
     json.dumps(row)
