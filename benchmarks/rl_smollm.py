@@ -11,8 +11,9 @@
 | reward | `octavo grpo`, each way with each seed, all of them side by side on one device until the time is over |
 
 Ways are named and forced: `bf16`; `weights-only`, activations as they are times FP8 weights; `fp8-dgrad`, the same in
-forward, and FP8 products in backward; `fp8`, FP8 products in forward and backward. The engine is the native one, whose rollouts take weights-only products. Runs of one seed begin
-with equal adapters and see equal prompts. The last fifth of the steps that all runs have reached is compared.
+forward, and FP8 products in backward; `fp8`, FP8 products in forward and backward. The engine is the native one,
+whose rollouts take weights-only products. Runs of one seed begin with equal adapters and see equal prompts. The last
+fifth of the steps that all runs have reached is compared.
 
 The model is SmolLM2-135M-Instruct (`python benchmarks/smollm.py --prepare FOLDER`), the task `chain_sum.jsonl`, which
 `chain_sum.py` has made of `reasoning-gym`. Every part is a process of its own; `result.json` is written anew as results
