@@ -4,23 +4,21 @@
     SFTTrainer(model, tokenizer=tokenizer, args=SFTConfig(...), ...)      # trains on 2,048 tokens, not on 1,024
 
 TRL cuts sequences at `max_length` of its configuration, 1,024 if nobody says otherwise, while the trainer is built. So
-`__init__` of the trainers is wrapped, once, when the first model is loaded. What is said by `get_peft_model` about
-gradient checkpointing holds against TRL's default, too, and a model without anything to train is refused by trainers
-that have no labels, where nothing else would say so. Fields that TRL's configurations no longer have are named with
-what replaces them.
+`__init__` of the trainers is wrapped, once a model is loaded. What `get_peft_model` was told about gradient
+checkpointing holds against TRL's default, too. Trainers without labels refuse a model that has nothing to train: nobody
+else would. Fields that TRL's configurations no longer have are errors that name what replaces them.
 """
 
-import importlib
-import importlib.util
 import inspect
 from collections.abc import Callable
 from dataclasses import fields
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from typing import Any
 
 from transformers.utils import logging
 
 from octavo.decoders.causal_lm import nothing_is_trained
+from octavo.hf.when_imported import when_imported
 
 WITH_LENGTH = ("SFT", "DPO", "Reward", "KTO")  # trainers whose configurations have a `max_length`
 WITHOUT_LABELS = ("GRPO", "RLOO")
@@ -37,14 +35,20 @@ logger = logging.get_logger(__name__)
 
 @cache
 def install() -> None:
-    """Wrap the trainers that are there; without TRL, none is."""
-    for kind in (*WITH_LENGTH, *WITHOUT_LABELS) if importlib.util.find_spec("trl") is not None else ():
-        modules = [f"trl.trainer.{kind.lower()}_{part}" for part in ("trainer", "config")]
-        if all(importlib.util.find_spec(name) is not None for name in modules):
-            trainer: Any = getattr(importlib.import_module(modules[0]), f"{kind}Trainer")
-            config: Any = getattr(importlib.import_module(modules[1]), f"{kind}Config")
-            trainer.__init__ = _wrapped(trainer.__init__, config)
-            config.__init__ = _naming_what_is_gone(config.__init__, config)
+    """Wrap the trainers and their configurations, each when it is imported."""
+    for kind in (*WITH_LENGTH, *WITHOUT_LABELS):
+        when_imported(f"trl.trainer.{kind.lower()}_trainer", partial(_wrap_trainer, kind))
+        when_imported(f"trl.trainer.{kind.lower()}_config", partial(_wrap_config, kind))
+
+
+def _wrap_trainer(kind: str, module: Any) -> None:
+    trainer, config = getattr(module, f"{kind}Trainer"), getattr(module, f"{kind}Config")
+    trainer.__init__ = _wrapped(trainer.__init__, config)
+
+
+def _wrap_config(kind: str, module: Any) -> None:
+    config = getattr(module, f"{kind}Config")
+    config.__init__ = _naming_what_is_gone(config.__init__, config)
 
 
 def _naming_what_is_gone(original: Callable[..., None], config: Any) -> Callable[..., None]:

@@ -4,14 +4,13 @@ Scripts for other libraries set it, and mean the engine that `fast_inference=Tru
 with weights of its own.
 """
 
-import importlib
-import importlib.util
 import inspect
 import logging
 from collections.abc import Callable
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from typing import Any
 
+from octavo.hf.when_imported import when_imported
 from octavo.rl.attach import attached
 
 logger = logging.getLogger("octavo")
@@ -20,10 +19,14 @@ _TRAINERS = ("GRPO", "RLOO")
 
 @cache
 def take_trainers_own_vllm() -> None:
-    """Wrap the trainers that are there; without TRL, none is."""
-    for kind in _TRAINERS if importlib.util.find_spec("trl") is not None else ():
-        trainer: Any = getattr(importlib.import_module(f"trl.trainer.{kind.lower()}_trainer"), f"{kind}Trainer")
-        trainer.__init__ = _wrapped(trainer.__init__)
+    """Wrap the trainers, each when it is imported."""
+    for kind in _TRAINERS:
+        when_imported(f"trl.trainer.{kind.lower()}_trainer", partial(_wrap, kind))
+
+
+def _wrap(kind: str, module: Any) -> None:
+    trainer = getattr(module, f"{kind}Trainer")
+    trainer.__init__ = _wrapped(trainer.__init__)
 
 
 def _wrapped(original: Callable[..., None]) -> Callable[..., None]:

@@ -1,6 +1,8 @@
 """What scripts for other libraries do: each is right, or an error that says what to do instead."""
 
 import logging
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import peft
@@ -140,6 +142,20 @@ def test_completions_that_the_engine_cuts_are_said_once(folder, tmp_path, caplog
     said = [record.getMessage() for record in caplog.records if "max_completion_length" in record.getMessage()]
     assert said == ["octavo: a prompt of 126 tokens leaves less than max_completion_length=4 of the engine's 128: such "
                     "completions end there, and count as cut off"]  # fmt: skip
+
+
+def test_a_model_needs_neither_peft_nor_trls_trainers(folder):
+    """Importing TRL's GRPOTrainer imports vLLM, too, where it is installed."""
+    code = f"""
+import importlib.util, sys
+sys.modules["peft"], find = None, importlib.util.find_spec
+importlib.util.find_spec = lambda name, *more: None if name in ("peft", "vllm") else find(name, *more)
+from octavo import FastLanguageModel
+model, _ = FastLanguageModel.from_pretrained({folder!r}, load_in_fp8=True, fast_inference=True)
+print(type(model).__name__, [name for name in sys.modules if name.startswith("trl.trainer.")])
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.stdout.splitlines()[-1:] == ["LlamaForCausalLM []"], run.stderr
 
 
 def test_a_chat_template_has_begun_the_sequence(folder):
