@@ -95,13 +95,13 @@ def place_of_tokenizer(name: str, base: str | None) -> str:
     return name if base is None or has_own else base
 
 
-def read_config(name: str) -> Any:
+def read_config(name: str, **options: Any) -> Any:
     """The configuration of a model. Raises OSError or ValueError, also for one that transformers finds invalid."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(name)
+        return AutoConfig.from_pretrained(name, **options)
     except (StrictDataclassError, TypeError, AttributeError) as error:  # the last two: config.json is no object
         raise ValueError(f"config.json is not valid: {' '.join(str(error).split())}") from error
 

@@ -50,7 +50,7 @@ class FastLanguageModel(fast.FastLanguageModel):
         if _chosen(rollouts) != "native":
             return
         try:
-            kinds = reading.read_config(model_name).architectures or []
+            kinds = reading.read_config(model_name, trust_remote_code=False).architectures or []
         except (OSError, ValueError):  # whatever it is, loading the model says it
             return
         if kinds and not set(kinds) & {f"{family}ForCausalLM" for family in match.FAMILIES}:
