@@ -49,7 +49,7 @@ def grpo(
         float | None, option("Task", "--top-p", "Sample from this much probability; needs --correction none.")
     ] = None,
     stop: Annotated[
-        str | None, option("Task", "--stop", "A token that ends completions (default: the end of text).")
+        str | None, option("Task", "--stop", "A text that ends completions, besides the end of text.")
     ] = None,
     engine: Annotated[
         str | None, option("Engine", "--engine", "native, vllm, or auto: vLLM if installed (default: native).")

@@ -13,22 +13,21 @@ from octavo.rl import vllm
 from octavo.rl.completions import Engine
 from octavo.rl.engine import NativeEngine
 from octavo.rl.products import PRODUCTS
+from octavo.rl.stops import StopTexts, stops_of
 from octavo.training.errors import UserError
 
 
 def check_model(settings: RunSettings) -> None:
-    """Refuse a model whose configuration or tokenizer does not load, and a stop that is no token, before prompts."""
+    """Refuse a model whose configuration or tokenizer does not load, before prompts are made."""
     name = settings.model
     assert name is not None
     try:
         reading.check_name(name, {})
         base = reading.base_of_adapters(name, {})
         reading.read_config(base or name)
-        tokenizer = reading.read_tokenizer(reading.place_of_tokenizer(name, base), {})
+        reading.read_tokenizer(reading.place_of_tokenizer(name, base), {})
     except (OSError, ValueError) as error:
         raise _not_trained(name, error) from error
-    if settings.stop is not None:
-        _stop_id(tokenizer, settings.stop)
     if base is not None and settings.beta:
         raise UserError(
             f"beta={settings.beta} with MODEL {name}: the reference would be the model without its adapters, which is "
@@ -81,28 +80,18 @@ def _not_trained(name: str, error: Exception) -> UserError:
     return UserError(f"MODEL {name} cannot be trained: {str(error).splitlines()[0]}")
 
 
-def stop_ids(model: Any, tokenizer: Any, settings: RunSettings) -> tuple[int, ...]:
-    """Return the tokens that end a completion: the one that is asked for, or those of model and tokenizer."""
-    if settings.stop is not None:
-        return (_stop_id(tokenizer, settings.stop),)
-    found: list[int] = []
+def stops(model: Any, tokenizer: Any, settings: RunSettings) -> tuple[tuple[int, ...], StopTexts | None]:
+    """Return the tokens and the text that end a completion: what is asked for, and ends of text."""
+    found, text = stops_of(tokenizer, settings.stop or ())
     for holder in (getattr(model, "generation_config", None), model.config, tokenizer):
         eos = getattr(holder, "eos_token_id", None)
         found += eos if isinstance(eos, list | tuple) else [] if eos is None else [eos]
-    if not found:
+    if not found and text is None:
         raise UserError(
             "the model and its tokenizer have no end of text (eos_token_id): every completion would have "
-            f"{settings.max_new_tokens} tokens; name a token that ends one: --stop TOKEN"
+            f"{settings.max_new_tokens} tokens; name a text that ends one: --stop TEXT"
         )
-    return tuple(dict.fromkeys(found))
-
-
-def _stop_id(tokenizer: Any, stop: str) -> int:
-    """Return the token that a text is."""
-    ids: list[int] = tokenizer(stop, add_special_tokens=False)["input_ids"]
-    if len(ids) != 1:
-        raise UserError(f"--stop {stop!r} is {len(ids)} tokens: completions end by a single one")
-    return ids[0]
+    return tuple(dict.fromkeys(found)), text
 
 
 def check_engine(settings: RunSettings) -> None:

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from octavo.grpo import demo
 from octavo.grpo.display import Display
-from octavo.grpo.model import check_engine, check_model, load, make_engine, stop_ids
+from octavo.grpo.model import check_engine, check_model, load, make_engine, stops
 from octavo.grpo.session import Session, write_config
 from octavo.grpo.settings import RunSettings
 from octavo.hf.quiet import quiet_transformers
@@ -173,14 +173,16 @@ def _prepare(name: str, settings: RunSettings, task: Task, display: Display) -> 
     """Return the loop, with everything that can be wrong with it found out."""
     torch.manual_seed(settings.seed)
     model, tokenizer = load(name, settings)
-    stops = stop_ids(model, tokenizer, settings)
+    stop_ids, stop_texts = stops(model, tokenizer, settings)
     try:
         prompts = Prompts(task, tokenizer, Learner(model), settings)
     except ValueError as error:
         raise UserError(f"MODEL {name} cannot be trained: {error}") from error
     engine = make_engine(model, settings, max(len(prompt.ids) for prompt in prompts.all))
     try:
-        grpo = GRPO(model, tokenizer, task, engine, settings, stop_ids=stops, standby=settings.standby)
+        grpo = GRPO(
+            model, tokenizer, task, engine, settings, stop_ids=stop_ids, stop_texts=stop_texts, standby=settings.standby
+        )
     except ModuleNotFoundError as error:  # torchao, for small states of the optimiser
         raise UserError(str(error)) from error
     if grpo.prompts.too_long:

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from octavo.rl.stops import StopTexts
+
 LEAST_TEMPERATURE = 1e-6  # above 0; logits of 1e4 still have 28 orders of magnitude to go in FP32
 
 
@@ -20,7 +22,8 @@ class Sampling:
     `temperature`: 0 takes the likeliest token (greedy). `top_k`: so many of the likeliest tokens; `top_p`: as many
     as have this much probability together; `min_p`: those with this share of the likeliest one's. `stop_ids`: tokens
     that end a completion; None means the ends of sequence that the model names (`generation_config`, then `config`),
-    and () none. `seed`: None draws one from torch's default CPU generator, so that `torch.manual_seed` decides.
+    and () none. `stop_texts`: texts that end one. `seed`: None draws one from torch's default CPU generator, so that
+    `torch.manual_seed` decides.
     """
 
     max_new_tokens: int = 256
@@ -29,6 +32,7 @@ class Sampling:
     top_p: float | None = None
     min_p: float | None = None
     stop_ids: tuple[int, ...] | None = None
+    stop_texts: StopTexts | None = None
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -78,9 +82,9 @@ class Sampling:
 class Completion:
     """One completion of one prompt.
 
-    `prompt`: the index of its prompt. `tokens`: with the stop token, if one ended it. `logprobs`: of each token, the
-    log-softmax over the whole vocabulary of FP32 logits divided by the temperature (greedy: by 1). `stopped`: whether
-    a stop token ended it; otherwise its length did.
+    `prompt`: the index of its prompt. `tokens`: with the stop token or those of the text that ended it, if one did.
+    `logprobs`: of each token, the log-softmax over the whole vocabulary of FP32 logits divided by the temperature
+    (greedy: by 1). `stopped`: whether a stop token or text ended it; otherwise its length did.
     """
 
     prompt: int

@@ -31,6 +31,7 @@ from octavo.rl.sampling import choose
 from octavo.rl.schedule import Schedule
 from octavo.rl.slots import Slots
 from octavo.rl.step import Recorder, Step
+from octavo.rl.stops import StopTexts
 
 _ROUND = 64  # positions are rounded up to it, so that a slightly longer prompt needs no other cache
 _STRIDE = 8  # steps between two looks at which slots have ended: each waits for the GPU
@@ -94,6 +95,10 @@ class NativeEngine:
         """Whether steps are CUDA graphs."""
         return self.policy.device.type == "cuda" and self._wants_graphs is not False
 
+    @property
+    def _stride(self) -> int:
+        return _STRIDE if self.policy.device.type == "cuda" else 1
+
     def generate(self, prompts: Sequence[Sequence[int]], n: int, sampling: Sampling) -> list[Completion]:
         """Complete each prompt n times with the weights as they are now, in the order of the prompts."""
         with self.policy.lock:  # the cache and the slots are of one call
@@ -123,7 +128,8 @@ class NativeEngine:
             steps = self._run(schedule, step, sampling)
         done = schedule.completions()
         check_finite(done)
-        self._note(schedule, done, steps, time.perf_counter() - started, stop_ids)
+        no_stops = not stop_ids and sampling.stop_texts is None
+        self._note(schedule, done, steps, time.perf_counter() - started, no_stops)
         return done
 
     def standby(self) -> None:
@@ -148,27 +154,28 @@ class NativeEngine:
         """Figures of the last `generate`.
 
         `prefills`: prompts that went through the model; `prompt_tokens`; `tokens`: generated; `seconds`;
-        `tokens_per_second`; `steps`; `stopped`: the share of completions that a stop token ended; `no_stop_ids`: 1 if
-        no stop token was known, so that completions end by length alone; `slots`; `cache_bytes`.
+        `tokens_per_second`; `steps`; `stopped`: the share of completions that a stop ended; `no_stop_ids`: 1 if no stop
+        was known, so that completions end by length alone; `slots`; `cache_bytes`.
         """
         return dict(self._statistics)
 
     def _run(self, schedule: Schedule, step: Step, sampling: Sampling) -> int:
         """Fill slots and step until all is complete. Returns how many steps it took."""
-        stride = _STRIDE if self.policy.device.type == "cuda" else 1
         steps = 0
         while True:
             self._refill(schedule, step.slots, sampling)
             busy = schedule.busy
             if not busy:
                 return steps
+            if sampling.stop_texts is not None:
+                _cut(step.slots, busy, sampling.stop_texts, self._stride)
             ended = step.slots.ended(busy)
             if ended:
                 schedule.finish(ended, step.slots.read(ended))
                 continue
-            for _ in range(stride):
+            for _ in range(self._stride):
                 step.run(sampling)
-            steps += stride
+            steps += self._stride
 
     def _refill(self, schedule: Schedule, slots: Slots, sampling: Sampling) -> None:
         """Give free slots their next completions, and free places the prompts of those."""
@@ -261,9 +268,7 @@ class NativeEngine:
         longest = sampling.max_new_tokens
         return longest if self.max_length is None else min(longest, self.max_length - len(prompt))
 
-    def _note(
-        self, schedule: Schedule, done: Sequence[Completion], steps: int, seconds: float, stop_ids: Sequence[int]
-    ) -> None:
+    def _note(self, schedule: Schedule, done: Sequence[Completion], steps: int, seconds: float, no_stops: bool) -> None:
         assert self._cache is not None
         tokens = sum(len(completion.tokens) for completion in done)
         self._statistics = {
@@ -274,10 +279,21 @@ class NativeEngine:
             "tokens_per_second": tokens / seconds,
             "steps": float(steps),
             "stopped": sum(completion.stopped for completion in done) / len(done),
-            "no_stop_ids": float(not stop_ids),
+            "no_stop_ids": float(no_stops),
             "slots": float(schedule.slots),
             "cache_bytes": float(self._cache.nbytes),
         }
+
+
+def _cut(slots: Slots, busy: Sequence[int], texts: StopTexts, steps: int) -> None:
+    """End completions that have come upon a stop text in their last steps."""
+    new = steps + 1  # a completion starts with a token
+    found = {}
+    for slot, (count, tokens) in zip(busy, slots.latest(busy, new + texts.reach), strict=True):
+        if (end := texts.end(tokens, new)) is not None:
+            found[slot] = count - len(tokens) + end
+    if found:
+        slots.cut(list(found), list(found.values()))
 
 
 def _batches(fresh: Sequence[tuple[int, list[int]]]) -> list[list[tuple[int, list[int]]]]:

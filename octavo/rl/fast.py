@@ -24,6 +24,7 @@ from octavo.rl.completions import Completion, Engine, Sampling
 from octavo.rl.engine import NativeEngine
 from octavo.rl.loras import LIVE, adapters_for, give_adapters_methods
 from octavo.rl.policy import ends_of
+from octavo.rl.stops import StopTexts, stops_of
 from octavo.rl.trl_vllm import take_trainers_own_vllm
 
 logger = logging.getLogger("octavo")
@@ -136,6 +137,24 @@ class FastOutput:
     outputs: list[FastCompletion]
 
 
+@dataclass(frozen=True)
+class _Shown:
+    """How the text of a completion is shown, with or without the stop that ended it."""
+
+    tokenizer: Any
+    stops: Sequence[int]
+    stop_texts: StopTexts | None
+    with_stop: bool
+    skip_special_tokens: bool
+
+    def text(self, one: Completion) -> str:
+        """Return the text of a completion."""
+        hidden = one.stopped and one.tokens[-1] in self.stops and not self.with_stop
+        tokens = one.tokens[:-1] if hidden else one.tokens
+        text: str = self.tokenizer.decode(tokens, skip_special_tokens=self.skip_special_tokens)
+        return text if self.stop_texts is None else self.stop_texts.cut(text, with_stop=self.with_stop)
+
+
 class _FastGenerate:
     """`model.fast_generate`, as scripts for vLLM call it."""
 
@@ -170,15 +189,22 @@ class _FastGenerate:
         if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
             raise TypeError(f"prompts={prompts!r}: fast_generate takes a text, or a list of texts")
         ids = [self._ids(text) for text in texts]
-        stops = self._stops(getattr(sampling_params, "stop", None))
+        stops, stop_texts = stops_of(self.tokenizer, getattr(sampling_params, "stop", None) or ())
         ends = [] if getattr(sampling_params, "ignore_eos", False) else ends_of(model)
-        n, sampling = self._sampling(sampling_params, [*stops, *ends], engine.max_length)
+        n, sampling = self._sampling(sampling_params, [*stops, *ends], stop_texts, engine.max_length)
         with adapters_for(model, lora_request):
             done = engine.generate(ids, n, sampling)
-        if getattr(sampling_params, "include_stop_str_in_output", False):
-            stops = []
-        special = getattr(sampling_params, "skip_special_tokens", True)
-        outputs = [self._output(i % n, one, stops, special) for i, one in enumerate(done)]
+        shown = _Shown(
+            self.tokenizer,
+            stops,
+            stop_texts,
+            with_stop=getattr(sampling_params, "include_stop_str_in_output", False),
+            skip_special_tokens=getattr(sampling_params, "skip_special_tokens", True),
+        )
+        outputs = [
+            FastCompletion(i % n, shown.text(one), one.tokens, one.logprobs, "stop" if one.stopped else "length")
+            for i, one in enumerate(done)
+        ]
         return [FastOutput(text, ids[i], outputs[i * n : (i + 1) * n]) for i, text in enumerate(texts)]
 
     def _ids(self, text: str) -> list[int]:
@@ -188,16 +214,12 @@ class _FastGenerate:
         ids: list[int] = self.tokenizer(text, add_special_tokens=not begun)["input_ids"]
         return ids
 
-    def _output(self, index: int, one: Completion, stops: Sequence[int], skip_special_tokens: bool) -> FastCompletion:
-        """`stops`: tokens of texts at which a completion ends, which are no part of its text."""
-        shown = one.tokens[:-1] if one.stopped and one.tokens[-1] in stops else one.tokens
-        text = self.tokenizer.decode(shown, skip_special_tokens=skip_special_tokens)
-        return FastCompletion(index, text, one.tokens, one.logprobs, "stop" if one.stopped else "length")
-
-    def _sampling(self, params: Any, ends: Sequence[int], longest: int | None) -> tuple[int, Sampling]:
+    def _sampling(
+        self, params: Any, ends: Sequence[int], stop_texts: StopTexts | None, longest: int | None
+    ) -> tuple[int, Sampling]:
         """How many completions, and how tokens are chosen, by the fields of vLLM's SamplingParams.
 
-        `ends`: the model's own ends of sequence, and those of texts, which end a completion besides tokens that are
+        `ends`: the model's own ends of sequence, and those of `stop`, which end a completion besides tokens that are
         named there. `longest`: how many tokens a sequence may have, which is what `max_tokens=None` means.
         """
         is_one = any(hasattr(params, name) for name in _FIELDS) and not hasattr(params, "max_new_tokens")
@@ -226,17 +248,6 @@ class _FastGenerate:
             top_p=None if get["top_p"] == 1 else get["top_p"],
             min_p=get["min_p"] or None,
             stop_ids=tuple(stop_ids),
+            stop_texts=stop_texts,
             seed=get["seed"],
         )
-
-    def _stops(self, texts: str | Sequence[str] | None) -> list[int]:
-        """Tokens of texts that end a completion; each has to be one token."""
-        known, found = self.tokenizer.get_vocab(), list[int]()
-        for text in [texts] if isinstance(texts, str) else texts or ():
-            ids = [known[text]] if text in known else self.tokenizer(text, add_special_tokens=False)["input_ids"]
-            if len(ids) != 1:
-                raise ValueError(
-                    f"sampling_params.stop={text!r}: {len(ids)} tokens of the tokenizer; engines stop at a single one"
-                )
-            found += ids
-        return found

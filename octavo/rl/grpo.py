@@ -32,6 +32,7 @@ from octavo.rl.loss import Tokens, Totals, gap_statistics, group_advantages, grp
 from octavo.rl.prompts import Prompts
 from octavo.rl.rewards import Scores
 from octavo.rl.settings import GRPOSettings
+from octavo.rl.stops import StopTexts
 from octavo.rl.tasks import Task
 from octavo.training.errors import RunError, UserError
 
@@ -58,6 +59,7 @@ class GRPO:
         settings: GRPOSettings,
         *,
         stop_ids: tuple[int, ...] | None = None,
+        stop_texts: StopTexts | None = None,
         standby: bool = False,
     ) -> None:
         """Prepare the training of a model. `standby`: the engine frees its cache during updates."""
@@ -65,7 +67,7 @@ class GRPO:
         if settings.beta and not self.learner.is_adapted:
             raise ValueError(f"beta={settings.beta} with all weights trained: a second copy would be the reference")
         self.model, self.tokenizer, self.task, self.engine, self.settings = model, tokenizer, task, engine, settings
-        self.stop_ids, self.standby = stop_ids, standby
+        self.stop_ids, self.stop_texts, self.standby = stop_ids, stop_texts, standby
         self.prompts = Prompts(task, tokenizer, self.learner, settings)
         self.optimizer = build_optimizer(
             settings.optimizer,
@@ -126,10 +128,10 @@ class GRPO:
 
     def complete(self, prompts: Sequence[Sequence[int]], n: int, step: int) -> list[Completion]:
         """Complete prompts as step `step` does, n times each; whatever goes wrong in the engine is one clear line."""
-        engine = self.engine
+        engine, sampling = self.engine, self.settings.sampling(step, self.stop_ids, self.stop_texts)
         self.model.eval()
         try:
-            completions = engine.generate(prompts, n, self.settings.sampling(step, self.stop_ids))
+            completions = engine.generate(prompts, n, sampling)
         except UserError:
             raise
         except Exception as error:  # an engine may fail in any way: out of memory, a process that died

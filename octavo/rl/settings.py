@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from octavo.numerics.checks import check_choice, check_positive_int
 from octavo.rl.completions import Sampling
 from octavo.rl.loss import GRPOLoss
+from octavo.rl.stops import StopTexts
 
 SCHEDULES = ("constant", "linear", "cosine")
 OPTIMIZERS = ("adamw", "adamw8bit", "adamw4bit")
@@ -75,10 +76,19 @@ class GRPOSettings(GRPOLoss):
         if not holds:
             raise ValueError(f"{name}={getattr(self, name)!r}: {wanted}")
 
-    def sampling(self, step: int, stop_ids: tuple[int, ...] | None = None) -> Sampling:
+    def sampling(
+        self, step: int, stop_ids: tuple[int, ...] | None = None, stop_texts: StopTexts | None = None
+    ) -> Sampling:
         """Return how the completions of a step are drawn."""
-        seed = seed_of(self.seed, "completions", step)
-        return Sampling(self.max_new_tokens, self.temperature, self.top_k, self.top_p, stop_ids=stop_ids, seed=seed)
+        return Sampling(
+            self.max_new_tokens,
+            self.temperature,
+            self.top_k,
+            self.top_p,
+            stop_ids=stop_ids,
+            stop_texts=stop_texts,
+            seed=seed_of(self.seed, "completions", step),
+        )
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of a step, counted from 1."""

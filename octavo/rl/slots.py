@@ -30,6 +30,7 @@ class Slots:
         self.lengths = torch.zeros(count, dtype=torch.int32, device=device)
         self.limits = torch.zeros(count, dtype=torch.int32, device=device)
         self.active = torch.zeros(count, dtype=torch.bool, device=device)
+        self.is_cut = torch.zeros(count, dtype=torch.bool, device=device)
         self.token = torch.zeros(count, dtype=torch.int64, device=device)
         self.tokens = torch.zeros(count, length, dtype=torch.int64, device=device)
         self.logprobs = torch.zeros(count, length, dtype=torch.float32, device=device)
@@ -81,6 +82,7 @@ class Slots:
         self.tokens[index, 0] = token
         self.logprobs[index, 0] = logprob
         self.active[index] = ~self.stops[token] & (limit > 1)
+        self.is_cut[index] = False
 
     def set_groups(self, members: Sequence[Sequence[int]]) -> None:
         """Say which slots each place has: the inverse of `group_of`."""
@@ -93,12 +95,27 @@ class Slots:
         active = self.active.tolist()
         return [slot for slot in slots if not active[slot]]
 
+    def latest(self, slots: Sequence[int], count: int) -> list[tuple[int, list[int]]]:
+        """Return how many tokens each of these slots has, and up to `count` of the last. Waits for the device."""
+        index = torch.tensor(slots, device=self.device)
+        written = self.lengths[index] + 1
+        columns = written[:, None] - torch.arange(count, 0, -1, dtype=torch.int32, device=self.device)
+        rows = self.tokens[index[:, None], columns.clamp_(min=0)]
+        return [(n, row[-n:]) for n, row in zip(written.tolist(), rows.tolist(), strict=True)]
+
+    def cut(self, slots: Sequence[int], counts: Sequence[int]) -> None:
+        """End the completions in these slots with so many of their tokens."""
+        index = torch.tensor(slots, device=self.device)
+        self.lengths[index] = torch.tensor(counts, dtype=torch.int32, device=self.device) - 1
+        self.active[index] = False
+        self.is_cut[index] = True
+
     def read(self, slots: Sequence[int]) -> list[tuple[list[int], list[float], bool]]:
-        """Return tokens and log-probabilities of these slots, and whether a stop token ended them."""
+        """Return tokens and log-probabilities of these slots, and whether a stop token or text ended them."""
         index = torch.tensor(slots, device=self.device)
         counts = (self.lengths[index] + 1).tolist()
         tokens, logprobs = self.tokens[index].cpu(), self.logprobs[index].cpu()
-        stopped = self.stops[self.token[index]].tolist()
+        stopped = (self.stops[self.token[index]] | self.is_cut[index]).tolist()
         return [
             (tokens[row, :count].tolist(), logprobs[row, :count].tolist(), stop)
             for row, (count, stop) in enumerate(zip(counts, stopped, strict=True))

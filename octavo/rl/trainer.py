@@ -5,7 +5,8 @@
 Stock TRL reaches an engine through `model.generate` (`octavo.rl.attach`), which returns tokens alone: no correction,
 and no gap in the logs. Here the engine is asked directly. TRL's own correction then runs, with its own names:
 `vllm_importance_sampling_correction`, `…_mode` (`token_truncate` and `sequence_truncate` are TIS, `token_mask` and
-`sequence_mask` MIS) and `…_clip_max`; its logs have `sampling/sampling_logp_difference`.
+`sequence_mask` MIS) and `…_clip_max`; its logs have `sampling/sampling_logp_difference`. `generation_kwargs` may have
+`stop_strings`.
 """
 
 import inspect
@@ -17,8 +18,10 @@ from trl import GRPOTrainer
 from octavo.rl.attach import attached
 from octavo.rl.completions import Engine, Sampling
 from octavo.rl.engine import NativeEngine
+from octavo.rl.stops import StopTexts
 
 logger = logging.getLogger("octavo")
+_STOPS = "stop_strings"  # of GRPOConfig.generation_kwargs
 
 
 class OctavoGRPOTrainer(GRPOTrainer):
@@ -53,13 +56,21 @@ class OctavoGRPOTrainer(GRPOTrainer):
     def _refuse_other_sampling(self) -> None:
         """Raise for settings of TRL's that change what is sampled, and that the engines do not have."""
         args: Any = self.args
-        for name, neutral in (("repetition_penalty", 1.0), ("generation_kwargs", {})):
-            value = getattr(args, name)
+        kwargs = {name: value for name, value in (args.generation_kwargs or {}).items() if name != _STOPS}
+        for name, value, neutral in (
+            ("repetition_penalty", args.repetition_penalty, 1.0),
+            ("generation_kwargs", kwargs, {}),
+        ):
             if value is not None and value != neutral:
                 raise ValueError(
                     f"{name}={value!r}: the engine samples by temperature, top_k, top_p and min_p; leave it out, or "
                     "use TRL's GRPOTrainer, whose completions then come from transformers' generate"
                 )
+        if self._stop_texts() and args.mask_truncated_completions:
+            raise ValueError(
+                "mask_truncated_completions=True with stop_strings: TRL takes every completion that an end of text "
+                "does not end for truncated, and would learn from none; leave one of them out"
+            )
 
     def _sampling(self) -> Sampling:
         args: Any = self.args
@@ -70,7 +81,14 @@ class OctavoGRPOTrainer(GRPOTrainer):
             top_p=args.top_p if args.top_p < 1 else None,
             min_p=args.min_p or None,
             stop_ids=tuple(self.eos_token_ids),
+            stop_texts=self._stop_texts(),
         )
+
+    def _stop_texts(self) -> StopTexts | None:
+        args: Any = self.args
+        texts = (args.generation_kwargs or {}).get(_STOPS)
+        tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
+        return StopTexts(tokenizer, texts) if texts else None
 
     def _generate_single_turn(
         self,

@@ -33,6 +33,7 @@ from octavo.numerics.checks import check_choice, check_positive_int
 from octavo.rl.checks import check_finite, check_prompts, check_sampling, check_stops
 from octavo.rl.completions import Completion, Sampling
 from octavo.rl.policy import PRODUCTS, Policy
+from octavo.rl.stops import StopTexts
 
 _IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
 _PAGE = 128  # tokens of a page of vLLM's on a CPU, of which the last of a completion is partly filled
@@ -119,6 +120,8 @@ class VLLMEngine:
             self._check_graphs()
             self._share()
             llm.reset_prefix_cache()  # keys and values of weights that have changed since
+            if sampling.stop_texts is not None:  # vLLM has no tokenizer of its own here
+                llm.llm_engine.output_processor.tokenizer = sampling.stop_texts.tokenizer
             self._logits.scale = 1.0 if sampling.is_greedy else 1.0 / sampling.temperature
             torch.manual_seed(seed)
             inputs = [{"prompt_token_ids": prompt} for prompt in given]
@@ -128,7 +131,7 @@ class VLLMEngine:
                 _abort(llm)
                 raise
         done = [
-            _completion(index, part)
+            _completion(index, part, sampling.stop_texts)
             for index, output in enumerate(outputs)
             for part in output.outputs
             for _ in range(n // drawn)
@@ -282,7 +285,10 @@ def _parameters(n: int, sampling: Sampling, stop_ids: Sequence[int]) -> Any:
         stop_token_ids=list(stop_ids),
         ignore_eos=True,  # of the configuration: `stop_ids` has them, or says otherwise
         logprobs=0,  # of the token that was drawn
-        detokenize=False,
+        stop=None if sampling.stop_texts is None else list(sampling.stop_texts.texts),
+        include_stop_str_in_output=True,  # otherwise the last tokens are held back
+        skip_special_tokens=False,
+        detokenize=sampling.stop_texts is not None,
     )
 
 
@@ -292,10 +298,11 @@ def _abort(llm: Any) -> None:
     engine.abort_request(list(engine.output_processor.request_states), internal=True)
 
 
-def _completion(prompt: int, part: Any) -> Completion:
+def _completion(prompt: int, part: Any, texts: StopTexts | None) -> Completion:
     tokens = list(part.token_ids)
     logprobs = [places[token].logprob for token, places in zip(tokens, part.logprobs, strict=True)]
-    return Completion(prompt, tokens, logprobs, stopped=part.finish_reason == "stop")
+    end = None if texts is None else texts.end(tokens, len(tokens))
+    return Completion(prompt, tokens[:end], logprobs[:end], part.finish_reason == "stop" or end is not None)
 
 
 def _check_process() -> None:

@@ -10,6 +10,7 @@ from rollout_cases import FAMILIES, PROMPTS, adapted, frozen, gaps, hf_generate,
 
 import octavo
 from octavo.rl import NativeEngine, Sampling
+from octavo.rl.stops import StopTexts
 
 WIDE = {
     "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
@@ -56,6 +57,24 @@ def test_graphs_compute_what_steps_do(name, kv_dtype, way):
     expected = eager.generate(PROMPTS, 3, WAYS[way])
     assert_same(recorded.generate(PROMPTS, 3, WAYS[way]), expected)
     assert_same(recorded.generate(PROMPTS, 3, WAYS[way]), expected)  # replayed from the start
+
+
+class Numbers:
+    """A tokenizer whose texts are the numbers of the tokens."""
+
+    @staticmethod
+    def decode(tokens, **_):
+        return "".join(f"t{token}," for token in tokens)
+
+
+def test_texts_end_completions_within_a_stride():
+    engine = NativeEngine(on_gpu(MODELS["channel"]()), slots=5)
+    whole = engine.generate(PROMPTS, 3, GREEDY)
+    text = Numbers.decode(whole[0].tokens[10:12])
+    sampling = Sampling(max_new_tokens=40, temperature=0, stop_texts=StopTexts(Numbers, text))
+    for ended, longer in zip(engine.generate(PROMPTS, 3, sampling), whole, strict=True):
+        places = [k for k in range(2, 41) if Numbers.decode(longer.tokens[k - 2 : k]) == text]
+        assert ended.tokens == longer.tokens[: places[0] if places else 40] and ended.stopped == bool(places)
 
 
 @pytest.mark.parametrize("granularity", ["block", "channel"])

@@ -204,7 +204,7 @@ def test_no_end_of_text(prompts, rewards, tmp_path):
     tokenizer = byte_tokenizer()
     tokenizer.eos_token = None
     tokenizer.save_pretrained(folder)
-    with pytest.raises(UserError, match=r"no end of text \(eos_token_id\): every completion .* --stop TOKEN"):
+    with pytest.raises(UserError, match=r"no end of text \(eos_token_id\): every completion .* --stop TEXT"):
         train_grpo(settings_of(str(folder), prompts, rewards), out=tmp_path / "run")
     train_grpo(settings_of(str(folder), prompts, rewards, stop="a", steps=1), out=tmp_path / "run")
 
@@ -222,11 +222,9 @@ def test_a_configuration_that_is_not_valid(content, byte_model, prompts, rewards
 def test_found_before_prompts_are_made(byte_model, tmp_path, monkeypatch):
     monkeypatch.setattr(vllm, "is_installed", lambda: False)
     monkeypatch.setattr(run, "read_task", None)
-    for changed, words in (({"stop": "ab"}, "--stop 'ab' is 2 tokens"), ({"engine": "vllm"}, "vLLM is not installed")):
-        with pytest.raises(UserError, match=words):
-            train_grpo(
-                settings_from_options({"model": byte_model, "task": "chain_sum", **changed}), out=tmp_path / "run"
-            )
+    settings = settings_from_options({"model": byte_model, "task": "chain_sum", "engine": "vllm"})
+    with pytest.raises(UserError, match="vLLM is not installed"):
+        train_grpo(settings, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 

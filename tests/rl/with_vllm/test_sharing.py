@@ -5,14 +5,17 @@ policy that three optimiser steps have moved is off by 0.1 and more.
 """
 
 import gc
+import re
 from dataclasses import replace
 
 import pytest
 import torch
 from decoder_cases import build
+from trainer_cases import byte_tokenizer
 
 from octavo import FastLanguageModel
 from octavo.rl import NativeEngine, Sampling
+from octavo.rl.stops import StopTexts
 
 pytest.importorskip("vllm")
 from octavo.rl.vllm import VLLMEngine
@@ -166,6 +169,23 @@ def test_seeds_and_stops(folder):
     assert engine.generate(PROMPTS, 2, sampling)[0].tokens == ended.tokens
     assert len(engine.generate(PROMPTS, 2, Sampling(max_new_tokens=12, seed=5, stop_ids=()))[0].tokens) == 12
     assert engine.statistics()["tokens"] == 12 * 8 and engine.statistics()["seconds"] > 0
+
+
+def test_texts_that_end_completions(folder, monkeypatch):
+    model, tokenizer = load(folder), byte_tokenizer()
+    engine, options = engine_for(model), {"max_new_tokens": 12, "temperature": 0.0}
+    whole = engine.generate(PROMPTS, 1, Sampling(**options))
+    texts = [tokenizer.decode(completion.tokens) for completion in whole]
+    stops = [found[0] for text in texts if (found := re.search(r"(?<=..)[!-~]{1,2}", text))]
+    assert stops
+    sampling = Sampling(**options, stop_texts=StopTexts(tokenizer, stops))
+    expected = NativeEngine(model).generate(PROMPTS, 1, sampling)
+    assert any(len(ended.tokens) < 12 for ended in expected)
+    found = engine.generate(PROMPTS, 1, sampling)
+    assert [(each.tokens, each.stopped) for each in found] == [(each.tokens, each.stopped) for each in expected]
+    assert engine.generate(PROMPTS, 1, Sampling(**options)) == whole
+    monkeypatch.setattr(StopTexts, "end", lambda *_: None)  # vLLM itself has written no further
+    assert [each.tokens for each in engine.generate(PROMPTS, 1, sampling)] == [each.tokens for each in expected]
 
 
 def test_fp8_products_and_bf16(folder):
