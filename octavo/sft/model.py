@@ -85,7 +85,7 @@ def load_model(name: str, settings: SFTSettings) -> Any:
             lora_alpha=settings.alpha,
             lora_dropout=settings.dropout,
             random_state=settings.seed,
-            use_gradient_checkpointing=False,  # TRL's trainer turns it on
+            use_gradient_checkpointing=bool(settings.checkpointing),
         )
     except (OSError, ValueError) as error:
         raise UserError(f"MODEL {name} cannot be trained: {str(error).splitlines()[0]}") from error

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from octavo import OctavoCallback, convert_to_fp8
 from octavo.sft.examples import make_examples
+from octavo.sft.model import load_model
 from octavo.sft.settings import SFTSettings
 from octavo.sft.sources import read_source
 from octavo.sft.trainer import Trainer, plan_steps, training_arguments
@@ -156,6 +157,22 @@ def test_all_weights(invoke, model, pairs, tmp_path):
     losses = [row[1] for row in curve(folder)]
     assert losses[-1] < losses[0] and not (folder / "adapter").exists()
     assert (logits(folder / "model") - logits(model)).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_adapters_with_checkpointing(checkpointing, model, pairs, tmp_path):
+    """TRL's trainer has the last word, and hears of it from both the settings and the model."""
+    settings = SFTSettings(checkpointing=checkpointing, steps=1, seq=64, device="cpu")
+    trainer = Trainer(
+        adapted := load_model(model, settings),
+        training_arguments(settings, tmp_path),
+        train_dataset=make_examples(read_source(pairs), byte_tokenizer(), settings, 64).dataset(),
+        processing_class=byte_tokenizer(),
+    )
+    assert plan_steps(trainer, settings) == 1
+    trainer.train()
+    assert trainer.args.gradient_checkpointing is checkpointing
+    assert adapted.get_base_model().is_gradient_checkpointing is checkpointing
 
 
 def first_step(pairs, folder, own_loss=True, leak=False, **changes):
