@@ -144,16 +144,22 @@ class FastLanguageModel:
         watch_environment(fp8_config)  # ACCELERATE_MIXED_PRECISION=fp8, set before or after, means Octavo from here on
         if device_map is None and torch.cuda.is_available():
             device_map = {"": own_gpu()}
+        model_name = os.path.expanduser(model_name)  # noqa: PTH111  # pathlib would make `name` of `./name`
         reading.check_name(model_name, kwargs)
         base = reading.base_of_adapters(model_name, kwargs)
+        # A revision is that of the adapters: their model has revisions of its own.
+        options = kwargs if base is None else {name: value for name, value in kwargs.items() if name != "revision"}
         if base is not None and full_finetuning:
             raise ValueError(
                 f"model_name={model_name!r} with full_finetuning=True: these are adapters; merge them first "
                 "(save_pretrained_merged), or leave full_finetuning out"
             )
-        words = reading.read_tokenizer(reading.place_of_tokenizer(model_name, base), kwargs) if tokenizer else None
+        words = None
+        if tokenizer:
+            place = reading.place_of_tokenizer(model_name, base, kwargs)
+            words = reading.read_tokenizer(place, kwargs if place == model_name else options)
         if rollouts is not None:
-            cls._check_engine(base or model_name, rollouts)
+            cls._check_engine(base or model_name, rollouts, options)
         dtype = dtype or torch.bfloat16
         frozen_fp8 = bool(load_in_fp8) and not full_finetuning
         quantization = None
@@ -166,7 +172,7 @@ class FastLanguageModel:
             dtype=dtype,
             device_map=device_map,
             quantization=quantization,
-            options=kwargs,
+            options=options,
             arguments=list(inspect.signature(cls.from_pretrained).parameters),
         )
         if frozen_fp8 and load_in_fp8 is not True:
@@ -192,11 +198,12 @@ class FastLanguageModel:
         if base is not None:
             from octavo.hf.lora import load_adapters
 
-            model = load_adapters(model, model_name, rollouts.max_lora_rank if rollouts is not None else None)
+            most = rollouts.max_lora_rank if rollouts is not None else None
+            model = load_adapters(model, model_name, most, reading.hub_options(kwargs))
         return model, words
 
     @classmethod
-    def _check_engine(cls, model_name: str, rollouts: Rollouts) -> None:
+    def _check_engine(cls, model_name: str, rollouts: Rollouts, options: dict[str, Any]) -> None:
         """Refuse a model that no engine would take, before its weights are read."""
 
     @classmethod
@@ -239,7 +246,8 @@ class FastLanguageModel:
             raise ValueError(f"lora_dropout={lora_dropout!r}: a probability below 1")
         if not isinstance(lora_alpha, (int, float)) or not 0 < lora_alpha < math.inf:
             raise ValueError(f"lora_alpha={lora_alpha!r}: a positive number")
-        from octavo.hf.lora import add_adapters, has_adapters, keep_adapters  # which need PEFT; models load without it
+        from octavo.hf.kept_adapters import has_adapters, keep_adapters  # which need PEFT; models load without it
+        from octavo.hf.lora import add_adapters
 
         is_adapted = has_adapters(model)
         if not is_adapted:
@@ -254,15 +262,15 @@ class FastLanguageModel:
             "modules_to_save": None if modules_to_save is None else list(modules_to_save),
             **kwargs,
         }
+        adapted: Any
         if is_adapted:
-            return keep_adapters(model, use_gradient_checkpointing, options)
-        return add_adapters(
-            model,
-            checkpointing=use_gradient_checkpointing,
-            seed=random_state,
-            max_seq_length=max_seq_length,
-            options=options,
-        )
+            adapted = keep_adapters(model, use_gradient_checkpointing, options)
+        else:
+            adapted = add_adapters(model, checkpointing=use_gradient_checkpointing, seed=random_state, options=options)
+        if max_seq_length is not None:
+            base = adapted.get_base_model()
+            base.max_seq_length = base.octavo_asked_length = max_seq_length
+        return adapted
 
     @staticmethod
     def save_pretrained_merged(

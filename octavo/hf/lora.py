@@ -148,9 +148,7 @@ class FP8LoraLinear(peft_layer.Linear):
         self.merged_adapters.clear()
 
 
-def add_adapters(
-    model: nn.Module, *, checkpointing: bool | str, seed: int, max_seq_length: int | None, options: dict[str, Any]
-) -> nn.Module:
+def add_adapters(model: nn.Module, *, checkpointing: bool | str, seed: int, options: dict[str, Any]) -> nn.Module:
     """`peft.get_peft_model`, with gradient checkpointing if asked for."""
     autocast = options.pop("autocast_adapter_dtype", True)
     base: Any = model
@@ -158,62 +156,29 @@ def add_adapters(
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         config = peft.LoraConfig(task_type="CAUSAL_LM", **options)
-        adapted = peft.get_peft_model(base, config, autocast_adapter_dtype=autocast)
-    if max_seq_length is not None:
-        base.max_seq_length = base.octavo_asked_length = max_seq_length
-    return adapted
+        return peft.get_peft_model(base, config, autocast_adapter_dtype=autocast)
 
 
-def has_adapters(model: nn.Module) -> bool:
-    return any(isinstance(module, BaseTunerLayer) for module in model.modules())
+def load_adapters(model: nn.Module, name: str, most: int | None, options: dict[str, Any]) -> Any:
+    """Return the model with adapters of a folder or of the Hub, which are trained.
 
-
-def keep_adapters(model: Any, checkpointing: bool | str, options: dict[str, Any]) -> Any:
-    """Return a model that has adapters as it is, if they are of the kind that is asked for.
-
-    PEFT would make new ones, and the values of the old ones would be lost.
+    `most`: the highest rank that is allowed. `options`: of the Hub.
     """
-    if not isinstance(model, peft.PeftModel):
-        raise ValueError(
-            f"{type(model).__name__} has adapters in it already: give get_peft_model the model around it, which has "
-            "them as its own, or load a folder of adapters by FastLanguageModel.from_pretrained"
-        )
-    config: Any = model.active_peft_config
-    asked = {name: value for name, value in options.items() if name not in ("autocast_adapter_dtype", "task_type")}
-    for name, value in asked.items():
-        own = getattr(config, name, None)
-        one, other = (sorted(x) if isinstance(x, list | tuple | set) else x for x in (own, value))
-        if name == "target_modules" and isinstance(one, list) and isinstance(other, list):
-            # PEFT may have spelt them out, or shortened them.
-            one, other = (sorted({each.rpartition(".")[2] for each in names}) for names in (one, other))
-        if one != other:
-            raise ValueError(
-                f"{name}={value!r}: this model has adapters already, with {name}={own!r}; leave get_peft_model out to "
-                "train them as they are, or save_pretrained_merged first and load what it wrote"
-            )
-    set_checkpointing(model.get_base_model(), checkpointing)
-    for name, parameter in model.named_parameters():
-        if f".{model.active_adapter}." in name:
-            parameter.requires_grad_(True)
-    logger.warning(f"octavo: the model has such adapters already ({model.active_adapter}), and keeps them")
-    return model
-
-
-def load_adapters(model: nn.Module, folder: str, most: int | None) -> Any:
-    """Return the model with the adapters of a folder, which are trained. `most`: the highest rank that is allowed."""
-    adapted: Any = peft.PeftModel.from_pretrained(model, folder, is_trainable=True)
+    adapted: Any = peft.PeftModel.from_pretrained(model, name, is_trainable=True, **options)
     rank = getattr(adapted.active_peft_config, "r", 0)
     if most is not None and rank > most:
-        raise ValueError(f"{folder}: adapters with r={rank}, and max_lora_rank={most}; load with max_lora_rank={rank}")
+        raise ValueError(f"{name}: adapters with r={rank}, and max_lora_rank={most}; load with max_lora_rank={rank}")
     return adapted
 
 
 def set_checkpointing(base: Any, checkpointing: bool | str) -> None:
-    """Turn gradient checkpointing on, if asked for, and have trainers that do so, too, do it in the same way."""
+    """Turn gradient checkpointing on or off, and have trainers that turn it on do it in the same way."""
     base.octavo_checkpointing = checkpointing
     if checkpointing:
         _remember_offload()
         base.gradient_checkpointing_enable()
+    elif getattr(base, "is_gradient_checkpointing", False):
+        base.gradient_checkpointing_disable()
 
 
 @cache

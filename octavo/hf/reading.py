@@ -53,16 +53,9 @@ def check_name(name: str, options: dict[str, Any]) -> None:
         return
     if name.startswith(("/", ".", "~")) or name.count("/") > 1:
         raise ValueError(f"model_name={name!r}: there is no such folder")
-    from transformers.utils.hub import cached_file
-
-    hub_options = {
-        key: options[key] for key in ("revision", "token", "cache_dir", "local_files_only") if key in options
-    }
     files: Any = ("config.json", "adapter_config.json")
     try:
-        there = any(
-            cached_file(name, file, _raise_exceptions_for_missing_entries=False, **hub_options) for file in files
-        )
+        there = any(_is_there(name, file, options) for file in files)
         why = "it has no config.json, or there is no connection and no copy in the cache"
     except OSError as error:
         there, why = False, str(error)
@@ -70,15 +63,23 @@ def check_name(name: str, options: dict[str, Any]) -> None:
         raise ValueError(f"model_name={name!r}: no folder here, and no model on the Hub that can be had: {why}")
 
 
-def base_of_adapters(name: str, options: dict[str, Any]) -> str | None:
-    """The name of the model that adapters are for; None if `name` is a model itself."""
+def read_adapter_config(name: str, options: dict[str, Any]) -> dict[str, Any] | None:
+    """What a folder, or a repository of the Hub, says of the adapters in it; None if it has none."""
     from transformers.utils import find_adapter_config_file
 
-    hub_options = {key: options[key] for key in ("revision", "token", "cache_dir") if key in options}
-    found = find_adapter_config_file(name, **hub_options)
+    found = find_adapter_config_file(name, **hub_options(options))
     if found is None:
         return None
-    base: str | None = json.loads(Path(found).read_text()).get("base_model_name_or_path")
+    config: dict[str, Any] = json.loads(Path(found).read_text())
+    return config
+
+
+def base_of_adapters(name: str, options: dict[str, Any]) -> str | None:
+    """The name of the model that adapters are for; None if `name` is a model itself."""
+    config = read_adapter_config(name, options)
+    if config is None:
+        return None
+    base: str | None = config.get("base_model_name_or_path")
     if not base:
         raise ValueError(f"model_name={name!r}: adapters whose adapter_config.json names no base_model_name_or_path")
     try:
@@ -88,11 +89,24 @@ def base_of_adapters(name: str, options: dict[str, Any]) -> str | None:
     return base
 
 
-def place_of_tokenizer(name: str, base: str | None) -> str:
-    """The name to load a tokenizer by: that of the model `base` for a folder of adapters without a tokenizer."""
-    folder = Path(name).expanduser()
-    has_own = not folder.is_dir() or any(folder.glob("tokenizer*")) or (folder / "vocab.json").exists()
-    return name if base is None or has_own else base
+def place_of_tokenizer(name: str, base: str | None, options: dict[str, Any]) -> str:
+    """The name to load a tokenizer by: that of the model `base` for adapters without a tokenizer."""
+    if base is None:
+        return name
+    files = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json")
+    return name if any(_is_there(name, file, options) for file in files) else base
+
+
+def hub_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Those of some options that say where on the Hub, or in its cache, files are."""
+    return {name: options[name] for name in ("revision", "token", "cache_dir", "local_files_only") if name in options}
+
+
+def _is_there(name: str, file: str, options: dict[str, Any]) -> bool:
+    """Whether a folder, or a repository of the Hub, has a file. Raises OSError if there is no such repository."""
+    from transformers.utils.hub import cached_file
+
+    return cached_file(name, file, _raise_exceptions_for_missing_entries=False, **hub_options(options)) is not None
 
 
 def read_config(name: str, **options: Any) -> Any:
@@ -109,9 +123,9 @@ def read_config(name: str, **options: Any) -> Any:
 def read_tokenizer(name: str, options: dict[str, Any]) -> Any:
     from transformers import AutoTokenizer
 
-    passed_on = {key: options[key] for key in ("revision", "token", "trust_remote_code", "cache_dir") if key in options}
+    trust = {key: options[key] for key in ("trust_remote_code",) if key in options}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, **passed_on)
+        tokenizer = AutoTokenizer.from_pretrained(name, **trust, **hub_options(options))
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{name} has no tokenizer that loads; for the model alone, tokenizer=False ({error})"

@@ -22,12 +22,16 @@ from octavo.hf.when_imported import when_imported
 
 WITH_LENGTH = ("SFT", "DPO", "Reward", "KTO")  # trainers whose configurations have a `max_length`
 WITHOUT_LABELS = ("GRPO", "RLOO")
-# Fields that scripts give to configurations, and what to do instead.
+# Fields that scripts give to configurations, and what to do instead: where there is a max_length, and elsewhere.
+_TOO_LONG = "leave long prompts out of the dataset"
 GONE = {
-    "max_prompt_length": "TRL truncates no prompts: leave it out, and leave long prompts out of the dataset",
-    "vllm_sampling_params": "leave it out: temperature, top_p, top_k and min_p are fields of GRPOConfig",
-    "warmup_ratio": "warmup_steps takes it: a number below 1 is a share of all steps",
-    "max_seq_length": "it is called max_length",
+    "max_prompt_length": (
+        "max_length is that of prompts and answers together: leave it out",
+        f"TRL truncates no prompts: leave it out, and {_TOO_LONG}",
+    ),
+    "max_seq_length": ("it is called max_length", f"max_completion_length is that of completions, and {_TOO_LONG}"),
+    "vllm_sampling_params": ("leave it out: temperature, top_p, top_k and min_p are fields of GRPOConfig",) * 2,
+    "warmup_ratio": ("warmup_steps takes it: a number below 1 is a share of all steps",) * 2,
 }
 
 logger = logging.get_logger(__name__)
@@ -57,7 +61,8 @@ def _naming_what_is_gone(original: Callable[..., None], config: Any) -> Callable
     @wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         for name in kwargs.keys() & GONE.keys() - known:
-            raise TypeError(f"{name}={kwargs[name]!r}: no field of {config.__name__}; {GONE[name]}")
+            why = GONE[name]["max_length" not in known]
+            raise TypeError(f"{name}={kwargs[name]!r}: no field of {config.__name__}; {why}")
         original(self, *args, **kwargs)
 
     return init
@@ -90,7 +95,7 @@ def _wrapped(original: Callable[..., None], config: Any) -> Callable[..., None]:
         original(*given.args, **given.kwargs)
         without_labels = config.__name__.removesuffix("Config") in WITHOUT_LABELS
         if without_labels and _is_ours(self.model) and not any(p.requires_grad for p in self.model.parameters()):
-            raise ValueError(nothing_is_trained(type(self.model).__name__))
+            raise ValueError(nothing_is_trained(type(self.model).__name__, "by rewards"))
 
     return init
 
@@ -113,7 +118,8 @@ def _leave_checkpointing_off(arguments: dict[str, Any], config: Any) -> None:
     if args.gradient_checkpointing:
         args.gradient_checkpointing = False
         logger.warning(
-            "octavo: gradient_checkpointing=False, by get_peft_model's use_gradient_checkpointing, not TRL's default"
+            f"octavo: gradient_checkpointing=False, by get_peft_model's use_gradient_checkpointing, which has the last "
+            f"word: {config.__name__} has True by default"
         )
 
 

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from octavo.decoders import match
@@ -47,17 +48,20 @@ class FastLanguageModel(fast.FastLanguageModel):
     """Loading, adapting and sampling from causal language models. Nothing to instantiate."""
 
     @classmethod
-    def _check_engine(cls, model_name: str, rollouts: fast.Rollouts) -> None:
+    def _check_engine(cls, model_name: str, rollouts: fast.Rollouts, options: dict[str, Any]) -> None:
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
         if _chosen(rollouts) != "native":
             return
         try:
-            kinds = reading.read_config(model_name, trust_remote_code=False).architectures or []
+            config = reading.read_config(model_name, trust_remote_code=False, **reading.hub_options(options))
         except (OSError, ValueError):  # whatever it is, loading the model says it
             return
-        if kinds and not set(kinds) & {f"{family}ForCausalLM" for family in match.FAMILIES}:
+        kind = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+        if kind is not None and kind not in {f"{family}ForCausalLM" for family in match.FAMILIES}:
             raise ValueError(
-                f"fast_inference=True: the native engine does not know {kinds[0]} ({', '.join(match.FAMILIES)}); leave "
-                "it out, and transformers generates, or install vLLM"
+                f"fast_inference=True: the native engine does not know {kind} ({', '.join(match.FAMILIES)}); leave it "
+                "out, and transformers generates, or install vLLM"
             )
 
     @classmethod
@@ -234,8 +238,8 @@ class _FastGenerate:
             if longest is None:
                 raise ValueError("sampling_params.max_tokens=None: the model names no number of positions; set it")
             get["max_tokens"] = longest
-        for name in dir(params):
-            value = None if name.startswith("_") else getattr(params, name)
+        for name in _names_in(params):
+            value = getattr(params, name)
             if name in _FIELDS or name in _FOLLOWED or callable(value) or not value or value == _NEUTRAL.get(name):
                 continue
             raise ValueError(f"sampling_params.{name}={value!r}: the engine samples by {_WAYS}")
@@ -251,3 +255,13 @@ class _FastGenerate:
             stop_texts=stop_texts,
             seed=get["seed"],
         )
+
+
+def _names_in(params: Any) -> set[str]:
+    """Return the names of what an object holds, as vLLM's SamplingParams, or with attributes of itself or its class."""
+    declared = (getattr(type(params), name, ()) for name in ("__struct_fields__", "__dataclass_fields__"))
+    own = {*chain(*declared), *getattr(params, "__dict__", {})}
+    kinds = (vars(kind).items() for kind in type(params).__mro__)
+    # What has a `__get__` is a method, a property, or the place of a field.
+    of_class = {name for items in kinds for name, value in items if not hasattr(value, "__get__")}
+    return {name for name in own | of_class if not name.startswith("_") and name != "model_config"}

@@ -128,9 +128,7 @@ class PreparedModel:
         options["autocast_adapter_dtype"] = contender.kind == "peft"
         from octavo.hf.lora import add_adapters
 
-        self.model = add_adapters(
-            self.model, checkpointing=False, seed=self.case.seed, max_seq_length=None, options=options
-        )
+        self.model = add_adapters(self.model, checkpointing=False, seed=self.case.seed, options=options)
         generator = torch.Generator(self.case.device).manual_seed(self.case.seed)
         for name, parameter in self.model.named_parameters():
             if "lora_" in name:
