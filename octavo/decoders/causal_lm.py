@@ -60,10 +60,10 @@ def head_recipe(config: FP8TrainingConfig) -> Recipe:
     return config.replace(granularity="tensor", scaling=config.scaling, fp8_format="HYBRID", wgrad=None).recipe
 
 
-def nothing_is_trained(name: str) -> str:
-    """The error for a model of class `name` that is given labels and has no weight to train."""
+def nothing_is_trained(name: str, by: str = "with labels") -> str:
+    """The error for a model of class `name` that is to be trained and has no weight to train."""
     return (
-        f"{name} is to be trained, with labels, but none of its weights is trained: load it with full_finetuning=True, "
+        f"{name} is to be trained, {by}, but none of its weights is trained: load it with full_finetuning=True, "
         "or add adapters (FastLanguageModel.get_peft_model, peft.get_peft_model). Adapters that are disabled or merged "
         "do not train: call unmerge_adapter, or leave disable_adapter"
     )

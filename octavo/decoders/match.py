@@ -106,7 +106,8 @@ def base_of(module: Any) -> Any:
 def added_adapters(layer: Any) -> list[str] | None:
     """The active adapters of PEFT's LoRA around a linear; None if more is done than to add them to its output."""
     names = [name for name in layer.active_adapters if name in layer.lora_A]
-    dropped = any(layer.training and isinstance(layer.lora_dropout[name], nn.Dropout) for name in names)
+    dropouts = (layer.lora_dropout[name] for name in names)
+    dropped = any(isinstance(dropout, nn.Dropout) and dropout.training for dropout in dropouts)
     other = any(name in layer.lora_variant or layer.lora_bias[name] for name in names)
     return None if layer.disable_adapters or layer.merged or dropped or other else names
 

@@ -7,7 +7,8 @@ import torch
 from octavo.grpo.settings import RunSettings
 from octavo.hf import reading
 from octavo.hf.fast import FastLanguageModel
-from octavo.hf.lora import has_adapters, set_checkpointing
+from octavo.hf.kept_adapters import has_adapters
+from octavo.hf.lora import set_checkpointing
 from octavo.nn.sharded import own_gpu
 from octavo.rl import vllm
 from octavo.rl.completions import Engine
@@ -25,10 +26,28 @@ def check_model(settings: RunSettings) -> None:
         reading.check_name(name, {})
         base = reading.base_of_adapters(name, {})
         reading.read_config(base or name)
-        reading.read_tokenizer(reading.place_of_tokenizer(name, base), {})
+        reading.read_tokenizer(reading.place_of_tokenizer(name, base, {}), {})
+        adapters = reading.read_adapter_config(name, {})
     except (OSError, ValueError) as error:
         raise _not_trained(name, error) from error
-    if base is not None and settings.beta:
+    if adapters is not None:
+        _check_adapters(adapters, name, settings)
+
+
+def _check_adapters(config: dict[str, Any], name: str, settings: RunSettings) -> None:
+    """Refuse adapters that the settings are not for. `config`: of PEFT."""
+    kind = config.get("peft_type")
+    if kind != "LORA":
+        raise UserError(f"MODEL {name}: adapters of kind {kind}, and octavo grpo trains LoRA; merge them first")
+    if settings.full:
+        raise UserError(f"full=True with MODEL {name}: these are adapters; leave --full out, or merge them first")
+    for option, value in (("rank", config.get("r")), ("alpha", config.get("lora_alpha"))):
+        if getattr(settings, option) != value:
+            raise UserError(
+                f"{option}={getattr(settings, option)} with MODEL {name}: its adapters have {value}; give "
+                f"--{option} {value} to go on with them"
+            )
+    if settings.beta:
         raise UserError(
             f"beta={settings.beta} with MODEL {name}: the reference would be the model without its adapters, which is "
             "not what the run starts from; give --beta 0, or merge the adapters first"
@@ -48,7 +67,7 @@ def load(name: str, settings: RunSettings) -> tuple[Any, Any]:
             dtype=torch.bfloat16,
         )
         if has_adapters(model):
-            _check_adapters(model, name, settings)
+            set_checkpointing(model.get_base_model(), settings.checkpointing)
         elif not settings.full:
             model = FastLanguageModel.get_peft_model(
                 model,
@@ -62,18 +81,6 @@ def load(name: str, settings: RunSettings) -> tuple[Any, Any]:
     except (OSError, ValueError) as error:
         raise _not_trained(name, error) from error
     return model, tokenizer
-
-
-def _check_adapters(model: Any, name: str, settings: RunSettings) -> None:
-    """Refuse settings that are not those of the adapters which a run goes on to train, and turn checkpointing on."""
-    config = model.active_peft_config
-    for option, value in (("rank", config.r), ("alpha", config.lora_alpha)):
-        if getattr(settings, option) != value:
-            raise UserError(
-                f"{option}={getattr(settings, option)} with MODEL {name}: its adapters have {value}; give "
-                f"--{option} {value} to go on with them"
-            )
-    set_checkpointing(model.get_base_model(), settings.checkpointing)
 
 
 def _not_trained(name: str, error: Exception) -> UserError:

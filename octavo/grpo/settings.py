@@ -145,7 +145,7 @@ def settings_from_options(options: Mapping[str, Any], base: RunSettings | None =
     for holds, names, why in (
         (settings.full, ("products", "rank", "alpha"), "full=True: all weights are trained"),
         (settings.precision == "bf16", ("products", "recipe"), "precision='bf16': no weight is in FP8"),
-        (settings.correction == "none", ("correction_level", "correction_max"), "correction='none'"),
+        (settings.correction == "none", ("correction_level", "correction_max", "correction_min"), "correction='none'"),
     ):
         for name in names if holds else ():
             if name in given:

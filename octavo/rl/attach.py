@@ -174,6 +174,8 @@ def _why_not(model: Any, named: dict[str, Any], settings: dict[str, Any]) -> str
         return "attention_mask has another shape than input_ids"
     if mask is not None and not bool(mask.bool().int().diff(dim=1).ge(0).all()):
         return "rows are not padded on the left alone"
+    if mask is not None and not bool(mask.bool().any(dim=1).all()):
+        return "a row is padding alone"
     if any(hasattr(module, "lora_A") and module._forward_pre_hooks for module in model.modules()):
         return "rows have adapters of their own (adapter_names)"
     return ""

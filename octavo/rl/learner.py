@@ -40,6 +40,15 @@ class Learner:
         if not self.parameters:
             raise ValueError("none of the model's weights is trained: add adapters (FastLanguageModel.get_peft_model)")
 
+    def train(self) -> None:
+        """Put the model into training mode, but for dropout: a rollout has none, and ratios are of the same model."""
+        self.model.train()
+        for module in self.model.modules():
+            if isinstance(module, nn.Dropout):
+                module.eval()
+            if getattr(module, "attention_dropout", 0.0):
+                module.attention_dropout = 0.0
+
     @property
     def device(self) -> torch.device:
         return self.head.weight.device

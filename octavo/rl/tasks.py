@@ -94,10 +94,10 @@ def read_rewards(path: Path) -> Rewards:
     return _rewards_of(_load(path), path)
 
 
-def matches_answer(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]:
+def matches_answer(completions: Sequence[Any], answer: Sequence[Any]) -> list[float]:
     """Give 1 for a completion that is its row's answer, 0 for another; space around it does not count."""
     return [
-        None if expected is None else float(text_of(completion).strip() == str(expected).strip())
+        float(text_of(completion).strip() == str(expected).strip())
         for completion, expected in zip(completions, answer, strict=True)
     ]
 

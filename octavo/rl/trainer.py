@@ -19,6 +19,7 @@ from octavo.rl.attach import attached
 from octavo.rl.completions import Engine, Sampling
 from octavo.rl.engine import NativeEngine
 from octavo.rl.stops import StopTexts
+from octavo.rl.trl_vllm import leave_vllm_out
 
 logger = logging.getLogger("octavo")
 _STOPS = "stop_strings"  # of GRPOConfig.generation_kwargs
@@ -31,8 +32,11 @@ class OctavoGRPOTrainer(GRPOTrainer):
     """
 
     def __init__(self, model: Any, *args: Any, engine: Engine | None = None, **kwargs: Any) -> None:
+        if "tokenizer" in kwargs and kwargs.get("processing_class") is None:
+            kwargs["processing_class"] = kwargs.pop("tokenizer")  # as GRPOTrainer takes it
         given = inspect.signature(GRPOTrainer.__init__).bind(self, model, *args, **kwargs).arguments
         config = given.get("args")
+        leave_vllm_out(config, engine or (attached(model) if hasattr(model, "config") else None), "")
         if config is not None and config.use_vllm:
             raise ValueError(
                 "use_vllm=True: TRL would start a vLLM with weights of its own; leave it out, and give an engine "

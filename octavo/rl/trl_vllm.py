@@ -12,6 +12,7 @@ from typing import Any
 
 from octavo.hf.when_imported import when_imported
 from octavo.rl.attach import attached
+from octavo.rl.completions import Engine
 
 logger = logging.getLogger("octavo")
 _TRAINERS = ("GRPO", "RLOO")
@@ -26,24 +27,29 @@ def take_trainers_own_vllm() -> None:
 
 def _wrap(kind: str, module: Any) -> None:
     trainer = getattr(module, f"{kind}Trainer")
-    trainer.__init__ = _wrapped(trainer.__init__)
+    trainer.__init__ = _wrapped(trainer.__init__, kind)
 
 
-def _wrapped(original: Callable[..., None]) -> Callable[..., None]:
-    names = list(inspect.signature(original).parameters)[1:]
+def _wrapped(original: Callable[..., None], kind: str) -> Callable[..., None]:
+    signature = inspect.signature(original)
 
     @wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        model, config = given.get("model"), given.get("args")
+        given = signature.bind_partial(self, *args, **{n: v for n, v in kwargs.items() if n in signature.parameters})
+        model: Any = given.arguments.get("model")
         engine = attached(model) if hasattr(model, "config") else None
-        if engine is not None and getattr(config, "use_vllm", False):
-            config.use_vllm = False  # type: ignore[union-attr]
-            logger.warning(
-                "octavo: use_vllm=False: rollouts are by the %s engine on the model's own weights; OctavoGRPOTrainer "
-                "hands its log-probabilities to TRL's correction",
-                engine.name,
-            )
+        leave_vllm_out(given.arguments.get("args"), engine, kind)
         original(self, *args, **kwargs)
 
     return init
+
+
+def leave_vllm_out(config: Any, engine: Engine | None, kind: str) -> None:
+    """Have a trainer start no vLLM of its own where the model has an engine."""
+    if engine is None or not getattr(config, "use_vllm", False):
+        return
+    config.use_vllm = False
+    correction = "; OctavoGRPOTrainer hands its log-probabilities to TRL's correction" if kind == "GRPO" else ""
+    logger.warning(
+        "octavo: use_vllm=False: rollouts are by the %s engine on the model's own weights%s", engine.name, correction
+    )

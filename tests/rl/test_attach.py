@@ -191,6 +191,15 @@ def test_sampling_that_the_engine_refuses_is_transformers_own(model):
     assert all(torch.equal(rows, greedy) for rows in found)
 
 
+def test_a_row_of_padding_alone(model):
+    rows = left_padded()
+    rows["attention_mask"][1] = 0
+    expected = model.generate(**rows, max_new_tokens=4, do_sample=False)
+    attach(model, NativeEngine(model))
+    assert torch.equal(model.generate(**rows, max_new_tokens=4, do_sample=False), expected)
+    assert list(fallbacks(model)) == ["a row is padding alone"]
+
+
 def test_ends_of_every_kind(model):
     plain_rows = model.generate(**left_padded(), max_new_tokens=10, do_sample=False)
     stops = plain_rows[1:3, -6].tolist()

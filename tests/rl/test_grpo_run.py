@@ -288,18 +288,25 @@ def test_what_is_wrong_is_found_before_prompts_are_made(byte_model, prompts, rew
         assert "\n" not in str(caught.value)
 
 
-def test_adapters_are_a_model_to_start_from(byte_model, prompts, rewards, tmp_path):
+def test_adapters_are_a_model_to_start_from(byte_model, prompts, rewards, tmp_path, monkeypatch):
     folder = train_grpo(settings_of(byte_model, prompts, rewards, steps=1), out=tmp_path / "run") / "adapter"
     assert any(x.any() for name, x in load_file(folder / "adapter_model.safetensors").items() if "lora_B" in name)
+    monkeypatch.setattr(run, "read_task", None)  # all of this is found before prompts are made
     for changes, words in (
         ({}, "beta=0.01 with MODEL .*: the reference would be the model without its adapters"),
+        ({"beta": 0.0, "alpha": 1.0}, "alpha=1.0 with MODEL .*: its adapters have 4; give --alpha 4"),
+        ({"beta": 0.0, "full": True}, "full=True with MODEL .*: these are adapters; leave --full out"),
         ({"beta": 0.0, "rank": 8}, "rank=8 with MODEL .*: its adapters have 4; give --rank 4"),
     ):
         with pytest.raises(UserError, match=words):
             train_grpo(settings_of(str(folder), prompts, rewards, **changes), out=tmp_path / "none")
-    shutil.rmtree(tmp_path / "none", ignore_errors=True)
+    monkeypatch.undo()
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"lora_dropout": 0.5}))
     settings = settings_of(str(folder), prompts, rewards, steps=1, lr=1e-12, beta=0.0)
     after = train_grpo(settings, out=tmp_path / "next") / "adapter"
+    row = json.loads((tmp_path / "next" / "metrics.jsonl").read_text())
+    assert row["gap_mean"] < 1e-3  # a rollout drops nothing, nor does the trainer, whatever adapters were made with
     before, after = (load_file(x / "adapter_model.safetensors") for x in (folder, after))
     assert before.keys() == after.keys() and all(torch.allclose(before[name], after[name]) for name in before)
 
@@ -319,6 +326,10 @@ def test_adapters_are_a_model_to_start_from(byte_model, prompts, rewards, tmp_pa
         (
             {"correction": "none", "correction_max": 3.0},
             "correction_max=3.0 would have no effect with correc",
+        ),
+        (
+            {"correction": "none", "correction_min": 0.5},
+            "correction_min=0.5 would have no effect with correction='none'",
         ),
         ({"seed": 2**63}, r"seed=9223372036854775808: a whole number, 0 or more, below 2\*\*63"),
         ({"engine": "vllm", "kv_dtype": "fp8"}, "kv_dtype='fp8' with engine='vllm'"),

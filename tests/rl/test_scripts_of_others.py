@@ -1,8 +1,11 @@
 """What scripts for other libraries do: each is right, or an error that says what to do instead."""
 
+import json
 import logging
+import shutil
 import subprocess
 import sys
+from dataclasses import make_dataclass
 from types import SimpleNamespace
 
 import peft
@@ -182,6 +185,21 @@ def test_sampling_fields_without_effect_are_refused(folder, field):
         model.fast_generate(PROMPTS, SimpleNamespace(max_tokens=2, **{field: 5}))
 
 
+def test_sampling_fields_of_every_kind_of_object(folder):
+    """A model of pydantic has much more in it than its fields."""
+    pydantic = pytest.importorskip("pydantic")
+    model, _ = load(folder)
+    kinds = (
+        pydantic.create_model("Params", max_tokens=(int, 2), top_p=(float, 1.0), presence_penalty=(float, 0.0)),
+        make_dataclass("Params", [("max_tokens", int, 2), ("presence_penalty", float, 0.0)], slots=True),
+        make_dataclass("Params", [("max_tokens", int, 2), ("presence_penalty", float, 0.0)]),
+    )
+    for kind in kinds:
+        assert len(model.fast_generate(PROMPTS, kind())) == 2
+        with pytest.raises(ValueError, match=r"sampling_params\.presence_penalty=0\.5: the engine samples by"):
+            model.fast_generate(PROMPTS, kind(presence_penalty=0.5))
+
+
 def test_trls_own_vllm_is_the_engine(folder, tmp_path, caplog):
     model = adapted(load(folder)[0])
     args = grpo(tmp_path, use_vllm=True)
@@ -195,7 +213,7 @@ def test_trls_own_vllm_is_the_engine(folder, tmp_path, caplog):
 @pytest.mark.parametrize("checkpointing", [True, False])
 def test_grpo_of_nothing(folder, tmp_path, checkpointing):
     for model in (load(folder, load_in_fp8=False)[0], adapted(load(folder)[0]).requires_grad_(False)):
-        with pytest.raises(ValueError, match=r"none of its weights is trained: .*get_peft_model"):
+        with pytest.raises(ValueError, match=r"by rewards, but none of its weights is trained: .*get_peft_model"):
             trainer(model, grpo(tmp_path, gradient_checkpointing=checkpointing))
     model, _ = load(folder)
     config = peft.LoraConfig(r=4, target_modules="all-linear")
@@ -235,6 +253,15 @@ def test_a_family_that_no_engine_knows_is_refused_before_it_is_loaded(tmp_path):
         load(tmp_path)  # there are no weights
 
 
+@pytest.mark.parametrize("architecture", ["FSDPLlamaForCausalLM", "LlamaModel", "LlamaForSequenceClassification", None])
+def test_a_family_is_told_by_what_is_loaded(folder, tmp_path, architecture):
+    """As AutoModelForCausalLM does, whatever class has written the checkpoint."""
+    shutil.copytree(folder, tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": architecture and [architecture]}))
+    assert attached(load(path.parent)[0]).name == "native"
+
+
 def test_arguments_for_adapters_of_other_libraries(folder, tmp_path):
     neutral = {
         "finetune_vision_layers": False,
@@ -255,11 +282,21 @@ def test_arguments_for_adapters_of_other_libraries(folder, tmp_path):
             adapted(model, **options)
 
 
-@pytest.mark.parametrize("field", ["max_prompt_length", "vllm_sampling_params", "warmup_ratio"])
-def test_fields_that_are_gone(folder, tmp_path, field):
+@pytest.mark.parametrize(
+    ("config", "field", "words"),
+    [
+        (trl.GRPOConfig, "max_prompt_length", "TRL truncates no prompts"),
+        (trl.GRPOConfig, "vllm_sampling_params", "leave it out: temperature"),
+        (trl.GRPOConfig, "warmup_ratio", "warmup_steps takes it"),
+        (trl.GRPOConfig, "max_seq_length", "max_completion_length is that of completions"),
+        (trl.SFTConfig, "max_seq_length", "it is called max_length"),
+        (trl.DPOConfig, "max_prompt_length", "max_length is that of prompts and answers together"),
+    ],
+)
+def test_fields_that_are_gone(folder, tmp_path, config, field, words):
     load(folder)
-    with pytest.raises(TypeError, match=rf"{field}=0.1: no field of GRPOConfig; "):
-        trl.GRPOConfig(str(tmp_path), use_cpu=True, **{field: 0.1})
+    with pytest.raises(TypeError, match=rf"{field}=0.1: no field of {config.__name__}; {words}"):
+        config(str(tmp_path), use_cpu=True, **{field: 0.1})
 
 
 def test_the_old_name_of_the_tokenizer(folder, tmp_path):
@@ -268,3 +305,7 @@ def test_the_old_name_of_the_tokenizer(folder, tmp_path):
     assert trainer(model, grpo(tmp_path), tokenizer=tokenizer).processing_class is tokenizer
     with pytest.raises(TypeError, match=r"max_completion_length=4: GRPOTrainer takes it as a field of its config"):
         trainer(model, grpo(tmp_path), max_completion_length=4)
+    data = datasets.Dataset.from_dict({"prompt": PROMPTS})
+    args = grpo(tmp_path, use_vllm=True)  # which means the engine that the model has, here, too
+    run = OctavoGRPOTrainer(model, lambda **_: [0.0], args, data, tokenizer=tokenizer)
+    assert run.processing_class is tokenizer and run.engine is attached(model)
