@@ -64,7 +64,7 @@ def check_name(name: str, options: dict[str, Any]) -> None:
 
 
 def read_adapter_config(name: str, options: dict[str, Any]) -> dict[str, Any] | None:
-    """What a folder, or a repository of the Hub, says of the adapters in it; None if it has none."""
+    """The configuration of the adapters in a folder or a repository of the Hub; None if it has none."""
     from transformers.utils import find_adapter_config_file
 
     found = find_adapter_config_file(name, **hub_options(options))
@@ -118,6 +118,15 @@ def read_config(name: str, **options: Any) -> Any:
         return AutoConfig.from_pretrained(name, **options)
     except (StrictDataclassError, TypeError, AttributeError) as error:  # the last two: config.json is no object
         raise ValueError(f"config.json is not valid: {' '.join(str(error).split())}") from error
+
+
+def causal_class(name: str, options: dict[str, Any]) -> str | None:
+    """The class that `AutoModelForCausalLM` takes for a model; None if that is the model's own code."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    config = read_config(name, trust_remote_code=False, **hub_options(options))
+    found: str | None = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    return found
 
 
 def read_tokenizer(name: str, options: dict[str, Any]) -> Any:

@@ -285,9 +285,8 @@ class NativeEngine:
         }
 
 
-def _cut(slots: Slots, busy: Sequence[int], texts: StopTexts, steps: int) -> None:
-    """End completions that have come upon a stop text in their last steps."""
-    new = steps + 1  # a completion starts with a token
+def _cut(slots: Slots, busy: Sequence[int], texts: StopTexts, new: int) -> None:
+    """End completions that have come upon a stop text in their last `new` tokens."""
     found = {}
     for slot, (count, tokens) in zip(busy, slots.latest(busy, new + texts.reach), strict=True):
         if (end := texts.end(tokens, new)) is not None:

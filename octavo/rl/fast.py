@@ -49,15 +49,12 @@ class FastLanguageModel(fast.FastLanguageModel):
 
     @classmethod
     def _check_engine(cls, model_name: str, rollouts: fast.Rollouts, options: dict[str, Any]) -> None:
-        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
         if _chosen(rollouts) != "native":
             return
         try:
-            config = reading.read_config(model_name, trust_remote_code=False, **reading.hub_options(options))
+            kind = reading.causal_class(model_name, options)
         except (OSError, ValueError):  # whatever it is, loading the model says it
             return
-        kind = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
         if kind is not None and kind not in {f"{family}ForCausalLM" for family in match.FAMILIES}:
             raise ValueError(
                 f"fast_inference=True: the native engine does not know {kind} ({', '.join(match.FAMILIES)}); leave it "

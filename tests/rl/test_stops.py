@@ -49,15 +49,12 @@ def plain_search(tokenizer, texts, tokens):
 
 
 def search_by_steps(stops, tokens, stride):
-    """As an engine looks: after a first token and `stride` more each time, at no more tokens than it has to."""
-    seen = 0
-    while seen < len(tokens):
-        now = min(seen + stride + (seen == 0), len(tokens))
-        tail = tokens[:now][-(stride + 1 + stops.reach) :]
-        end = stops.end(tail, stride + 1)
+    """As an engine looks: after a first token, and after `stride` more each time, at no more tokens than it has to."""
+    for now in [*range(1, len(tokens), stride), len(tokens)]:
+        tail = tokens[:now][-(stride + stops.reach) :]
+        end = stops.end(tail, stride)
         if end is not None:
             return now - len(tail) + end
-        seen = now
     return None
 
 
