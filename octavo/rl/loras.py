@@ -8,8 +8,8 @@
 An engine computes with the adapters of the model. So those of a folder take their place for the length of a call.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial, wraps
 from importlib.util import find_spec
 from pathlib import Path
@@ -102,8 +102,40 @@ def adapters_for(model: nn.Module, request: Any) -> Iterator[None]:
         )
 
 
+def _without_adapters(model: nn.Module) -> AbstractContextManager[None]:
+    """Have the base compute alone."""
+    ups = _ups(model)
+    return _disabled(model) if ups is None else _zero(ups)
+
+
+def _ups(model: nn.Module) -> list[Tensor] | None:
+    """The matrices B of all adapters; None where adapters do more than to add s · B · A · x, as DoRA does."""
+    found: list[Tensor] = []
+    for module in model.modules():
+        layer: Any = module
+        if isinstance(getattr(layer, "disable_adapters", None), bool):
+            if not hasattr(layer, "lora_B") or layer.lora_variant or layer.merged or any(layer.lora_bias.values()):
+                return None
+            found += [matrix.weight for matrix in layer.lora_B.values()]
+            found += layer.lora_embedding_B.values()
+    return found
+
+
 @contextmanager
-def _without_adapters(model: nn.Module) -> Iterator[None]:
+def _zero(ups: Sequence[Tensor]) -> Iterator[None]:
+    """Have adapters add zero. Modules, and graphs of them, stay as they are: vLLM cannot record others."""
+    before = [up.detach().clone() for up in ups]
+    for up in ups:
+        up.data.zero_()
+    try:
+        yield
+    finally:
+        for up, values in zip(ups, before, strict=True):
+            up.data.copy_(values)
+
+
+@contextmanager
+def _disabled(model: nn.Module) -> Iterator[None]:
     """Disable adapters as PEFT's `disable_adapter` does, from the model inside, and enable those that were enabled."""
     trained = {parameter: parameter.requires_grad for parameter in model.parameters()}
     # A flag of PEFT's layers; transformers' models have a method of this name.

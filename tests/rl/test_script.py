@@ -18,6 +18,7 @@ from octavo.hf.fast import Rollouts
 from octavo.nn.frozen import FP8FrozenLinear
 from octavo.rl import NativeEngine, attached, detach, fallbacks, vllm
 from octavo.rl.fast import StandingBy, start_engine
+from octavo.rl.loras import adapters_for
 
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
@@ -229,6 +230,28 @@ def test_adapters_of_fast_generate(folder, tmp_path):
     other = FastLanguageModel.get_peft_model(other, r=8, use_gradient_checkpointing=False)
     with pytest.raises(ValueError, match=r"adapters with r=4, where those of the model have 8"):
         other.load_lora(tmp_path / "lora")
+
+
+@pytest.mark.usefixtures("no_vllm")
+def test_the_base_alone_has_the_same_modules(folder):
+    """vLLM's CUDA graphs are of modules as they were when it started, adapters and all."""
+    model, _ = load(folder)
+    params = Params(n=1, max_tokens=12, temperature=0.0)
+    base = model.fast_generate(PROMPTS, params)
+    model = FastLanguageModel.get_peft_model(model, r=4, use_gradient_checkpointing=False)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        torch.nn.init.normal_(parameter, std=0.3)
+    values, versions = [parameter.clone() for parameter in trained], [parameter._version for parameter in trained]
+    policy = attached(model).policy
+    with policy.rollout("weights"):
+        state = policy.state()
+    with adapters_for(model, None), policy.rollout("weights"):
+        assert policy.state() == state
+    assert model.fast_generate(PROMPTS, params, lora_request=None) == base != model.fast_generate(PROMPTS, params)
+    with pytest.raises(KeyError), adapters_for(model, None):
+        raise KeyError
+    assert all(map(torch.equal, trained, values)) and versions == [parameter._version for parameter in trained]
 
 
 @pytest.mark.usefixtures("no_vllm")
