@@ -16,6 +16,7 @@ FAMILIES = {  # with what makes each of them special
     "Llama": {},
     "Qwen3": {},
     "Mistral": {"sliding_window": 6},
+    "Gemma": {"tie_word_embeddings": True},
     "Gemma2": {"sliding_window": 6, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
     "Gemma3": {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
 }

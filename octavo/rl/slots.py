@@ -98,8 +98,8 @@ class Slots:
     def latest(self, slots: Sequence[int], count: int) -> list[tuple[int, list[int]]]:
         """Return how many tokens each of these slots has, and up to `count` of the last. Waits for the device."""
         index = torch.tensor(slots, device=self.device)
-        written = self.lengths[index] + 1
-        columns = written[:, None] - torch.arange(count, 0, -1, dtype=torch.int32, device=self.device)
+        written = self.lengths[index].long() + 1
+        columns = written[:, None] - torch.arange(count, 0, -1, device=self.device)
         rows = self.tokens[index[:, None], columns.clamp_(min=0)]
         return [(n, row[-n:]) for n, row in zip(written.tolist(), rows.tolist(), strict=True)]
 
