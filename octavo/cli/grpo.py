@@ -49,7 +49,8 @@ def grpo(
         float | None, option("Task", "--top-p", "Sample from this much probability; needs --correction none.")
     ] = None,
     stop: Annotated[
-        str | None, option("Task", "--stop", "A text that ends completions, besides the end of text.")
+        list[str] | None,
+        option("Task", "--stop", "A text that ends completions, besides the end of text; may be given several times."),
     ] = None,
     engine: Annotated[
         str | None, option("Engine", "--engine", "native, vllm, or auto: vLLM if installed (default: native).")
@@ -144,7 +145,7 @@ def grpo(
     The engine that completes prompts runs on the trainer's own weights: there is one copy of them. Without arguments:
     a small decoder learns to sort digits, two minutes on a CPU.
     """
-    options = {name: value for name, value in locals().items() if value is not None}
+    options = {name: value for name, value in locals().items() if value not in (None, [])}
     for name in ("out", "resume", "overwrite"):
         options.pop(name, None)
     if (ranks := launched_ranks()) > 1:

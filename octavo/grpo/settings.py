@@ -52,7 +52,7 @@ class RunSettings(GRPOSettings):
         engine: `native` or `vllm`. slots: completions that it writes at once; with another number, others are drawn.
             kv_dtype: keys and values in the dtype of the model (`auto`) or in `fp8`. standby: it frees its cache during
             updates.
-        stop: a text that ends completions, besides the model's end of text.
+        stop: a text that ends completions, or several, besides the model's end of text.
         device, precision, recipe: `cpu` or `cuda`; `fp8` or `bf16`; scales of FP8 weights per `channel` or `block`.
         products: of frozen FP8 weights in training: `fp8`, `weights-only` or `fp8-dgrad` (`rl/products.py`).
         full: train all weights; else adapters of rank `rank`, scaled by `alpha` / `rank`.
@@ -67,7 +67,7 @@ class RunSettings(GRPOSettings):
     slots: int = 64
     kv_dtype: str = "auto"
     standby: bool = False
-    stop: str | None = None
+    stop: str | list[str] | None = None
     device: str = "cpu"
     precision: str = "fp8"
     recipe: str = "channel"
@@ -88,7 +88,8 @@ class RunSettings(GRPOSettings):
             check_positive_int(name, getattr(self, name))
         if self.save_interval is not None:
             check_positive_int("save_interval", self.save_interval)
-        self._check("stop", self.stop != "", "a text of one character or more")
+        texts = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        self._check("stop", all(isinstance(text, str) and text for text in texts), "texts of one character or more")
         self._check("alpha", self.alpha > 0, "a number above 0")
         if self.full and self.beta:
             raise ValueError(

@@ -207,6 +207,13 @@ def test_no_end_of_text(prompts, rewards, tmp_path):
     with pytest.raises(UserError, match=r"no end of text \(eos_token_id\): every completion .* --stop TEXT"):
         train_grpo(settings_of(str(folder), prompts, rewards), out=tmp_path / "run")
     train_grpo(settings_of(str(folder), prompts, rewards, stop="a", steps=1), out=tmp_path / "run")
+    flags = [*FLAGS, "--steps", "2", "--stop", "a", "--stop", "b"]
+    out = ["--out", str(tmp_path / "two")]
+    for arguments in (["grpo", str(folder), prompts, "--rewards", rewards, *flags], ["grpo", "--resume"]):
+        process = Command(*arguments, *out)
+        _, error = process.communicate()
+        assert process.returncode == 0, error
+    assert read_settings(tmp_path / "two").stop == ["a", "b"]
 
 
 @pytest.mark.parametrize("content", ['{"model_type": "llama", "hidden_size": 65, "num_attention_heads": 4}', "[]", "{"])

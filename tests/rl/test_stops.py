@@ -157,7 +157,7 @@ def test_octavo_grpo(byte_model, prompts, rewards, tmp_path):
     shown = json.loads((tmp_path / "without" / "samples.json").read_text())["samples"]
     found = (re.search(r"(?<=.)[!-~]{2}", sample["before"]["text"]) for sample in shown)
     stop = next(match for match in found if match is not None)[0]
-    train_grpo(settings_from_options(options | {"stop": stop}), out=tmp_path / "with")
+    train_grpo(settings_from_options(options | {"stop": [stop, "no such text"]}), out=tmp_path / "with")
     ended = json.loads((tmp_path / "with" / "samples.json").read_text())["samples"]
     texts = [(a["before"]["text"], b["before"]["text"]) for a, b in zip(shown, ended, strict=True)]
     assert any(before != after for before, after in texts)
@@ -165,8 +165,9 @@ def test_octavo_grpo(byte_model, prompts, rewards, tmp_path):
 
 
 def test_a_stop_of_no_text(byte_model):
-    with pytest.raises(ValueError, match="stop=''"):
-        settings_from_options({"model": byte_model, "task": "chain_sum", "stop": ""})
+    for wrong in ("", ["a", ""], [7]):
+        with pytest.raises(ValueError, match=r"stop=.*: texts of one character or more"):
+            settings_from_options({"model": byte_model, "task": "chain_sum", "stop": wrong})
 
 
 def test_trl(tmp_path):
