@@ -75,10 +75,10 @@ def all_or_none() -> Iterator[None]:
 
     The rank with the error raises it; the others raise `OtherRankFailed`.
     """
-    mine: Exception | None = None
+    mine: BaseException | None = None
     try:
         yield
-    except Exception as error:
+    except BaseException as error:  # also an interrupt: the others wait for this rank
         mine = error
     errors = from_all(None if mine is None else str(mine) or type(mine).__name__)
     if mine is not None:

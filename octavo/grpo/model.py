@@ -24,10 +24,11 @@ def check_model(settings: RunSettings) -> None:
     assert name is not None
     try:
         reading.check_name(name, {})
-        base = reading.base_of_adapters(name, {})
-        reading.read_config(base or name)
-        reading.read_tokenizer(reading.place_of_tokenizer(name, base, {}), {})
         adapters = reading.read_adapter_config(name, {})
+        base, options = (None, {}) if adapters is None else reading.base_of_adapters(name, adapters, {})
+        reading.read_config(base or name, **options)
+        place = reading.place_of_tokenizer(name, base, {})
+        reading.read_tokenizer(place, options if place == base else {})
     except (OSError, ValueError) as error:
         raise _not_trained(name, error) from error
     if adapters is not None:

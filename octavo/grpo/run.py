@@ -28,7 +28,16 @@ from octavo.support import check_fp8_support, leave_emulation_unannounced
 from octavo.training.checkpoint import list_checkpoints
 from octavo.training.errors import RunError, UserError
 from octavo.training.files import replace_file
-from octavo.training.run_folder import BASE, CONFIG, PROMPTS, check_free, find_run, new_run, read_config, resumed_run
+from octavo.training.run_folder import (
+    BASE,
+    CONFIG,
+    MADE_PROMPTS,
+    check_free,
+    find_run,
+    new_run,
+    read_config,
+    resumed_run,
+)
 from octavo.training.signals import Interrupted, StopSignals
 
 
@@ -134,13 +143,13 @@ def _read_task(settings: RunSettings, display: Display, kept: list[dict[str, Any
 def _keep_prompts(folder: Path, task: Task) -> None:
     """Keep prompts that took time to make for a run that is resumed."""
     if task.made:
-        replace_file(folder / PROMPTS, "".join(json.dumps(row) + "\n" for row in task.rows))
+        replace_file(folder / MADE_PROMPTS, "".join(json.dumps(row) + "\n" for row in task.rows))
 
 
 def _kept_prompts(folder: Path) -> list[dict[str, Any]] | None:
     """Return the prompts that a run has kept; None if they are to be made again."""
     try:
-        text = (folder / PROMPTS).read_text()
+        text = (folder / MADE_PROMPTS).read_text()
         return [json.loads(line) for line in text.splitlines()]
     except (OSError, ValueError):
         return None

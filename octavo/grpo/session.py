@@ -3,6 +3,7 @@
 octavo-run.json     the marker, as in a run of `octavo train`; locked while a process trains
 config.json         the settings, complete, with facts about the task and this machine
 base/               of a run without arguments: the small decoder it starts from
+made-prompts.jsonl  of a task that makes its prompts
 metrics.jsonl       one line per step: reward, KL, lengths, gap, speed
 checkpoint-000020/  the newest two: trained weights, optimiser, random states
 adapter/ or model/  the trained adapters, or the whole model

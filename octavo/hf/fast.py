@@ -146,9 +146,10 @@ class FastLanguageModel:
             device_map = {"": own_gpu()}
         model_name = os.path.expanduser(model_name)  # noqa: PTH111  # pathlib would make `name` of `./name`
         reading.check_name(model_name, kwargs)
-        base = reading.base_of_adapters(model_name, kwargs)
-        # A revision is that of the adapters: their model has revisions of its own.
-        options = kwargs if base is None else {name: value for name, value in kwargs.items() if name != "revision"}
+        adapters = reading.read_adapter_config(model_name, kwargs)
+        base, options = None, kwargs
+        if adapters is not None:
+            base, options = reading.base_of_adapters(model_name, adapters, kwargs)
         if base is not None and full_finetuning:
             raise ValueError(
                 f"model_name={model_name!r} with full_finetuning=True: these are adapters; merge them first "
@@ -189,7 +190,8 @@ class FastLanguageModel:
         untrained.explain_untrained(model)
         trl.install()
         export.add_saving()
-        _set_length(model, words, max_seq_length, model_name)
+        model.octavo_revision = options.get("revision")
+        _set_length(model, words, max_seq_length)
         if rollouts is not None:
             if frozen_fp8 and fp8_config is None and model.config.quantization_config.fp8_products is None:
                 multiply_in_fp8_in_backward(model)
@@ -231,6 +233,8 @@ class FastLanguageModel:
         `peft.LoraConfig`. A model that has adapters of this very kind keeps them, with their values.
         """
         check_positive_int("r", r)
+        if max_seq_length is not None:
+            check_positive_int("max_seq_length", max_seq_length)
         kwargs = _without_foreign(kwargs)
         if type(random_state) is not int:
             raise ValueError(f"random_state={random_state!r}: a whole number, of which the adapters' first values come")
@@ -268,8 +272,7 @@ class FastLanguageModel:
         else:
             adapted = add_adapters(model, checkpointing=use_gradient_checkpointing, seed=random_state, options=options)
         if max_seq_length is not None:
-            base = adapted.get_base_model()
-            base.max_seq_length = base.octavo_asked_length = max_seq_length
+            _set_length(adapted.get_base_model(), None, max_seq_length)
         return adapted
 
     @staticmethod
@@ -332,10 +335,13 @@ def _check_recipe(load_in_fp8: bool | str, full_finetuning: bool, fp8_config: FP
             )
 
 
-def _set_length(model: Any, tokenizer: Any, asked: int | None, name: str) -> None:
+def _set_length(model: Any, tokenizer: Any, asked: int | None) -> None:
+    """Give a model the length of sequences that is asked for, or 2,048."""
     limit = getattr(model.config, "max_position_embeddings", None)
     if limit is not None and asked is not None and asked > limit:
-        raise ValueError(f"max_seq_length={asked}: {name} has {limit} positions")
+        raise ValueError(
+            f"max_seq_length={asked}: {type(model).__name__} of {model.name_or_path} has {limit} positions"
+        )
     length = min(MAX_SEQ_LENGTH, limit or MAX_SEQ_LENGTH) if asked is None else asked
     model.max_seq_length = length
     model.octavo_asked_length = asked

@@ -156,7 +156,8 @@ def add_adapters(model: nn.Module, *, checkpointing: bool | str, seed: int, opti
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         config = peft.LoraConfig(task_type="CAUSAL_LM", **options)
-        return peft.get_peft_model(base, config, autocast_adapter_dtype=autocast)
+        revision = getattr(base, "octavo_revision", None)  # PEFT writes down by which one to load the base again
+        return peft.get_peft_model(base, config, autocast_adapter_dtype=autocast, revision=revision)
 
 
 def load_adapters(model: nn.Module, name: str, most: int | None, options: dict[str, Any]) -> Any:

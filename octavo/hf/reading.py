@@ -74,19 +74,22 @@ def read_adapter_config(name: str, options: dict[str, Any]) -> dict[str, Any] | 
     return config
 
 
-def base_of_adapters(name: str, options: dict[str, Any]) -> str | None:
-    """The name of the model that adapters are for; None if `name` is a model itself."""
-    config = read_adapter_config(name, options)
-    if config is None:
-        return None
+def base_of_adapters(name: str, config: dict[str, Any], options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The name of the model that adapters are for, and the options to read it with: its revision is its own.
+
+    `config`: of the adapters. `options`: to read these with.
+    """
     base: str | None = config.get("base_model_name_or_path")
     if not base:
         raise ValueError(f"model_name={name!r}: adapters whose adapter_config.json names no base_model_name_or_path")
+    own = {key: value for key, value in options.items() if key != "revision"}
+    if config.get("revision"):
+        own["revision"] = config["revision"]
     try:
-        check_name(base, {key: value for key, value in options.items() if key != "revision"})
+        check_name(base, own)
     except ValueError as error:
         raise ValueError(f"model_name={name!r}: adapters, and their model is not there: {error}") from error
-    return base
+    return base, own
 
 
 def place_of_tokenizer(name: str, base: str | None, options: dict[str, Any]) -> str:

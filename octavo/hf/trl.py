@@ -30,7 +30,10 @@ GONE = {
         f"TRL truncates no prompts: leave it out, and {_TOO_LONG}",
     ),
     "max_seq_length": ("it is called max_length", f"max_completion_length is that of completions, and {_TOO_LONG}"),
-    "vllm_sampling_params": ("leave it out: temperature, top_p, top_k and min_p are fields of GRPOConfig",) * 2,
+    "vllm_sampling_params": (
+        "leave it out: this trainer samples nothing",
+        "leave it out: temperature, top_p, top_k and min_p are fields of this configuration",
+    ),
     "warmup_ratio": ("warmup_steps takes it: a number below 1 is a share of all steps",) * 2,
 }
 
@@ -74,10 +77,7 @@ def _wrapped(original: Callable[..., None], config: Any) -> Callable[..., None]:
 
     @wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        if "tokenizer" in kwargs:
-            if kwargs.get("processing_class") is not None:
-                raise TypeError("tokenizer and processing_class: the second is the new name of the first; give one")
-            kwargs["processing_class"] = kwargs.pop("tokenizer")
+        take_tokenizer(kwargs)
         for name in kwargs:
             field = "max_length" if name == "max_seq_length" else name
             if name not in signature.parameters and field in defaults:
@@ -98,6 +98,14 @@ def _wrapped(original: Callable[..., None], config: Any) -> Callable[..., None]:
             raise ValueError(nothing_is_trained(type(self.model).__name__, "by rewards"))
 
     return init
+
+
+def take_tokenizer(kwargs: dict[str, Any]) -> None:
+    """Give the argument `tokenizer` its new name."""
+    if "tokenizer" in kwargs:
+        if kwargs.get("processing_class") is not None:
+            raise TypeError("tokenizer and processing_class: the second is the new name of the first; give one")
+        kwargs["processing_class"] = kwargs.pop("tokenizer")
 
 
 def _is_ours(model: Any) -> bool:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ class Gym:
             raise UserError(f"TASK {source}: seed={options['seed']!r}: a whole number")
         self._source, self._task = source, (self.name, options)
         self._process: _Process | None = self._start()
-        self.ended = 0  # answers that have ended the process
+        self._endings = 0  # answers that have ended the process
 
     def entries(self) -> Iterator[dict[str, Any]]:
         """Yield `size` entries in order, each with a `question` and an `answer`: plain values, as JSON has them."""
@@ -53,17 +54,18 @@ class Gym:
             except _Failed as failed:
                 raise UserError(f"TASK {self._source}: prompt {index} cannot be made: {failed}") from failed
 
-    def score(self, text: str, index: int) -> float:
+    def score(self, text: str, index: int, entry: dict[str, Any] | None = None) -> float:
         """Return the score of an answer to entry `index`: 0 if the verifier raises, crashes, or exceeds `LIMIT`.
 
-        Raises `RunError` for what the answer is not to blame for: the package or the entry is at fault.
+        `entry`: as it was when it was asked. Raises `RunError` for what the answer is not to blame for: the package or
+        the entry is at fault.
         """
         try:
-            return float(self._ask("score", text, index, LIMIT, wait=LIMIT + GRACE))
+            return float(self._ask("score", text, index, LIMIT, entry, wait=LIMIT + GRACE))
         except _Ended as ended:
-            if not self.ended:
+            if not self._endings:
                 logger.warning("octavo: the verifier of %s: %s; such answers have a reward of 0", self.name, ended)
-            self.ended += 1
+            self._endings += 1
             return 0.0
         except _Failed as failed:
             raise RunError(f"TASK {self._source}: answer to prompt {index} cannot be scored: {failed}") from failed
@@ -103,6 +105,7 @@ class _Process:
                 stdout=subprocess.DEVNULL,  # some tasks print
                 stderr=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(sys.path)},
+                start_new_session=True,  # Ctrl-C is for the run, which ends this process
             )
         self._end = weakref.finalize(self, _kill, self._child)
 
@@ -121,6 +124,8 @@ class _Process:
                 raise _Ended(f"reasoning-gym's process gave no answer in {wait} s")
             answer, error = self._connection.recv()
         except (EOFError, OSError) as closed:
+            with suppress(subprocess.TimeoutExpired):  # its own code says more than that of the kill
+                self._child.wait(timeout=1)
             self._end()
             raise _Ended(f"reasoning-gym's process ended with code {self._child.returncode}") from closed
         except BaseException:  # it still owes an answer, and would give it to the next request

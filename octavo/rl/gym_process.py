@@ -8,6 +8,7 @@ the connection.
 import copy
 import dataclasses
 import difflib
+import importlib.metadata
 import json
 import random
 import resource
@@ -46,13 +47,16 @@ class Server:
         """Return an entry as plain values, which any process can read and compare."""
         return plain(self._make(index))
 
-    def score(self, text: str, index: int, limit: float) -> float:
+    def score(self, text: str, index: int, limit: float, asked: dict[str, Any] | None = None) -> float:
         """Return the score of an answer, 0 if it makes the verifier raise, as text does where a number is expected.
 
         What no answer can be blamed for is raised: an entry that cannot be made, or a package that is missing. After
         `limit` seconds a signal ends the process: nothing else stops a computation inside of C.
         """
         entry = copy.deepcopy(self._make(index))  # verifiers may change it
+        if asked is not None and any(plain(entry[name]) != asked[name] for name in ("question", "answer")):
+            version = importlib.metadata.version("reasoning-gym")
+            raise ValueError(f"reasoning-gym {version} makes another prompt of it; install that of the run's beginning")
         signal.setitimer(signal.ITIMER_REAL, limit)
         try:
             return float(self.dataset.score_answer(answer=text, entry=entry))

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from octavo.hf.export import save_merged
 from octavo.rl.attach import attached
+from octavo.rl.policy import lock_of
 
 LIVE: Any = object()  # the adapters of the model, as they are now
 _SCALED_BY = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
@@ -86,14 +87,15 @@ class SavedLora:
 
 @contextmanager
 def adapters_for(model: nn.Module, request: Any) -> Iterator[None]:
-    """Have `model` compute with the adapters that a `lora_request` names."""
+    """Have `model` compute with the adapters that a `lora_request` names. Rollouts of other threads wait."""
+    inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
     if request is LIVE:
         yield
     elif request is None:
-        with _without_adapters(model):
+        with lock_of(inner.config), _without_adapters(model):
             yield
     elif isinstance(request, SavedLora):
-        with request.in_place():
+        with lock_of(inner.config), request.in_place():
             yield
     else:
         raise ValueError(
@@ -111,8 +113,8 @@ def _without_adapters(model: nn.Module) -> AbstractContextManager[None]:
 def _ups(model: nn.Module) -> list[Tensor] | None:
     """The matrices B of all adapters; None where adapters do more than to add s · B · A · x, as DoRA does."""
     found: list[Tensor] = []
-    for module in model.modules():
-        layer: Any = module
+    layers: list[Any] = list(model.modules())
+    for layer in layers:
         if isinstance(getattr(layer, "disable_adapters", None), bool):
             if not hasattr(layer, "lora_B") or layer.lora_variant or layer.merged or any(layer.lora_bias.values()):
                 return None

@@ -46,7 +46,7 @@ class Policy:
     def __init__(self, model: Any) -> None:
         self.model: Any = _without_peft(model)
         self.config = self.model.config
-        self.lock = _lock_of(self.config)  # of all engines on this model
+        self.lock = lock_of(self.config)  # of all engines on this model
         self.attentions = self.layers()
         _check_rotation(self.config)
         self.device, self.dtype = self.place()
@@ -290,7 +290,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             module.__dict__["training"] = True
 
 
-def _lock_of(config: Any) -> Any:
+def lock_of(config: Any) -> Any:
     """The lock of a configuration, as long as it exists."""
     lock = _LOCKS.setdefault(id(config), made := threading.RLock())
     if lock is made:

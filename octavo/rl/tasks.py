@@ -209,10 +209,10 @@ def _gym_task(
         raise UserError(f"TASK {name}{what} needs the package reasoning-gym: pip install 'octavo[gym]'")
     gym = Gym(name, seed)
 
-    def score(completions: Sequence[Any], index: Sequence[int]) -> list[float]:
+    def score(completions: Sequence[Any], index: Sequence[int], entry: Sequence[dict[str, Any]]) -> list[float]:
         return [
-            gym.score(_answer_of(text_of(completion)), each)
-            for completion, each in zip(completions, index, strict=True)
+            gym.score(_answer_of(text_of(completion)), number, asked)
+            for completion, number, asked in zip(completions, index, entry, strict=True)
         ]
 
     score.__name__ = gym.name

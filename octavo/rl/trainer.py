@@ -15,6 +15,7 @@ from typing import Any
 
 from trl import GRPOTrainer
 
+from octavo.hf.trl import take_tokenizer
 from octavo.rl.attach import attached
 from octavo.rl.completions import Engine, Sampling
 from octavo.rl.engine import NativeEngine
@@ -32,8 +33,7 @@ class OctavoGRPOTrainer(GRPOTrainer):
     """
 
     def __init__(self, model: Any, *args: Any, engine: Engine | None = None, **kwargs: Any) -> None:
-        if "tokenizer" in kwargs and kwargs.get("processing_class") is None:
-            kwargs["processing_class"] = kwargs.pop("tokenizer")  # as GRPOTrainer takes it
+        take_tokenizer(kwargs)
         given = inspect.signature(GRPOTrainer.__init__).bind(self, model, *args, **kwargs).arguments
         config = given.get("args")
         leave_vllm_out(config, engine or (attached(model) if hasattr(model, "config") else None), "")

@@ -159,7 +159,7 @@ class VLLMEngine:
         """Figures of the last `generate`.
 
         `prefills`: requests to vLLM, one for each completion, which take whole pages of their prompt from one another;
-        `tokens`: generated; `seconds`; `tokens_per_second`; `stopped`: the share that a stop token ended.
+        `tokens`: generated; `seconds`; `tokens_per_second`; `stopped`: the share that a stop token or text ended.
         """
         return dict(self._statistics)
 
@@ -301,7 +301,7 @@ def _abort(llm: Any) -> None:
 def _completion(prompt: int, part: Any, texts: StopTexts | None) -> Completion:
     tokens = list(part.token_ids)
     logprobs = [places[token].logprob for token, places in zip(tokens, part.logprobs, strict=True)]
-    end = None if texts is None else texts.end(tokens, len(tokens))
+    end = None if texts is None else texts.end(tokens, texts.reach)  # vLLM stops at the token that completes a text
     return Completion(prompt, tokens[:end], logprobs[:end], part.finish_reason == "stop" or end is not None)
 
 

@@ -45,12 +45,12 @@ PRODUCTS = "products.json"
 SAMPLE, SAMPLES = "sample.json", "samples.json"
 SUMMARY = "summary.json"
 REPORT = "report.html"
-PROMPTS = "prompts.jsonl"
+MADE_PROMPTS = "made-prompts.jsonl"
 BF16 = "bf16"
 # Folders of `octavo sft` and `octavo grpo`.
 CHECKPOINTS, ADAPTER, WHOLE_MODEL, BASE = "checkpoints", "adapter", "model", "base"
 FOLDERS = (CHECKPOINTS, ADAPTER, WHOLE_MODEL, BASE)
-FILES = (CONFIG, METRICS, METRICS_BF16, MODEL, PRODUCTS, SAMPLE, SAMPLES, SUMMARY, REPORT, PROMPTS)
+FILES = (CONFIG, METRICS, METRICS_BF16, MODEL, PRODUCTS, SAMPLE, SAMPLES, SUMMARY, REPORT, MADE_PROMPTS)
 
 
 @contextmanager

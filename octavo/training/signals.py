@@ -17,8 +17,8 @@ ECHO = 5.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-class Interrupted(Exception):
-    """The run was asked to stop, by signal `number`."""
+class Interrupted(BaseException):
+    """The run was asked to stop, by signal `number`. Like KeyboardInterrupt, this is not an error to be handled."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"interrupted by {signal.Signals(number).name}")

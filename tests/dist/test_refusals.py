@@ -120,7 +120,7 @@ def test_the_loader_uses_it(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(fast, "own_gpu", lambda: 3)
     monkeypatch.setattr(fast.reading, "check_name", lambda *_: None)
-    monkeypatch.setattr(fast.reading, "base_of_adapters", lambda *_: None)
+    monkeypatch.setattr(fast.reading, "read_adapter_config", lambda *_: None)
     monkeypatch.setattr(fast.reading, "read_model", read)
     with pytest.raises(InterruptedError):
         fast.FastLanguageModel.from_pretrained("a model", tokenizer=False)

@@ -98,6 +98,12 @@ def test_a_call_sets_length_and_checkpointing_of_kept_adapters(folder):
     assert not base.is_gradient_checkpointing and base.octavo_checkpointing is False
     new = asked(load(folder), max_seq_length=32).get_base_model()
     assert new.max_seq_length == new.octavo_asked_length == 32
+    for wrong, words in (
+        (10**6, f"max_seq_length={10**6}: LlamaForCausalLM of .* positions"),
+        ("2048", "whole number"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            asked(load(folder), max_seq_length=wrong)
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +119,9 @@ def hub(tmp_path_factory, folder):
             (place / "refs" / revision).write_text(commit)
             shutil.copytree(source, place / "snapshots" / commit)
 
-    repository("me/base", main=Path(folder))
+    other = tmp_path_factory.mktemp("base")
+    small_llama(vocab_size=BYTES, rms_norm_eps=0.5).save_pretrained(other)
+    repository("me/base", main=Path(folder), v1=other)
     places = {}
     for revision, value in (("main", 1.0), ("v2", 2.0)):
         model = with_adapters(folder)
@@ -125,6 +133,11 @@ def hub(tmp_path_factory, folder):
         path = places[revision] / "adapter_config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": "me/base"}))
     repository("me/bare", **places)
+    pinned = tmp_path_factory.mktemp("pinned")
+    shutil.copytree(places["main"], pinned, dirs_exist_ok=True)
+    path = pinned / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"revision": "v1"}))
+    repository("me/pinned", v2=pinned)
     for place in places.values():
         byte_tokenizer().save_pretrained(place)
     repository("me/lora", **places)
@@ -146,6 +159,17 @@ def test_adapters_of_a_revision_in_a_cache(hub, revision, value, monkeypatch):
         FastLanguageModel.from_pretrained(name, load_in_fp8=True, **options)
     without = {name: value for name, value in options.items() if name != "revision"}
     assert asked == [("me/lora", options), ("me/base", without)]
+
+
+def test_adapters_name_the_revision_of_their_model(hub, tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    model = asked(load("me/base", cache_dir=hub, revision="v1"))
+    assert model.config.rms_norm_eps == 0.5
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["revision"] == "v1"
+    assert load(tmp_path, cache_dir=hub).config.rms_norm_eps == 0.5
+    assert load("me/pinned", cache_dir=hub, revision="v2").config.rms_norm_eps == 0.5
+    assert load("me/lora", cache_dir=hub).config.rms_norm_eps != 0.5
 
 
 def test_names_from_the_home_folder(folder, tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """The loop of GRPO: first ratios, packing, resuming to the bit, and what the reward does."""
 
 import math
+import signal
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from octavo.rl.rewards import Rewards
 from octavo.rl.settings import GRPOSettings
 from octavo.rl.tasks import Task
 from octavo.training.errors import UserError
+from octavo.training.signals import Interrupted
 
 SETTINGS = {"prompts": 2, "completions": 4, "max_new_tokens": 5, "lr": 3e-3, "micro_batch_tokens": 30, "steps": 3}
 
@@ -46,6 +48,22 @@ def test_the_first_ratio_is_exactly_one(start, monkeypatch, products, changes):
     assert all(ratio.eq(1).all() for ratio in ratios[:batches])
     assert all(not ratio.eq(1).all() for ratio in ratios[batches:])
     assert row["gap_mean"] < (0.2 if products else 1e-5)
+
+
+def test_an_interrupt_is_no_error_of_the_engine_or_of_a_reward(start):
+    """Outside of steps, where samples are written, a signal raises at once, wherever the program is."""
+
+    def interrupted(*_, **__):
+        raise Interrupted(signal.SIGTERM)
+
+    run = start()
+    completions = run.complete([[5, 6]], 1, 1)
+    run.task.rewards.functions[:] = [interrupted]
+    with pytest.raises(Interrupted):
+        run.score([run.task.rows[0]], ["a"], completions)
+    run.engine.generate = interrupted
+    with pytest.raises(Interrupted):
+        run.complete([[5, 6]], 1, 1)
 
 
 def test_the_reward_rises_and_figures_are_complete(start):

@@ -253,8 +253,29 @@ def test_prompts_are_made_once(tmp_path, monkeypatch):
         patching.setattr(Gym, "entries", None)
         again = read_task("ransom_note,size=3", rows=run._kept_prompts(tmp_path))
     assert run._digest(again) == run._digest(task) and again.description == task.description
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": ')
+    (tmp_path / "made-prompts.jsonl").write_text('{"prompt": ')
     assert run._kept_prompts(tmp_path) is None is run._kept_prompts(tmp_path / "nowhere")
+
+
+def test_a_package_that_makes_other_prompts():
+    """Answers are scored against what was asked, not against what a newer package would ask."""
+    task = read_task("chain_sum,size=2")
+    rows = [*task.rows]
+    rows[0] = rows[0] | {"entry": rows[0]["entry"] | {"question": "another one"}}
+    again = read_task("chain_sum,size=2", rows=rows)
+
+    def score(number):
+        chat = [[{"role": "assistant", "content": str(rows[number]["answer"])}]]
+        return again.rewards.score([rows[number]["prompt"]], chat, [[1]], again.columns(rows[number : number + 1]))
+
+    assert score(1).rewards.tolist() == [1.0]
+    with pytest.raises(RunError, match=r"answer to prompt 0 cannot be scored: reasoning-gym .* makes another prompt"):
+        score(0)
+
+
+def test_ctrl_c_is_for_the_run_alone(countdown):
+    """A terminal sends it to all processes of a group."""
+    assert os.getpgid(child_of(countdown).pid) == child_of(countdown).pid != os.getpgrp()
 
 
 def test_the_package_is_named_where_it_is_missing(monkeypatch):
@@ -319,7 +340,7 @@ def test_a_run_killed_and_resumed_under_another_hash_seed(speller, tmp_path):
     resumed = Command("grpo", "--resume", "--out", str(cut), environment={"PYTHONHASHSEED": "3"})
     output, error = resumed.communicate()
     assert resumed.returncode == 0 and "Resuming after step" in output, error
-    assert len((cut / "prompts.jsonl").read_text().splitlines()) == 16
+    assert len((cut / "made-prompts.jsonl").read_text().splitlines()) == 16
     assert rewards_of(cut) == rewards_of(whole) and len({reward for _, reward, _ in rewards_of(whole)}) > 2
     assert len({read_object(folder / "config.json", "")["task_sha256"] for folder in (whole, cut)}) == 1
 
