@@ -107,7 +107,7 @@ def added_adapters(layer: Any) -> list[str] | None:
     """The active adapters of PEFT's LoRA around a linear; None if more is done than to add them to its output."""
     names = [name for name in layer.active_adapters if name in layer.lora_A]
     dropouts = (layer.lora_dropout[name] for name in names)
-    dropped = any(isinstance(dropout, nn.Dropout) and dropout.training for dropout in dropouts)
+    dropped = any(isinstance(dropout, nn.Dropout) and dropout.training and dropout.p > 0 for dropout in dropouts)
     other = any(name in layer.lora_variant or layer.lora_bias[name] for name in names)
     return None if layer.disable_adapters or layer.merged or dropped or other else names
 

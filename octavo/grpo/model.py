@@ -14,7 +14,7 @@ from octavo.rl import vllm
 from octavo.rl.completions import Engine
 from octavo.rl.engine import NativeEngine
 from octavo.rl.products import PRODUCTS
-from octavo.rl.stops import StopTexts, stops_of
+from octavo.rl.stops import StopTexts
 from octavo.training.errors import UserError
 
 
@@ -89,17 +89,18 @@ def _not_trained(name: str, error: Exception) -> UserError:
 
 
 def stops(model: Any, tokenizer: Any, settings: RunSettings) -> tuple[tuple[int, ...], StopTexts | None]:
-    """Return the tokens and the text that end a completion: what is asked for, and ends of text."""
-    found, text = stops_of(tokenizer, settings.stop or ())
+    """Return the tokens and the texts that end a completion: ends of sequence, and what is asked for."""
+    texts = StopTexts(tokenizer, settings.stop) if settings.stop else None
+    found: list[int] = []
     for holder in (getattr(model, "generation_config", None), model.config, tokenizer):
         eos = getattr(holder, "eos_token_id", None)
         found += eos if isinstance(eos, list | tuple) else [] if eos is None else [eos]
-    if not found and text is None:
+    if not found and texts is None:
         raise UserError(
             "the model and its tokenizer have no end of text (eos_token_id): every completion would have "
             f"{settings.max_new_tokens} tokens; name a text that ends one: --stop TEXT"
         )
-    return tuple(dict.fromkeys(found)), text
+    return tuple(dict.fromkeys(found)), texts
 
 
 def check_engine(settings: RunSettings) -> None:

@@ -5,6 +5,7 @@ started with. A resumed run may change only what is in `HARMLESS`, so that its r
 interrupted.
 """
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -170,7 +171,18 @@ def _defaults(given: Mapping[str, Any]) -> dict[str, Any]:
         if full:
             defaults |= {"lr": 5e-4, "beta": 0.0}
     rank = given.get("rank", defaults.get("rank", RunSettings.rank))
-    return {"alpha": rank} | defaults
+    return {"alpha": rank} | _of_adapters(given.get("model")) | defaults
+
+
+def _of_adapters(model: str | None) -> dict[str, Any]:
+    """Return rank and alpha of a folder of adapters, which is trained on; nothing if MODEL is none."""
+    if model is None:
+        return {}
+    try:
+        config = json.loads((Path(model) / "adapter_config.json").read_text())
+        return {"rank": config["r"], "alpha": config["lora_alpha"]}
+    except (OSError, ValueError, KeyError, TypeError):  # what is wrong with adapters, loading them says
+        return {}
 
 
 def _absolute(name: str) -> str:

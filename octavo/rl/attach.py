@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from octavo.decoders.hooks import changes_calls
-from octavo.rl.completions import Engine, Sampling
+from octavo.rl.completions import Completion, Engine, Sampling
 from octavo.rl.stops import StopTexts
 
 logger = logging.getLogger("octavo")
@@ -51,7 +51,7 @@ _POSITIONAL = (
 
 def attach(model: Any, engine: Engine) -> None:
     """Have `model.generate` use an engine, which was made for this model. The model may be PEFT's or get adapters."""
-    inner = _inner(model)
+    inner = base_of(model)
     if not callable(getattr(inner, _GENERATE, None)):
         raise ValueError(f"{type(inner).__name__} has no generate: attach an engine to a causal language model")
     detach(model)
@@ -60,24 +60,25 @@ def attach(model: Any, engine: Engine) -> None:
 
 def detach(model: Any) -> None:
     """Give a model its own `generate` back; nothing happens if it has it."""
-    inner = _inner(model)
+    inner = base_of(model)
     if isinstance(inner.__dict__.get(_GENERATE), _Generate):
         del inner.__dict__[_GENERATE]
 
 
 def attached(model: Any) -> Engine | None:
     """Return the engine that `model.generate` uses; None if there is none."""
-    found = _inner(model).__dict__.get(_GENERATE)
+    found = base_of(model).__dict__.get(_GENERATE)
     return found.engine if isinstance(found, _Generate) else None
 
 
 def fallbacks(model: Any) -> Counter[str]:
     """Return how many calls of `model.generate` went to transformers instead of the engine, by reason."""
-    found = _inner(model).__dict__.get(_GENERATE)
+    found = base_of(model).__dict__.get(_GENERATE)
     return Counter(found.fallbacks) if isinstance(found, _Generate) else Counter()
 
 
-def _inner(model: Any) -> Any:
+def base_of(model: Any) -> Any:
+    """Return the model of transformers inside PEFT's, or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
@@ -215,12 +216,20 @@ def _completed(engine: Engine, ids: Tensor, mask: Tensor | None, settings: dict[
     real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
     prompts = [row[kept].tolist() for row, kept in zip(ids.cpu(), real.cpu(), strict=True)]
     n = settings.get("num_return_sequences") or 1
-    completions = engine.generate(prompts, n, _sampling(settings, ids.shape[1]))
-    longest = max(len(completion.tokens) for completion in completions)
-    fill = _fill(settings)
-    rows = [[*completion.tokens, *[fill] * (longest - len(completion.tokens))] for completion in completions]
+    sampling, fill = _sampling(settings, ids.shape[1]), _fill(settings)
+    completions = [
+        _as_transformers(each, prompts[each.prompt], sampling) for each in engine.generate(prompts, n, sampling)
+    ]
+    longest = max(map(len, completions))
+    rows = [[*tokens, *[fill] * (longest - len(tokens))] for tokens in completions]
     new = torch.tensor(rows, dtype=ids.dtype, device=ids.device)
     return torch.cat([ids.repeat_interleave(n, dim=0), new], dim=1)
+
+
+def _as_transformers(completion: Completion, prompt: list[int], sampling: Sampling) -> list[int]:
+    """The tokens of a completion. To transformers, a stop string may begin in the prompt."""
+    texts = sampling.stop_texts
+    return completion.tokens[: None if texts is None else texts.end_from(prompt, completion.tokens)]
 
 
 def _fill(settings: dict[str, Any]) -> int:

@@ -287,12 +287,15 @@ class NativeEngine:
 
 def _cut(slots: Slots, busy: Sequence[int], texts: StopTexts, new: int) -> None:
     """End completions that have come upon a stop text in their last `new` tokens."""
-    found = {}
-    for slot, (count, tokens) in zip(busy, slots.latest(busy, new + texts.reach), strict=True):
-        if (end := texts.end(tokens, new)) is not None:
-            found[slot] = count - len(tokens) + end
-    if found:
-        slots.cut(list(found), list(found.values()))
+    latest = slots.latest(busy, new + texts.reach)
+    found = [slot for slot, tokens in zip(busy, latest, strict=True) if texts.are_in(tokens)]
+    if not found:
+        return
+    whole = slots.latest(found, slots.longest)
+    ends = {slot: texts.end(tokens, new) for slot, tokens in zip(found, whole, strict=True)}
+    cut = {slot: end for slot, end in ends.items() if end is not None}
+    if cut:
+        slots.cut(list(cut), list(cut.values()))
 
 
 def _batches(fresh: Sequence[tuple[int, list[int]]]) -> list[list[tuple[int, list[int]]]]:

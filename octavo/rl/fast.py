@@ -25,7 +25,7 @@ from octavo.rl.completions import Completion, Engine, Sampling
 from octavo.rl.engine import NativeEngine
 from octavo.rl.loras import LIVE, adapters_for, give_adapters_methods
 from octavo.rl.policy import ends_of
-from octavo.rl.stops import StopTexts, stops_of
+from octavo.rl.stops import StopTexts
 from octavo.rl.trl_vllm import take_trainers_own_vllm
 
 logger = logging.getLogger("octavo")
@@ -143,17 +143,23 @@ class _Shown:
     """How the text of a completion is shown, with or without the stop that ended it."""
 
     tokenizer: Any
-    stops: Sequence[int]
     stop_texts: StopTexts | None
     with_stop: bool
     skip_special_tokens: bool
 
     def text(self, one: Completion) -> str:
         """Return the text of a completion."""
-        hidden = one.stopped and one.tokens[-1] in self.stops and not self.with_stop
-        tokens = one.tokens[:-1] if hidden else one.tokens
-        text: str = self.tokenizer.decode(tokens, skip_special_tokens=self.skip_special_tokens)
-        return text if self.stop_texts is None else self.stop_texts.cut(text, with_stop=self.with_stop)
+        texts = self.stop_texts
+        text: str = self.tokenizer.decode(one.tokens, skip_special_tokens=self.skip_special_tokens)
+        if texts is None or not texts.are_in(one.tokens):
+            return text
+        if any(stop in text for stop in texts.texts):
+            return texts.cut(text, with_stop=self.with_stop)
+        # A special token, which the text does not show, is part of the stop.
+        text = texts.cut(self.tokenizer.decode(one.tokens), with_stop=self.with_stop)
+        for special in self.tokenizer.all_special_tokens:
+            text = text.replace(special, "")
+        return text
 
 
 class _FastGenerate:
@@ -190,14 +196,14 @@ class _FastGenerate:
         if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
             raise TypeError(f"prompts={prompts!r}: fast_generate takes a text, or a list of texts")
         ids = [self._ids(text) for text in texts]
-        stops, stop_texts = stops_of(self.tokenizer, getattr(sampling_params, "stop", None) or ())
+        stop = getattr(sampling_params, "stop", None)
+        stop_texts = None if stop in (None, [], ()) else StopTexts(self.tokenizer, stop)
         ends = [] if getattr(sampling_params, "ignore_eos", False) else ends_of(model)
-        n, sampling = self._sampling(sampling_params, [*stops, *ends], stop_texts, engine.max_length)
+        n, sampling = self._sampling(sampling_params, ends, stop_texts, engine.max_length)
         with adapters_for(model, lora_request):
             done = engine.generate(ids, n, sampling)
         shown = _Shown(
             self.tokenizer,
-            stops,
             stop_texts,
             with_stop=getattr(sampling_params, "include_stop_str_in_output", False),
             skip_special_tokens=getattr(sampling_params, "skip_special_tokens", True),
@@ -220,8 +226,8 @@ class _FastGenerate:
     ) -> tuple[int, Sampling]:
         """How many completions, and how tokens are chosen, by the fields of vLLM's SamplingParams.
 
-        `ends`: the model's own ends of sequence, and those of `stop`, which end a completion besides tokens that are
-        named there. `longest`: how many tokens a sequence may have, which is what `max_tokens=None` means.
+        `ends`: the model's own ends of sequence, which end a completion besides what is named there. `longest`: how
+        many tokens a sequence may have, which is what `max_tokens=None` means.
         """
         is_one = any(hasattr(params, name) for name in _FIELDS) and not hasattr(params, "max_new_tokens")
         if params is not None and not is_one:

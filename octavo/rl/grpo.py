@@ -103,7 +103,7 @@ class GRPO:
         ]
 
         set_rate(self.optimizer, settings.learning_rate(number))
-        learner.train()
+        learner.model.train()
         updated = time.perf_counter()
         figures = self._update(number, samples, len(scored))
         train_s = time.perf_counter() - updated

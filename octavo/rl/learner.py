@@ -13,10 +13,21 @@ from octavo.rl.batches import MicroBatch
 from octavo.rl.loss import token_logprobs
 
 
+def leave_dropout_out(model: nn.Module) -> None:
+    """Have a model drop nothing: a rollout does not, and ratios of probabilities are to be of one model."""
+    modules: list[Any] = list(model.modules())
+    for module in modules:
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if getattr(module, "attention_dropout", 0.0):
+            module.attention_dropout = 0.0
+
+
 class Learner:
     """A causal language model, with PEFT's adapters around it or trained as a whole."""
 
     def __init__(self, model: Any) -> None:
+        leave_dropout_out(model)
         self.model = model
         self.is_adapted = isinstance(model, PeftModel)
         self.causal = model.get_base_model() if self.is_adapted else model
@@ -39,15 +50,6 @@ class Learner:
         self.parameters: list[nn.Parameter] = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if not self.parameters:
             raise ValueError("none of the model's weights is trained: add adapters (FastLanguageModel.get_peft_model)")
-
-    def train(self) -> None:
-        """Put the model into training mode, but for dropout: a rollout has none, and ratios are of the same model."""
-        self.model.train()
-        for module in self.model.modules():
-            if isinstance(module, nn.Dropout):
-                module.eval()
-            if getattr(module, "attention_dropout", 0.0):
-                module.attention_dropout = 0.0
 
     @property
     def device(self) -> torch.device:

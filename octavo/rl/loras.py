@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.hf.export import save_merged
-from octavo.rl.attach import attached
+from octavo.rl.attach import attached, base_of
 from octavo.rl.policy import lock_of
 
 LIVE: Any = object()  # the adapters of the model, as they are now
@@ -88,14 +88,14 @@ class SavedLora:
 @contextmanager
 def adapters_for(model: nn.Module, request: Any) -> Iterator[None]:
     """Have `model` compute with the adapters that a `lora_request` names. Rollouts of other threads wait."""
-    inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    lock = lock_of(base_of(model).config)
     if request is LIVE:
         yield
     elif request is None:
-        with lock_of(inner.config), _without_adapters(model):
+        with lock, _without_adapters(model):
             yield
     elif isinstance(request, SavedLora):
-        with lock_of(inner.config), request.in_place():
+        with lock, request.in_place():
             yield
     else:
         raise ValueError(

@@ -95,13 +95,18 @@ class Slots:
         active = self.active.tolist()
         return [slot for slot in slots if not active[slot]]
 
-    def latest(self, slots: Sequence[int], count: int) -> list[tuple[int, list[int]]]:
-        """Return how many tokens each of these slots has, and up to `count` of the last. Waits for the device."""
+    @property
+    def longest(self) -> int:
+        """Tokens that a completion can have."""
+        return self.tokens.shape[1]
+
+    def latest(self, slots: Sequence[int], count: int) -> list[list[int]]:
+        """Return up to `count` of the last tokens of each of these slots. Waits for the device."""
         index = torch.tensor(slots, device=self.device)
         written = self.lengths[index].long() + 1
         columns = written[:, None] - torch.arange(count, 0, -1, device=self.device)
         rows = self.tokens[index[:, None], columns.clamp_(min=0)]
-        return [(n, row[-n:]) for n, row in zip(written.tolist(), rows.tolist(), strict=True)]
+        return [row[-n:] for n, row in zip(written.tolist(), rows.tolist(), strict=True)]
 
     def cut(self, slots: Sequence[int], counts: Sequence[int]) -> None:
         """End the completions in these slots with so many of their tokens."""

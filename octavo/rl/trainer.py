@@ -19,18 +19,21 @@ from octavo.hf.trl import take_tokenizer
 from octavo.rl.attach import attached
 from octavo.rl.completions import Engine, Sampling
 from octavo.rl.engine import NativeEngine
+from octavo.rl.learner import leave_dropout_out
 from octavo.rl.stops import StopTexts
-from octavo.rl.trl_vllm import leave_vllm_out
+from octavo.rl.trl_vllm import STOPS, leave_vllm_out
 
 logger = logging.getLogger("octavo")
-_STOPS = "stop_strings"  # of GRPOConfig.generation_kwargs
 
 
 class OctavoGRPOTrainer(GRPOTrainer):
     """`GRPOTrainer` whose completions come from an engine on the trained modules, with nothing to synchronise.
 
+    Dropout of the model is left out: a rollout has none, and the correction would take it for the gap.
     `engine`: None takes the one that is attached to the model, or else makes a native one.
     """
+
+    takes_stop_strings = True
 
     def __init__(self, model: Any, *args: Any, engine: Engine | None = None, **kwargs: Any) -> None:
         take_tokenizer(kwargs)
@@ -46,6 +49,8 @@ class OctavoGRPOTrainer(GRPOTrainer):
             if given.get(name):
                 raise ValueError(f"{name}: not with an engine of ours, which completes prompts once; use GRPOTrainer")
         super().__init__(model, *args, **kwargs)
+        own: Any = self.model
+        leave_dropout_out(own)
         self._refuse_other_sampling()
         self.engine: Engine = engine or attached(self.model) or NativeEngine(self.model, exact_logprobs=True)
         sampling = self._sampling()
@@ -60,15 +65,16 @@ class OctavoGRPOTrainer(GRPOTrainer):
     def _refuse_other_sampling(self) -> None:
         """Raise for settings of TRL's that change what is sampled, and that the engines do not have."""
         args: Any = self.args
-        kwargs = {name: value for name, value in (args.generation_kwargs or {}).items() if name != _STOPS}
+        kwargs = {name: value for name, value in (args.generation_kwargs or {}).items() if name != STOPS}
         for name, value, neutral in (
             ("repetition_penalty", args.repetition_penalty, 1.0),
             ("generation_kwargs", kwargs, {}),
         ):
             if value is not None and value != neutral:
                 raise ValueError(
-                    f"{name}={value!r}: the engine samples by temperature, top_k, top_p and min_p; leave it out, or "
-                    "use TRL's GRPOTrainer, whose completions then come from transformers' generate"
+                    f"{name}={value!r}: the engine samples by temperature, top_k, top_p and min_p, and stops at "
+                    f"generation_kwargs[{STOPS!r}]; leave it out, or use TRL's GRPOTrainer, whose completions then "
+                    "come from transformers' generate"
                 )
         if self._stop_texts() and args.mask_truncated_completions:
             raise ValueError(
@@ -90,7 +96,7 @@ class OctavoGRPOTrainer(GRPOTrainer):
 
     def _stop_texts(self) -> StopTexts | None:
         args: Any = self.args
-        texts = (args.generation_kwargs or {}).get(_STOPS)
+        texts = (args.generation_kwargs or {}).get(STOPS)
         tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
         return StopTexts(tokenizer, texts) if texts else None
 

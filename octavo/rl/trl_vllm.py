@@ -16,6 +16,7 @@ from octavo.rl.completions import Engine
 
 logger = logging.getLogger("octavo")
 _TRAINERS = ("GRPO", "RLOO")
+STOPS = "stop_strings"  # of generation_kwargs
 
 
 @cache
@@ -38,7 +39,13 @@ def _wrapped(original: Callable[..., None], kind: str) -> Callable[..., None]:
         given = signature.bind_partial(self, *args, **{n: v for n, v in kwargs.items() if n in signature.parameters})
         model: Any = given.arguments.get("model")
         engine = attached(model) if hasattr(model, "config") else None
-        leave_vllm_out(given.arguments.get("args"), engine, kind)
+        config: Any = given.arguments.get("args")
+        leave_vllm_out(config, engine, kind)
+        if STOPS in (getattr(config, "generation_kwargs", None) or {}) and not hasattr(self, "takes_stop_strings"):
+            raise ValueError(
+                f"generation_kwargs[{STOPS!r}]: {kind}Trainer hands generate no tokenizer to find them with; "
+                + ("use octavo.rl.trainer.OctavoGRPOTrainer" if kind == "GRPO" else "leave it out")
+            )
         original(self, *args, **kwargs)
 
     return init

@@ -15,14 +15,15 @@ def share(completions, **_):
 """
 
 
-def adapted(folder, *, dtype=torch.float32, recipe="channel", products=False, rank=4, **changes):
+def adapted(folder, *, dtype=torch.float32, recipe="channel", products=False, rank=4, lora_dropout=0.0, **changes):
     """LoRA over a Llama on bytes, frozen in FP8."""
     build(vocab_size=BYTES, eos_token_id=1, **changes).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     model, tokenizer = FastLanguageModel.from_pretrained(
         str(folder), load_in_fp8=recipe, fp8_products=products, dtype=dtype
     )
-    return FastLanguageModel.get_peft_model(model, r=rank, use_gradient_checkpointing=False), tokenizer
+    options = {"r": rank, "lora_dropout": lora_dropout, "use_gradient_checkpointing": False}
+    return FastLanguageModel.get_peft_model(model, **options), tokenizer
 
 
 class PlainEngine:

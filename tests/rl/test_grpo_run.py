@@ -310,6 +310,10 @@ def test_adapters_are_a_model_to_start_from(byte_model, prompts, rewards, tmp_pa
     monkeypatch.undo()
     config = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps(config | {"lora_dropout": 0.5}))
+    options = {"model": str(folder), "task": prompts, "rewards": rewards, **OPTIONS}
+    del options["rank"]
+    own = settings_from_options(options | {"device": "cpu"})
+    assert (own.rank, own.alpha) == (4, 4)  # those of the adapters
     settings = settings_of(str(folder), prompts, rewards, steps=1, lr=1e-12, beta=0.0)
     after = train_grpo(settings, out=tmp_path / "next") / "adapter"
     row = json.loads((tmp_path / "next" / "metrics.jsonl").read_text())

@@ -3,20 +3,26 @@
 import json
 import random
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
+import trl
 from rl_cases import adapted as adapted_over_bytes
 from rollout_cases import PROMPTS, adapted, frozen
 from test_attach import left_padded
+from test_trainer import trainer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from trainer_cases import byte_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from octavo.grpo.run import train_grpo
 from octavo.grpo.settings import settings_from_options
-from octavo.rl import NativeEngine, Sampling, attach, fallbacks
-from octavo.rl.stops import StopTexts, stops_of
+from octavo.rl import NativeEngine, Sampling, attach, attached, detach, fallbacks
+from octavo.rl.completions import Completion
+from octavo.rl.fast import _FastGenerate
+from octavo.rl.stops import StopTexts
+from octavo.rl.trl_vllm import take_trainers_own_vllm
 
 TEXT = "The answer is <answer> 42 </answer>. Größe, 東京, naïve; the end of the answer. </answers> \n\n " * 4
 
@@ -48,17 +54,26 @@ def plain_search(tokenizer, texts, tokens):
     return None
 
 
+def word_piece():
+    """Tokens that are written in another way at the beginning."""
+    words = ["[UNK]", "the", "answer", "##s", "##wer", "an", "##a", "##e", "e", "is", "#", "<", ">", "/"]
+    tokenizer = Tokenizer(models.WordPiece(vocab={word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]", eos_token="<|end|>")
+
+
 def search_by_steps(stops, tokens, stride):
     """As an engine looks: after a first token, and after `stride` more each time, at no more tokens than it has to."""
     for now in [*range(1, len(tokens), stride), len(tokens)]:
-        tail = tokens[:now][-(stride + stops.reach) :]
-        end = stops.end(tail, stride)
-        if end is not None:
-            return now - len(tail) + end
+        if stops.are_in(tokens[:now][-(stride + stops.reach) :]):
+            end = stops.end(tokens[:now], stride)
+            if end is not None:
+                return end
     return None
 
 
-@pytest.mark.parametrize("make", [byte_level, metaspace, byte_tokenizer])
+@pytest.mark.parametrize("make", [byte_level, metaspace, word_piece, byte_tokenizer])
 def test_a_stop_is_found_where_a_plain_search_finds_it(make):
     tokenizer, draw = make(), random.Random(0)
     found = 0
@@ -80,21 +95,10 @@ def test_a_stop_is_found_where_a_plain_search_finds_it(make):
     assert found > 150
 
 
-def test_the_text_of_a_completion():
-    stops = StopTexts(None, ["</a>", "a>!"])
-    assert stops.cut("so: </a>!", with_stop=True) == "so: </a>"
-    assert stops.cut("so: </a>!", with_stop=False) == "so: "
-    assert stops.cut("so: <a>", with_stop=False) == "so: <a>"
-
-
-def test_tokens_that_are_never_split():
-    tokenizer = byte_level()
-    ids, texts = stops_of(tokenizer, ["<|end|>", "</answer>"])
-    assert ids == [tokenizer.eos_token_id] and texts.texts == ("</answer>",)
-    assert stops_of(tokenizer, "<|end|>")[1] is None and stops_of(tokenizer, ()) == ([], None)
-    for wrong in ("", ["a", ""], [7]):
-        with pytest.raises(ValueError, match="give texts of one character or more"):
-            stops_of(tokenizer, wrong)
+@pytest.mark.parametrize("wrong", ["", ["a", ""], [7], 7, []])
+def test_texts_that_are_none(wrong):
+    with pytest.raises(ValueError, match=r"a completion cannot end at .*: give a text of one character or more"):
+        StopTexts(None, wrong)
 
 
 class Letters:
@@ -144,6 +148,16 @@ def test_generate_with_stop_strings():
     assert torch.equal(model.generate(**left_padded(), **options), expected)
     assert torch.equal(model.generate(**left_padded(), **options | {"stop_strings": stops[0]})[0], expected[0])
     assert not fallbacks(model)
+    prompt = tokenizer.decode(PROMPTS[1])
+    begun = {
+        "stop_strings": [prompt[-2:] + texts[1][0], prompt],
+        "tokenizer": tokenizer,
+    }  # in the prompt, and all of it
+    detach(model)
+    expected = model.generate(**left_padded(), **options | begun)
+    assert (expected[1, length + 1 :] == 0).all() and (expected[0, length + 1 :] != 0).any()
+    attach(model, NativeEngine(model, slots=3))
+    assert torch.equal(model.generate(**left_padded(), **options | begun), expected)
     with pytest.raises(ValueError, match="tokenizer"):  # in transformers' words
         model.generate(**left_padded(), **options | {"tokenizer": None})
 
@@ -171,8 +185,6 @@ def test_a_stop_of_no_text(byte_model):
 
 
 def test_trl(tmp_path):
-    from test_trainer import trainer
-
     seen = []
 
     def look(completions, **_):
@@ -186,22 +198,64 @@ def test_trl(tmp_path):
     assert all(letter not in stops for text in seen for letter in text[:-1])
     with pytest.raises(ValueError, match="mask_truncated_completions=True with stop_strings"):
         trainer(tmp_path, generation_kwargs={"stop_strings": "a"}, mask_truncated_completions=True)
+    with pytest.raises(ValueError, match=r"generation_kwargs=.*, and stops at generation_kwargs\['stop_strings'\]"):
+        trainer(tmp_path, generation_kwargs={"stop": "a"})
+
+
+def test_stock_trl_says_who_stops_at_texts(tmp_path):
+    def stock(model, **given):
+        attach(model, NativeEngine(model))
+        take_trainers_own_vllm()
+        return trl.GRPOTrainer(model, **given)
+
+    with pytest.raises(ValueError, match=r"GRPOTrainer hands generate no tokenizer .* use .*OctavoGRPOTrainer"):
+        trainer(tmp_path, generation_kwargs={"stop_strings": "a"}, cls=stock)
+
+
+def fast_generate(model, tokenizer, **options):
+    params = SimpleNamespace(**{"n": 1, "max_tokens": 12, "temperature": 0.0} | options)
+    return _FastGenerate(tokenizer)(model, "say", params)[0].outputs[0]
 
 
 def test_fast_generate(tmp_path):
-    from types import SimpleNamespace
-
-    from octavo.rl.fast import _FastGenerate
-
     model, tokenizer = adapted_over_bytes(tmp_path)
     attach(model, NativeEngine(model))
-    generate = _FastGenerate(tokenizer)
-    options = {"n": 1, "max_tokens": 12, "temperature": 0.0, "skip_special_tokens": False}
-    whole = generate(model, "say", SimpleNamespace(**options))[0].outputs[0]
+    whole = fast_generate(model, tokenizer, skip_special_tokens=False)
     stop = tokenizer.decode(whole.token_ids[2:5])
     k = plain_search(tokenizer, [stop], whole.token_ids)
     for included in (False, True):
-        params = SimpleNamespace(**options, stop=[stop], include_stop_str_in_output=included)
-        ended = generate(model, "say", params)[0].outputs[0]
+        options = {"stop": [stop, "never"], "include_stop_str_in_output": included, "skip_special_tokens": False}
+        ended = fast_generate(model, tokenizer, **options)
         assert ended.token_ids == whole.token_ids[:k] and ended.finish_reason == "stop"
         assert ended.text == whole.text[: whole.text.index(stop) + included * len(stop)]
+    assert fast_generate(model, tokenizer, stop=[]).finish_reason == "length"
+    with pytest.raises(ValueError, match="a completion cannot end at 3"):
+        fast_generate(model, tokenizer, stop=3)
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_a_stop_that_is_a_token_of_its_own(special):
+    """The model may write it in other tokens, too; and a special one is not in the text that is shown."""
+
+    class Written:
+        name, max_length = "written", None
+
+        def generate(self, _prompts, _n, sampling):
+            end = sampling.stop_texts.end(self.tokens, len(self.tokens))
+            return [Completion(0, self.tokens[:end], [0.0] * end, True)]
+
+    tokenizer = byte_tokenizer()
+    pieces = tokenizer("so </answer> and", add_special_tokens=False)["input_ids"]
+    tokenizer.add_tokens(["</answer>", "<|go|>"], special_tokens=special)
+    token, go = tokenizer.convert_tokens_to_ids(["</answer>", "<|go|>"])
+    model = adapted(frozen())
+    attach(model, Written())
+    for tokens, stop, text in (
+        (pieces, "</answer>", "so "),
+        ([*pieces[:3], token, *pieces[-4:]], "</answer>", "so "),
+        ([*pieces[:2], go, *pieces[2:]], "</answer>", "so " if special else "so<|go|> "),
+        ([*pieces[:2], go, *pieces[2:]], "o<|go|> ", "s"),
+    ):
+        attached(model).tokens = tokens
+        found = fast_generate(model, tokenizer, stop=stop)
+        assert (found.text, found.finish_reason) == (text, "stop")

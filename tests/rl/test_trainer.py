@@ -14,8 +14,8 @@ trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
 
 
-def trainer(folder, reward=vowels, callbacks=(), cls=OctavoGRPOTrainer, **changes):
-    model, tokenizer = adapted(folder, dtype=torch.float32)
+def trainer(folder, reward=vowels, callbacks=(), cls=OctavoGRPOTrainer, lora_dropout=0.0, **changes):
+    model, tokenizer = adapted(folder, dtype=torch.float32, lora_dropout=lora_dropout)
     settings = {
         "max_steps": 2, "per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 5,
         "learning_rate": 1e-2, "logging_steps": 1, "save_strategy": "no", "report_to": [], "use_cpu": True,
@@ -43,6 +43,16 @@ def test_the_correction_runs(tmp_path, mode):
         assert entry["sampling/sampling_logp_difference/mean"] < 1e-4
         assert entry["sampling/importance_sampling_ratio/min"] == pytest.approx(1, abs=1e-3)
     assert run.engine.statistics()["prefills"] == 2  # distinct prompts of a step: each goes through the model once
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_dropout_is_no_gap(tmp_path, dropout):
+    """What a trainer drops and a rollout does not would be taken for the gap, and corrected."""
+    run = trainer(tmp_path, lora_dropout=dropout)
+    assert {module.p for module in run.model.modules() if isinstance(module, torch.nn.Dropout)} <= {0.0}
+    run.train()
+    logs = [entry for entry in run.state.log_history if "reward" in entry]
+    assert all(entry["sampling/sampling_logp_difference/mean"] < 1e-4 for entry in logs)
 
 
 def test_what_is_refused(tmp_path):
