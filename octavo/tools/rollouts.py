@@ -45,7 +45,10 @@ class Size:
 def check_positions(model: str, size: Size, positions: Any) -> None:
     """Refuse sequences that are longer than the model has positions, if its configuration says how many."""
     if isinstance(positions, int) and size.length > positions:
-        raise UserError(f"--prompt {size.prompt} --new-tokens {size.new_tokens}: {model} has {positions} positions")
+        raise UserError(
+            f"--prompt {size.prompt} --new-tokens {size.new_tokens}: {model} has {positions} positions for both "
+            "together; give less of one of them"
+        )
 
 
 def kv_bytes(case: Case, *, fp8: bool) -> int:
