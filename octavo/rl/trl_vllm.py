@@ -41,11 +41,8 @@ def _wrapped(original: Callable[..., None], kind: str) -> Callable[..., None]:
         engine = attached(model) if hasattr(model, "config") else None
         config: Any = given.arguments.get("args")
         leave_vllm_out(config, engine, kind)
-        if STOPS in (getattr(config, "generation_kwargs", None) or {}) and not hasattr(self, "takes_stop_strings"):
-            raise ValueError(
-                f"generation_kwargs[{STOPS!r}]: {kind}Trainer hands generate no tokenizer to find them with; "
-                + ("use octavo.rl.trainer.OctavoGRPOTrainer" if kind == "GRPO" else "leave it out")
-            )
+        if engine is not None and not hasattr(self, "takes_stop_strings"):
+            _check_stops(config, kind)
         original(self, *args, **kwargs)
 
     return init
@@ -60,3 +57,11 @@ def leave_vllm_out(config: Any, engine: Engine | None, kind: str) -> None:
     logger.warning(
         "octavo: use_vllm=False: rollouts are by the %s engine on the model's own weights%s", engine.name, correction
     )
+
+
+def _check_stops(config: Any, kind: str) -> None:
+    """Refuse stop strings, which `generate` finds with a tokenizer alone, and TRL hands it none."""
+    batched = getattr(config, "use_transformers_continuous_batching", False)  # which calls something else
+    if STOPS in (getattr(config, "generation_kwargs", None) or {}) and not batched:
+        fix = "use octavo.rl.trainer.OctavoGRPOTrainer" if kind == "GRPO" else "leave it out"
+        raise ValueError(f"generation_kwargs[{STOPS!r}]: {kind}Trainer hands generate no tokenizer for it; {fix}")

@@ -208,7 +208,7 @@ def test_stock_trl_says_who_stops_at_texts(tmp_path):
         take_trainers_own_vllm()
         return trl.GRPOTrainer(model, **given)
 
-    with pytest.raises(ValueError, match=r"GRPOTrainer hands generate no tokenizer .* use .*OctavoGRPOTrainer"):
+    with pytest.raises(ValueError, match=r"GRPOTrainer hands generate no tokenizer for it; use .*OctavoGRPOTrainer"):
         trainer(tmp_path, generation_kwargs={"stop_strings": "a"}, cls=stock)
 
 
