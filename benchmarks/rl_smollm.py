@@ -107,7 +107,7 @@ def measure_gaps(options: argparse.Namespace) -> None:
 
 def measure_gap(options: argparse.Namespace, way: str, rollout: str) -> dict[str, Any]:
     """Return how far rollout and trainer are apart. `rollout`: the engine's products, "weights" or "fp8"."""
-    from octavo.grpo.model import load, stop_ids
+    from octavo.grpo.model import load, stops
     from octavo.grpo.settings import settings_from_options
     from octavo.rl.batches import Sample, pack
     from octavo.rl.engine import NativeEngine
@@ -131,7 +131,7 @@ def measure_gap(options: argparse.Namespace, way: str, rollout: str) -> dict[str
     ids = [prompt.ids for prompt in prompts[: options.gap_prompts]]
     room = max(map(len, ids)) + settings.max_new_tokens
     engine = NativeEngine(model, slots=settings.slots, max_length=room, products=rollout, exact_logprobs=True)
-    done = engine.generate(ids, settings.completions, settings.sampling(0, stop_ids(model, tokenizer, settings)))
+    done = engine.generate(ids, settings.completions, settings.sampling(0, *stops(model, tokenizer, settings)))
     engine.standby()
     samples = [Sample(ids[each.prompt], each.tokens, each.logprobs, 0.0) for each in done]
     batches = pack(samples, settings.micro_batch_tokens, learner.device)
