@@ -4,6 +4,7 @@ import difflib
 import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,11 @@ def read_adapter_config(name: str, options: dict[str, Any]) -> dict[str, Any] | 
     found = find_adapter_config_file(name, **hub_options(options))
     if found is None:
         return None
-    config: dict[str, Any] = json.loads(Path(found).read_text())
+    config = None
+    with suppress(ValueError):
+        config = json.loads(Path(found).read_text())
+    if not isinstance(config, dict):
+        raise ValueError(f"model_name={name!r}: its adapter_config.json is no JSON object; restore it")
     return config
 
 

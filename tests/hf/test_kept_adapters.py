@@ -172,6 +172,14 @@ def test_adapters_name_the_revision_of_their_model(hub, tmp_path, monkeypatch):
     assert load("me/lora", cache_dir=hub).config.rms_norm_eps != 0.5
 
 
+@pytest.mark.parametrize("content", ["[]", "{", "7"])
+def test_a_configuration_of_adapters_that_is_damaged(folder, tmp_path, content):
+    shutil.copytree(folder, tmp_path / "llama")
+    (tmp_path / "llama" / "adapter_config.json").write_text(content)
+    with pytest.raises(ValueError, match=r"llama': its adapter_config.json is no JSON object; restore it"):
+        load(tmp_path / "llama")
+
+
 def test_names_from_the_home_folder(folder, tmp_path, monkeypatch):
     shutil.copytree(folder, tmp_path / "llama")
     monkeypatch.setenv("HOME", str(tmp_path))
