@@ -291,3 +291,20 @@ def test_two_processes_in_one_folder(invoke: Invoke, text: Path) -> None:
         process.communicate()
     done = [row["step"] for row in rows(Path("run"))]
     assert done == list(range(1, len(done) + 1))
+
+
+def test_signals_after_an_interrupt_do_not_change_the_exit_code() -> None:
+    """Leaving takes a second, and someone impatient sends another."""
+    code = """
+import os, signal, octavo.cli as cli
+from octavo.training.signals import Interrupted
+def app():
+    raise Interrupted(signal.SIGINT)
+cli.app = app
+try:
+    cli.main()
+finally:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        os.kill(os.getpid(), number)
+"""
+    assert subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT).returncode == 130

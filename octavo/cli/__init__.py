@@ -18,7 +18,7 @@ from rich.text import Text
 from octavo import __version__
 from octavo.cli import bench, generate, grpo, plan, sft, train
 from octavo.training.errors import UserError
-from octavo.training.signals import Interrupted
+from octavo.training.signals import SIGNALS, Interrupted
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 for command in (train.train, sft.sft, grpo.grpo, generate.generate, plan.plan, bench.bench):
@@ -32,6 +32,8 @@ def main() -> None:
     except UserError as error:
         _fail(str(error), error.exit_code)
     except Interrupted as interrupted:
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)  # all is done, and the exit code is the first signal's
         sys.exit(128 + interrupted.number)
     except KeyboardInterrupt:
         _fail("interrupted", 128 + signal.SIGINT)

@@ -49,6 +49,10 @@ def check_name(name: str, options: dict[str, Any]) -> None:
     """Raise if there is no such model, before anything else is said about it."""
     folder = Path(name).expanduser()
     if folder.is_dir():
+        if (folder / "octavo-run.json").exists():
+            found = [str(folder / part) for part in ("adapter", "model") if (folder / part).is_dir()]
+            where = f"; what it has trained is in {' and '.join(found)}" if found else ", which has no model yet"
+            raise ValueError(f"model_name={name!r}: the folder of a run of Octavo{where}")
         if not any((folder / file).exists() for file in ("config.json", "adapter_config.json")):
             raise ValueError(f"model_name={name!r}: a folder without config.json, so none of a model")
         return

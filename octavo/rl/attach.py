@@ -24,10 +24,11 @@ from octavo.rl.stops import StopTexts
 logger = logging.getLogger("octavo")
 
 _GENERATE = "generate"
-# Fields of transformers' GenerationConfig, and an argument, that the engine follows; then what changes no sample.
+# Fields of transformers' GenerationConfig that the engine follows, and what `stop_strings` become; then those that do
+# not change what is sampled.
 _FOLLOWED = {
     "max_length", "max_new_tokens", "do_sample", "temperature", "top_k", "top_p", "min_p", "eos_token_id",
-    "pad_token_id", "num_return_sequences", "stop_strings", "tokenizer",
+    "pad_token_id", "num_return_sequences", "stop_texts",
 }  # fmt: skip
 _IRRELEVANT = {
     "bos_token_id", "decoder_start_token_id", "use_cache", "disable_compile", "compile_config", "cache_implementation",
@@ -93,7 +94,10 @@ class _Generate:
         named = dict(zip(_POSITIONAL, args, strict=False)) | kwargs
         settings = _settings(self.model, named)
         tokens = self.model.get_input_embeddings().weight.shape[0]
-        settings["tokenizer"] = named.get("tokenizer")
+        strings, tokenizer = settings.pop("stop_strings", None), named.get("tokenizer")
+        if strings and tokenizer is None:
+            settings["stop_strings"] = strings
+        settings["stop_texts"] = StopTexts(tokenizer, strings) if strings and tokenizer is not None else None
         settings["eos_token_id"] = tuple(t for t in _as_tuple(settings.get("eos_token_id")) if 0 <= t < tokens)
         reason = _why_not(self.model, named, settings) or _refused(settings, named)
         if reason:
@@ -148,8 +152,8 @@ def _ids(named: dict[str, Any]) -> Any:
 
 def _why_not(model: Any, named: dict[str, Any], settings: dict[str, Any]) -> str:
     """Why a call is not the engine's to answer; empty if it is."""
-    known = {*_POSITIONAL[:2], "input_ids", "attention_mask", *settings}
-    if settings.get("stop_strings") and settings["tokenizer"] is None:
+    known = {*_POSITIONAL[:2], "input_ids", "attention_mask", "stop_strings", "tokenizer", *settings}
+    if settings.get("stop_strings"):
         return "stop_strings are given without tokenizer"
     for name, value in named.items():
         if name not in known and value is not None and value is not False:
@@ -244,7 +248,6 @@ def _sampling(settings: dict[str, Any], length: int) -> Sampling:
     given = settings.get("temperature")  # None changes nothing, as in transformers
     temperature = 0.0 if not sampled else 1.0 if given is None else given
     top_k, top_p = settings.get("top_k", _TOP_K), settings.get("top_p")
-    texts = settings.get("stop_strings")
     return Sampling(
         max_new_tokens=_new_tokens(settings, length),
         temperature=temperature,
@@ -252,7 +255,7 @@ def _sampling(settings: dict[str, Any], length: int) -> Sampling:
         top_p=top_p if sampled and top_p is not None and top_p < 1 else None,
         min_p=(settings.get("min_p") or None) if sampled else None,
         stop_ids=settings["eos_token_id"],
-        stop_texts=StopTexts(settings["tokenizer"], texts) if texts else None,
+        stop_texts=settings["stop_texts"],
     )
 
 

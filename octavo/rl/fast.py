@@ -149,17 +149,14 @@ class _Shown:
 
     def text(self, one: Completion) -> str:
         """Return the text of a completion."""
-        texts = self.stop_texts
-        text: str = self.tokenizer.decode(one.tokens, skip_special_tokens=self.skip_special_tokens)
-        if texts is None or not texts.are_in(one.tokens):
-            return text
-        if any(stop in text for stop in texts.texts):
-            return texts.cut(text, with_stop=self.with_stop)
-        # A special token, which the text does not show, is part of the stop.
-        text = texts.cut(self.tokenizer.decode(one.tokens), with_stop=self.with_stop)
-        for special in self.tokenizer.all_special_tokens:
-            text = text.replace(special, "")
-        return text
+        tokens, rest = one.tokens, ""
+        if self.stop_texts is not None and self.stop_texts.are_in(tokens):
+            whole, rest = self.stop_texts.cut(tokens, with_stop=self.with_stop)
+            if not self.tokenizer.decode(tokens[whole : whole + 1], skip_special_tokens=self.skip_special_tokens):
+                rest = ""  # part of a token that is not shown
+            tokens = tokens[:whole]
+        text: str = self.tokenizer.decode(tokens, skip_special_tokens=self.skip_special_tokens)
+        return text + rest
 
 
 class _FastGenerate:

@@ -53,10 +53,14 @@ class StopTexts:
                 return k
         return None
 
-    def cut(self, text: str, *, with_stop: bool) -> str:
-        """Return the text of a completion up to the stop in it, with or without that."""
-        place, stop = min((text.index(stop), stop) for stop in self.texts if stop in text)
-        return text[: place + len(stop) if with_stop else place]
+    def cut(self, tokens: Sequence[int], *, with_stop: bool) -> tuple[int, str]:
+        """Return how many tokens come before the stop in them, or before its end, and what the next one adds."""
+        decoded = self._decode(tokens)
+        place, stop = min((decoded.index(stop), stop) for stop in self.texts if stop in decoded)
+        end = place + len(stop) if with_stop else place
+        lengths = ((k, len(self._decode(tokens[:k]))) for k in range(len(tokens), -1, -1))
+        whole, length = next((k, length) for k, length in lengths if length <= end)
+        return whole, decoded[length:end]
 
     def _decode(self, tokens: Sequence[int]) -> str:
         text: str = self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -180,6 +180,18 @@ def test_a_configuration_of_adapters_that_is_damaged(folder, tmp_path, content):
         load(tmp_path / "llama")
 
 
+def test_the_folder_of_a_run_names_what_is_in_it(tmp_path):
+    for file in ("octavo-run.json", "config.json"):
+        (tmp_path / file).write_text("{}")
+    with pytest.raises(ValueError, match="the folder of a run of Octavo, which has no model yet"):
+        load(tmp_path)
+    (tmp_path / "adapter").mkdir()
+    with pytest.raises(
+        ValueError, match=f"the folder of a run of Octavo; what it has trained is in {tmp_path}/adapter"
+    ):
+        load(tmp_path)
+
+
 def test_names_from_the_home_folder(folder, tmp_path, monkeypatch):
     shutil.copytree(folder, tmp_path / "llama")
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -158,6 +158,9 @@ def test_generate_with_stop_strings():
     assert (expected[1, length + 1 :] == 0).all() and (expected[0, length + 1 :] != 0).any()
     attach(model, NativeEngine(model, slots=3))
     assert torch.equal(model.generate(**left_padded(), **options | begun), expected)
+    for wrong in (3, [3], [""]):
+        with pytest.raises(ValueError, match=r"a completion cannot end at .*: give a text of one character or more"):
+            model.generate(**left_padded(), **options | {"stop_strings": wrong})
     with pytest.raises(ValueError, match="tokenizer"):  # in transformers' words
         model.generate(**left_padded(), **options | {"tokenizer": None})
 
@@ -250,12 +253,16 @@ def test_a_stop_that_is_a_token_of_its_own(special):
     token, go = tokenizer.convert_tokens_to_ids(["</answer>", "<|go|>"])
     model = adapted(frozen())
     attach(model, Written())
-    for tokens, stop, text in (
-        (pieces, "</answer>", "so "),
-        ([*pieces[:3], token, *pieces[-4:]], "</answer>", "so "),
-        ([*pieces[:2], go, *pieces[2:]], "</answer>", "so " if special else "so<|go|> "),
-        ([*pieces[:2], go, *pieces[2:]], "o<|go|> ", "s"),
+    gone = [*pieces[:2], go, *pieces[2:]]
+    for tokens, stop, text, whole in (
+        (pieces, "</answer>", "so ", "so </answer>"),
+        ([*pieces[:3], token, *pieces[-4:]], "</answer>", "so ", "so " if special else "so </answer>"),
+        (gone, "</answer>", "so " if special else "so<|go|> ", "so </answer>" if special else "so<|go|> </answer>"),
+        (gone, "o<|go|> ", "s", "so " if special else "so<|go|> "),
+        (gone, "go|>", "so" if special else "so<|", "so" if special else "so<|go|>"),
+        (gone, "<|g", "so", "so" if special else "so<|g"),
     ):
         attached(model).tokens = tokens
-        found = fast_generate(model, tokenizer, stop=stop)
-        assert (found.text, found.finish_reason) == (text, "stop")
+        for included, expected in ((False, text), (True, whole)):
+            found = fast_generate(model, tokenizer, stop=stop, include_stop_str_in_output=included)
+            assert (found.text, found.finish_reason) == (expected, "stop")
