@@ -64,7 +64,7 @@ def word_piece():
 
 
 def search_by_steps(stops, tokens, stride):
-    """As an engine looks: after a first token, and after `stride` more each time, at no more tokens than it has to."""
+    """Search as an engine does: after a first token, then after each `stride`, in no more tokens than it needs."""
     for now in [*range(1, len(tokens), stride), len(tokens)]:
         if stops.are_in(tokens[:now][-(stride + stops.reach) :]):
             end = stops.end(tokens[:now], stride)

@@ -47,7 +47,7 @@ def test_the_correction_runs(tmp_path, mode):
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_dropout_is_no_gap(tmp_path, dropout):
-    """What a trainer drops and a rollout does not would be taken for the gap, and corrected."""
+    """The correction would take for the gap what a trainer drops and a rollout does not."""
     run = trainer(tmp_path, lora_dropout=dropout)
     assert {module.p for module in run.model.modules() if isinstance(module, torch.nn.Dropout)} <= {0.0}
     run.train()
