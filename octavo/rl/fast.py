@@ -262,6 +262,6 @@ def _names_in(params: Any) -> set[str]:
     declared = (getattr(type(params), name, ()) for name in ("__struct_fields__", "__dataclass_fields__"))
     own = {*chain(*declared), *getattr(params, "__dict__", {})}
     kinds = (vars(kind).items() for kind in type(params).__mro__)
-    # What has a `__get__` is a method, a property, or the place of a field.
+    # Methods, properties and the places of fields have a `__get__`; values do not.
     of_class = {name for items in kinds for name, value in items if not hasattr(value, "__get__")}
     return {name for name in own | of_class if not name.startswith("_") and name != "model_config"}
